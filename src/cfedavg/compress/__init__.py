@@ -1,0 +1,46 @@
+"""Selectors, quantisers and their composition; Definition 1."""
+
+from cfedavg.compress.compressor import (
+    QUANTISERS,
+    SELECTORS,
+    Compressor,
+    check_finite,
+    decompress,
+    parse,
+    sent,
+    values_of,
+)
+from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Quantiser, Sign
+from cfedavg.compress.selectors import (
+    Everything,
+    Proportional,
+    RandomDropping,
+    Selection,
+    Selector,
+    Threshold,
+    TopK,
+)
+
+__all__ = [
+    "BF16",
+    "FP32",
+    "QSGD",
+    "QUANTISERS",
+    "SELECTORS",
+    "Compressor",
+    "Everything",
+    "IntBlocks",
+    "Proportional",
+    "Quantiser",
+    "RandomDropping",
+    "Selection",
+    "Selector",
+    "Sign",
+    "Threshold",
+    "TopK",
+    "check_finite",
+    "decompress",
+    "parse",
+    "sent",
+    "values_of",
+]

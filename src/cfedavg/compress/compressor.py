@@ -1,0 +1,134 @@
+"""Compressors: a selector says which coordinates travel, a quantiser says how their values are written.
+
+    TopK(0.99) >> BF16()          parse("topk(0.99) >> bf16")
+
+Definition 1 of the paper: C is constrained by the SNR gamma >= 1 if E|C(p) - p|^2 <= |p|^2 / gamma for
+all p. Every selector here is a projection (what it keeps, it keeps as it is), so what it drops is
+orthogonal to what the quantiser then gets wrong, and the two guarantees compose:
+
+    1/gamma = 1/gamma_s + 1/gamma_q - 1/(gamma_s * gamma_q).
+
+Both stages work on a block of clients at once, p of shape (n, d). Whatever has to be summed is summed
+in float64, so that a block, a single vector, a CPU and a GPU round to the same float32.
+A selector or quantiser of your own is one small class: see docs/compressors.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cfedavg import keys as keyed
+from cfedavg.compress.quantisers import BF16, FP32, QSGD, Blocks, IntBlocks, Quantiser, Sign
+from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Selector, Threshold, TopK
+from cfedavg.compress.stages import INFINITE
+from cfedavg.errors import InputError, NotFinite
+from cfedavg.keys import Purpose
+from cfedavg.layout import Layout
+from cfedavg.payload import Floats, Levels, Payload
+from cfedavg.spec import build, parse_call
+
+_FLOATS = {torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """A selector followed by a quantiser; without one, values keep their own float type."""
+
+    selector: Selector
+    quantiser: Quantiser | None = None
+
+    def __str__(self) -> str:
+        if self.quantiser is None:
+            return str(self.selector)
+        return f"{self.selector} >> {self.quantiser}"
+
+    def compress(self, p: Tensor, key: int | Tensor, layout: Layout | None = None) -> Payload:
+        """What is sent of p: one vector (d,) with one key, or a block (n, d) with n keys as int64."""
+        block = p[None] if p.dim() == 1 else p
+        words = torch.tensor([keyed.signed(key)]) if isinstance(key, int) else key
+        words = words.reshape(-1).to(p.device)
+        check_finite(block)
+        layout = layout or Layout.flat(block.shape[1])
+        selection = self.selector.select(block, keyed.derive(words, Purpose.SELECT), layout)
+        values: Floats | Levels
+        if self.quantiser is None:
+            values = Floats(selection.values, _FLOATS[p.dtype])
+        else:
+            drawn = keyed.derive(words, Purpose.ROUND)
+            values = self.quantiser.quantise(selection.values, selection.offsets, drawn)
+        return Payload(block.shape[1], selection.offsets, selection.indices, values, selection.mask)
+
+    def gamma(self, layout: Layout) -> float:
+        """The guaranteed SNR of the two stages together, up to underflow of the value type."""
+        lost = 1 / self.selector.gamma(layout)
+        if self.quantiser is not None:
+            rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
+            lost = lost + rounding - lost * rounding
+        return 1 / lost if lost else INFINITE
+
+
+def values_of(payload: Payload) -> Tensor:
+    """The values that the receiver reads, as floating point numbers."""
+    values = payload.values
+    if isinstance(values, Levels):
+        grid = Blocks(payload.offsets, values.block)
+        scaled: Tensor = values.levels.float() * values.scales[grid.of_value]
+        return scaled
+    data: Tensor = values.data.view(torch.bfloat16).float() if values.dtype == "bf16" else values.data
+    return data
+
+
+def sent(payload: Payload) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """(indices or None, values) of each client, in the order of the block."""
+    values, ends = values_of(payload), [int(o) for o in payload.offsets]
+    for start, end in pairwise(ends):
+        yield None if payload.indices is None else payload.indices[start:end], values[start:end]
+
+
+def decompress(payload: Payload) -> Tensor:
+    """C(p) as dense vectors, shape (n, d).
+
+    >>> decompress(parse("topk(0.5)").compress(torch.tensor([1.0, -2.0]), key=0)).tolist()
+    [[0.0, -2.0]]
+    """
+    values = values_of(payload)
+    if payload.indices is None:
+        return values.view(len(payload), payload.d)
+    dense = values.new_zeros(len(payload), payload.d)
+    client = torch.repeat_interleave(payload.offsets[1:] - payload.offsets[:-1])
+    dense[client, payload.indices] = values
+    return dense
+
+
+SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}
+QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, Sign, QSGD)}
+QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(2, 9)}
+
+
+def parse(text: str, field: str = "compressor") -> Compressor:
+    """The compressor that a text names: `none`, `topk(0.99) >> bf16`, `qsgd(16)`, `my.module:MySelector(3)`.
+
+    >>> str(parse("topk(0.99, per_tensor=true)>>int8(64)"))
+    'topk(0.99, per_tensor=true) >> int8(64)'
+    """
+    stages = [build(part, SELECTORS | QUANTISERS, field) for part in text.split(">>")]
+    if len(stages) == 1 and isinstance(stages[0], Quantiser):
+        stages.insert(0, Everything())
+    if len(stages) > 2 or not isinstance(stages[0], Selector):
+        raise InputError(f"{field}: {text!r} must be a selector, a quantiser, or selector >> quantiser")
+    if len(stages) == 2 and not isinstance(stages[1], Quantiser):
+        raise InputError(f"{field}: {parse_call(text.split('>>')[1], field)[0]!r} is not a quantiser")
+    return Compressor(*stages)
+
+
+def check_finite(p: Tensor) -> None:
+    """Raises NotFinite, which names the rows, if p (n, d) holds NaN or Inf."""
+    if not bool(torch.isfinite(p).all()):
+        raise NotFinite((~torch.isfinite(p).all(-1)).nonzero()[:, 0].tolist())

@@ -1,0 +1,224 @@
+"""Selectors: which coordinates travel. Each is a projection: what it keeps, it keeps as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cfedavg import keys as keyed
+from cfedavg.compress.stages import INFINITE, Stage, check_comp, offsets_of, unit_of
+from cfedavg.errors import InputError
+from cfedavg.layout import Layout
+from cfedavg.payload import Mask
+
+if TYPE_CHECKING:
+    from cfedavg.compress.compressor import Compressor
+    from cfedavg.compress.quantisers import Quantiser
+
+
+class Selection(NamedTuple):
+    """The coordinates that a block of clients keeps; the fields are those of Payload."""
+
+    offsets: Tensor
+    indices: Tensor | None
+    values: Tensor
+    mask: Mask | None = None
+
+
+class Selector(Stage):
+    """Chooses coordinates. A new one needs `keep` and `gamma`."""
+
+    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
+        """For p of shape (n, d): which coordinates each client keeps, as booleans of the same shape."""
+        raise NotImplementedError
+
+    def gamma(self, layout: Layout) -> float:
+        """The guaranteed SNR of Definition 1."""
+        raise NotImplementedError
+
+    def most(self, layout: Layout) -> int:
+        """The largest number of coordinates that one client can keep."""
+        return layout.d
+
+    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
+        keep = self.keep(p, keys, layout)
+        return Selection(offsets_of(keep.sum(-1)), keep.nonzero()[:, 1], p[keep])
+
+    def __rshift__(self, quantiser: Quantiser) -> Compressor:
+        from cfedavg.compress.compressor import Compressor
+
+        return Compressor(self, quantiser)
+
+
+@dataclass(frozen=True)
+class Everything(Selector):
+    """Keeps every coordinate."""
+
+    name: ClassVar[str] = "none"
+
+    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
+        counts = torch.full((len(p),), p.shape[1], device=p.device)
+        return Selection(offsets_of(counts), None, p.reshape(-1))
+
+    def gamma(self, layout: Layout) -> float:
+        return INFINITE
+
+
+@dataclass(frozen=True)
+class TopK(Selector):
+    """Keeps the coordinates of largest magnitude; ties go to the lowest index.
+
+    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). With `snr`
+    instead, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, both
+    hold for each tensor of the model by itself.
+
+    >>> payload = parse("topk(0.6)").compress(torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
+    >>> payload.indices.tolist(), payload.values.data.tolist()
+    ([2, 4], [4.0, -5.0])
+    """
+
+    name: ClassVar[str] = "topk"
+    comp: float | None = None
+    snr: float | None = None
+    per_tensor: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.comp is None) == (self.snr is None):
+            raise InputError("give either comp, as in topk(0.99), or an SNR target, as in topk(snr=1.05)")
+        if self.comp is not None:
+            check_comp(self.comp)
+        if self.snr is not None and not self.snr >= 1:
+            raise InputError(f"snr = {self.snr} must be 1 or more")
+
+    def __str__(self) -> str:
+        return super().__str__().replace("comp=", "")
+
+    def _k(self, d: int) -> int:
+        assert self.comp is not None
+        return max(1, round((1 - self.comp) * d))
+
+    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
+        if self.per_tensor:
+            return torch.cat([self._keep(p[:, part]) for part in layout.slices()], dim=1)
+        return self._keep(p)
+
+    def _keep(self, p: Tensor) -> Tensor:
+        magnitude = p.abs()
+        if self.comp is not None:
+            k = self._k(p.shape[1])
+            smallest = torch.topk(magnitude, k, sorted=False).values.amin(-1, keepdim=True)
+            return _at_least(magnitude, smallest, torch.full_like(smallest, k, dtype=torch.int64))
+        ascending = magnitude.sort(-1).values
+        lost = unit_of(ascending).square().cumsum(-1)
+        assert self.snr is not None
+        drop = (lost <= lost[:, -1:] / self.snr).sum(-1, keepdim=True)
+        smallest = ascending.gather(-1, drop.clamp(max=p.shape[1] - 1))
+        return _at_least(magnitude, smallest, p.shape[1] - drop)
+
+    def gamma(self, layout: Layout) -> float:
+        if self.snr is not None:
+            return self.snr
+        sizes = layout.sizes if self.per_tensor else (layout.d,)
+        return min(INFINITE if d == self._k(d) else d / (d - self._k(d)) for d in sizes if d)
+
+    def most(self, layout: Layout) -> int:
+        if self.snr is not None:
+            return layout.d
+        return sum(self._k(d) for d in (layout.sizes if self.per_tensor else (layout.d,)) if d)
+
+
+@dataclass(frozen=True)
+class RandomDropping(Selector):
+    """Keeps each coordinate with probability 1 - comp, unscaled; gamma = 1 / comp.
+
+    The mask is drawn from a key that the receiver knows too, so no index travels.
+    """
+
+    name: ClassVar[str] = "rd"
+    comp: float
+
+    def __post_init__(self) -> None:
+        check_comp(self.comp)
+
+    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
+        offsets, indices, values, _ = super().select(p, keys, layout)
+        return Selection(offsets, indices, values, Mask(keys, self._keep_53()))
+
+    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
+        keep: Tensor = keyed.bits53(keys[:, None], _arange(p)) < self._keep_53()
+        return keep
+
+    def _keep_53(self) -> int:
+        return round((1 - self.comp) * 2**53)
+
+    def gamma(self, layout: Layout) -> float:
+        return 1 / self.comp if self.comp else INFINITE
+
+
+@dataclass(frozen=True)
+class Threshold(Selector):
+    """Keeps |p_j| >= lam * |p| / sqrt(d), lam below 1: drops at most lam^2 |p|^2, so gamma = 1 / lam^2."""
+
+    name: ClassVar[str] = "threshold"
+    lam: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lam < 1:
+            raise InputError(f"lam = {self.lam} must lie between 0 and 1")
+
+    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
+        unit = unit_of(p.abs())
+        floor = self.lam * unit.square().mean(-1, keepdim=True).sqrt()
+        return (unit >= floor) & (unit > 0)
+
+    def gamma(self, layout: Layout) -> float:
+        return 1 / self.lam**2
+
+
+@dataclass(frozen=True)
+class Proportional(Selector):
+    """Keeps coordinate j with probability q_j = min(1, c |p_j|), so that (1 - comp) * d are kept on average.
+
+    Large coordinates are sure to travel, small ones do so now and then. Kept unscaled: by Cauchy-Schwarz
+    sum q p^2 >= |p|^4 / sum(p^2 / q), so on every input this is at least as close to p as the unbiased
+    version (p_j / q_j) at its best scale. q grows with |p_j|, hence gamma = 1 / comp.
+    """
+
+    name: ClassVar[str] = "proportional"
+    comp: float
+
+    def __post_init__(self) -> None:
+        check_comp(self.comp)
+
+    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
+        draws = keyed.bits53(keys[:, None], _arange(p))
+        keep: Tensor = draws < self.probabilities(unit_of(p.abs())) * 2.0**53
+        return keep
+
+    def probabilities(self, magnitude: Tensor) -> Tensor:
+        """q for magnitudes (n, d): the c largest are certain, for the smallest c at which the rest fits."""
+        n, d = magnitude.shape
+        k = (1 - self.comp) * d
+        descending = magnitude.sort(-1, descending=True).values
+        rest = descending.flip(-1).cumsum(-1).flip(-1)
+        left = k - torch.arange(d, device=magnitude.device, dtype=torch.float64)
+        fits = (left * descending <= rest) | (left <= 0)
+        certain = fits.to(torch.int8).argmax(-1, keepdim=True)
+        rate = left.expand(n, d).gather(-1, certain).clamp(min=0) / rest.gather(-1, certain)
+        return torch.where(magnitude > 0, (rate * magnitude).clamp(max=1), 0.0)
+
+    def gamma(self, layout: Layout) -> float:
+        return 1 / self.comp if self.comp else INFINITE
+
+
+def _at_least(magnitude: Tensor, smallest: Tensor, k: Tensor) -> Tensor:
+    """The k largest of each row, whose smallest is given; ties at it go to the lowest index."""
+    above, tied = magnitude > smallest, magnitude == smallest
+    return above | (tied & (tied.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+
+
+def _arange(p: Tensor) -> Tensor:
+    return torch.arange(p.shape[1], device=p.device)

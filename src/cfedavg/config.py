@@ -1,0 +1,256 @@
+"""One frozen, typed configuration. The command's options and the TOML file's keys are its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from cfedavg.errors import InputError
+from cfedavg.spec import Range
+
+
+def option(default: Any, group: str, text: str) -> Any:
+    """A field with what `--help` says of it."""
+    return field(default=default, metadata={"group": group, "help": text})
+
+
+DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
+    "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
+)  # fmt: skip
+
+# Of each group at most one may be given; without any, the first default holds.
+EXCLUSIVE = (
+    ("classes_per_client", "dirichlet", "iid"),
+    ("local_steps", "local_epochs", "deadline"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides the result of a run.
+
+    >>> Config(clients=10, rounds=5).compressor
+    'topk(0.99) >> bf16'
+    """
+
+    dataset: str = option(
+        "embedded", DATA, "embedded, mnist, fashion_mnist, cifar10, or owner/name of the Hugging Face hub"
+    )
+    data_dir: str | None = option(None, DATA, "a folder with train-*.parquet and test-*.parquet files")
+    clients: int = option(20, DATA, "number of clients, m")
+    classes_per_client: int | None = option(None, DATA, "p classes per client, equal counts  [default: 2]")
+    dirichlet: float | None = option(None, DATA, "instead: class shares drawn from Dirichlet(alpha)")
+    iid: bool = option(False, DATA, "instead: every client gets a random share")
+
+    model: str = option(
+        "cnn", MODEL, "cnn, resnet18, resnet18_gn, mlp, linear, or module:factory of your own"
+    )
+
+    local_steps: str | None = option(
+        None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client  [default: 10]"
+    )
+    local_epochs: int | None = option(None, LOCAL, "instead: passes over the client's data")
+    deadline: float | None = option(None, LOCAL, "instead: seconds; K_i is what --steps-per-second allows")
+    batch_size: int = option(32, LOCAL, "samples of one local step")
+    eta_local: float = option(0.1, LOCAL, "local learning rate")
+    schedule: str = option(
+        "constant", LOCAL,
+        "constant, decaying(a=1), or a corollary's rates: corollary1, corollary2(a=1), corollary3(k_min=1)",
+    )  # fmt: skip
+    smoothness: float | None = option(
+        None, LOCAL, "the constant L: for the corollaries and the rate conditions"
+    )
+    momentum: float = option(0.0, LOCAL, "momentum of the local steps")
+    weight_decay: float = option(0.0, LOCAL, "weight decay of the local steps")
+
+    rounds: int = option(20, ROUND, "communication rounds, T")
+    participation: float = option(1.0, ROUND, "share of the clients sampled each round")
+    drop_rate: float = option(0.0, ROUND, "share of replies lost; their update goes back into the residual")
+    update: str = option(
+        "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K are equal"
+    )
+    eta: float | None = option(
+        None, ROUND, "global learning rate  [default: 1 with sum, the mean K with mean]"
+    )
+    weighting: str = option("uniform", ROUND, "how replies are averaged: uniform, or by samples")
+    sample_iterate: bool = option(
+        False, ROUND, "keep the iterate z of Theorem 2, drawn in proportion to eta_local"
+    )
+
+    compressor: str = option("topk(0.99) >> bf16", SENT, "selector >> quantiser; see `cfedavg compressors`")
+    error_feedback: bool = option(True, SENT, "add what could not be sent to the next round's update")
+
+    steps_per_second: str | None = option(None, LINK, "speed of a client: 20, or 5..50, or 3,5,8 per client")
+    uplink: str | None = option(None, LINK, "bit/s from a client: 1e6, or 1e5..1e7, or one per client")
+    downlink: str | None = option(None, LINK, "bit/s to a client, likewise")
+    latency: str | None = option(None, LINK, "seconds one way, likewise")
+
+    seed: int = option(0, RUN, "decides every random draw")
+    device: str = option("auto", RUN, "auto, cpu, cuda, cuda:1, ...")
+    engine: str = option("auto", RUN, "who runs the clients: auto, reference")
+    precision: str = option("float32", RUN, "float32 or float64")
+    eval_every: int = option(1, RUN, "rounds between evaluations on the test set")
+    checkpoint_every: int = option(10, RUN, "rounds between checkpoints; 0: only at the end and on Ctrl-C")
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Config).items():
+            object.__setattr__(self, name, _typed(name, getattr(self, name), kind))
+        self._check_exclusive()
+        self._check_numbers()
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InputError(
+                    f"{flag(name)} is {getattr(self, name)!r}: it must be {' or '.join(choices)}"
+                )
+        for name in ("local_steps", "steps_per_second", "uplink", "downlink", "latency"):
+            self.per_client(name)
+        if self.deadline is not None and self.steps_per_second is None:
+            raise InputError("--deadline needs --steps-per-second, the speed of the simulated clients")
+
+    def _check_exclusive(self) -> None:
+        for group in EXCLUSIVE:
+            given = [name for name in group if getattr(self, name) not in (None, False)]
+            if len(given) > 1:
+                raise InputError(f"{' and '.join(map(flag, given))} exclude each other: give one")
+            if not given:
+                object.__setattr__(self, group[0], _DEFAULTS[group[0]])
+
+    def _check_numbers(self) -> None:
+        for name, (low, high, words) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InputError(f"{flag(name)} is {value}: it must be {words}")
+
+    def per_client(self, name: str) -> Range | None:
+        """The value of a field that may differ between clients, parsed and checked against m."""
+        text = getattr(self, name)
+        if text is None:
+            return None
+        values = Range.parse(text, flag(name), whole=name == "local_steps")
+        low = {"local_steps": 1.0, "latency": 0.0}.get(name, math.ulp(0.0))
+        if values.low < low:
+            least = (
+                "K must be 1 or more"
+                if name == "local_steps"
+                else f"it must be {'0 or more' if low == 0 else 'above 0'}"
+            )
+            raise InputError(f"{flag(name)} is {text!r}: {least}")
+        if values.each and len(values.each) != self.clients:
+            raise InputError(
+                f"{flag(name)} lists {len(values.each)} values for {self.clients} clients: give one for each"
+            )
+        return values
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with other values; giving one of an exclusive group takes the others back."""
+        for group in EXCLUSIVE:
+            if any(name in changes for name in group):
+                changes = {name: None if name != "iid" else False for name in group} | changes
+        return dataclasses.replace(self, **changes)
+
+    def to_toml(self) -> str:
+        """All fields, with their help as comments; `from_toml` reads it back to an equal Config."""
+        lines: list[str] = []
+        group = ""
+        for item in dataclasses.fields(self):
+            if item.metadata["group"] != group:
+                group = item.metadata["group"]
+                lines += ["", f"# {group}"]
+            value = getattr(self, item.name)
+            text = f"{item.name} = {_toml(value)}" if value is not None else f"# {item.name} ="
+            lines.append(f"{text:<40} # {item.metadata['help']}")
+        return "\n".join(lines).lstrip() + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "the configuration") -> Config:
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"{where} is not valid TOML: {error}") from None
+        return cls.from_dict(table, where)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], where: str = "the configuration") -> Config:
+        known = {item.name for item in dataclasses.fields(cls)}
+        for name in table:
+            if name not in known:
+                raise InputError(f"{where} has an unknown key {name!r}; known are {', '.join(sorted(known))}")
+        return cls(**table)
+
+
+def read_config(path: Path) -> Config:
+    """The configuration in a TOML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--config: cannot read {path} ({getattr(error, 'strerror', error)})") from None
+    return Config.from_toml(text, str(path))
+
+
+def flag(name: str) -> str:
+    """The option of a field.
+
+    >>> flag("eta_local")
+    '--eta-local'
+    """
+    return "--" + name.replace("_", "-")
+
+
+_DEFAULTS: dict[str, Any] = {"classes_per_client": 2, "local_steps": "10"}
+_CHOICES = {
+    "update": ("auto", "sum", "mean"),
+    "weighting": ("uniform", "samples"),
+    "precision": ("float32", "float64"),
+}
+_LARGE = float(2**53)
+_TINY = math.ulp(0.0)
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "clients": (1, _LARGE, "1 or more"),
+    "classes_per_client": (1, _LARGE, "1 or more"),
+    "dirichlet": (_TINY, _LARGE, "above 0"),
+    "local_epochs": (1, _LARGE, "1 or more"),
+    "deadline": (_TINY, _LARGE, "above 0 seconds"),
+    "batch_size": (1, _LARGE, "1 or more"),
+    "eta_local": (_TINY, _LARGE, "above 0"),
+    "smoothness": (_TINY, _LARGE, "above 0"),
+    "momentum": (0, 1 - 2**-53, "in [0, 1)"),
+    "weight_decay": (0, _LARGE, "0 or more"),
+    "rounds": (1, _LARGE, "1 or more"),
+    "participation": (_TINY, 1, "in (0, 1]"),
+    "drop_rate": (0, 1 - 2**-53, "in [0, 1)"),
+    "eta": (_TINY, _LARGE, "above 0"),
+    "seed": (0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
+    "eval_every": (1, _LARGE, "1 or more"),
+    "checkpoint_every": (0, _LARGE, "0 or more"),
+}
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """The value as the field's type: a whole number may stand for a float, and a number for a Range."""
+    kinds = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
+    if value is None and type(None) in kinds:
+        return None
+    if isinstance(value, bool) and bool not in kinds:
+        kinds = set()
+    if float in kinds and isinstance(value, int):
+        value = float(value)
+    if name in _RANGES and isinstance(value, int | float) and kinds:
+        value = str(value)
+    if not any(isinstance(value, k) for k in kinds):
+        wanted = " or ".join(_WORDS[k] for k in (bool, int, float, str) if k in kinds or not kinds)
+        raise InputError(f"{flag(name)} is {value!r}: it must be {wanted}")
+    return value
+
+
+_RANGES = {"local_steps", "steps_per_second", "uplink", "downlink", "latency"}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str | bool | int) else repr(value)

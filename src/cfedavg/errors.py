@@ -1,0 +1,37 @@
+"""Errors that a user can act on: one clear sentence, exit code 2, no traceback."""
+
+
+class InputError(ValueError):
+    """Bad input. The message names the option or field, what was wrong and what would be right."""
+
+
+class NotFinite(ArithmeticError):
+    """NaN or Inf in an update; `rows` are the rows of the block that hold one."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(f"the update of {rows_in_words(rows)} holds NaN or Inf")
+        self.rows = rows
+
+
+class Diverged(InputError):
+    """Training left the finite numbers: says in which round and for which clients."""
+
+    def __init__(self, t: int, clients: list[int], what: str) -> None:
+        super().__init__(
+            f"round {t}: {what} is NaN or infinite for {rows_in_words(clients, 'client')}; "
+            "lower --eta-local (or --eta), or check the data of these clients"
+        )
+        self.t, self.clients = t, clients
+
+
+def rows_in_words(rows: list[int], noun: str = "row") -> str:
+    """`client 3`, `clients 3, 5 and 9 more`.
+
+    >>> rows_in_words([3], "client")
+    'client 3'
+    >>> rows_in_words(list(range(12)), "client")
+    'clients 0, 1, 2, 3, 4, 5, 6, 7 and 4 more'
+    """
+    shown, more = rows[:8], len(rows) - 8
+    names = ", ".join(map(str, shown)) + (f" and {more} more" if more > 0 else "")
+    return f"{noun}{'s' if len(rows) > 1 else ''} {names}"

@@ -1,0 +1,98 @@
+"""Keyed randomness: every draw is a pure function of (seed, round, client, purpose, coordinate).
+
+A key is a 64-bit integer. The draw for coordinate j is output j of splitmix64 started at the key, so
+it is the same in NumPy, in torch on the CPU and in torch on a GPU, in any order, after any resume.
+Both libraries wrap int64 products, so one piece of code serves both; unsigned shifts are signed ones
+with the sign bits masked off. No torch here: a decoder without torch draws the same masks.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """What a draw is for; two purposes never share a stream. The numbers are part of the format."""
+
+    INIT = 0
+    SAMPLE = 1
+    BATCH = 2
+    SELECT = 3
+    ROUND = 4
+    STEPS = 5
+    LOSS = 6
+    SPEED = 7
+    UPLINK = 8
+    DOWNLINK = 9
+    LATENCY = 10
+    ITERATE = 11
+    PARTITION = 12
+    DROPOUT = 13
+
+
+def signed(word: int) -> int:
+    """The int64 with the same 64 bits, which is how arrays hold a key."""
+    word &= _WORD
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mix_word(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _MIX_1) & _WORD
+    z = ((z ^ (z >> 27)) * _MIX_2) & _WORD
+    return z ^ (z >> 31)
+
+
+def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
+    """The key of one purpose, of one client, in round t.
+
+    >>> key(0, 0, 0, Purpose.BATCH) == key(0, 0, 0, Purpose.SELECT)
+    False
+    """
+    word = 0
+    for part in (seed, t, client, int(purpose)):
+        word = _mix_word(((word ^ (part & _WORD)) + _GOLDEN) & _WORD)
+    return word
+
+
+def bits(word: Any, coordinates: Any) -> Any:
+    """64 random bits (as int64) for each coordinate: an int64 array of NumPy or torch in, the same out.
+
+    `word` is a key as an int64: a Python int from `signed`, or an array that broadcasts.
+    """
+    z = (coordinates + 1) * signed(_GOLDEN) + word
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * signed(_MIX_1)
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * signed(_MIX_2)
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def derive(words: Any, purpose: Purpose) -> Any:
+    """A second array of keys made from a first one: each key's draw at the number of the purpose."""
+    return bits(words, words * 0 + int(purpose))
+
+
+def bits53(word: Any, coordinates: Any) -> Any:
+    """The upper 53 of `bits`, a non-negative int64 below 2**53; divided by 2**53 it is uniform in [0, 1)."""
+    return (bits(word, coordinates) >> 11) & ((1 << 53) - 1)
+
+
+def uniform(word: int, n: int) -> np.ndarray:
+    """n numbers in [0, 1) as float64: the draws of coordinates 0 .. n-1."""
+    draws: np.ndarray = bits53(signed(word), np.arange(n, dtype=np.int64)) / 2.0**53
+    return draws
+
+
+def permutation(word: int, n: int) -> np.ndarray:
+    """A random order of 0 .. n-1: the coordinates sorted by their bits.
+
+    >>> sorted(permutation(key(0, 0, 0, Purpose.BATCH), 5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    return np.argsort(bits(signed(word), np.arange(n, dtype=np.int64)), kind="stable")
