@@ -75,6 +75,7 @@ class TopK(Selector):
     instead, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, both
     hold for each tensor of the model by itself.
 
+    >>> from cfedavg.compress import parse
     >>> payload = parse("topk(0.6)").compress(torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
     >>> payload.indices.tolist(), payload.values.data.tolist()
     ([2, 4], [4.0, -5.0])

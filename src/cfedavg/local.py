@@ -1,0 +1,147 @@
+"""A client's work up to x_K: the model as a flat vector, batches in keyed order, local SGD steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from cfedavg.keys import Purpose, key, permutation
+from cfedavg.layout import Layout
+from cfedavg.task import Batch, Loss, Samples
+
+
+class Vectors:
+    """A model as two flat vectors: x, its trainable parameters, and b, the buffers that travel with them.
+
+    Buffers are BatchNorm's running statistics and the like; those of a module whose parameters are all
+    frozen stay where they are, as the parameters do.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layout = Layout.of(model)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        buffers = list(_travelling_buffers(model))
+        self._buffers = [buffer for _, buffer in buffers]
+        self.buffer_layout = Layout(
+            tuple(name for name, _ in buffers),
+            tuple(tuple(buffer.shape) for buffer in self._buffers),
+            tuple(str(buffer.dtype).removeprefix("torch.") for buffer in self._buffers),
+        )
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """(x, b) of the model as it stands; b in the dtype of x."""
+        x = torch.cat([p.detach().reshape(-1) for p in self._parameters])
+        return x, torch.cat([x.new_zeros(0), *(b.detach().reshape(-1).to(x.dtype) for b in self._buffers)])
+
+    @torch.no_grad()
+    def write(self, x: Tensor, b: Tensor) -> None:
+        """Puts (x, b) into the model."""
+        for target, part in zip(self._parameters, self.layout.slices(), strict=True):
+            target.copy_(x[part].view_as(target))
+        for buffer, part in zip(self._buffers, self.buffer_layout.slices(), strict=True):
+            values = b[part].view_as(buffer)
+            buffer.copy_(values if buffer.is_floating_point() else values.round())
+
+
+def _travelling_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    saved = set(model.state_dict())
+    for prefix, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and not any(p.requires_grad for p in own):
+            continue
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            if name in saved:
+                yield name, buffer
+
+
+def batches(samples: Samples, batch_size: int, seed: int, t: int, client: int) -> Iterator[Batch]:
+    """Batches without end: epoch after epoch, each in a new order, the last batch of an epoch short."""
+    n, epoch = len(samples), 0
+    while True:
+        # The epoch is mixed into the seed's place: a key of its own for each (seed, t, client, epoch).
+        order = permutation(key(key(seed, t, client, Purpose.BATCH), epoch, 0, Purpose.BATCH), n)
+        for start in range(0, n, batch_size):
+            yield samples.batch(order[start : start + batch_size])
+        epoch += 1
+
+
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """The batch on a device, its floating point tensors in the model's precision."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype)
+
+    return tree_map(move, batch)
+
+
+class LocalWork(NamedTuple):
+    """K steps were done, with this mean loss of their minibatches (a 0-d tensor, not yet synchronised)."""
+
+    K: int
+    loss: Tensor
+
+
+def local_sgd(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    eta_L: float,
+    enough: Callable[[int], bool],
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> LocalWork:
+    """Lines 6 to 9: SGD steps on the model in place, until `enough(k)` says so after step k.
+
+    K need not be known beforehand: `enough` may count (`after(10)`) or look at a clock (`clock(30.0)`).
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.SGD(parameters, lr=eta_L, momentum=momentum, weight_decay=weight_decay)
+    total, K = torch.zeros((), device=parameters[0].device), 0
+    model.train()
+    for batch in batches:
+        optimiser.zero_grad(set_to_none=True)
+        minibatch_loss = loss(model, batch)
+        minibatch_loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        total += minibatch_loss.detach()
+        K += 1
+        if enough(K):
+            break
+    return LocalWork(K, total / K)
+
+
+def after(K: int) -> Callable[[int], bool]:
+    """Enough after K steps.
+
+    >>> list(map(after(3), [1, 2, 3]))
+    [False, False, True]
+    """
+    return lambda k: k >= K
+
+
+def clock(seconds: float) -> Callable[[int], bool]:
+    """Enough once so many seconds have passed: what a real client checks after every step."""
+    end = time.monotonic() + seconds
+    return lambda k: time.monotonic() >= end
+
+
+def evaluation_batches(samples: Samples, size: int = 512) -> Iterator[Batch]:
+    """All samples in order, for evaluation."""
+    rows = np.arange(len(samples))
+    yield from (samples.batch(rows[start : start + size]) for start in range(0, len(rows), size))
+
+
+def first_batch(samples: Samples, size: int = 2) -> Batch:
+    """A few samples, to try a model on."""
+    return next(islice(evaluation_batches(samples, size), 1))

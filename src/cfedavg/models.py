@@ -1,0 +1,109 @@
+"""The paper's models, and small ones. Each is a factory (input shape, classes) -> nn.Module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cfedavg.errors import InputError
+from cfedavg.keys import Purpose, key, signed
+from cfedavg.spec import load
+
+Shape = tuple[int, ...]
+
+
+def cnn(shape: Shape, classes: int) -> nn.Module:
+    """Table 1 of the paper: two 5x5 convolutions with pooling, 512 hidden units. 582,026 parameters on MNIST.
+
+    >>> sum(p.numel() for p in cnn((1, 28, 28), 10).parameters())
+    582026
+    """
+    channels, height, width = shape
+    features = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
+    if features <= 0:
+        raise InputError(f"--model cnn needs images of at least 16x16, not {height}x{width}")
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, classes),
+    )  # fmt: skip
+
+
+def mlp(shape: Shape, classes: int) -> nn.Module:
+    """One hidden layer of 64."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 64), nn.ReLU(), nn.Linear(64, classes))
+
+
+def linear(shape: Shape, classes: int) -> nn.Module:
+    """Multinomial logistic regression."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut."""
+
+    def __init__(self, inside: int, outside: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False)
+        self.norm1 = norm(outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False)
+        self.norm2 = norm(outside)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), norm(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def _resnet18(shape: Shape, classes: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(shape[0], 64, 3, padding=1, bias=False), norm(64), nn.ReLU()]
+    inside = 64
+    for outside, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [BasicBlock(inside, outside, stride, norm), BasicBlock(outside, outside, 1, norm)]
+        inside = outside
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+
+
+def resnet18(shape: Shape, classes: int) -> nn.Module:
+    """ResNet-18 with the CIFAR stem and batch norm. 11,173,962 parameters for 3 channels, 10 classes.
+
+    >>> sum(p.numel() for p in resnet18((3, 32, 32), 10).parameters())
+    11173962
+    """
+    return _resnet18(shape, classes, nn.BatchNorm2d)
+
+
+def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
+    """The same with group norm (32 groups), which has no buffers to average."""
+    return _resnet18(shape, classes, lambda channels: nn.GroupNorm(32, channels))
+
+
+MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "cnn": cnn,
+    "resnet18": resnet18,
+    "resnet18_gn": resnet18_gn,
+    "mlp": mlp,
+    "linear": linear,
+}
+
+
+def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
+    """The model that a name or a user's `module:factory` gives; its weights are drawn on the CPU."""
+    if ":" in name:
+        factory = load(name, "--model")
+    elif name in MODELS:
+        factory = MODELS[name]
+    else:
+        raise InputError(f"--model: unknown model {name!r}; there are {', '.join(MODELS)} and module:factory")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(signed(key(seed, 0, 0, Purpose.INIT)))
+        model = factory(shape, classes)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"--model: {name} gave {type(model).__name__}, not a torch.nn.Module")
+    return model

@@ -1,0 +1,86 @@
+"""Plan: what a configuration and a task decide beforehand, as pure functions of round and client."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cfedavg.compress import Compressor, parse
+from cfedavg.config import Config
+from cfedavg.keys import Purpose, key, permutation, uniform
+from cfedavg.schedule import Rates, Steps, resolve_rates
+from cfedavg.task import Task
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a client's time is made of: steps per second, bits per second up and down, seconds one way."""
+
+    speed: list[float]
+    up: list[float]
+    down: list[float]
+    latency: list[float]
+
+    def seconds(self, client: int, K: int, up_bytes: int, down_bytes: int) -> float:
+        """From the server's dispatch to the arrival of the reply."""
+        work = K / self.speed[client]
+        travel = 8 * up_bytes / self.up[client] + 8 * down_bytes / self.down[client]
+        return work + travel + 2 * self.latency[client]
+
+
+class Plan:
+    """Who takes part, who is lost, K_i, the rates, the compressor, the link."""
+
+    def __init__(self, config: Config, task: Task) -> None:
+        self.config = config
+        self.samples = [len(data) for data in task.clients]
+        self.m = len(self.samples)
+        self.clients_per_round = max(1, round(config.participation * self.m))
+        self.compressor: Compressor = parse(config.compressor, "--compressor")
+        self.link = Link(
+            self._per_client("steps_per_second", Purpose.SPEED, math.inf),
+            self._per_client("uplink", Purpose.UPLINK, math.inf),
+            self._per_client("downlink", Purpose.DOWNLINK, math.inf),
+            self._per_client("latency", Purpose.LATENCY, 0.0),
+        )
+        self.steps = Steps(config, self.samples, self.link.speed)
+        self.rates: Rates = resolve_rates(config, self.steps, self.clients_per_round)
+
+    def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
+        """One value for each client, drawn once: a client keeps its speed and its link."""
+        values = self.config.per_client(name)
+        if values is None:
+            return [absent] * self.m
+        draws = uniform(key(self.config.seed, 0, 0, purpose), self.m)
+        return [values.at(i, float(draws[i])) for i in range(self.m)]
+
+    @property
+    def timed(self) -> bool:
+        """Whether there is a model of time at all."""
+        names = ("steps_per_second", "uplink", "downlink", "latency")
+        return any(getattr(self.config, name) is not None for name in names)
+
+    def sampled(self, t: int) -> list[int]:
+        """The clients of round t in increasing order, drawn uniformly without replacement."""
+        order = permutation(key(self.config.seed, t, 0, Purpose.SAMPLE), self.m)
+        return [int(i) for i in np.sort(order[: self.clients_per_round])]
+
+    def lost(self, t: int, client: int) -> bool:
+        """Whether the reply of this client is lost."""
+        draw = uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0]
+        return bool(draw < self.config.drop_rate)
+
+    def weight(self, client: int) -> float:
+        """The client's weight in the average."""
+        return float(self.samples[client]) if self.config.weighting == "samples" else 1.0
+
+    def key(self, t: int, client: int) -> int:
+        """The key of this client's compression in round t."""
+        return key(self.config.seed, t, client, Purpose.SELECT)
+
+    def keeps_iterate(self, t: int, eta_sum: float) -> bool:
+        """Reservoir sampling: whether x_t replaces z, when the rates up to and with t sum to eta_sum."""
+        draw = uniform(key(self.config.seed, t, 0, Purpose.ITERATE), 1)[0]
+        return bool(draw * eta_sum < self.rates.eta_local(t))

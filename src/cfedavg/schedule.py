@@ -1,0 +1,208 @@
+"""Rates and local steps over time: eta_L at round t, eta, and K_i of each client and round."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cfedavg.config import Config
+from cfedavg.errors import InputError
+from cfedavg.keys import Purpose, key, uniform
+from cfedavg.spec import Range, build
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a schedule may use: the user's eta_L, T, K (None where clients differ), clients a round, L."""
+
+    eta_local: float
+    T: int
+    K: int | None
+    m: int
+    L: float | None
+
+
+class Schedule:
+    """eta_local(t, s) is eta_L at round t; eta(s) is the global rate that goes with it, if any."""
+
+    update: str | None = None  # the line that the rates are stated for
+
+    def eta_local(self, t: int, s: Setting) -> float:
+        raise NotImplementedError
+
+    def eta(self, s: Setting) -> float | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """eta_L at every round."""
+
+    def eta_local(self, t: int, s: Setting) -> float:
+        return s.eta_local
+
+
+@dataclass(frozen=True)
+class Decaying(Schedule):
+    """eta_L / sqrt(1 + t/a)."""
+
+    a: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_offset(self.a)
+
+    def eta_local(self, t: int, s: Setting) -> float:
+        return s.eta_local / math.sqrt(1 + t / self.a)
+
+
+@dataclass(frozen=True)
+class Corollary1(Schedule):
+    """eta_L = 1/(sqrt(T) K L), eta = sqrt(K m): linear speedup with a constant rate."""
+
+    update = "sum"
+
+    def eta_local(self, t: int, s: Setting) -> float:
+        return 1 / (math.sqrt(s.T) * _equal_K(s, self) * _smoothness(s, self))
+
+    def eta(self, s: Setting) -> float | None:
+        return math.sqrt(_equal_K(s, self) * s.m)
+
+
+@dataclass(frozen=True)
+class Corollary2(Corollary1):
+    """eta_L = 1/(sqrt(t + a) K L), eta = sqrt(K m): anytime, T need not be known."""
+
+    a: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_offset(self.a)
+
+    def eta_local(self, t: int, s: Setting) -> float:
+        return 1 / (math.sqrt(t + self.a) * _equal_K(s, self) * _smoothness(s, self))
+
+
+@dataclass(frozen=True)
+class Corollary3(Schedule):
+    """eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m): clients do different K_i, of which K_min is the least."""
+
+    update = "mean"
+    k_min: int = 1
+
+    def __post_init__(self) -> None:
+        if self.k_min < 1:
+            raise InputError(f"k_min = {self.k_min} must be 1 or more")
+
+    def eta_local(self, t: int, s: Setting) -> float:
+        return 1 / (math.sqrt(s.T) * _smoothness(s, self))
+
+    def eta(self, s: Setting) -> float | None:
+        return math.sqrt(self.k_min * s.m)
+
+
+SCHEDULES: dict[str, Any] = {
+    "constant": Constant,
+    "decaying": Decaying,
+    "corollary1": Corollary1,
+    "corollary2": Corollary2,
+    "corollary3": Corollary3,
+}
+
+
+def _check_offset(a: float) -> None:
+    if not a > 0:
+        raise InputError(f"a = {a} must be above 0")
+
+
+def _smoothness(s: Setting, schedule: Schedule) -> float:
+    if s.L is None:
+        raise InputError(f"--schedule {type(schedule).__name__.lower()} needs --smoothness, the constant L")
+    return s.L
+
+
+def _equal_K(s: Setting, schedule: Schedule) -> int:
+    if s.K is None:
+        raise InputError(
+            f"--schedule {type(schedule).__name__.lower()} needs the same K for all clients; "
+            "for different ones use corollary3(k_min=...)"
+        )
+    return s.K
+
+
+class Steps:
+    """K_i for each client and round: fixed, drawn from a range, one per client, by epochs or by a deadline.
+
+    `samples` are the sizes of the clients' data sets; `speed[i]` is in steps per second.
+    """
+
+    def __init__(self, config: Config, samples: list[int], speed: list[float]) -> None:
+        self._seed = config.seed
+        self._range: Range | None = config.per_client("local_steps")
+        self._fixed: list[int] = []
+        if config.local_epochs is not None:
+            per_epoch = [math.ceil(n / config.batch_size) for n in samples]
+            self._fixed = [config.local_epochs * steps for steps in per_epoch]
+        elif config.deadline is not None:
+            self._fixed = [math.floor(config.deadline * s) for s in speed]
+        elif self._range is not None and self._range.each:
+            self._fixed = [int(k) for k in self._range.each]
+
+    def at(self, t: int, client: int) -> int:
+        if self._fixed:
+            return self._fixed[client]
+        assert self._range is not None
+        u = float(uniform(key(self._seed, t, client, Purpose.STEPS), 1)[0])
+        return int(self._range.at(client, u))
+
+    @property
+    def equal(self) -> int | None:
+        """K, where all clients do the same number of steps by construction; else None."""
+        low, high = self.bounds
+        return low if low == high else None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest K_i that there can be."""
+        if self._fixed:
+            return min(self._fixed), max(self._fixed)
+        assert self._range is not None
+        return int(self._range.low), int(self._range.high)
+
+    @property
+    def mean(self) -> float:
+        if self._fixed:
+            return sum(self._fixed) / len(self._fixed)
+        assert self._range is not None
+        return self._range.mean()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The schedule, the line and the global rate that a configuration comes down to."""
+
+    schedule: Schedule
+    setting: Setting
+    update: str
+    eta: float
+
+    def eta_local(self, t: int) -> float:
+        return self.schedule.eta_local(t, self.setting)
+
+
+def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates:
+    """Line 10 where all K are equal, else line 11, whose eta makes up for the division by K."""
+    schedule: Schedule = build(config.schedule, SCHEDULES, "--schedule")
+    setting = Setting(config.eta_local, config.rounds, steps.equal, clients_per_round, config.smoothness)
+    update = config.update
+    if update == "auto":
+        update = schedule.update or ("sum" if steps.equal is not None else "mean")
+    if schedule.update not in (None, update):
+        raise InputError(
+            f"--update {update} does not go with --schedule {config.schedule}: "
+            f"its rates are stated for --update {schedule.update}"
+        )
+    schedule.eta_local(0, setting)  # says at once what a corollary is missing
+    eta = config.eta or schedule.eta(setting) or (1.0 if update == "sum" else steps.mean)
+    if eta <= 0:
+        raise InputError("--deadline leaves no client time for one step: make it longer")
+    return Rates(schedule, setting, update, eta)

@@ -1,0 +1,97 @@
+"""The quantities of the paper's theorems: alpha, h, the conditions on the rates, the bounds.
+
+gamma is an SNR (Definition 1), alpha = mean|g_i|^2 / |mean g_i|^2 says how much the clients disagree, and
+h bounds the residual by the update (Lemma 1). L, sigma_L, sigma_G are the constants of Assumptions 1 to 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def h(gamma: float, alpha: float) -> float:
+    """Lemma 1's factor at its best epsilon, 1/sqrt(gamma): alpha / (sqrt(gamma) - 1)^2.
+
+    >>> h(4.0, 1.0), h(math.inf, 3.0), h(1.0, 1.0)
+    (1.0, 0.0, inf)
+    """
+    if gamma <= 1:
+        return math.inf
+    return alpha / (math.sqrt(gamma) - 1) ** 2
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition on the rates, written as value <= limit (or value < limit)."""
+
+    text: str
+    value: float
+    limit: float
+    strict: bool = False
+
+    @property
+    def holds(self) -> bool:
+        return self.value < self.limit if self.strict else self.value <= self.limit
+
+
+def rate_conditions(
+    eta_L: float, eta: float, K: float, L: float, gamma: float, alpha: float, update: str
+) -> tuple[Condition, Condition, Condition]:
+    """The three conditions of Theorems 1 and 2 (`sum`), or of Theorem 3 (`mean`, K the largest K_i).
+
+    >>> [c.holds for c in rate_conditions(0.001, 1.0, 10, 1.0, gamma=4.0, alpha=1.0, update="sum")]
+    [True, True, True]
+    """
+    steps = K if update == "sum" else 1.0
+    noise = L**2 * h(gamma, alpha) + 1 + L
+    factor = "K*" if update == "sum" else ""
+    return (
+        Condition("eta_L <= 1/(8 L K)", eta_L, 1 / (8 * L * K)),
+        Condition("eta*eta_L < 1/(K L)", eta * eta_L, 1 / (K * L), strict=True),
+        Condition(f"eta*eta_L*{factor}(L^2 h + 1 + L) <= 1", eta * eta_L * steps * noise, 1.0),
+    )
+
+
+def descent(eta_L: float, L: float, mean_K2: float) -> float:
+    """The constant c of the theorems at its largest: 1/2 - 15 eta_L^2 L^2 mean(K_i^2); must be above 0."""
+    return 0.5 - 15 * (eta_L * L) ** 2 * mean_K2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the bounds need to know of the problem: f_0 - f_*, L, sigma_L^2, sigma_G^2, and m."""
+
+    gap: float
+    L: float
+    sigma_L2: float
+    sigma_G2: float
+    m: int
+
+
+def theorem1(problem: Problem, eta_L: float, eta: float, K: int, T: int, h_mean: float) -> float:
+    """The bound on min_t E|grad f(x_t)|^2 for constant rates and equal K; h_mean: h over all rounds."""
+    return theorem2(problem, [eta_L] * T, eta, K, h_mean)
+
+
+def theorem2(problem: Problem, eta_L: Sequence[float], eta: float, K: int, h_mean: float) -> float:
+    """The bound on E|grad f(z)|^2 for rates eta_L[t], z drawn in proportion to them."""
+    L, H = problem.L, sum(eta_L)
+    c = descent(max(eta_L), L, K**2)
+    if c <= 0:
+        return math.inf
+    local = (L**2 * h_mean + 1 + L) / 2 * eta / problem.m * problem.sigma_L2 * sum(r**2 for r in eta_L)
+    drift = 5 * K * L**2 / 2 * (problem.sigma_L2 + 6 * K * problem.sigma_G2) * sum(r**3 for r in eta_L)
+    return (problem.gap / (eta * K) + local + drift) / (c * H)
+
+
+def theorem3(problem: Problem, eta_L: float, eta: float, K: Sequence[int], T: int, h_mean: float) -> float:
+    """The bound on min_t E|grad f(x_t)|^2 for constant rates and K_i = K[i] local steps, with line 11."""
+    L, m = problem.L, len(K)
+    c = descent(eta_L, L, sum(k**2 for k in K) / m)
+    if c <= 0:
+        return math.inf
+    local = (L**2 * h_mean + 1 + L) / 2 * eta * eta_L / m**2 * sum(1 / k for k in K) * problem.sigma_L2
+    drift = 5 * (eta_L * L) ** 2 / 2 * sum(k * (problem.sigma_L2 + 6 * k * problem.sigma_G2) for k in K) / m
+    return (problem.gap / (eta * eta_L * T) + local + drift) / c
