@@ -1,0 +1,68 @@
+"""CFedAvg: communication-efficient federated learning.
+
+    import cfedavg
+    result = cfedavg.run(cfedavg.Config(rounds=20, compressor="topk(0.99) >> bf16"))
+
+Names load when they are first used, so that `cfedavg.wire` works without torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cfedavg.algorithm import average, feed_back, local_update, server_update
+    from cfedavg.compress import Compressor, Quantiser, Selector, decompress, parse
+    from cfedavg.config import Config
+    from cfedavg.errors import InputError
+    from cfedavg.layout import Layout
+    from cfedavg.payload import Payload
+    from cfedavg.run import Result, run
+    from cfedavg.task import Task
+    from cfedavg.wire import WireError, decode, encode
+
+_HOME = {
+    "algorithm": ("average", "feed_back", "local_update", "server_update"),
+    "compress": ("Compressor", "Quantiser", "Selector", "decompress", "parse"),
+    "config": ("Config",),
+    "errors": ("InputError",),
+    "layout": ("Layout",),
+    "payload": ("Payload",),
+    "run": ("Result", "run"),
+    "task": ("Task",),
+    "wire": ("WireError", "decode", "encode"),
+}
+
+__version__ = version("cfedavg")
+__all__ = [
+    "Compressor",
+    "Config",
+    "InputError",
+    "Layout",
+    "Payload",
+    "Quantiser",
+    "Result",
+    "Selector",
+    "Task",
+    "WireError",
+    "average",
+    "decode",
+    "decompress",
+    "encode",
+    "feed_back",
+    "local_update",
+    "parse",
+    "run",
+    "server_update",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"cfedavg.{module}"), name)
+    raise AttributeError(f"module 'cfedavg' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

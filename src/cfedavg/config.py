@@ -15,9 +15,9 @@ from cfedavg.errors import InputError
 from cfedavg.spec import Range
 
 
-def option(default: Any, group: str, text: str) -> Any:
-    """A field with what `--help` says of it."""
-    return field(default=default, metadata={"group": group, "help": text})
+def option(default: Any, group: str, text: str, shown: str = "") -> Any:
+    """A field with what `--help` says of it and, where None stands for a choice, of its default."""
+    return field(default=default, metadata={"group": group, "help": text, "shown": shown})
 
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
@@ -44,7 +44,7 @@ class Config:
     )
     data_dir: str | None = option(None, DATA, "a folder with train-*.parquet and test-*.parquet files")
     clients: int = option(20, DATA, "number of clients, m")
-    classes_per_client: int | None = option(None, DATA, "p classes per client, equal counts  [default: 2]")
+    classes_per_client: int | None = option(None, DATA, "p classes per client, equal counts", "2")
     dirichlet: float | None = option(None, DATA, "instead: class shares drawn from Dirichlet(alpha)")
     iid: bool = option(False, DATA, "instead: every client gets a random share")
 
@@ -53,7 +53,7 @@ class Config:
     )
 
     local_steps: str | None = option(
-        None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client  [default: 10]"
+        None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client", "10"
     )
     local_epochs: int | None = option(None, LOCAL, "instead: passes over the client's data")
     deadline: float | None = option(None, LOCAL, "instead: seconds; K_i is what --steps-per-second allows")
@@ -75,9 +75,7 @@ class Config:
     update: str = option(
         "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K are equal"
     )
-    eta: float | None = option(
-        None, ROUND, "global learning rate  [default: 1 with sum, the mean K with mean]"
-    )
+    eta: float | None = option(None, ROUND, "global learning rate", "1 with sum, the mean K with mean")
     weighting: str = option("uniform", ROUND, "how replies are averaged: uniform, or by samples")
     sample_iterate: bool = option(
         False, ROUND, "keep the iterate z of Theorem 2, drawn in proportion to eta_local"

@@ -24,12 +24,14 @@ def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
     name, inside = match[1], match[2] or ""
     try:
         call = ast.parse(f"f({inside})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError  # f(1)(2) is a call too, of what f(1) gives
+        names = [keyword.arg for keyword in call.keywords]
+        if None in names or len(set(names)) < len(names):
+            raise ValueError  # f(**x), or a name given twice
         args = [_literal(node) for node in call.args]
         kwargs = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise InputError(
             f"{field}: {inside!r} in {text.strip()!r} are not plain arguments like 0.99 or block=256"
         ) from None

@@ -1,6 +1,7 @@
 """Selectors, quantisers and their composition; Definition 1."""
 
 from cfedavg.compress.compressor import (
+    EXAMPLES,
     QUANTISERS,
     SELECTORS,
     Compressor,
@@ -23,6 +24,7 @@ from cfedavg.compress.selectors import (
 
 __all__ = [
     "BF16",
+    "EXAMPLES",
     "FP32",
     "QSGD",
     "QUANTISERS",

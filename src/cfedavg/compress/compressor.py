@@ -9,7 +9,7 @@ orthogonal to what the quantiser then gets wrong, and the two guarantees compose
     1/gamma = 1/gamma_s + 1/gamma_q - 1/(gamma_s * gamma_q).
 
 Both stages work on a block of clients at once, p of shape (n, d). Whatever has to be summed is summed
-in float64, so that a block, a single vector, a CPU and a GPU round to the same float32.
+in float64 and in a fixed order, so that a block, a single vector, a CPU and a GPU give the same bits.
 A selector or quantiser of your own is one small class: see docs/compressors.md.
 """
 
@@ -54,11 +54,15 @@ class Compressor:
         block = p[None] if p.dim() == 1 else p
         words = torch.tensor([keyed.signed(key)]) if isinstance(key, int) else key
         words = words.reshape(-1).to(p.device)
+        if len(words) != len(block):
+            raise InputError(f"a block of {len(block)} vectors needs as many keys, not {len(words)}")
         check_finite(block)
         layout = layout or Layout.flat(block.shape[1])
         selection = self.selector.select(block, keyed.derive(words, Purpose.SELECT), layout)
         values: Floats | Levels
         if self.quantiser is None:
+            if p.dtype not in _FLOATS:
+                raise InputError(f"vectors of {p.dtype} need a quantiser, as in {self} >> bf16")
             values = Floats(selection.values, _FLOATS[p.dtype])
         else:
             drawn = keyed.derive(words, Purpose.ROUND)
@@ -80,7 +84,9 @@ def values_of(payload: Payload) -> Tensor:
     if isinstance(values, Levels):
         grid = Blocks(payload.offsets, values.block)
         scaled: Tensor = values.levels.float() * values.scales[grid.of_value]
-        return scaled
+        # Next to the largest float32 a level may round past it; the largest is then closer than Inf.
+        top = torch.finfo(torch.float32).max
+        return scaled.clamp(-top, top)
     data: Tensor = values.data.view(torch.bfloat16).float() if values.dtype == "bf16" else values.data
     return data
 
@@ -110,6 +116,13 @@ def decompress(payload: Payload) -> Tensor:
 SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}
 QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, Sign, QSGD)}
 QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(2, 9)}
+
+# One of each, for `cfedavg compressors` and the docs.
+EXAMPLES = (
+    "none", "topk(0.99)", "topk(snr=1.05)", "topk(0.99, per_tensor=true)", "rd(0.9)", "threshold(0.9)",
+    "proportional(0.99)", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)",
+    "topk(0.99) >> bf16", "topk(0.99) >> int8(256)", "topk(0.99) >> sign", "topk(0.99) >> qsgd(16)",
+)  # fmt: skip
 
 
 def parse(text: str, field: str = "compressor") -> Compressor:

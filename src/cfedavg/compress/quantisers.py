@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cfedavg import keys as keyed
-from cfedavg.compress.stages import Stage, check_block, offsets_of, unit_of
+from cfedavg.compress.stages import Stage, check_block, offsets_of, row_sums, unit_of
 from cfedavg.errors import InputError
 from cfedavg.payload import Floats, Levels
 
@@ -37,7 +37,7 @@ class FP32(Quantiser):
     name: ClassVar[str] = "fp32"
 
     def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
-        return Floats(values.float(), "fp32")
+        return Floats(_single(values), "fp32")
 
     def gamma(self, n: int) -> float:
         return 2.0**48
@@ -71,6 +71,8 @@ class IntBlocks(Quantiser):
     block: int = 256
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.bits, int) and 2 <= self.bits <= 8):
+            raise InputError(f"bits = {self.bits} must be a whole number from 2 to 8")
         check_block(self.block)
 
     def __str__(self) -> str:
@@ -82,7 +84,7 @@ class IntBlocks(Quantiser):
 
     def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
         grid = Blocks(offsets, self.block)
-        scales = (grid.pack(values.double()).abs().amax(-1) / self.top).float()
+        scales = _single(grid.pack(values.double()).abs().amax(-1) / self.top)
         steps = values.double() / scales.double()[grid.of_value]
         levels = steps.nan_to_num(0.0).round().clamp(-self.top, self.top)
         return Levels(levels.to(torch.int8), scales, self.block, self.top)
@@ -100,9 +102,9 @@ class Sign(Quantiser):
 
     def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
         grid = Blocks(offsets, 0)
-        scales = grid.pack(values.double().abs()).sum(-1) / grid.sizes
+        scales = row_sums(grid.pack(values.double().abs())) / grid.sizes
         levels = torch.where(values < 0, -1, 1).to(torch.int8)
-        return Levels(levels, scales.float(), 0, 1)
+        return Levels(levels, _single(scales), 0, 1)
 
     def gamma(self, n: int) -> float:
         return n / (n - 1) if n > 1 else ONE_SCALE
@@ -129,19 +131,25 @@ class QSGD(Quantiser):
     def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
         grid = Blocks(offsets, self.block)
         packed = grid.pack(values.double().abs())
-        norm = packed.amax(-1) * unit_of(packed).square().sum(-1).sqrt()
+        norm = packed.amax(-1) * row_sums(unit_of(packed).square()).sqrt()
         ratio = (self.s * values.double().abs() / norm[grid.of_value]).nan_to_num(0.0).clamp(max=self.s)
         draws = keyed.bits53(keys[grid.client], grid.position).double() / 2.0**53
         levels = (ratio + draws).floor().clamp(max=self.s)
         fraction = ratio - ratio.floor()
-        beta = 1 + grid.pack(fraction * (1 - fraction)).sum(-1) / self.s**2
+        beta_s2 = self.s**2 + row_sums(grid.pack(fraction * (1 - fraction)))
         levels = torch.where(values < 0, -levels, levels)
         dtype = torch.int8 if self.s <= 127 else torch.int16
-        return Levels(levels.to(dtype), (norm / (self.s * beta)).float(), self.block, self.s)
+        return Levels(levels.to(dtype), _single(self.s * norm / beta_s2), self.block, self.s)
 
     def gamma(self, n: int) -> float:
         n = min(n, self.block)
         return 1 + 1 / min(n / (4 * self.s**2), math.sqrt(n) / self.s) if n > 1 else ONE_SCALE
+
+
+def _single(values: Tensor) -> Tensor:
+    """In float32, where what is beyond its range becomes its largest number and not Inf."""
+    top = torch.finfo(torch.float32).max
+    return values if values.dtype == torch.float32 else values.clamp(-top, top).float()
 
 
 class Blocks:
@@ -163,7 +171,7 @@ class Blocks:
         return torch.bincount(self.of_value, minlength=self.total)
 
     def pack(self, values: Tensor) -> Tensor:
-        """(blocks, width), zeros where a block is not full; a row sums in the same order everywhere."""
+        """(blocks, width), zeros where a block is not full."""
         matrix = values.new_zeros(self.total * self.width)
         matrix[self.cell] = values
         return matrix.view(self.total, self.width)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from cfedavg import keys as keyed
-from cfedavg.compress.stages import INFINITE, Stage, check_comp, offsets_of, unit_of
+from cfedavg.compress.stages import (
+    INFINITE,
+    Stage,
+    check_comp,
+    offsets_of,
+    prefix_sums,
+    row_sums,
+    unit_of,
+)
 from cfedavg.errors import InputError
 from cfedavg.layout import Layout
 from cfedavg.payload import Mask
@@ -91,8 +99,10 @@ class TopK(Selector):
             raise InputError("give either comp, as in topk(0.99), or an SNR target, as in topk(snr=1.05)")
         if self.comp is not None:
             check_comp(self.comp)
-        if self.snr is not None and not self.snr >= 1:
-            raise InputError(f"snr = {self.snr} must be 1 or more")
+        if self.snr is not None and not 1 <= self.snr < INFINITE:
+            raise InputError(f"snr = {self.snr} must be a number of 1 or more")
+        if not isinstance(self.per_tensor, bool):
+            raise InputError(f"per_tensor = {self.per_tensor!r} must be true or false")
 
     def __str__(self) -> str:
         return super().__str__().replace("comp=", "")
@@ -103,7 +113,8 @@ class TopK(Selector):
 
     def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
         if self.per_tensor:
-            return torch.cat([self._keep(p[:, part]) for part in layout.slices()], dim=1)
+            parts = [p[:, part] for part in layout.slices() if part.start < part.stop]
+            return torch.cat([self._keep(part) for part in parts], dim=1)
         return self._keep(p)
 
     def _keep(self, p: Tensor) -> Tensor:
@@ -113,9 +124,9 @@ class TopK(Selector):
             smallest = torch.topk(magnitude, k, sorted=False).values.amin(-1, keepdim=True)
             return _at_least(magnitude, smallest, torch.full_like(smallest, k, dtype=torch.int64))
         ascending = magnitude.sort(-1).values
-        lost = unit_of(ascending).square().cumsum(-1)
+        lost = prefix_sums(unit_of(ascending).square())
         assert self.snr is not None
-        drop = (lost <= lost[:, -1:] / self.snr).sum(-1, keepdim=True)
+        drop = (lost * self.snr <= lost[:, -1:]).sum(-1, keepdim=True)
         smallest = ascending.gather(-1, drop.clamp(max=p.shape[1] - 1))
         return _at_least(magnitude, smallest, p.shape[1] - drop)
 
@@ -171,9 +182,8 @@ class Threshold(Selector):
             raise InputError(f"lam = {self.lam} must lie between 0 and 1")
 
     def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
-        unit = unit_of(p.abs())
-        floor = self.lam * unit.square().mean(-1, keepdim=True).sqrt()
-        return (unit >= floor) & (unit > 0)
+        square = unit_of(p.abs()).square()
+        return (square * p.shape[1] >= self.lam**2 * row_sums(square)[:, None]) & (p != 0)
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.lam**2
@@ -204,7 +214,7 @@ class Proportional(Selector):
         n, d = magnitude.shape
         k = (1 - self.comp) * d
         descending = magnitude.sort(-1, descending=True).values
-        rest = descending.flip(-1).cumsum(-1).flip(-1)
+        rest = prefix_sums(descending.flip(-1)).flip(-1)
         left = k - torch.arange(d, device=magnitude.device, dtype=torch.float64)
         fits = (left * descending <= rest) | (left <= 0)
         certain = fits.to(torch.int8).argmax(-1, keepdim=True)

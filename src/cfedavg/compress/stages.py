@@ -25,6 +25,7 @@ class Stage:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if field.default is MISSING or value != field.default:
+                value = value.item() if hasattr(value, "item") else value  # repr of NumPy's is no literal
                 text = str(value).lower() if isinstance(value, bool) else repr(value)
                 arguments.append(text if field.default is MISSING else f"{field.name}={text}")
         return shown + (f"({', '.join(arguments)})" if arguments else "")
@@ -34,6 +35,32 @@ def unit_of(magnitude: Tensor) -> Tensor:
     """In float64 and divided by the largest of the row, so that no square overflows or vanishes."""
     largest = magnitude.amax(-1, keepdim=True).double()
     return magnitude.double() / torch.where(largest > 0, largest, 1.0)
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """Sums over the last axis by folding it in two, at a power of two, until one number is left.
+
+    `Tensor.sum` splits a row by device, number of threads and number of rows, so its last bits differ;
+    here every row is added in the same order everywhere, and zeros at its end do not change that.
+    """
+    while (width := values.shape[-1]) > 1:
+        half = 1 << (width - 1).bit_length() - 1
+        folded, alone = values[..., : width - half] + values[..., half:], values[..., width - half : half]
+        values = torch.cat([folded, alone], -1) if alone.shape[-1] else folded
+    return values[..., 0]
+
+
+def prefix_sums(values: Tensor) -> Tensor:
+    """Cumulative sums over the last axis, added in the same order everywhere, for the same reason.
+
+    Those of neighbours taken together are every second one; the others lack just one value.
+    """
+    if (width := values.shape[-1]) < 2:
+        return values
+    pairs, sums = prefix_sums(values[..., : width - 1 : 2] + values[..., 1::2]), values.clone()
+    sums[..., 1::2] = pairs
+    sums[..., 2::2] += pairs[..., : (width - 1) // 2]
+    return sums
 
 
 def offsets_of(counts: Tensor) -> Tensor:

@@ -1,0 +1,223 @@
+"""The command `cfedavg`. Options of `run` and `sweep` are the fields of Config."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cfedavg.config import DATA, Config, flag, read_config
+from cfedavg.errors import InputError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Communication-efficient federated learning: local steps, error feedback, about 1% sent.",
+)
+
+Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on where the run in --out stopped")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="a TOML file with any of the options; those given beside it win"),
+]
+
+
+def takes_config(
+    names: Collection[str] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command one option for each field of Config (or of those named).
+
+    The command receives `given`: the fields whose option was typed, so that they can win over a file.
+    """
+    hints = get_type_hints(Config)
+    fields = [f for f in dataclasses.fields(Config) if names is None or f.name in names]
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        def typed(**values: Any) -> None:
+            given = {f.name: values.pop(f.name) for f in fields}
+            command(given={name: v for name, v in given.items() if v is not None}, **values)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        options = [_option(field, hints[field.name]) for field in fields]
+        typed.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
+        typed.__annotations__ = {p.name: p.annotation for p in own + options}
+        typed.__doc__, typed.__name__ = command.__doc__, command.__name__
+        return typed
+
+    return wrap
+
+
+def _option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    kind = next(k for k in (getattr(hint, "__args__", None) or (hint,)) if k is not type(None))
+    shown = field.metadata["shown"] or ("" if field.default in (None, False) else f"{field.default}")
+    default = f" [dim]\\[default: {shown}][/dim]" if shown else ""
+    switch = f"{flag(field.name)}/--no-{flag(field.name)[2:]}" if kind is bool else flag(field.name)
+    option = typer.Option(
+        switch,
+        help=field.metadata["help"] + default,
+        rich_help_panel=field.metadata["group"],
+        show_default=False,
+    )
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+@app.command()
+@takes_config()
+def run(given: dict[str, Any], out: Out = None, resume: Resume = False, config: ConfigFile = None) -> None:
+    """Train, and write a folder with metrics, checkpoint, curves and a page.
+
+    With no options: the MNIST subset inside the package, 20 clients of 2 classes each, top-k 0.99.
+    """
+    out = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    base = read_config(config) if config else Config()
+    if resume and not config and (out / "config.toml").exists():
+        base = read_config(out / "config.toml")
+    train(base.replace(**given), out, resume=resume)
+    Console().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", highlight=False)
+
+
+def train(config: Config, out: Path, *, resume: bool, title: str = "training") -> None:
+    """One run with its display, and its pictures at the end."""
+    from cfedavg.display import Display
+    from cfedavg.report import write_run_pictures
+    from cfedavg.run import run as run_loop
+
+    with Display(Console(), config.rounds, title) as display:
+        run_loop(config, out=out, resume=resume, observer=display)
+    write_run_pictures(out)
+
+
+@app.command()
+@takes_config()
+def sweep(
+    given: dict[str, Any],
+    vary: Annotated[
+        list[str], typer.Option("--vary", help='field=value|value|..., for instance "seed=0|1|2"; repeatable')
+    ],
+    out: Out = None,
+    resume: Resume = False,
+    config: ConfigFile = None,
+) -> None:
+    """Run a small grid and compare: mean and spread over the seeds, and one page.
+
+    For instance: cfedavg sweep --vary "compressor=none|topk(0.99) >> bf16" --vary "seed=0|1|2"
+    """
+    from cfedavg.sweep import cells
+
+    out = out or Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
+    base = (read_config(config) if config else Config()).replace(**given)
+    grid = cells(base, vary)
+    for number, (name, cell) in enumerate(grid.items(), 1):
+        train(cell, out / name, resume=resume, title=f"{number}/{len(grid)} {name}")
+    _report([out / name for name in grid], out)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="folders of runs, made by run or sweep", metavar="RUN...")
+    ],
+    out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("report"),
+) -> None:
+    """Compare runs: accuracy over rounds, bytes and simulated time, loss, norms; pictures and one page."""
+    _report(runs, out)
+
+
+def _report(runs: list[Path], out: Path) -> None:
+    from cfedavg.report import write_report
+
+    made = write_report(runs, out)
+    console = Console()
+    header, *rows = made.table()
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"{made.headline}\n{made.page}  {made.picture}", highlight=False, soft_wrap=True)
+
+
+PARTITION = {name.name for name in dataclasses.fields(Config) if name.metadata["group"] == DATA} | {"seed"}
+
+
+@app.command()
+@takes_config(PARTITION)
+def data(
+    given: dict[str, Any],
+    picture: Annotated[Path, typer.Option(help="where to draw who has what")] = Path("partition.png"),
+) -> None:
+    """Load a data set, deal it out to the clients, and draw who has what."""
+    from cfedavg.data import load
+    from cfedavg.data.tasks import deal
+    from cfedavg.report import plot_partition
+
+    config = Config().replace(**given)
+    images = load(config.dataset, config.data_dir)
+    partition = deal(config, images)
+    sizes = [len(rows) for rows in partition.train]
+    tests = [len(rows) for rows in partition.test]
+    plot_partition(
+        partition.counts(images.train.labels, images.classes), picture, f"{images.name}: who has what"
+    )
+    Console().print(
+        f"{images.name}: {len(images.train)} train and {len(images.test)} test images of "
+        f"{images.classes} classes\n"
+        f"{config.clients} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
+        f"test samples; {partition.unused} train samples unused\ndrawn in {picture}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def compressors(
+    d: Annotated[
+        int, typer.Option("--d", help="length of the vector for which gamma is given", min=1)
+    ] = 582_026,
+) -> None:
+    """List the compressors, each with its guaranteed SNR gamma: E|C(p) - p|² <= |p|²/gamma."""
+    from cfedavg.compress import EXAMPLES, parse
+    from cfedavg.layout import Layout
+
+    table = Table("write", f"gamma at d = {d:,}", "what it does", title="selector >> quantiser")
+    for text in EXAMPLES:
+        compressor = parse(text)
+        stage = compressor.quantiser or compressor.selector
+        words = (stage.__doc__ or "").split("\n")[0] if ">>" not in text else "a composition"
+        table.add_row(text, f"{compressor.gamma(Layout.flat(d)):.6g}", words)
+    Console().print(table)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from cfedavg import __version__
+
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Entry point: bad input is one sentence and exit code 2."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a polite kill checkpoints like Ctrl-C
+    try:
+        app()
+    except InputError as error:
+        Console(stderr=True).print(
+            f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

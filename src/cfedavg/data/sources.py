@@ -1,0 +1,159 @@
+"""Where images come from: the subset in this package, the Hugging Face hub, or a folder of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from cfedavg.data.cache import cache_folder, cached
+from cfedavg.data.decode import decode
+from cfedavg.data.images import ImageData, Images, histogram, mean_std
+from cfedavg.errors import InputError
+
+__all__ = ["HUB", "ImageData", "Images", "load"]
+
+HUB = {
+    "mnist": "ylecun/mnist",
+    "fashion_mnist": "zalando-datasets/fashion_mnist",
+    "cifar10": "uoft-cs/cifar10",
+}
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# The hub keeps parquet copies of data sets that were uploaded in another form on this branch.
+_BRANCHES = (None, "refs/convert/parquet")
+_SECONDS = 10.0  # that the hub has to answer
+
+Files = dict[str, list[str]]  # of the splits train and test
+
+
+def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> ImageData:
+    """The data set of this name, or the one in `data_dir`, which is then only called by this name.
+
+    What is not embedded is decoded once, into `cache`, and memory-mapped from there.
+
+    >>> data = load("embedded")
+    >>> data.train.pixels.shape, len(data.test), data.classes
+    ((10000, 1, 28, 28), 2000, 10)
+    """
+    cache = cache_folder() if cache is None else cache
+    if data_dir is not None:
+        return _from_folder(dataset, Path(data_dir).expanduser(), cache)
+    if dataset == "embedded":
+        return _embedded()
+    repo = HUB.get(dataset, dataset)
+    if not _REPO.fullmatch(repo):
+        raise InputError(
+            f"--dataset: unknown data set {dataset!r}; there are embedded, {', '.join(HUB)}, "
+            "and any owner/name of the Hugging Face hub"
+        )
+    where = f"--dataset: {dataset}"
+    folder = cache / repo.replace("/", "--")
+    return cached(dataset, folder, lambda draft: decode(_downloaded(repo, where), draft, where))
+
+
+def _embedded() -> ImageData:
+    with (
+        (resources.files("cfedavg.data") / "mnist_subset.npz").open("rb") as file,
+        np.load(file) as arrays,
+    ):
+        parts = {name: arrays[name] for name in arrays.files}
+    for part in parts.values():
+        part.flags.writeable = False  # as in a memory-mapped data set
+    train, test = (Images(parts[f"{split}_pixels"], parts[f"{split}_labels"]) for split in ("train", "test"))
+    return ImageData("embedded", train, test, 10, *mean_std(histogram(train.pixels)))
+
+
+def _from_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
+    where = f"--data-dir: {folder}"
+    files = _in_folder(dataset, folder, where)
+    key = _fingerprint(files["train"] + files["test"])
+    return cached(dataset, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
+
+
+def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
+    """The parquet files directly in the folder, or else in its subfolder with the name of the data set."""
+    if not folder.is_dir():
+        raise InputError(f"{where} is not a folder; give one with train-*.parquet and test-*.parquet files")
+    for place in (folder, folder / dataset, folder / Path(dataset).name):
+        found = _splits([path.name for path in place.glob("*.parquet")], where)
+        if found:
+            return {split: [place / name for name in names] for split, names in found.items()}
+    raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files, and does not")
+
+
+def _fingerprint(paths: list[Path]) -> str:
+    """Changes when a file is moved, replaced or written to."""
+    text = "\n".join(
+        f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path in paths for info in [path.stat()]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _splits(names: Iterable[str], where: str) -> Files | None:
+    """The parquet files of the train and of the test split; None if one is not there.
+
+    >>> _splits(["README.md", "all/test-0.parquet", "all/train-0.parquet"], "")
+    {'train': ['all/train-0.parquet'], 'test': ['all/test-0.parquet']}
+    >>> _splits(["train/0.parquet", "validation/0.parquet"], "")["test"]
+    ['validation/0.parquet']
+    """
+    places: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(names):
+        match = re.search(r"(?:^|/)(train|test|validation|valid)(?:[-.][^/]*|/.*)$", name)
+        if match and name.endswith(".parquet"):
+            places.setdefault(name[: match.start()], {}).setdefault(match[1], []).append(name)
+    found = {}
+    for place, splits in places.items():
+        test = splits.get("test") or splits.get("validation") or splits.get("valid")
+        if test and "train" in splits:
+            found[place] = {"train": splits["train"], "test": test}
+    if len(found) > 1:
+        raise InputError(
+            f"{where} holds several data sets ({', '.join(found)}); "
+            "download one and give its folder with --data-dir"
+        )
+    return next(iter(found.values()), None)
+
+
+def _downloaded(repo: str, where: str) -> dict[str, list[Path]]:
+    """The parquet files of a data set of the hub, fetched into the hub's own cache."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        for branch in _BRANCHES:
+            # Not list_repo_files: without network it retries for half a minute.
+            info = HfApi().dataset_info(repo, revision=branch, timeout=_SECONDS)
+            found = _splits([file.rfilename for file in info.siblings or ()], where)
+            if found:
+                return {
+                    split: [
+                        Path(hf_hub_download(repo, n, repo_type="dataset", revision=branch)) for n in names
+                    ]
+                    for split, names in found.items()
+                }
+    except InputError:
+        raise
+    except RevisionNotFoundError:
+        pass
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"{where} is not on the Hugging Face hub, or not for you to read; "
+            "check the spelling, or log in with `hf auth login`"
+        ) from None
+    except Exception as error:  # of the HTTP library, of the hub's, or of the disk
+        raise InputError(
+            f"{where} could not be downloaded from the Hugging Face hub ({_reason(error)}): "
+            "give --data-dir FOLDER with its parquet files, or run once on a machine with network, "
+            "or take --dataset embedded"
+        ) from None
+    raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
+
+
+def _reason(error: Exception) -> str:
+    """The first clause of an error of the hub's, whose messages run over many sentences."""
+    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__

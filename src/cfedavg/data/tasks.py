@@ -1,0 +1,57 @@
+"""From a configuration to a Task: images dealt out to clients, and a model to train on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfedavg.config import Config
+from cfedavg.data.images import ImageData, Images
+from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
+from cfedavg.data.sources import load
+from cfedavg.models import build_model
+from cfedavg.task import Task
+
+
+class ImageSamples:
+    """Some rows of a split, as batches (standardised images, labels)."""
+
+    def __init__(self, images: Images, rows: np.ndarray, mean: Tensor, std: Tensor) -> None:
+        self.images, self.rows = images, rows
+        self._mean, self._std = mean, std
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        at = self.rows[rows]
+        pixels = torch.from_numpy(np.ascontiguousarray(self.images.pixels[at])).float()
+        labels = torch.from_numpy(np.ascontiguousarray(self.images.labels[at]))
+        return pixels.sub_(self._mean).div_(self._std), labels
+
+
+def deal(config: Config, data: ImageData) -> Partition:
+    """Who gets what, as the configuration says."""
+    labels = data.train.labels, data.test.labels
+    if config.iid:
+        return iid(*labels, config.clients, config.seed)
+    if config.dirichlet is not None:
+        return by_dirichlet(*labels, data.classes, config.clients, config.dirichlet, config.seed)
+    assert config.classes_per_client is not None
+    return by_classes(*labels, data.classes, config.clients, config.classes_per_client, config.seed)
+
+
+def build_task(config: Config) -> Task:
+    """The data set, the partition and the model that a configuration names."""
+    data = load(config.dataset, config.data_dir)
+    partition = deal(config, data)
+    model = build_model(config.model, data.train.pixels.shape[1:], data.classes, config.seed)
+    mean = 255 * torch.tensor(data.mean).view(-1, 1, 1)
+    std = 255 * torch.tensor(data.std).view(-1, 1, 1)
+    return Task(
+        model,
+        [ImageSamples(data.train, rows, mean, std) for rows in partition.train],
+        test=ImageSamples(data.test, np.arange(len(data.test)), mean, std),
+        test_parts=partition.test,
+    )

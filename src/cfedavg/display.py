@@ -1,0 +1,75 @@
+"""A run as it goes, in the terminal: one live line with rich, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cfedavg.metrics import Record
+from cfedavg.report.units import in_bytes
+from cfedavg.run import Observer
+
+PLAIN_EVERY = 2.0  # seconds between plain lines
+
+
+class Display(Observer):
+    """Shows accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
+
+    def __init__(self, console: Console, rounds: int, title: str) -> None:
+        self.console, self.rounds, self.title = console, rounds, title
+        self._uplink, self._spoken, self._accuracy = 0, 0.0, "-"
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
+                TimeRemainingColumn(compact=True),
+            )
+            self._progress = Progress(*columns, console=console)
+            self._bar = self._progress.add_task(title, total=rounds, line="")
+
+    def __enter__(self) -> Display:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def row(self, row: Record) -> None:
+        self._uplink += row["uplink_bytes"]
+        metric = next((value for name, value in row.items() if _is_metric(name)), None)
+        if metric is not None:
+            self._accuracy = f"{metric:.2%}" if "test_accuracy" in row else f"{metric:.4g}"
+        line = self._line(row)
+        done = row["round"] + 1
+        if self._progress:
+            self._progress.update(self._bar, completed=done, line=line)
+        elif done == self.rounds or time.monotonic() - self._spoken >= PLAIN_EVERY:
+            self._spoken = time.monotonic()
+            self.console.print(f"round {done}/{self.rounds}  {line}", highlight=False, soft_wrap=True)
+
+    def _line(self, row: Record) -> str:
+        parts = [f"accuracy {self._accuracy}", f"sent {in_bytes(self._uplink)}"]
+        if row["snr_min"] is not None:
+            parts.append(f"SNR {row['snr_min']:.3g}")
+        if row["delta_norm2"] and row["error_norm2"]:
+            parts.append(f"|e|²/|g|² {row['error_norm2'] / row['delta_norm2']:.3g}")
+        if row["lost"]:
+            parts.append(f"lost {row['lost']}")
+        return "  ".join(parts)
+
+
+def _is_metric(name: str) -> bool:
+    return name.startswith("test_") and name != "test_loss"

@@ -1,0 +1,52 @@
+"""Files that are whole or not there: written to a temporary name, synced, renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cfedavg.errors import InputError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)  # may fail as well, where the folder is not one
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror or error})") from None
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Puts `data` into the file at once: after a crash it holds the old bytes or the new ones."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def make_folder(path: Path, option: str) -> None:
+    """Makes a folder and checks that files can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".{os.getpid()}.probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"{option}: cannot write to the folder {path} ({error.strerror or error})") from None
+
+
+def sync(path: Path) -> None:
+    """Asks the disk to keep what was written to a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

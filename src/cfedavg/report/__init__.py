@@ -1,0 +1,82 @@
+"""Run folders turned into pictures, a summary table and one page to look at.
+
+`read` takes a folder in, `groups` joins runs that differ only in their seed, `table` says what came out,
+`panels` says what to draw, `figures` draws it and `page` puts everything into one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from cfedavg.errors import InputError
+from cfedavg.files import make_folder, write_atomic
+from cfedavg.report.groups import group_runs
+from cfedavg.report.page import make_page
+from cfedavg.report.panels import four_for, panels_for
+from cfedavg.report.read import Run, metric_name, read_run
+from cfedavg.report.table import Row, Spread, as_text, headline, summarise, summary
+
+__all__ = [
+    "Report", "Row", "Run", "Spread", "plot_partition", "read_run", "summary", "write_report",
+    "write_run_pictures",
+]  # fmt: skip
+
+# matplotlib takes a good part of a second to import: the functions that draw do so when they are called.
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `write_report` made: the page and the picture, and the numbers for the command to print."""
+
+    page: Path
+    picture: Path
+    headline: str
+    rows: list[Row]
+
+    def table(self) -> list[list[str]]:
+        """The summary as text, a header first."""
+        return as_text(self.rows)
+
+
+def write_run_pictures(path: Path) -> None:
+    """`curves.png` and `report.html` of one run, in its own folder."""
+    from cfedavg.report.figures import colours_of, draw_panel, draw_panels
+
+    runs = [read_run(path)]
+    groups, metric = group_runs(runs), metric_name(runs)
+    pictures = {panel: draw_panel(panel, groups) for panel in panels_for(groups, metric)}
+    page = make_page(groups, summarise(groups, metric), colours_of(groups), pictures)
+    write_atomic(path / "curves.png", draw_panels(four_for(metric), groups))
+    write_atomic(path / "report.html", page)
+
+
+def write_report(paths: Sequence[Path], out: Path) -> Report:
+    """Compares runs: `report.html`, `report.png` with all panels, and one PNG for each panel, in `out`."""
+    from cfedavg.report.figures import colours_of, draw_panel, draw_panels
+
+    if not paths:
+        raise InputError("a report needs at least one run folder")
+    # The same folder twice, by another spelling, is one run.
+    runs = [read_run(path) for path in {path.resolve(): path for path in reversed(paths)}.values()][::-1]
+    groups, metric = group_runs(runs), metric_name(runs)
+    rows = summarise(groups, metric)
+    panels = panels_for(groups, metric)
+    pictures = {panel: draw_panel(panel, groups) for panel in panels}
+    make_folder(out, "--out")
+    for panel, png in pictures.items():
+        write_atomic(out / f"{panel.name}.png", png)
+    write_atomic(out / "report.png", draw_panels(panels, groups))
+    write_atomic(out / "report.html", make_page(groups, rows, colours_of(groups), pictures))
+    return Report(out / "report.html", out / "report.png", headline(rows), rows)
+
+
+def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
+    """A picture of who has what, from the number of samples of each client (row) and class (column)."""
+    from cfedavg.report.partition import draw_partition
+
+    draw_partition(counts, path, title)

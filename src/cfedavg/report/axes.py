@@ -1,0 +1,130 @@
+"""Scales, ticks and quiet frames for the axes of a panel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.lines import Line2D
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogFormatterMathtext,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    PercentFormatter,
+)
+
+from cfedavg.report.groups import Curve
+from cfedavg.report.panels import Panel
+from cfedavg.report.units import in_bytes, in_time, time_unit
+
+INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
+_STEPS = [1, 2, 5, 10]
+_FAR = 6.0  # how much longer the slowest run may take on a linear axis of time
+_TIMES = [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30] + [
+    unit * n
+    for unit, ns in ((60, (1, 3, 10, 30)), (3600, (1, 3, 10)), (86_400, (1, 3, 10, 30, 100)))
+    for n in ns
+]
+_WIDE = 30.0  # the span from which numbers of a linear axis lie flat on the floor
+
+
+def finish_axes(axes: Axes, panel: Panel, drawn: Sequence[Curve]) -> None:
+    """Everything around the lines."""
+    axes.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+    _frame(axes)
+    if not drawn:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.text(
+            0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", color=MUTED, fontsize=9
+        )
+        return
+    _set_x(axes, panel.x, drawn)
+    _set_y(axes, panel, [value for line in drawn for value in line.mean])
+    _name_styles(axes, panel)
+
+
+def _frame(axes: Axes) -> None:
+    axes.set_facecolor("white")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#AEB5BD")
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
+
+
+def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
+    low, high = min(line.x[0] for line in drawn), max(line.x[-1] for line in drawn)
+    if x == "rounds":
+        name = "communication rounds"
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=_STEPS))
+    elif x == "uplink_bytes":
+        name = "uplink bytes of all clients so far"
+        if low > 0:
+            axes.set_xscale("log")
+            _log_ticks(axes.xaxis, low, high, in_bytes)
+    else:
+        name = f"simulated time so far{_time_ticks(axes, drawn)}"
+    axes.set_xlabel(name, fontsize=9, color=MUTED)
+
+
+def _time_ticks(axes: Axes, drawn: Sequence[Curve]) -> str:
+    """Marks, and their unit where it is not in them."""
+    low, totals = min(line.x[0] for line in drawn), [line.x[-1] for line in drawn]
+    if low > 0 and max(totals) / min(totals) > _FAR:  # else the slowest squeezes the others together
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * max(totals)]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_time(value)))
+        return ""
+    size, unit = time_unit(max(totals))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=_STEPS))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
+    return f" ({unit})"
+
+
+def _set_y(axes: Axes, panel: Panel, values: list[float]) -> None:
+    low, high = min(values), max(values)
+    if panel.log or (panel.log is None and low > 0 and high / low > _WIDE):
+        axes.set_yscale("log")
+        _log_ticks(axes.yaxis, low, high, None)
+    elif panel.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+        axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
+    if axes.get_yscale() != "log":
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
+
+
+def _log_ticks(axis: Axis, low: float, high: float, text: Callable[[float], str] | None) -> None:
+    """Decades; 1, 2 and 5 of each where there are too few of them to read a value off."""
+    few = high / low < 100
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
+    axis.set_minor_locator(NullLocator())
+    if text is not None:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    elif few:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        axis.set_major_formatter(LogFormatterMathtext())
+
+
+def _name_styles(axes: Axes, panel: Panel) -> None:
+    """Which of two numbers is solid and which dashed, right of the title where no line runs."""
+    named = [series for series in panel.series if series.name]
+    if not named:
+        return
+    handles: list[Any] = [
+        Line2D([], [], color=MUTED, linewidth=1.6, linestyle=(0, (3, 1.5)) if series.dashed else "solid")
+        for series in named
+    ]
+    axes.legend(
+        handles, [series.name for series in named], loc="lower right", bbox_to_anchor=(1.0, 0.99),
+        ncols=len(named), frameon=False, fontsize=9, labelcolor=MUTED, handlelength=1.7,
+        columnspacing=1.2, borderpad=0.1, borderaxespad=0.2,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Runs that differ only in their seed are one line in a picture and one row in a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cfedavg.config import Config
+from cfedavg.report.labels import make_labels
+from cfedavg.report.read import Run, column
+
+
+@dataclass(frozen=True)
+class Group:
+    """One configuration, run with one or more seeds."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def config(self) -> Config:
+        return self.runs[0].config
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.config.seed for run in self.runs)
+
+    def is_plain(self) -> bool:
+        """Whether it sends everything, and so is what others are measured against."""
+        return self.config.compressor.strip() == "none"
+
+
+class Curve(NamedTuple):
+    """The mean over the seeds at each x, and the lowest and highest of them."""
+
+    x: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Groups in the order in which their first run came, with labels that are unique."""
+    seen: Counter[Config] = Counter()
+    found: dict[tuple[Config, int], list[Run]] = {}
+    for run in runs:
+        # The same seed twice is a repetition, not a second draw: it starts a group of its own.
+        key = (dataclasses.replace(run.config, seed=0), seen[run.config])
+        seen[run.config] += 1
+        found.setdefault(key, []).append(run)
+    members = list(found.values())
+    labels = make_labels(
+        [group[0].config for group in members], [group[0].path.resolve().name for group in members]
+    )
+    return [
+        Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
+        for label, group in zip(labels, members, strict=True)
+    ]
+
+
+def baseline(group: Group, groups: Sequence[Group]) -> Group:
+    """What a group's bytes are compared with: its own uncompressed twin, else any, else the first."""
+    plain = [other for other in groups if other.is_plain()]
+    twins = [other for other in plain if _uncompressed(other.config) == _uncompressed(group.config)]
+    return [*twins, *plain, *groups][0]
+
+
+def _uncompressed(config: Config) -> Config:
+    return dataclasses.replace(config, compressor="none", error_feedback=True, seed=0)
+
+
+def curve(group: Group, x: str, y: str) -> Curve:
+    """`y` over `x` ("rounds", or a number whose running total is meant), where all its seeds have both."""
+    tables = [table for run in group.runs if (table := _points(run, x, y))]
+    shared = sorted(set.intersection(*map(set, tables))) if tables else []
+    values = np.array([[table[t] for t in shared] for table in tables]).reshape(len(tables), len(shared), 2)
+    if not shared:
+        return Curve(*np.empty((4, 0)))
+    ys = values[:, :, 1]
+    return Curve(values[:, :, 0].mean(0), ys.mean(0), ys.min(0), ys.max(0))
+
+
+def _points(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
+    """(x, y) by round, without the rounds that lack either."""
+    rounds = column(run, "round")
+    # A total with an unknown part is unknown: cumsum carries the NaN on.
+    xs = rounds + 1 if x == "rounds" else np.cumsum(column(run, x))
+    ys = column(run, y)
+    known = np.isfinite(xs) & np.isfinite(ys)
+    return {int(t): (a, b) for t, a, b in zip(rounds[known], xs[known], ys[known], strict=True)}

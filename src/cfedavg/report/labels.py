@@ -1,0 +1,84 @@
+"""Short, unique names for runs, made of what differs between their configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from cfedavg.config import Config
+
+_LONGEST = 44
+_PARTS = {
+    "compressor": "{}",
+    "clients": "m={}",
+    "classes_per_client": "p={}",
+    "dirichlet": "Dir({:g})",
+    "local_steps": "K={}",
+    "local_epochs": "epochs={}",
+    "deadline": "deadline={:g}s",
+    "batch_size": "batch={}",
+    "eta_local": "η_L={:g}",
+    "eta": "η={:g}",
+    "rounds": "T={}",
+    "drop_rate": "lost={:g}",
+    "smoothness": "L={:g}",
+}
+_BARE = {"dataset", "model", "schedule", "device", "engine", "precision"}
+
+
+def differences(configs: Sequence[Config]) -> list[str]:
+    """The fields, seed aside, that are not the same in all; what is sent comes first."""
+    names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
+    differing = [name for name in names if len({getattr(config, name) for config in configs}) > 1]
+    return sorted(differing, key=lambda name: name not in ("compressor", "error_feedback"))
+
+
+def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
+    """One label for each configuration; the folder's name tells apart what would read the same.
+
+    >>> make_labels([Config(compressor="none"), Config(compressor="rd(0.9)")], ["a", "b"])
+    ['none', 'rd(0.9)']
+    >>> make_labels([Config(), Config(error_feedback=False)], ["a", "b"])
+    ['topk(0.99) >> bf16', 'topk(0.99) >> bf16 · no feedback']
+    """
+    names = differences(configs)
+    if "error_feedback" in names and "compressor" not in names:
+        names = ["compressor", *names]  # "no feedback" alone says too little
+    labels = [_label(config, names) for config in configs]
+    labels = _tell_apart(labels, [f" · {_short(folder)}" for folder in folders])
+    return _tell_apart(labels, [f" ({n})" for n in range(1, len(labels) + 1)])
+
+
+def _label(config: Config, names: Sequence[str]) -> str:
+    parts = [part for name in names if (part := _part(name, getattr(config, name)))]
+    return " · ".join(parts) or _short(config.compressor)
+
+
+def _part(name: str, value: Any) -> str:
+    """How a label says one field; empty where saying nothing is clear enough."""
+    if name == "error_feedback":
+        return "" if value else "no feedback"
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return name.replace("_", " ")
+    if name == "data_dir":
+        value = PurePath(value).name
+    if isinstance(value, float) and name not in _PARTS:
+        value = f"{value:g}"
+    return _short(_PARTS.get(name, "{}" if name in _BARE else name + "={}").format(value))
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _tell_apart(labels: list[str], endings: list[str]) -> list[str]:
+    count = Counter(labels)
+    return [
+        label + ending if count[label] > 1 else label for label, ending in zip(labels, endings, strict=True)
+    ]

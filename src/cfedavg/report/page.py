@@ -1,0 +1,152 @@
+"""One HTML file that needs nothing else: the outcome in words, the table, the pictures, the configuration."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from cfedavg.config import Config
+from cfedavg.report.groups import Group
+from cfedavg.report.labels import differences
+from cfedavg.report.panels import Panel
+from cfedavg.report.style import CSS
+from cfedavg.report.table import Row, as_text, headline
+
+# The browser itself then refuses to fetch anything.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def make_page(
+    groups: Sequence[Group], rows: Sequence[Row], colours: Sequence[str], pictures: Mapping[Panel, bytes]
+) -> bytes:
+    """The page as UTF-8. Everything that comes from a run goes through `escape`."""
+    title = headline(rows)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{CSS}</style></head><body>",
+        f'<header><div class="kicker">cfedavg report</div><h1>{escape(title)}</h1>',
+        f'<p class="muted">{escape(_setting(groups))}</p></header>',
+        "<main>",
+        _table(rows, colours),
+        _pictures(pictures, groups),
+        _configurations(groups),
+        "</main>",
+        f"<footer>Made by cfedavg {escape(_version())}.</footer></body></html>",
+    ]
+    return "\n".join(part for part in parts if part).encode()
+
+
+def _setting(groups: Sequence[Group]) -> str:
+    """What all the runs have in common, for a reader who did not start them."""
+    differing = differences([group.config for group in groups])
+    config, runs = groups[0].config, sum(len(group.runs) for group in groups)
+    said = {
+        "dataset": f"dataset {config.dataset}",
+        "model": f"model {config.model}",
+        "clients": f"{config.clients} client{'s' if config.clients != 1 else ''}",
+        "rounds": f"{config.rounds} round{'s' if config.rounds != 1 else ''} planned",
+    }
+    same = [text for name, text in said.items() if name not in differing]
+    return " · ".join([f"{runs} run{'s' if runs > 1 else ''}", *same])
+
+
+def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
+    header, *lines = as_text(rows)
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in header)
+    body = "".join(
+        f'<tr><th scope="row"><span class="dot" style="background:{colour}"></span>{escape(label)}</th>'
+        + "".join(f"<td>{escape(text)}</td>" for text in cells)
+        + "</tr>"
+        for (label, *cells), colour in zip(lines, colours, strict=True)
+    )
+    return (
+        '<section><h2>Summary</h2><div class="scroll"><table class="summary">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{_table_note(rows)}</section>"
+    )
+
+
+def _table_note(rows: Sequence[Row]) -> str:
+    notes = ["The metric is that of the last evaluation; bytes are those of all clients and rounds."]
+    if any(len(row.seeds) > 1 for row in rows):
+        notes.append("With several seeds: mean ± sample standard deviation; bytes and times are means.")
+    bases = list(dict.fromkeys(row.against for row in rows if row.against != row.label))
+    if len(bases) == 1:
+        notes.append(f"The baseline is {bases[0]}.")
+    elif bases:
+        notes.append("Each run's baseline is the uncompressed run that is otherwise the same.")
+    return f'<p class="muted">{escape(" ".join(notes))}</p>'
+
+
+def _pictures(pictures: Mapping[Panel, bytes], groups: Sequence[Group]) -> str:
+    if not pictures:
+        return "<section><h2>Curves</h2><p>No round has been recorded yet.</p></section>"
+    band = ""
+    if any(len(group.runs) > 1 for group in groups):
+        band = (
+            '<p class="muted">A line is the mean over the seeds of a run, its band reaches from the lowest '
+            "seed to the highest; both cover the rounds that all its seeds have.</p>"
+        )
+    figures = "".join(_figure(panel, png) for panel, png in pictures.items())
+    return f'<section><h2>Curves</h2>{band}<div class="panels">{figures}</div></section>'
+
+
+def _figure(panel: Panel, png: bytes) -> str:
+    source = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+    return (
+        f'<figure id="{escape(panel.name)}"><div class="card">'
+        f'<img alt="{escape(panel.title)}" src="{source}"></div>'
+        f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
+    )
+
+
+def _configurations(groups: Sequence[Group]) -> str:
+    differing = differences([group.config for group in groups])
+    note = "<p>Highlighted is what differs between the runs.</p>" if differing else ""
+    single = " open" if len(groups) == 1 else ""
+    details = "".join(
+        f"<details{single}><summary>{escape(group.label)}</summary>{_rerun(group)}"
+        f"<table><tbody>{_fields(group, differing)}</tbody></table></details>"
+        for group in groups
+    )
+    return f"<section><h2>Configuration</h2>{note}{details}</section>"
+
+
+def _rerun(group: Group) -> str:
+    names = [run.path.resolve().name for run in group.runs]
+    folders = ", ".join(f"<code>{escape(name)}</code>" for name in names)
+    each = "To run it again, in its folder" if len(names) == 1 else "To run one again, in its folder"
+    return f"<p>{each} ({folders}):</p><pre><code>cfedavg run --config config.toml</code></pre>"
+
+
+def _fields(group: Group, differing: Sequence[str]) -> str:
+    """The fields under the names that the TOML file gives them; what differs comes first."""
+    names = [item.name for item in dataclasses.fields(Config)]
+    names.sort(key=lambda name: name not in differing)
+    values: dict[str, Any] = {name: getattr(group.config, name) for name in names}
+    texts = {name: "not set" if value is None else _toml(value) for name, value in values.items()}
+    texts["seed"] = ", ".join(map(str, group.seeds))
+    marks = {name: ' class="differs"' if name in differing else "" for name in names}
+    return "".join(
+        f'<tr{marks[name]}><th scope="row"><code>{name}</code></th>'
+        f"<td><code>{escape(texts[name])}</code></td></tr>"
+        for name in names
+    )
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
+
+
+def _version() -> str:
+    try:
+        return version("cfedavg")
+    except PackageNotFoundError:  # used from a source tree that is not installed
+        return "(not installed)"

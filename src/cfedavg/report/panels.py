@@ -1,0 +1,107 @@
+"""What the pictures show: which number over which, and how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cfedavg.report.groups import Group, curve
+from cfedavg.report.units import in_words, is_share
+
+
+@dataclass(frozen=True)
+class Series:
+    """One number of the rows and the style of its lines."""
+
+    key: str
+    name: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes. `name` is its file's; `caption` says in one sentence how to read it."""
+
+    name: str
+    title: str
+    series: tuple[Series, ...]
+    caption: str
+    x: str = "rounds"
+    log: bool | None = False  # None: where the numbers span more than a linear axis shows
+    percent: bool = False
+
+
+def panels_for(groups: Sequence[Group], metric: str) -> list[Panel]:
+    """The panels for which at least one group has numbers."""
+    return [panel for panel in _all(metric) if any(has_data(panel, group) for group in groups)]
+
+
+def has_data(panel: Panel, group: Group) -> bool:
+    return any(len(curve(group, panel.x, series.key).x) for series in panel.series)
+
+
+def four_for(metric: str) -> list[Panel]:
+    """The four that tell most of one run; those without numbers stay, empty, in their place."""
+    wanted = ("metric-rounds", "metric-uplink", "loss", "norms")
+    return [panel for panel in _all(metric) if panel.name in wanted]
+
+
+def _all(metric: str) -> list[Panel]:
+    """Every panel, the outcome first and what explains it after."""
+    title, line, percent = in_words(metric), (Series(metric, ""),), is_share(metric)
+    return [
+        Panel(
+            "metric-rounds", f"{title} over rounds", line,
+            "What each round of communication buys: the sooner a line bends, the fewer rounds it needs.",
+            percent=percent,
+        ),
+        Panel(
+            "metric-uplink", f"{title} over uplink bytes", line,
+            "What each byte sent by the clients buys: at the same height, the line further left sends less, "
+            "and each step of the axis multiplies.",
+            x="uplink_bytes", percent=percent,
+        ),
+        Panel(
+            "metric-time", f"{title} over simulated time", line,
+            "What each second of the simulated clients and links buys: at the same height, "
+            "the line further left is faster; where times differ much, each step of the axis multiplies.",
+            x="simulated_seconds", percent=percent,
+        ),
+        Panel(
+            "loss", "loss", (Series("train_loss", "train"), Series("test_loss", "test", dashed=True)),
+            "Loss on the clients' own data (solid) and on the test set (dashed): where the two part, "
+            "the model fits the clients better than data it has not seen.",
+            log=None,
+        ),
+        Panel(
+            "clients", "accuracy of the clients",
+            (
+                Series("client_accuracy_mean", "mean"),
+                Series("client_accuracy_min", "worst", dashed=True),
+            ),
+            "The model on each client's own test data: the mean (solid) and the worst-off client (dashed).",
+            percent=True,
+        ),
+        Panel(
+            "norms", "squared norms",
+            (
+                Series("delta_norm2", "updates ‖g‖²"),
+                Series("error_norm2", "residuals ‖e‖²", dashed=True),
+            ),
+            "Mean size of the updates (solid) and of what error feedback still owes the server (dashed): "
+            "a residual that levels off is healthy, one that keeps climbing says too little is sent.",
+            log=True,
+        ),
+        Panel(
+            "snr", "smallest signal-to-noise ratio", (Series("snr_min", ""),),
+            "The worst client's ‖p‖² / ‖p − C(p)‖² in each round: higher is more faithful, "
+            "and 1 would be as good as sending nothing.",
+            log=None,
+        ),
+        Panel(
+            "alpha", "disagreement of the clients, α", (Series("alpha", ""),),
+            "Mean ‖gᵢ‖² over ‖mean g‖²: 1 if all clients move the same way, "
+            "larger the more their updates cancel.",
+            log=None,
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,103 @@
+"""A run folder as data: its configuration and one row of numbers for each round."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cfedavg.config import Config, read_config
+from cfedavg.errors import InputError
+
+CONFIG, METRICS = "config.toml", "metrics.jsonl"
+
+# What pictures and table are made of; a row may hold more, of any type.
+_NUMBERS = {
+    "train_loss", "uplink_bytes", "downlink_bytes", "delta_norm2", "error_norm2", "alpha", "snr_min",
+    "simulated_seconds", "client_accuracy_min", "client_accuracy_mean",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds; `rows` are in the order of their rounds."""
+
+    path: Path
+    config: Config
+    rows: list[dict[str, Any]]
+    label: str
+
+
+def read_run(path: Path) -> Run:
+    """The run in a folder; InputError says in one sentence what is missing or malformed."""
+    if not path.is_dir():
+        raise InputError(f"{path} is not a run folder: there is no such folder")
+    for name in (CONFIG, METRICS):
+        if not (path / name).is_file():
+            raise InputError(f"{path} is not a run folder: it has no {name}")
+    config = _read_config(path / CONFIG)
+    return Run(path, config, _read_rows(path / METRICS), " ".join(config.compressor.split()))
+
+
+def _read_config(path: Path) -> Config:
+    try:
+        return read_config(path)
+    except InputError as error:
+        named = str(path) in str(error)
+        raise InputError(str(error) if named else f"{path}: {error}") from None
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from None
+    rows = [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if last.strip():  # no newline yet: the run is writing this line, or died while it was
+        with contextlib.suppress(InputError):
+            rows.append(_parse(last, ""))
+    # A run that resumes from its checkpoint may write a round again: the later one counts.
+    by_round = {row["round"]: row for row in rows}
+    return [by_round[t] for t in sorted(by_round)]
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise InputError(f"{where} is not a JSON object")
+    if type(row.get("round")) is not int:
+        raise InputError(f"{where} has no whole number `round`")
+    for name, value in row.items():
+        if (name in _NUMBERS or name.startswith("test_")) and not _is_number(value):
+            raise InputError(f"{where} has {value!r} for {name!r}: it must be a number or null")
+    return row
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1000  # a larger one has no float
+    return value is None or isinstance(value, float)
+
+
+def column(run: Run, key: str) -> NDArray[np.float64]:
+    """One number of each row; NaN where it is missing, null or infinite."""
+    values = np.array([row.get(key) for row in run.rows], dtype=np.float64)
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def metric_name(runs: Sequence[Run]) -> str:
+    """The `test_<name>` that all runs with rows have; the loss, if they share nothing better."""
+    names = [[key for key in run.rows[-1] if key.startswith("test_")] for run in runs if run.rows]
+    if not names:
+        return "test_accuracy"
+    shared = [key for key in names[0] if all(key in other for other in names)]
+    return next((key for key in shared if key != "test_loss"), "test_loss")

@@ -1,0 +1,81 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+SAME = "the same"
+_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae")
+
+
+def in_bytes(value: float) -> str:
+    """Three digits and a unit in powers of 1000.
+
+    >>> in_bytes(950), in_bytes(46_562_080), in_bytes(999_999)
+    ('950 B', '46.6 MB', '1 MB')
+    """
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    value = _three_digits(value)
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:g} {units[0]}"
+
+
+def in_time(seconds: float) -> str:
+    """
+    >>> in_time(3.14159), in_time(90), in_time(86_400)
+    ('3.14 s', '1.5 min', '1 d')
+    """
+    size, unit = time_unit(seconds)
+    return f"{_three_digits(seconds / size):g} {unit}"
+
+
+def time_unit(longest: float) -> tuple[float, str]:
+    """The unit, and its seconds, in which the longest of some times reads well."""
+    for size, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if longest >= size:
+            return size, unit
+    return 1.0, "s"
+
+
+def in_metric(name: str, mean: float, std: float | None = None) -> str:
+    """
+    >>> in_metric("test_accuracy", 0.9712, 0.0031), in_metric("test_loss", 0.08765)
+    ('97.1 ± 0.3%', '0.0876')
+    """
+    if is_share(name):
+        return f"{100 * mean:.1f}%" if std is None else f"{100 * mean:.1f} ± {100 * std:.1f}%"
+    return f"{mean:.3g}" if std is None else f"{mean:.3g} ± {std:.2g}"
+
+
+def in_words(name: str) -> str:
+    """`test_accuracy` -> `test accuracy`."""
+    return name.replace("_", " ")
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is shown in percent."""
+    return name.endswith("accuracy")
+
+
+def lower_is_better(name: str) -> bool:
+    return any(word in name for word in _LOWER_IS_BETTER)
+
+
+def in_factor(ratio: float) -> str:
+    """
+    >>> in_factor(46.31), in_factor(4.631), in_factor(1.0), in_factor(0.5)
+    ('46× fewer', '4.6× fewer', 'the same', '2.0× more')
+    """
+    if abs(ratio - 1) < 0.005:
+        return SAME
+    factor, word = (ratio, "fewer") if ratio > 1 else (1 / ratio, "more")
+    # Close to one, one decimal would read as "1.0× fewer".
+    digits = 0 if factor >= 10 else 1 if factor >= 1.1 else 3
+    return f"{factor:.{digits}f}× {word}"
+
+
+def _three_digits(value: float) -> float:
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, 2 - math.floor(math.log10(abs(value))))

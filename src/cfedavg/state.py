@@ -1,0 +1,97 @@
+"""State: what a run is at the end of a round, and its checkpoint, one safetensors file.
+
+A state goes into a round and a new one comes out; nothing is changed in place, so a round that is broken
+off leaves the last state as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cfedavg.errors import InputError
+from cfedavg.files import replacing
+from cfedavg.layout import Layout
+
+FORMAT = "cfedavg checkpoint 1"
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """e_i of the clients that have one; a client that never took part has none, which means zero."""
+
+    vectors: Mapping[int, Tensor] = field(default_factory=dict)
+    norms2: Mapping[int, float] = field(default_factory=dict)
+
+    def get(self, client: int, like: Tensor) -> Tensor:
+        e = self.vectors.get(client)
+        return torch.zeros_like(like) if e is None else e
+
+    def updated(self, new: Mapping[int, Tensor]) -> Residuals:
+        norms2 = {client: norm2(e) for client, e in new.items()}
+        return Residuals({**self.vectors, **new}, {**self.norms2, **norms2})
+
+    def mean_norm2(self, m: int) -> float:
+        """The mean of |e_i|^2 over all m clients."""
+        return math.fsum(self.norms2.values()) / m
+
+
+@dataclass(frozen=True)
+class State:
+    """After t rounds: the model x, its travelling buffers b, the residuals, the iterate z of Theorem 2."""
+
+    t: int
+    x: Tensor
+    b: Tensor
+    residuals: Residuals = field(default_factory=Residuals)
+    z: tuple[Tensor, Tensor] | None = None  # x and b of the iterate
+    eta_sum: float = 0.0
+
+
+def norm2(v: Tensor) -> float:
+    """|v|^2, summed in float64."""
+    return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
+
+
+def save(state: State, path: Path, layout: Layout) -> None:
+    """Writes a checkpoint that is whole or not there."""
+    tensors = {"x": state.x, "b": state.b}
+    if state.z is not None:
+        tensors["z.x"], tensors["z.b"] = state.z
+    tensors |= {f"e.{client}": e for client, e in state.residuals.vectors.items()}
+    about = {
+        "format": FORMAT,
+        "t": state.t,
+        "eta_sum": state.eta_sum.hex(),
+        "schema": layout.schema_hash,
+    }
+    with replacing(path) as temporary:
+        plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        save_file(plain, temporary, metadata={"cfedavg": json.dumps(about)})
+
+
+def load(path: Path, layout: Layout, like: Tensor) -> State:
+    """Reads a checkpoint onto the device of `like`; an InputError says what is wrong with it."""
+    try:
+        with safe_open(path, framework="pt", device=str(like.device)) as file:
+            about = json.loads((file.metadata() or {})["cfedavg"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise InputError(f"--resume: the checkpoint {path} is damaged ({error}); start again") from None
+    if about["format"] != FORMAT:
+        raise InputError(f"--resume: {path} was written by another version ({about['format']})")
+    x = tensors["x"]
+    if about["schema"] != layout.schema_hash or x.shape != like.shape or x.dtype != like.dtype:
+        raise InputError(f"--resume: {path} holds another model: names, shapes or dtypes differ")
+    vectors = {int(name[2:]): e for name, e in tensors.items() if name.startswith("e.")}
+    residuals = Residuals().updated(dict(sorted(vectors.items())))
+    z = (tensors["z.x"], tensors["z.b"]) if "z.x" in tensors else None
+    return State(about["t"], x, tensors["b"], residuals, z, float.fromhex(about["eta_sum"]))
