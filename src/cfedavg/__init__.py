@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cfedavg.config import Config
     from cfedavg.errors import InputError
     from cfedavg.layout import Layout
+    from cfedavg.loop import Result, run
     from cfedavg.payload import Payload
-    from cfedavg.run import Result, run
     from cfedavg.task import Task
     from cfedavg.wire import WireError, decode, encode
 
@@ -28,7 +28,7 @@ _HOME = {
     "errors": ("InputError",),
     "layout": ("Layout",),
     "payload": ("Payload",),
-    "run": ("Result", "run"),
+    "loop": ("Result", "run"),
     "task": ("Task",),
     "wire": ("WireError", "decode", "encode"),
 }

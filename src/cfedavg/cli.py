@@ -93,8 +93,8 @@ def run(given: dict[str, Any], out: Out = None, resume: Resume = False, config: 
 def train(config: Config, out: Path, *, resume: bool, title: str = "training") -> None:
     """One run with its display, and its pictures at the end."""
     from cfedavg.display import Display
+    from cfedavg.loop import run as run_loop
     from cfedavg.report import write_run_pictures
-    from cfedavg.run import run as run_loop
 
     with Display(Console(), config.rounds, title) as display:
         run_loop(config, out=out, resume=resume, observer=display)

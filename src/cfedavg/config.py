@@ -24,6 +24,8 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
 )  # fmt: skip
 
+PER_CLIENT = ("local_steps", "steps_per_second", "uplink", "downlink", "latency")
+
 # Of each group at most one may be given; without any, the first default holds.
 EXCLUSIVE = (
     ("classes_per_client", "dirichlet", "iid"),
@@ -106,7 +108,7 @@ class Config:
                 raise InputError(
                     f"{flag(name)} is {getattr(self, name)!r}: it must be {' or '.join(choices)}"
                 )
-        for name in ("local_steps", "steps_per_second", "uplink", "downlink", "latency"):
+        for name in PER_CLIENT:
             self.per_client(name)
         if self.deadline is not None and self.steps_per_second is None:
             raise InputError("--deadline needs --steps-per-second, the speed of the simulated clients")
@@ -126,7 +128,7 @@ class Config:
                 raise InputError(f"{flag(name)} is {value}: it must be {words}")
 
     def per_client(self, name: str) -> Range | None:
-        """The value of a field that may differ between clients, parsed and checked against m."""
+        """The value of a field that may differ between clients, parsed."""
         text = getattr(self, name)
         if text is None:
             return None
@@ -139,10 +141,6 @@ class Config:
                 else f"it must be {'0 or more' if low == 0 else 'above 0'}"
             )
             raise InputError(f"{flag(name)} is {text!r}: {least}")
-        if values.each and len(values.each) != self.clients:
-            raise InputError(
-                f"{flag(name)} lists {len(values.each)} values for {self.clients} clients: give one for each"
-            )
         return values
 
     def replace(self, **changes: Any) -> Config:
@@ -238,7 +236,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         kinds = set()
     if float in kinds and isinstance(value, int):
         value = float(value)
-    if name in _RANGES and isinstance(value, int | float) and kinds:
+    if name in PER_CLIENT and isinstance(value, int | float) and kinds:
         value = str(value)
     if not any(isinstance(value, k) for k in kinds):
         wanted = " or ".join(_WORDS[k] for k in (bool, int, float, str) if k in kinds or not kinds)
@@ -246,7 +244,6 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-_RANGES = {"local_steps", "steps_per_second", "uplink", "downlink", "latency"}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 

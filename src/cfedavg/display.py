@@ -8,9 +8,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cfedavg.loop import Observer
 from cfedavg.metrics import Record
 from cfedavg.report.units import in_bytes
-from cfedavg.run import Observer
 
 PLAIN_EVERY = 2.0  # seconds between plain lines
 

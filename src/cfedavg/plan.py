@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfedavg.compress import Compressor, parse
-from cfedavg.config import Config
+from cfedavg.config import PER_CLIENT, Config, flag
+from cfedavg.errors import InputError
 from cfedavg.keys import Purpose, key, permutation, uniform
 from cfedavg.schedule import Rates, Steps, resolve_rates
 from cfedavg.task import Task
@@ -37,6 +38,7 @@ class Plan:
         self.config = config
         self.samples = [len(data) for data in task.clients]
         self.m = len(self.samples)
+        self._check_lists()
         self.clients_per_round = max(1, round(config.participation * self.m))
         self.compressor: Compressor = parse(config.compressor, "--compressor")
         self.link = Link(
@@ -47,6 +49,14 @@ class Plan:
         )
         self.steps = Steps(config, self.samples, self.link.speed)
         self.rates: Rates = resolve_rates(config, self.steps, self.clients_per_round)
+
+    def _check_lists(self) -> None:
+        for name in PER_CLIENT:
+            values = self.config.per_client(name)
+            if values is not None and values.each and len(values.each) != self.m:
+                raise InputError(
+                    f"{flag(name)} lists {len(values.each)} values for {self.m} clients: give one for each"
+                )
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
         """One value for each client, drawn once: a client keeps its speed and its link."""

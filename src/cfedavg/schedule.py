@@ -192,6 +192,8 @@ class Rates:
 def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates:
     """Line 10 where all K are equal, else line 11, whose eta makes up for the division by K."""
     schedule: Schedule = build(config.schedule, SCHEDULES, "--schedule")
+    if steps.bounds[1] == 0:
+        raise InputError("--deadline leaves no client time for one step: make it longer")
     setting = Setting(config.eta_local, config.rounds, steps.equal, clients_per_round, config.smoothness)
     update = config.update
     if update == "auto":
@@ -203,6 +205,4 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
         )
     schedule.eta_local(0, setting)  # says at once what a corollary is missing
     eta = config.eta or schedule.eta(setting) or (1.0 if update == "sum" else steps.mean)
-    if eta <= 0:
-        raise InputError("--deadline leaves no client time for one step: make it longer")
     return Rates(schedule, setting, update, eta)

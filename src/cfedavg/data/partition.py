@@ -49,7 +49,9 @@ def by_classes(
     # A class without train samples cannot be dealt: nobody is asked to hold it.
     present = np.flatnonzero(sizes)
     if not 1 <= p <= len(present):
-        raise InputError(f"--classes-per-client is {p}: the data has {len(present)} classes; give 1 to that")
+        raise InputError(
+            f"--classes-per-client is {p}: it must be 1 to {len(present)}, the number of classes"
+        )
     holds = np.zeros((m, classes), np.int64)
     holds[:, present] = _assignment(len(present), m, p, seed)
     share = _share(sizes, holds)
@@ -116,7 +118,7 @@ def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
     [[3], [2], [5]]
     """
     exact = sizes * (weights / weights.sum(axis=0))
-    counts = np.floor(exact).astype(np.int64)
+    counts: np.ndarray = np.floor(exact).astype(np.int64)
     left = sizes - counts.sum(axis=0)
     rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0, kind="stable")
     counts += rank < left

@@ -61,8 +61,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
 
     if not paths:
         raise InputError("a report needs at least one run folder")
-    # The same folder twice, by another spelling, is one run.
-    runs = [read_run(path) for path in {path.resolve(): path for path in reversed(paths)}.values()][::-1]
+    folders = {path.resolve(): path for path in paths}  # the same one, spelt in two ways, is one run
+    runs = [read_run(path) for path in folders.values()]
     groups, metric = group_runs(runs), metric_name(runs)
     rows = summarise(groups, metric)
     panels = panels_for(groups, metric)

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import (
     FixedLocator,
@@ -33,9 +34,16 @@ _TIMES = [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30] + [
 _WIDE = 30.0  # the span from which numbers of a linear axis lie flat on the floor
 
 
+def drawable(text: str) -> str:
+    """The text with a `?` for what the font lacks; matplotlib would draw a box and warn."""
+    font = get_font(findfont(FontProperties()))
+    return "".join(letter if font.get_char_index(ord(letter)) else "?" for letter in text)
+
+
 def finish_axes(axes: Axes, panel: Panel, drawn: Sequence[Curve]) -> None:
     """Everything around the lines."""
-    axes.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+    title = drawable(panel.title)
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, parse_math=False)
     _frame(axes)
     if not drawn:
         axes.set_xticks([])
@@ -63,6 +71,7 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
     low, high = min(line.x[0] for line in drawn), max(line.x[-1] for line in drawn)
     if x == "rounds":
         name = "communication rounds"
+        axes.set_xlim(0, max(1.03 * high, 2))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=_STEPS))
     elif x == "uplink_bytes":
         name = "uplink bytes of all clients so far"

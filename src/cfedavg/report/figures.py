@@ -12,25 +12,25 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cfedavg.report.axes import INK, MUTED, finish_axes
+from cfedavg.report.axes import INK, MUTED, drawable, finish_axes
 from cfedavg.report.groups import Curve, Group, curve
+from cfedavg.report.labels import shortened
 from cfedavg.report.panels import Panel
 
 # Okabe and Ito's colours, told apart with any colour vision; their yellow is too pale for a line on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_PLAIN = "#555555"  # the uncompressed run stands behind the others
-_DPI = 160
+_PLAIN = "#555555"  # for the uncompressed run that others are measured against
+_DPI = 180
 _LETTERS_PER_INCH = 13
 
 
 def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
     """One panel with its own legend, as PNG."""
-    return _draw([panel], groups, columns=1, width=6.0, height=3.4)
+    return _draw([panel], groups, columns=1, width=5.0, height=3.1)
 
 
 def draw_panels(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
@@ -41,7 +41,7 @@ def draw_panels(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
 def _draw(
     panels: Sequence[Panel], groups: Sequence[Group], *, columns: int, width: float, height: float
 ) -> bytes:
-    handles, labels = _legend(groups)
+    handles, labels = _legend(groups, longest=int(width * _LETTERS_PER_INCH) - 5)
     legend_columns = _legend_columns(labels, width)
     legend_height = 0.24 * math.ceil(len(labels) / legend_columns)
     rows = max(1, math.ceil(len(panels) / columns))
@@ -53,7 +53,8 @@ def _draw(
         figure.text(0.5, 0.4, "no rounds recorded yet", ha="center", color=MUTED, fontsize=10)
     legend = figure.legend(
         handles, labels, loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=9,
-        labelcolor=INK, handlelength=1.6, columnspacing=1.6, borderpad=0.1, borderaxespad=0.9, labelspacing=0.35,
+        labelcolor=INK, handlelength=1.6, columnspacing=1.6, labelspacing=0.35, borderpad=0.1,
+        borderaxespad=0.9,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)  # a `$` in a label is a dollar
@@ -61,7 +62,7 @@ def _draw(
 
 
 def draw_on(axes: Axes, panel: Panel, groups: Sequence[Group], colours: Sequence[str]) -> None:
-    """The lines of a panel, the first group on top."""
+    """The lines of a panel, the first group on top and the uncompressed one behind all."""
     drawn: list[Curve] = []
     for series in panel.series:
         for order, (group, colour) in enumerate(zip(groups, colours, strict=True)):
@@ -69,17 +70,18 @@ def draw_on(axes: Axes, panel: Panel, groups: Sequence[Group], colours: Sequence
             if panel.log:
                 line = Curve(*(part[line.mean > 0] for part in line))
             if len(line.x):
-                _draw_curve(axes, line, colour, series.dashed, banded=len(group.runs) > 1, order=order)
+                depth = len(groups) if group.is_plain() else order
+                _draw_curve(axes, line, colour, series.dashed, banded=len(group.runs) > 1, depth=depth)
                 drawn.append(line)
     finish_axes(axes, panel, drawn)
 
 
-def _draw_curve(axes: Axes, line: Curve, colour: str, dashed: bool, *, banded: bool, order: int) -> None:
+def _draw_curve(axes: Axes, line: Curve, colour: str, dashed: bool, *, banded: bool, depth: int) -> None:
     style = (0, (3.5, 1.8)) if dashed else "solid"
     marker = "o" if len(line.x) == 1 else ""  # a line through one point would be invisible
     axes.plot(
         line.x, line.mean, color=colour, linestyle=style, linewidth=1.7, marker=marker, markersize=5,
-        solid_capstyle="round", zorder=4 - order / 100,
+        markerfacecolor="white" if dashed else colour, solid_capstyle="round", zorder=4 - depth / 1000,
     )  # fmt: skip
     if banded:
         axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0, zorder=2)
@@ -97,9 +99,9 @@ def colours_of(groups: Sequence[Group]) -> list[str]:
     return [_PLAIN if lone_plain and group.is_plain() else next(free) for group in groups]
 
 
-def _legend(groups: Sequence[Group]) -> tuple[list[Artist], list[str]]:
+def _legend(groups: Sequence[Group], longest: int) -> tuple[list[Artist], list[str]]:
     handles: list[Artist] = [Line2D([], [], color=colour, linewidth=2.4) for colour in colours_of(groups)]
-    labels = [drawable(group.label) for group in groups]
+    labels = [drawable(shortened(group.label, longest)) for group in groups]
     if any(len(group.runs) > 1 for group in groups):
         handles.append(Patch(facecolor="#BBBBBB", linewidth=0))
         labels.append("lowest to highest seed")
@@ -111,20 +113,12 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
     return max(1, min(len(labels), int(width * _LETTERS_PER_INCH / longest)))
 
 
-def drawable(text: str) -> str:
-    """The text with a `?` for what the font lacks; matplotlib would draw a box and warn."""
-    font = get_font(findfont(FontProperties()))
-    return "".join(letter if font.get_char_index(ord(letter)) else "?" for letter in text)
-
-
 def new_figure(width: float, height: float) -> Figure:
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04)
-    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout=layout)
 
 
 def as_png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure).print_png(buffer)  # savefig would lay everything out twice
     return buffer.getvalue()

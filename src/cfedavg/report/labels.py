@@ -73,8 +73,11 @@ def _part(name: str, value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return shortened(" ".join(text.split()), _LONGEST)
+
+
+def shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def _tell_apart(labels: list[str], endings: list[str]) -> list[str]:

@@ -63,7 +63,10 @@ def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in header)
     body = "".join(
         f'<tr><th scope="row"><span class="dot" style="background:{colour}"></span>{escape(label)}</th>'
-        + "".join(f"<td>{escape(text)}</td>" for text in cells)
+        + "".join(
+            f'<td data-name="{escape(name)}">{escape(text)}</td>'
+            for name, text in zip(header[1:], cells, strict=True)
+        )
         + "</tr>"
         for (label, *cells), colour in zip(lines, colours, strict=True)
     )
@@ -77,11 +80,11 @@ def _table_note(rows: Sequence[Row]) -> str:
     notes = ["The metric is that of the last evaluation; bytes are those of all clients and rounds."]
     if any(len(row.seeds) > 1 for row in rows):
         notes.append("With several seeds: mean ± sample standard deviation; bytes and times are means.")
-    bases = list(dict.fromkeys(row.against for row in rows if row.against != row.label))
-    if len(bases) == 1:
-        notes.append(f"The baseline is {bases[0]}.")
-    elif bases:
-        notes.append("Each run's baseline is the uncompressed run that is otherwise the same.")
+    bases = {row.against for row in rows}
+    if len(bases) > 1:
+        notes.append("A baseline is the uncompressed run that is otherwise the same, or the first such.")
+    elif len(rows) > 1:
+        notes.append(f"The baseline is {rows[0].against}.")
     return f'<p class="muted">{escape(" ".join(notes))}</p>'
 
 
@@ -109,7 +112,7 @@ def _figure(panel: Panel, png: bytes) -> str:
 
 def _configurations(groups: Sequence[Group]) -> str:
     differing = differences([group.config for group in groups])
-    note = "<p>Highlighted is what differs between the runs.</p>" if differing else ""
+    note = "<p>Every field of each run; highlighted is what differs between them.</p>" if differing else ""
     single = " open" if len(groups) == 1 else ""
     details = "".join(
         f"<details{single}><summary>{escape(group.label)}</summary>{_rerun(group)}"

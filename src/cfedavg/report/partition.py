@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
-from cfedavg.report.axes import INK, MUTED
-from cfedavg.report.figures import as_png, drawable, new_figure
+from cfedavg.report.axes import INK, MUTED, drawable
+from cfedavg.report.figures import as_png, new_figure
 
 _BAR = "#B9C1C9"
 _WIDEST = 1000  # columns, about as many as there are pixels
@@ -39,8 +39,7 @@ def draw_partition(counts: NDArray[Any], path: Path, title: str) -> None:
     bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[0.5, height])
     _draw_totals(bars, counts)
     _draw_cells(figure, cells, counts, clients)
-    text = bars.set_title(drawable(title), loc="left", fontsize=11, fontweight="bold", color=INK)
-    text.set_parse_math(False)
+    bars.set_title(drawable(title), loc="left", fontsize=11, fontweight="bold", color=INK, parse_math=False)
     write_atomic(path, as_png(figure))
 
 

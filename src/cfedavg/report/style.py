@@ -24,8 +24,9 @@ th, td { text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px soli
 thead th { color: var(--muted); font-weight: 600; white-space: nowrap; }
 tbody th { font-weight: 600; }
 .summary td { white-space: nowrap; }
-.summary tbody th { min-width: 9rem; }
-.dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em; }
+.summary tbody th { min-width: 11rem; }
+.dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em;
+  outline: 1px solid var(--line); }
 .panels { display: grid; gap: 1.4rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
 figure { margin: 0; }
@@ -40,5 +41,12 @@ details th { font-weight: 400; color: var(--muted); width: 13rem; }
 code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .88em; }
 pre { background: var(--shade); border-radius: 8px; padding: .7rem .9rem; overflow-x: auto; margin: .5rem 0; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; }
-@media (max-width: 40rem) { details th { width: 45%; } }
+@media (max-width: 44rem) { /* a row of the summary becomes a card of its own */
+  details th { width: 52%; }
+  .summary thead { display: none; }
+  .summary, .summary tbody, .summary tr, .summary th, .summary td { display: block; }
+  .summary tr { border: 1px solid var(--line); border-radius: 8px; padding: .4rem .9rem; margin: .6rem 0; }
+  .summary th, .summary td { border: 0; padding: .15rem 0; }
+  .summary td { display: flex; justify-content: space-between; gap: 1rem; }
+  .summary td::before { content: attr(data-name); color: var(--muted); } }
 """

@@ -98,7 +98,7 @@ def _total(group: Group, key: str) -> float | None:
 def as_text(rows: Sequence[Row]) -> list[list[str]]:
     """The table for people, a header first; columns in which nothing is known are left out."""
     metric = in_words(rows[0].metric) if rows else "metric"
-    header = ["run", metric, "best", "rounds", "uplink", "uplink vs. baseline", "downlink"]
+    header = ["run", metric, "uplink", "uplink vs. baseline", "rounds", "best", "downlink"]
     header += ["simulated time", "seeds"]
     lines = [_cells(row) for row in rows]
     if len(rows) == 1:  # nothing to compare with
@@ -112,10 +112,10 @@ def _cells(row: Row) -> list[str]:
     return [
         row.label,
         _metric_text(row, row.final),
-        _metric_text(row, row.best),
-        str(high) if low == high else f"{low}–{high}",
         "–" if row.uplink_bytes is None else in_bytes(row.uplink_bytes),
         "–" if row.ratio is None else "baseline" if row.against == row.label else in_factor(row.ratio),
+        str(high) if low == high else f"{low}–{high}",
+        _metric_text(row, row.best),
         "–" if row.downlink_bytes is None else in_bytes(row.downlink_bytes),
         "–" if row.simulated_seconds is None else in_time(row.simulated_seconds),
         f"n = {len(row.seeds)} ({_few(row.seeds)})" if len(row.seeds) > 1 else f"n = 1 ({row.seeds[0]})",

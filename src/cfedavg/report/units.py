@@ -41,10 +41,11 @@ def time_unit(longest: float) -> tuple[float, str]:
 def in_metric(name: str, mean: float, std: float | None = None) -> str:
     """
     >>> in_metric("test_accuracy", 0.9712, 0.0031), in_metric("test_loss", 0.08765)
-    ('97.1 ± 0.3%', '0.0876')
+    ('97.1 ± 0.3%', '0.0877')
     """
     if is_share(name):
-        return f"{100 * mean:.1f}%" if std is None else f"{100 * mean:.1f} ± {100 * std:.1f}%"
+        digits = 2 if std and std < 0.0005 else 1  # "± 0.0%" would look like none at all
+        return f"{100 * mean:.{digits}f}" + (f" ± {100 * std:.{digits}f}%" if std is not None else "%")
     return f"{mean:.3g}" if std is None else f"{mean:.3g} ± {std:.2g}"
 
 
@@ -71,7 +72,7 @@ def in_factor(ratio: float) -> str:
         return SAME
     factor, word = (ratio, "fewer") if ratio > 1 else (1 / ratio, "more")
     # Close to one, one decimal would read as "1.0× fewer".
-    digits = 0 if factor >= 10 else 1 if factor >= 1.1 else 3
+    digits = 0 if factor >= 9.95 else 1 if factor >= 1.1 else 3
     return f"{factor:.{digits}f}× {word}"
 
 

@@ -1,0 +1,51 @@
+"""Small problems that the tests share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cfedavg import Task
+
+
+class Point(nn.Module):
+    """A model that is nothing but its parameters: the loss 1/2 |x - c|^2 pulls x to the client's c."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(d))
+
+
+def half_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return 0.5 * (model.x - batch[0]).square().sum()  # type: ignore[operator, union-attr]
+
+
+def quadratic(centres: Tensor) -> Task:
+    """One client for each row of `centres`, which holds that one sample."""
+    return Task(Point(centres.shape[1]), [c[None] for c in centres], loss=half_square)
+
+
+def blobs(m: int = 6, n: int = 20, features: int = 8, classes: int = 3, seed: int = 0) -> Task:
+    """Classification of Gaussian blobs with a small MLP; client i sees mostly class i % classes."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = 2 * torch.randn(classes, features, generator=generator)
+
+    def draw(labels: Tensor) -> tuple[Tensor, Tensor]:
+        return centres[labels] + torch.randn(len(labels), features, generator=generator), labels
+
+    def client(i: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(classes, (n + i,), generator=generator)
+        labels[: n // 2] = i % classes
+        return draw(labels)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(features, 16), nn.ReLU(), nn.Linear(16, classes))
+    clients = [client(i) for i in range(m)]
+    return Task(model, clients, test=draw(torch.randint(classes, (60,), generator=generator)))
+
+
+@pytest.fixture
+def task() -> Task:
+    return blobs()

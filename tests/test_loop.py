@@ -1,0 +1,226 @@
+"""A run's folder: complete, resumable bit for bit, never half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cfedavg import Config, InputError, Task, run
+from cfedavg.config import read_config
+from cfedavg.loop import Observer
+from tests.conftest import blobs
+
+BASE = Config(rounds=7, local_steps="1..4", participation=0.7, drop_rate=0.2, compressor="topk(0.8) >> qsgd(4)",
+              checkpoint_every=3, schedule="decaying(a=2)", sample_iterate=True)  # fmt: skip
+
+
+def rows_without_time(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bitwise: the checkpoint's bytes, the model's bytes, every metric but the clock's."""
+    for name in ("checkpoint.safetensors", "model.safetensors", "iterate.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+    assert rows_without_time(a) == rows_without_time(b)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    run(BASE, blobs(), out=out)
+    return out
+
+
+@pytest.fixture
+def whole(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A finished run, to compare with or to damage."""
+    return Path(shutil.copytree(uninterrupted, tmp_path / "whole"))
+
+
+class Stop(Observer):
+    """Breaks a run off after a round."""
+
+    def __init__(self, at: int, how: type[BaseException]) -> None:
+        self.at, self.how = at, how
+
+    def row(self, row: dict[str, Any]) -> None:
+        if row["round"] == self.at:
+            raise self.how
+
+
+class Killed(BaseException):
+    """Like SIGKILL: nothing after it runs."""
+
+
+@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("how", [KeyboardInterrupt, Killed])
+def test_resume_is_bitwise(whole: Path, tmp_path: Path, at: int, how: type[BaseException]) -> None:
+    out = tmp_path / "broken"
+    with pytest.raises(how):
+        run(BASE, blobs(), out=out, observer=Stop(at, how))
+    run(BASE, blobs(), out=out, resume=True)
+    assert_same_run(whole, out)
+
+
+@pytest.mark.parametrize("place", ["append", "checkpoint", "rewrite"])
+def test_interrupt_inside_the_bookkeeping(
+    whole: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before or after any write of the folder: the rows and the checkpoint stay in step."""
+    from cfedavg.folder import Folder
+
+    real = getattr(Folder, place)
+    for late in (False, True):
+        calls = 0
+
+        def interrupted(self: Folder, *args: Any, late: bool = late) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2 and not late:
+                raise KeyboardInterrupt
+            real(self, *args)
+            if calls == 2:
+                raise KeyboardInterrupt
+
+        out = tmp_path / f"{place}-{late}"
+        monkeypatch.setattr(Folder, place, interrupted)
+        if place != "rewrite":
+            with pytest.raises(KeyboardInterrupt):
+                run(BASE, blobs(), out=out)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                run(BASE, blobs(), out=out, observer=Stop(4, KeyboardInterrupt))
+        monkeypatch.setattr(Folder, place, real)
+        run(BASE, blobs(), out=out, resume=True)
+        assert_same_run(whole, out)
+
+
+def test_half_written_row_and_rows_after_the_checkpoint_are_dropped(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "broken"
+    with pytest.raises(Killed):
+        run(BASE, blobs(), out=out, observer=Stop(4, Killed))
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 5, "train_lo')
+    run(BASE, blobs(), out=out, resume=True)
+    assert_same_run(whole, out)
+
+
+def test_more_rounds_later_equal_as_many_at_once(tmp_path: Path) -> None:
+    run(BASE.replace(rounds=4), blobs(), out=tmp_path / "a")
+    run(BASE, blobs(), out=tmp_path / "a", resume=True)
+    run(BASE, blobs(), out=tmp_path / "b")
+    # Evaluation happens in the same rounds of both, since eval_every is 1.
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_finished_run_resumes_to_itself(whole: Path) -> None:
+    before = rows_without_time(whole)
+    result = run(BASE, blobs(), out=whole, resume=True)
+    assert rows_without_time(whole) == before
+    assert len(result.rows) == 7
+
+
+def test_folder_holds_what_it_promises(tmp_path: Path) -> None:
+    config = Config(rounds=2, clients=4, model="linear", compressor="topk(0.9)", local_steps="2")
+    result = run(config, out=tmp_path / "r")
+    assert read_config(tmp_path / "r" / "config.toml") == config
+    again = run(read_config(tmp_path / "r" / "config.toml"), out=tmp_path / "s")
+    assert rows_without_time(tmp_path / "r") == rows_without_time(tmp_path / "s")
+    assert all(torch.equal(a, b) for a, b in zip(
+        result.model.state_dict().values(), again.model.state_dict().values(), strict=True))  # fmt: skip
+    assert load_file(tmp_path / "r" / "model.safetensors").keys() == result.model.state_dict().keys()
+    row = rows_without_time(tmp_path / "r")[0]
+    promised = """round test_accuracy test_loss train_loss uplink_bytes downlink_bytes coordinates_sent
+        model_sizes_sent delta_norm2 error_norm2 alpha snr_min snr_mean local_steps_min local_steps_mean
+        local_steps_max clients lost simulated_seconds""".split()
+    assert set(promised) <= set(row)
+    assert not list((tmp_path / "r").glob(".*"))
+
+
+def test_eval_every(tmp_path: Path) -> None:
+    rows = run(BASE.replace(rounds=5, eval_every=2), blobs()).rows
+    assert [("test_loss" in row) for row in rows] == [False, True, False, True, True]
+
+
+def refuses(task: Task, out: Path, words: str, config: Config = BASE) -> None:
+    with pytest.raises(InputError, match=words):
+        run(config, task, out=out, resume=True)
+
+
+def test_resume_refuses_what_does_not_fit(whole: Path) -> None:
+    refuses(blobs(), whole, "--resume: --seed is 1, but the run in .* has 0", BASE.replace(seed=1))
+    other = blobs(features=9)
+    refuses(other, whole, "holds another model")
+    with pytest.raises(InputError, match="holds a run already; add --resume"):
+        run(BASE, blobs(), out=whole)
+    metrics = whole / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+    refuses(blobs(), whole, "has 5 whole rows, the checkpoint needs 7")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
+def test_resume_refuses_a_damaged_checkpoint(whole: Path, damage: str) -> None:
+    checkpoint = whole / "checkpoint.safetensors"
+    data = bytearray(checkpoint.read_bytes())
+    if damage == "cut":
+        data = data[: len(data) // 2]
+    elif damage == "flip":
+        data[10] ^= 0xFF
+    elif damage == "empty":
+        data = bytearray()
+    else:
+        data = bytearray((whole / "model.safetensors").read_bytes())
+    checkpoint.write_bytes(data)
+    refuses(blobs(), whole, "--resume: the checkpoint .* is damaged")
+
+
+def test_resume_with_other_rounds_when_they_decide_the_rate(tmp_path: Path) -> None:
+    config = Config(rounds=3, local_steps="2", schedule="corollary1", smoothness=5.0)
+    run(config, blobs(), out=tmp_path / "r")
+    refuses(blobs(), tmp_path / "r", "--resume: --rounds is 5", config.replace(rounds=5))
+
+
+def test_out_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--out: cannot write to the folder"):
+        run(BASE, blobs(), out=tmp_path / "file" / "run")
+
+
+COMMAND = """run --rounds 40 --clients 6 --model linear --local-steps 2 --checkpoint-every 1
+    --compressor topk(0.9) --participation 0.5 --sample-iterate""".split()
+
+
+def test_a_killed_process_resumes_bitwise(tmp_path: Path) -> None:
+    """A real process and real signals, one after another on the same run; then to the end."""
+    command = [sys.executable, "-c", "from cfedavg.cli import main; main()", *COMMAND]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "killed"
+    for wanted, number in ((3, signal.SIGKILL), (6, signal.SIGINT), (9, signal.SIGTERM)):
+        process = subprocess.Popen(
+            [*command, "--out", str(out), "--resume"], env=environment, stdout=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            metrics = out / "metrics.jsonl"
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= wanted:
+                break
+            time.sleep(0.005)
+        process.send_signal(number)
+        assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    base = [*command, "--out"]
+    for path in (out, tmp_path / "whole"):
+        subprocess.run([*base, str(path), "--resume"], env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert_same_run(tmp_path / "whole", out)

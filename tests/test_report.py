@@ -1,0 +1,472 @@
+"""Run folders in, pictures and one page out; and files that are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import html.parser
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cfedavg.config import Config
+from cfedavg.errors import InputError
+from cfedavg.files import write_atomic
+from cfedavg.report import plot_partition, read_run, summary, write_report, write_run_pictures
+from cfedavg.report.groups import curve, group_runs
+from cfedavg.report.panels import panels_for
+from cfedavg.report.table import as_text, headline
+from cfedavg.report.units import in_bytes
+
+
+def row(t: int, **changes: Any) -> dict[str, Any]:
+    """A line as a run writes it, after t rounds of plausible training."""
+    return {
+        "round": t, "test_accuracy": 1 - 0.9 * 0.8**t, "test_loss": 2 * 0.8**t, "train_loss": 2.0 * 0.7**t,
+        "uplink_bytes": 1000, "downlink_bytes": 4000, "coordinates_sent": 50, "model_sizes_sent": 0.01,
+        "delta_norm2": 3.0 * 0.9**t, "error_norm2": 1.0 + t, "alpha": 4.0, "snr_min": 1.05, "snr_mean": 1.1,
+        "local_steps_min": 10, "local_steps_mean": 10.0, "local_steps_max": 10, "clients": 5, "lost": 0,
+        "seconds": 0.5, "simulated_seconds": 2.0,
+    } | changes  # fmt: skip
+
+
+def make_run(folder: Path, rows: list[dict[str, Any]], **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(Config(**config).to_toml(), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return folder
+
+
+def rounds(count: int, **changes: Any) -> list[dict[str, Any]]:
+    return [row(t, **changes) for t in range(count)]
+
+
+def check_png(path: Path) -> None:
+    """It is whole, large enough to read and not one colour."""
+    with Image.open(path) as image:
+        image.load()
+        assert image.format == "PNG"
+        assert image.width >= 600
+        assert image.height >= 300
+        colours = image.convert("RGB").getcolors(maxcolors=2**24)
+    assert colours is not None
+    assert len(colours) > 20
+
+
+@pytest.fixture
+def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws all panels into report.png or curves.png, but not each again for the page: half the time."""
+    monkeypatch.setattr("cfedavg.report.figures.draw_panel", lambda *_: b"a picture")
+
+
+# Reading
+
+
+def test_read_run_keeps_the_rows_and_names_the_compressor(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "a", rounds(3), compressor="rd(0.9)"))
+    assert run.label == "rd(0.9)"
+    assert [r["round"] for r in run.rows] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("half", ['{"round": 2, "test_acc', "{", '{"round": 2, "x": "\u00e4'])
+def test_a_half_written_last_line_is_ignored(tmp_path: Path, half: str) -> None:
+    folder = make_run(tmp_path / "a", rounds(2))
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(half.encode()[:-1] if half.endswith("\u00e4") else half.encode())
+    assert len(read_run(folder).rows) == 2
+
+
+def test_a_whole_last_line_counts_without_its_newline(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", rounds(2))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(2)))
+    assert len(read_run(folder).rows) == 3
+
+
+def test_a_round_written_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [*rounds(4), row(2, alpha=9.0), row(3)])
+    run = read_run(folder)
+    assert [r["round"] for r in run.rows] == [0, 1, 2, 3]
+    assert run.rows[2]["alpha"] == 9.0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("not json", "line 2 is not a JSON object"),
+        ("[1, 2]", "line 2 is not a JSON object"),
+        ("{}", "line 2 has no whole number `round`"),
+        ('{"round": 1, "test_accuracy": "high"}', "'high' for 'test_accuracy'"),
+        ('{"round": 1, "uplink_bytes": true}', "True for 'uplink_bytes'"),
+        ('{"round": 1, "alpha": 1' + "0" * 400 + "}", "for 'alpha'"),
+        ("[" * 100_000, "line 2 is not a JSON object"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, words: str) -> None:
+    folder = make_run(tmp_path / "a", rounds(1))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n" + json.dumps(row(2)) + "\n")
+    with pytest.raises(InputError) as error:
+        read_run(folder)
+    assert words in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no such folder"):
+        read_run(tmp_path / "nowhere")
+    folder = make_run(tmp_path / "a", [])
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match=r"a is not a run folder: it has no metrics\.jsonl"):
+        read_run(folder)
+    (folder / "config.toml").unlink()
+    with pytest.raises(InputError, match=r"it has no config\.toml"):
+        read_run(folder)
+
+
+def test_a_bad_configuration_names_its_file(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [])
+    (folder / "config.toml").write_text("clients = 0\n")
+    with pytest.raises(InputError, match=r"config\.toml: --clients is 0"):
+        read_run(folder)
+    with pytest.raises(InputError, match="at least one run folder"):
+        write_report([], tmp_path / "out")
+
+
+# Groups, labels and the summary
+
+
+def test_seeds_are_one_group_with_mean_and_deviation(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path / f"s{seed}", [row(0, test_accuracy=0.5), row(1, test_accuracy=last)], seed=seed)
+        for seed, last in enumerate([0.80, 0.90, 0.85])
+    ]
+    (line,) = summary([read_run(folder) for folder in folders])
+    assert line.seeds == (0, 1, 2)
+    assert line.final is not None
+    assert line.final.mean == pytest.approx(0.85)
+    assert line.final.std == pytest.approx(0.05)  # sqrt((0.0025 + 0.0025 + 0) / 2)
+    assert line.final.n == 3
+    assert (line.uplink_bytes, line.downlink_bytes, line.simulated_seconds) == (2000, 8000, 4)
+    assert line.rounds == (2, 2)
+    (text,) = as_text([line])[1:]
+    assert "85.0 ± 5.0%" in text
+    assert "n = 3 (0, 1, 2)" in text
+
+
+def test_the_curve_is_the_mean_and_the_band_lowest_to_highest(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", [row(t, alpha=1.0 + t, uplink_bytes=10) for t in range(3)], seed=0)
+    b = make_run(tmp_path / "b", [row(t, alpha=3.0 + t, uplink_bytes=30) for t in range(2)], seed=1)
+    (group,) = group_runs([read_run(a), read_run(b)])
+    line = curve(group, "rounds", "alpha")
+    assert line.x.tolist() == [1, 2]  # the rounds that both have
+    assert line.mean.tolist() == [2, 3]
+    assert line.low.tolist() == [1, 2]
+    assert line.high.tolist() == [3, 4]
+    assert curve(group, "uplink_bytes", "alpha").x.tolist() == [20, 40]
+
+
+def test_the_same_seed_twice_is_not_a_second_draw(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name, rounds(2), seed=0)) for name in ("first", "again")]
+    lines = summary(runs)
+    assert [line.seeds for line in lines] == [(0,), (0,)]
+    assert [line.label for line in lines] == ["topk(0.99) >> bf16 · first", "topk(0.99) >> bf16 · again"]
+
+
+@pytest.mark.usefixtures("one_picture")
+def test_one_folder_given_twice_is_one_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", rounds(2))
+    other = make_run(tmp_path / "b", rounds(2), compressor="none")
+    report = write_report([folder, other, tmp_path / "b" / ".." / "a"], tmp_path / "out")
+    assert [line.label for line in report.rows] == ["topk(0.99) >> bf16", "none"]
+
+
+def test_labels_say_what_differs_and_are_unique(tmp_path: Path) -> None:
+    configs: list[dict[str, Any]] = [
+        {"compressor": "topk(0.99) >> bf16", "classes_per_client": 2},
+        {"compressor": "topk(0.99) >> bf16", "dirichlet": 0.1},
+        {"compressor": "topk(0.99) >> bf16", "iid": True},
+        {"compressor": "none", "classes_per_client": 2},
+        {"compressor": "topk(0.99) >> bf16", "classes_per_client": 2, "error_feedback": False},
+        {"compressor": "x:" + "y" * 80, "data_dir": "some/where/data"},
+        {"compressor": "x:" + "y" * 90, "data_dir": "else/where/data"},
+    ]
+    runs = [read_run(make_run(tmp_path / f"run{i}", [], **config)) for i, config in enumerate(configs)]
+    labels = [line.label for line in summary(runs)]
+    assert labels[:5] == [
+        "topk(0.99) >> bf16 · p=2",
+        "topk(0.99) >> bf16 · Dir(0.1)",
+        "topk(0.99) >> bf16 · iid",
+        "none · p=2",
+        "topk(0.99) >> bf16 · no feedback · p=2",
+    ]
+    assert len(set(labels)) == len(labels)
+    assert max(map(len, labels)) < 100
+
+
+def test_bytes_are_compared_with_the_uncompressed_twin(tmp_path: Path) -> None:
+    runs = [
+        read_run(
+            make_run(tmp_path / f"{name}{p}", rounds(2, uplink_bytes=size * p), compressor=name,
+                     classes_per_client=p)
+        )
+        for name, size in (("rd(0.9)", 10), ("none", 100))
+        for p in (1, 2)
+    ]  # fmt: skip
+    lines = {line.label: line for line in summary(runs)}
+    assert lines["rd(0.9) · p=1"].against == "none · p=1"
+    assert lines["rd(0.9) · p=2"].against == "none · p=2"
+    assert lines["rd(0.9) · p=2"].ratio == 10
+    assert lines["none · p=1"].ratio == 1
+
+
+def test_without_an_uncompressed_run_the_first_is_the_baseline(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", rounds(2, uplink_bytes=50), compressor="rd(0.9)")
+    b = make_run(tmp_path / "b", rounds(2, uplink_bytes=100), compressor="rd(0.8)")
+    first, second = summary([read_run(a), read_run(b)])
+    assert (first.ratio, second.ratio, second.against) == (1, 0.5, "rd(0.9)")
+
+
+def test_the_headline_is_the_outcome_in_words(tmp_path: Path) -> None:
+    plain = [row(0, test_accuracy=0.976, uplink_bytes=46_000)]
+    near = [row(0, test_accuracy=0.971, uplink_bytes=1000)]
+    poor = [row(0, test_accuracy=0.5, uplink_bytes=10)]
+    runs = [
+        read_run(make_run(tmp_path / "none", plain, compressor="none")),
+        read_run(make_run(tmp_path / "topk", near, compressor="topk(0.99)")),
+        read_run(make_run(tmp_path / "rd", poor, compressor="rd(0.999)")),
+    ]
+    assert headline(summary(runs)) == "topk(0.99): 97.1% with 46× fewer uplink bytes than none (97.6%)"
+    assert headline(summary(runs[1:2])) == "topk(0.99): 97.1% after 1 round and 1 kB uplink"
+    longer = read_run(make_run(tmp_path / "long", [*plain, row(1, test_accuracy=0.98)], compressor="none"))
+    assert headline(summary([longer, runs[1]])).endswith("(98.0%), in 1 against 2 rounds")
+
+
+def test_another_metric_and_the_best_of_a_loss(tmp_path: Path) -> None:
+    values = [3.0, 1.0, 2.0]
+    rows = [{"round": t, "test_loss": v, "test_perplexity": math.exp(v)} for t, v in enumerate(values)]
+    (line,) = summary([read_run(make_run(tmp_path / "a", rows))])
+    assert line.metric == "test_perplexity"
+    assert line.final is not None
+    assert line.best is not None
+    assert (line.final.mean, line.best.mean) == (math.exp(2.0), math.exp(1.0))
+    assert line.final.std is None
+
+
+def test_a_total_with_an_unknown_part_is_unknown(tmp_path: Path) -> None:
+    (line,) = summary([read_run(make_run(tmp_path / "a", [row(0), row(1, uplink_bytes=None)]))])
+    assert line.uplink_bytes is None
+    assert line.ratio is None
+
+
+# Pictures and the page
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would see: attributes that fetch, tags, and whether all tags are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def read_page(path: Path) -> tuple[str, Page]:
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert "url(" not in text
+    assert "@import" not in text
+    return text, page
+
+
+def test_a_report_of_several_runs(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path / f"{i}-{seed}", rounds(12, uplink_bytes=size + seed), compressor=name, seed=seed)
+        for i, (name, size) in enumerate([("none", 10_000), ("topk(0.99) >> bf16", 200)])
+        for seed in (0, 1)
+    ]
+    out = tmp_path / "deep" / "out"
+    report = write_report(folders, out)
+    names = {"metric-rounds", "metric-uplink", "metric-time", "loss", "norms", "snr", "alpha", "report"}
+    assert {path.name for path in out.iterdir()} == {f"{name}.png" for name in names} | {"report.html"}
+    for name in names:
+        check_png(out / f"{name}.png")
+    text, page = read_page(report.page)
+    assert page.tags.count("img") == len(names) - 1
+    assert "50× fewer uplink bytes than none" in text
+    assert "cfedavg run --config config.toml" in text
+    assert text.count('class="differs"') == 2  # the compressor, in each of two groups
+    assert str(tmp_path) not in text
+    assert [line[0] for line in report.table()] == ["run", "none", "topk(0.99) >> bf16"]
+
+
+def test_the_pictures_of_one_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", rounds(5, client_accuracy_min=0.3, client_accuracy_mean=0.6))
+    write_run_pictures(folder)
+    check_png(folder / "curves.png")
+    text, _ = read_page(folder / "report.html")
+    assert "worst-off client" in text
+    assert "baseline" not in text
+
+
+@pytest.mark.usefixtures("one_picture")
+def test_what_comes_from_a_configuration_is_escaped(tmp_path: Path) -> None:
+    evil = 'my:Comp("<script>alert(1)</script>", "$x$ \u6f22")'
+    a = make_run(tmp_path / "<b>", rounds(2), compressor=evil, data_dir="http://example.org/")
+    b = make_run(tmp_path / "b", rounds(2), compressor="none")
+    report = write_report([a, b], tmp_path / "out")
+    text, _ = read_page(report.page)
+    assert "&lt;script&gt;" in text
+    assert "<b>" not in text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        rounds(1),
+        [dict.fromkeys(row(0)) | {"round": t} for t in range(3)],
+        rounds(4, snr_min=None, snr_mean=None, error_norm2=0.0, simulated_seconds=None),
+        [row(t, test_accuracy=None if t % 3 else 0.9) for t in range(7)],
+        rounds(3, uplink_bytes=0, delta_norm2=0.0, alpha=0.0, train_loss=0.0),
+        [row(t, train_loss=math.nan, alpha=math.inf) for t in range(3)],
+        [{"round": 0}],
+    ],
+    ids=["empty", "one", "nulls", "infinite-snr", "seldom", "zeros", "not-finite", "bare"],
+)
+@pytest.mark.usefixtures("one_picture")
+def test_odd_runs_make_pictures_too(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    folder = make_run(tmp_path / "a", rows)
+    write_run_pictures(folder)
+    check_png(folder / "curves.png")
+    read_page(folder / "report.html")
+    report = write_report([folder], tmp_path / "out")
+    check_png(report.picture)
+    read_page(report.page)
+
+
+def test_panels_without_numbers_are_left_out(tmp_path: Path) -> None:
+    rows = rounds(2, snr_min=None, simulated_seconds=None)
+    names = [
+        p.name for p in panels_for(group_runs([read_run(make_run(tmp_path / "a", rows))]), "test_accuracy")
+    ]
+    assert names == ["metric-rounds", "metric-uplink", "loss", "norms", "alpha"]
+
+
+def test_many_runs_keep_their_own_colours(tmp_path: Path) -> None:
+    from cfedavg.report.figures import colours_of
+
+    runs = [read_run(make_run(tmp_path / str(k), [], local_steps=str(k))) for k in range(1, 15)]
+    colours = colours_of(group_runs(runs))
+    assert len(set(colours)) == 14
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
+    """In a fresh process: reading needs no matplotlib, drawing no pyplot and no global setting."""
+    folder = make_run(tmp_path / "a", rounds(2))
+    code = f"""
+import sys
+from pathlib import Path
+from cfedavg.report import read_run, summary, write_run_pictures
+folder = Path({str(folder)!r})
+summary([read_run(folder)])
+assert "matplotlib" not in sys.modules
+import matplotlib
+before = matplotlib.rcParams.copy()
+write_run_pictures(folder)
+assert "matplotlib.pyplot" not in sys.modules
+assert dict.__eq__(matplotlib.rcParams, before)  # without resolving the backend, which imports pyplot
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+# Who has what
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (5, 10), (40, 10), (1000, 10), (2500, 62)])
+def test_partitions_of_any_size(tmp_path: Path, clients: int, classes: int) -> None:
+    counts = np.zeros((clients, classes), dtype=np.int64)
+    counts[np.arange(clients), np.arange(clients) % classes] = 1 + np.arange(clients) % 300
+    plot_partition(counts, tmp_path / "who.png", "who has $what$")
+    check_png(tmp_path / "who.png")
+
+
+def test_a_partition_must_be_a_table(tmp_path: Path) -> None:
+    for counts in (np.ones(3), np.ones((0, 10)), -np.ones((2, 2))):
+        with pytest.raises(InputError, match="clients, classes"):
+            plot_partition(counts, tmp_path / "who.png", "who")
+
+
+def test_a_partition_with_nothing_in_it_is_drawn(tmp_path: Path) -> None:
+    plot_partition(np.zeros((3, 4), dtype=int), tmp_path / "who.png", "nobody has anything")
+    assert (tmp_path / "who.png").stat().st_size > 1000
+
+
+# Units
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (9.31e9, "9.31 GB"), (5e18, "5000 PB")],
+)
+def test_bytes_in_words(value: float, text: str) -> None:
+    assert in_bytes(value) == text
+
+
+# Files
+
+
+def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    write_atomic(path, b"old")
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_write_atomic_keeps_the_old_file_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "a.bin"
+    write_atomic(path, b"old")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*((os, "fsync") if step == "fsync" else (Path, "replace")), full)
+    with pytest.raises(InputError, match=r"cannot write .*a\.bin \(No space left on device\)"):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_atomic_says_where_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "no" / "a", tmp_path / "file" / "a", tmp_path):
+        with pytest.raises(InputError, match="cannot write"):
+            write_atomic(path, b"")
+    folder = make_run(tmp_path / "run", rounds(1))
+    with pytest.raises(InputError, match="cannot write"):
+        write_report([folder], tmp_path / "file")
