@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ def test_iterative_step_lemma(compressor: str, participation: float) -> None:
                     participation=participation, clients=6)  # fmt: skip
     n = round(participation * 6)
     found = states(config, task)
-    for now, following in zip(found, found[1:], strict=False):
+    for now, following in pairwise(found):
         expected = virtual(now, 0.7, n) + 0.7 * mean_update(config, task, now)
         torch.testing.assert_close(virtual(following, 0.7, n), expected, rtol=0, atol=1e-13)
 
@@ -124,7 +125,7 @@ def test_lost_replies_go_back_into_the_residual() -> None:
                     compressor="topk(0.9)", checkpoint_every=0)  # fmt: skip
     plan = Plan(config, task)
     found = states(config, task)
-    for now, following in zip(found, found[1:], strict=False):
+    for now, following in pairwise(found):
         for i in range(6):
             if plan.lost(now.t, i):
                 e, e_next = (s.residuals.get(i, s.x) for s in (now, following))
@@ -178,7 +179,7 @@ def test_no_compression_is_fedavg_bitwise(eta: float) -> None:
 
 
 @pytest.mark.parametrize("compressor", ["none", "topk(0.9)", "rd(0.7)"])
-def test_mean_with_equal_K_is_sum_with_eta_divided(compressor: str) -> None:  # noqa: N802
+def test_mean_with_equal_K_is_sum_with_eta_divided(compressor: str) -> None:
     """g / K is compressed to C(g) / K by compressors that only select; so eta * K makes up for it."""
     base = Config(rounds=3, local_steps="4", compressor=compressor, precision="float64")
     by_sum = states(base.replace(update="sum", eta=2.0 / 4), blobs())[-1]
@@ -200,7 +201,7 @@ def test_client_not_sampled_keeps_its_residual() -> None:
     task = blobs()
     plan = Plan(config, task)
     found = states(config, task)
-    for now, following in zip(found, found[1:], strict=False):
+    for now, following in pairwise(found):
         sampled = plan.sampled(now.t)
         assert len(sampled) == len(set(sampled)) == 2
         for i in set(range(6)) - set(sampled):

@@ -1,4 +1,4 @@
-"""Compressors: Definition 1 for every one of them, oracles, blocks of clients, and the texts that name them."""
+"""Compressors: Definition 1 for every one of them, oracles, blocks of clients, the texts that name them."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def rounding(payload: Payload) -> tuple[float, float]:
     return 0.0, {"bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0}[payload.values.dtype]
 
 
-def assert_definition_1(row: Row, p: Tensor) -> None:
+def satisfies_definition_1(row: Row, p: Tensor) -> bool:
     compressor, layout, draws = parse(row.spec), layout_of(len(p)), DRAWS if row.random else 1
     payload = compressor.compress(p.repeat(draws, 1), keys_of(draws), layout)
     # In float64 no square of a float32 overflows or vanishes.
@@ -212,13 +212,12 @@ def assert_definition_1(row: Row, p: Tensor) -> None:
     lost += excess(lost, draws) if row.random else 0.0
     share, amount = rounding(payload)
     bound = (math.sqrt(lost) + share) * norm + amount * math.sqrt(max(payload.counts()))
-    assert error <= bound * (1 + 1e-12)  # d roundings of 2^-53 here, and in the sums of the selectors
+    return error <= bound * (1 + 1e-12)  # d roundings of 2^-53 here, and in the sums of the selectors
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @every_row
-def test_definition_1(row: Row, family: str) -> None:
-    assert_definition_1(row, vector(family))
+def test_definition_1(row: Row) -> None:
+    assert [family for family in FAMILIES if not satisfies_definition_1(row, vector(family))] == []
 
 
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
@@ -228,14 +227,13 @@ vectors = st.lists(float32s, min_size=1, max_size=40).map(torch.tensor)
 @settings(QUIET, max_examples=600)
 @given(st.sampled_from([row for row in TABLE if not row.random]), vectors)
 def test_definition_1_for_any_vector(row: Row, p: Tensor) -> None:
-    assert_definition_1(row, p)
+    assert satisfies_definition_1(row, p)
 
 
 def test_several_blocks_of_several_tensors() -> None:
     """More values than a default block of 256, and a last block that is not full."""
     p = torch.cat([vector("gaussian", 500), 100 * vector("heavy-tailed", 177)])
-    for row in SELECT + QUANTISE:
-        assert_definition_1(row, p)
+    assert [row.spec for row in SELECT + QUANTISE if not satisfies_definition_1(row, p)] == []
 
 
 @pytest.mark.parametrize(
@@ -636,7 +634,7 @@ def nearly_halfway(seed: int, d: int) -> Tensor:
 def test_sums_are_rounded_the_same_alone_and_in_a_block() -> None:
     """Where the order of a float64 sum decides about the float32 scale; torch splits 32,768 and more."""
     d = 40_000
-    p = torch.stack([nearly_halfway(seed, d) for seed in range(6)])
+    p = torch.stack([nearly_halfway(seed, d) for seed in range(4)])
     for spec in ("sign", "threshold(0.9) >> sign"):
         together = parse(spec).compress(p, keys_of(len(p)))
         for one, vector_of_one, key in zip(together.clients(), p, keys_of(len(p)).tolist(), strict=True):
@@ -845,7 +843,7 @@ def test_a_selector_and_a_quantiser_of_ones_own() -> None:
         f"topk(0.5) >> {__name__}:Halves",
     ):
         assert parse(str(parse(text))) == parse(text)
-        assert_definition_1(Row(text), p)
+        assert satisfies_definition_1(Row(text), p)
         assert_block_is_one_by_one(Row(text), block(30))
     for row in QUANTISE:
         assert_block_is_one_by_one(Row(f"{__name__}:EveryNth(2) >> {row.spec}"), block(30))

@@ -39,7 +39,9 @@ def test_batchnorm_buffers_travel_and_are_averaged() -> None:
     torch.testing.assert_close(after.b, sum(s.b for s in sent) / 3)  # type: ignore[arg-type]
     trained = engine.model_at(after.x, after.b)
     assert int(trained[1].num_batches_tracked) == 2  # type: ignore[index]
-    plain = make(Config(rounds=1, local_steps="2"), with_model(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3)), task))
+    plain = make(
+        Config(rounds=1, local_steps="2"), with_model(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3)), task)
+    )
     assert row["uplink_bytes"] > plain.round(plain.start())[1]["uplink_bytes"] + 3 * 9 * 4
 
 
@@ -57,7 +59,9 @@ def test_frozen_parameters_neither_train_nor_travel() -> None:
 
     model = Adapted()
     base = {name: value.clone() for name, value in model.base.state_dict().items()}
-    result = run(Config(rounds=2, local_steps="3", compressor="none", eta_local=0.5), with_model(model, blobs()))
+    result = run(
+        Config(rounds=2, local_steps="3", compressor="none", eta_local=0.5), with_model(model, blobs())
+    )
     assert result.final["coordinates_sent"] == 6 * (8 * 2 + 2 * 3)
     for name in ("0.weight", "0.bias"):
         assert torch.equal(result.model.base.state_dict()[name], base[name])  # type: ignore[union-attr]
@@ -116,8 +120,8 @@ def test_update_and_eta_follow_the_local_steps() -> None:
 
 def test_a_client_without_time_for_a_step_abstains() -> None:
     task = quadratic(torch.eye(3))
-    config = Config(rounds=1, deadline=1.0, steps_per_second="0.5,1,2", eta=1.0, compressor="none", batch_size=1,
-                    clients=3)  # fmt: skip
+    config = Config(rounds=1, deadline=1.0, steps_per_second="0.5,1,2", eta=1.0, compressor="none",
+                    batch_size=1, clients=3)  # fmt: skip
     engine = make(config, task)
     after, row = engine.round(engine.start())
     assert (row["clients"], row["local_steps_min"], row["local_steps_max"]) == (3, 0, 2)

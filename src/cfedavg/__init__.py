@@ -7,7 +7,6 @@ Names load when they are first used, so that `cfedavg.wire` works without torch.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ _HOME = {
     "wire": ("WireError", "decode", "encode"),
 }
 
-__version__ = version("cfedavg")
+__version__ = "0.1.0"
 __all__ = [
     "Compressor",
     "Config",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -204,7 +205,7 @@ _CHOICES = {
     "weighting": ("uniform", "samples"),
     "precision": ("float32", "float64"),
 }
-_LARGE = float(2**53)
+_LARGE = sys.float_info.max
 _TINY = math.ulp(0.0)
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "clients": (1, _LARGE, "1 or more"),
@@ -232,14 +233,13 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     kinds = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
     if value is None and type(None) in kinds:
         return None
-    if isinstance(value, bool) and bool not in kinds:
-        kinds = set()
-    if float in kinds and isinstance(value, int):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in kinds and number:
         value = float(value)
-    if name in PER_CLIENT and isinstance(value, int | float) and kinds:
+    if name in PER_CLIENT and number:
         value = str(value)
-    if not any(isinstance(value, k) for k in kinds):
-        wanted = " or ".join(_WORDS[k] for k in (bool, int, float, str) if k in kinds or not kinds)
+    if type(value) not in kinds:
+        wanted = " or ".join(words for k, words in _WORDS.items() if k in kinds)
         raise InputError(f"{flag(name)} is {value!r}: it must be {wanted}")
     return value
 

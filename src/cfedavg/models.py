@@ -23,9 +23,9 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
     582026
     """
     channels, height, width = shape
-    features = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
-    if features <= 0:
+    if min(height, width) < 16:
         raise InputError(f"--model cnn needs images of at least 16x16, not {height}x{width}")
+    features = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),

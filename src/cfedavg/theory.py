@@ -72,18 +72,26 @@ class Problem:
 
 def theorem1(problem: Problem, eta_L: float, eta: float, K: int, T: int, h_mean: float) -> float:
     """The bound on min_t E|grad f(x_t)|^2 for constant rates and equal K; h_mean: h over all rounds."""
-    return theorem2(problem, [eta_L] * T, eta, K, h_mean)
+    return _bound(problem, eta_L, (T * eta_L, T * eta_L**2, T * eta_L**3), eta, K, h_mean)
 
 
 def theorem2(problem: Problem, eta_L: Sequence[float], eta: float, K: int, h_mean: float) -> float:
     """The bound on E|grad f(z)|^2 for rates eta_L[t], z drawn in proportion to them."""
-    L, H = problem.L, sum(eta_L)
-    c = descent(max(eta_L), L, K**2)
+    powers = (sum(eta_L), sum(r**2 for r in eta_L), sum(r**3 for r in eta_L))
+    return _bound(problem, max(eta_L), powers, eta, K, h_mean)
+
+
+def _bound(
+    problem: Problem, largest: float, powers: tuple[float, float, float], eta: float, K: int, h_mean: float
+) -> float:
+    """Theorems 1 and 2, from the sums over t of eta_L, eta_L^2 and eta_L^3."""
+    L = problem.L
+    c = descent(largest, L, K**2)
     if c <= 0:
         return math.inf
-    local = (L**2 * h_mean + 1 + L) / 2 * eta / problem.m * problem.sigma_L2 * sum(r**2 for r in eta_L)
-    drift = 5 * K * L**2 / 2 * (problem.sigma_L2 + 6 * K * problem.sigma_G2) * sum(r**3 for r in eta_L)
-    return (problem.gap / (eta * K) + local + drift) / (c * H)
+    local = (L**2 * h_mean + 1 + L) / 2 * eta / problem.m * problem.sigma_L2 * powers[1]
+    drift = 5 * K * L**2 / 2 * (problem.sigma_L2 + 6 * K * problem.sigma_G2) * powers[2]
+    return (problem.gap / (eta * K) + local + drift) / (c * powers[0])
 
 
 def theorem3(problem: Problem, eta_L: float, eta: float, K: Sequence[int], T: int, h_mean: float) -> float:

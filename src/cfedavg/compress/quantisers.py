@@ -149,7 +149,7 @@ class QSGD(Quantiser):
 def _single(values: Tensor) -> Tensor:
     """In float32, where what is beyond its range becomes its largest number and not Inf."""
     top = torch.finfo(torch.float32).max
-    return values if values.dtype == torch.float32 else values.clamp(-top, top).float()
+    return (values.clamp(-top, top) if values.dtype == torch.float64 else values).float()
 
 
 class Blocks:

@@ -63,11 +63,11 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
         raise InputError("a report needs at least one run folder")
     folders = {path.resolve(): path for path in paths}  # the same one, spelt in two ways, is one run
     runs = [read_run(path) for path in folders.values()]
+    make_folder(out, "--out")  # before the drawing, which takes seconds
     groups, metric = group_runs(runs), metric_name(runs)
     rows = summarise(groups, metric)
     panels = panels_for(groups, metric)
     pictures = {panel: draw_panel(panel, groups) for panel in panels}
-    make_folder(out, "--out")
     for panel, png in pictures.items():
         write_atomic(out / f"{panel.name}.png", png)
     write_atomic(out / "report.png", draw_panels(panels, groups))

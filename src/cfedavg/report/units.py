@@ -44,8 +44,7 @@ def in_metric(name: str, mean: float, std: float | None = None) -> str:
     ('97.1 ± 0.3%', '0.0877')
     """
     if is_share(name):
-        digits = 2 if std and std < 0.0005 else 1  # "± 0.0%" would look like none at all
-        return f"{100 * mean:.{digits}f}" + (f" ± {100 * std:.{digits}f}%" if std is not None else "%")
+        return f"{100 * mean:.1f}%" if std is None else f"{100 * mean:.1f} ± {100 * std:.1f}%"
     return f"{mean:.3g}" if std is None else f"{mean:.3g} ± {std:.2g}"
 
 

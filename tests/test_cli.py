@@ -1,0 +1,209 @@
+"""The command: what it prints, what it writes, and one sentence with exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cfedavg import Config, InputError, __version__
+from cfedavg.cli import main
+from cfedavg.config import flag, read_config
+from cfedavg.sweep import cells
+
+SMALL = ["--model", "linear", "--clients", "4", "--rounds", "2", "--local-steps", "2"]
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cfedavg(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process; the texts come back on one line each."""
+    monkeypatch.setattr("cfedavg.cli.signal.signal", lambda *_: None)
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["cfedavg", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return Outcome(code, " ".join(out.split()), " ".join(err.split()))
+
+    return run
+
+
+def test_run_writes_everything(cfedavg: Command, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    outcome = cfedavg("run", *SMALL, "--out", out)
+    assert outcome.code == 0
+    assert "round 2/2 accuracy" in outcome.out
+    for name in ("config.toml", "metrics.jsonl", "checkpoint.safetensors", "curves.png", "report.html"):
+        assert (out / name).stat().st_size > 0
+    assert cfedavg("run", "--config", out / "config.toml", "--out", tmp_path / "again").code == 0
+    assert (tmp_path / "again" / "config.toml").read_text() == (out / "config.toml").read_text()
+    assert cfedavg("run", "--out", out, "--resume", "--rounds", "3").code == 0
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_options_win_over_the_file(cfedavg: Command, tmp_path: Path) -> None:
+    file = tmp_path / "base.toml"
+    file.write_text('clients = 4\nmodel = "linear"\nrounds = 1\nclasses_per_client = 5\nlocal_epochs = 1\n')
+    out = tmp_path / "run"
+    assert cfedavg("run", "--config", file, "--iid", "--local-steps", "3", "--out", out).code == 0
+    config = read_config(out / "config.toml")
+    assert (config.iid, config.classes_per_client) == (True, None)
+    assert (config.local_steps, config.local_epochs, config.clients) == ("3", None, 4)
+
+
+def test_every_field_is_an_option_and_a_toml_key(cfedavg: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = cfedavg("run", "--help").out
+    for field in dataclasses.fields(Config):
+        assert flag(field.name) in text
+        assert field.name in Config().to_toml()
+
+
+def test_sweep_and_report(cfedavg: Command, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    grid = ["--vary", "compressor=none|topk(0.9)", "--vary", "seed=0|1"]
+    outcome = cfedavg("sweep", *SMALL, *grid, "--out", out)
+    assert outcome.code == 0
+    assert "±" in outcome.out
+    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == [
+        "none-seed0", "none-seed1", "topk0.9-seed0", "topk0.9-seed1",
+    ]  # fmt: skip
+    assert (out / "report.html").exists()
+    assert cfedavg("sweep", *SMALL, *grid, "--out", out, "--resume").code == 0
+    two = out / "none-seed0", out / "topk0.9-seed0"
+    assert cfedavg("report", *two, "--out", tmp_path / "report").code == 0
+    assert (tmp_path / "report" / "report.png").exists()
+
+
+def test_data_compressors_version(cfedavg: Command, tmp_path: Path) -> None:
+    picture = tmp_path / "who.png"
+    outcome = cfedavg("data", "--clients", "10", "--classes-per-client", "3", "--picture", picture)
+    assert "10 clients with 999 to 999 train" in outcome.out
+    assert picture.exists()
+    assert "topk(0.99) >> bf16" in cfedavg("compressors").out
+    assert cfedavg("version").out == __version__
+
+
+BAD = {
+    "comp above 1": (["--compressor", "topk(1.5)"], "--compressor: topk(1.5): comp = 1.5 must lie in [0, 1)"),
+    "comp below 0": (["--compressor", "rd(-0.1)"], "comp = -0.1 must lie in [0, 1)"),
+    "malformed compressor": (["--compressor", "topk(0.9"], "is not of the form name or name(arguments)"),
+    "unknown compressor": (["--compressor", "zip"], "unknown name 'zip'; there are bf16"),
+    "p > classes": (["--classes-per-client", "11"], "--classes-per-client is 11"),
+    "clients > samples": (["--clients", "20000"], "--clients is 20000"),
+    "clients > samples, iid": (["--clients", "20000", "--iid"], "--clients is 20000"),
+    "K < 1": (["--local-steps", "0"], "--local-steps is '0': K must be 1 or more"),
+    "K range": (["--local-steps", "9..2"], "runs backwards; write 2..9"),
+    "K text": (["--local-steps", "many"], "'many' is not a number"),
+    "negative rate": (["--eta-local", "-0.1"], "--eta-local is -0.1: it must be above 0"),
+    "negative eta": (["--eta", "-1"], "--eta is -1.0: it must be above 0"),
+    "missing file": (["--config", "nowhere.toml"], "--config: cannot read nowhere.toml (No such file"),
+    "unknown data set": (["--dataset", "mnits"], "--dataset"),
+    "missing folder": (["--data-dir", "nowhere"], "--data-dir"),
+    "exclusive": (["--iid", "--dirichlet", "0.1"], "--dirichlet and --iid exclude each other"),
+    "participation": (["--participation", "0"], "--participation is 0.0: it must be in (0, 1]"),
+    "update": (["--update", "median"], "--update is 'median': it must be auto or sum or mean"),
+    "device": (["--device", "tpu9"], "--device tpu9 cannot be used here"),
+    "engine": (["--engine", "warp"], "--engine: unknown engine 'warp'"),
+    "model": (["--model", "gpt"], "--model: unknown model 'gpt'"),
+    "per-client list": (["--local-steps", "1,2,3"], "--local-steps lists 3 values for 4 clients"),
+    "schedule": (["--schedule", "corollary1"], "corollary1 needs --smoothness"),
+    "not a number": (["--rounds", "ten"], "--rounds"),
+    "unknown option": (["--round", "3"], "--round"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str, cfedavg: Command, tmp_path: Path) -> None:
+    arguments, words = BAD[name]
+    out = tmp_path / "run"
+    outcome = cfedavg("run", *SMALL, *arguments, "--out", out)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not out.exists()
+
+
+def test_deadline_without_speed(cfedavg: Command) -> None:
+    outcome = cfedavg("run", "--deadline", "3")
+    assert outcome.code == 2
+    assert "--deadline needs --steps-per-second" in outcome.err
+
+
+def test_no_network_is_one_sentence(
+    cfedavg: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CFEDAVG_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    outcome = cfedavg("run", "--dataset", "mnist", "--out", tmp_path / "run")
+    assert outcome.code == 2
+    assert "--dataset" in outcome.err
+    assert "--data-dir" in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_divergence_stops_with_advice(cfedavg: Command, tmp_path: Path) -> None:
+    outcome = cfedavg("run", *SMALL, "--model", "mlp", "--eta-local", "1e30", "--out", tmp_path / "run")
+    assert outcome.code == 2
+    assert "round 0" in outcome.err
+    assert "clients 0, 1, 2, 3; lower --eta-local" in outcome.err
+
+
+def test_resume_with_another_model(cfedavg: Command, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert cfedavg("run", *SMALL, "--out", out).code == 0
+    other = cfedavg("run", "--model", "mlp", "--out", out, "--resume")
+    assert other.code == 2
+    assert "--resume: --model is 'mlp', but the run" in other.err
+    again = cfedavg("run", *SMALL, "--out", out)
+    assert again.code == 2
+    assert "holds a run already" in again.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("clients = [1]", "--clients is [1]: it must be a whole number"),
+        ("clients = true", "--clients is True: it must be a whole number"),
+        ("rouns = 3", "has an unknown key 'rouns'"),
+        ("rounds = ", "is not valid TOML"),
+        ('rounds = "3"', "--rounds is '3': it must be a whole number"),
+    ],
+)
+def test_bad_file(text: str, words: str, cfedavg: Command, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    outcome = cfedavg("run", "--config", tmp_path / "c.toml", "--out", tmp_path / "r")
+    assert outcome.code == 2
+    assert words in outcome.err
+
+
+@pytest.mark.parametrize("text", ["seed", "speed=1", "seed=0|0"])
+def test_bad_grid(text: str) -> None:
+    with pytest.raises(InputError, match="--vary"):
+        cells(Config(), [text])
+
+
+def test_config_round_trip() -> None:
+    for config in (
+        Config(),
+        Config(iid=True, local_epochs=3, eta=0.5, uplink="1e5..1e7"),
+        Config(dirichlet=1),
+    ):
+        assert Config.from_toml(config.to_toml()) == config

@@ -1,0 +1,105 @@
+"""The house: who may import whom, and what is public."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import cfedavg
+
+SOURCE = Path(cfedavg.__file__).parent
+
+# Each room, and the rooms that it may import. A room may always import itself.
+MAY_IMPORT = {
+    "errors": set(),
+    "keys": set(),
+    "layout": set(),
+    "payload": set(),
+    "metrics": set(),
+    "spec": {"errors"},
+    "files": {"errors"},
+    "config": {"errors", "spec"},
+    "wire": {"keys", "layout", "payload"},
+    "compress": {"errors", "keys", "layout", "payload", "spec"},
+    "algorithm": {"compress", "layout", "payload"},
+    "theory": set(),
+    "task": {"errors"},
+    "schedule": {"config", "errors", "keys", "spec"},
+    "local": {"keys", "layout", "task"},
+    "evaluate": {"local", "metrics", "task"},
+    "plan": {"compress", "config", "errors", "keys", "schedule", "task"},
+    "state": {"errors", "files", "layout"},
+    "models": {"errors", "keys", "spec"},
+    "data": {"config", "errors", "files", "keys", "models", "task"},
+    "engines": {"algorithm", "errors", "evaluate", "keys", "layout", "local", "metrics", "payload", "plan",
+                "state", "task", "wire"},
+    "folder": {"config", "errors", "files", "layout", "metrics", "state"},
+    "loop": {"config", "data", "engines", "errors", "files", "folder", "metrics", "plan", "state", "task",
+             "theory"},
+    "sweep": {"config", "errors"},
+    "units": set(),
+    "report": {"config", "errors", "files", "units", "__init__"},
+    "display": {"loop", "metrics", "units"},
+    "cli": {"compress", "config", "data", "display", "errors", "layout", "loop", "report", "sweep",
+            "__init__"},
+}  # fmt: skip
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "cfedavg":
+            found |= {f"cfedavg.{a.name}" if (SOURCE / a.name).exists() or (SOURCE / f"{a.name}.py").exists()
+                      else "cfedavg.__init__" for a in node.names}  # fmt: skip
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_dependencies_point_the_right_way() -> None:
+    wrong = []
+    for path in SOURCE.rglob("*.py"):
+        here = room(path)
+        if here == "__init__":
+            continue
+        assert here in MAY_IMPORT, f"a new room {here}: say in MAY_IMPORT what it may import"
+        used = {m.split(".")[1] for m in imports(path) if m.startswith("cfedavg.")} - {here}
+        wrong += [f"{path.relative_to(SOURCE)} imports {other}" for other in used - MAY_IMPORT[here]]
+    assert not wrong
+
+
+def test_allowed_imports_have_no_circle() -> None:
+    done: set[str] = set()
+    left = {name: uses - {"__init__"} for name, uses in MAY_IMPORT.items()}
+    while left:
+        ready = {name for name, uses in left.items() if uses <= done}
+        assert ready, f"a circle among {sorted(left)}"
+        done |= ready
+        left = {name: uses for name, uses in left.items() if name not in ready}
+
+
+def test_the_core_stays_light() -> None:
+    """Only the report draws, only the command parses options, and the wire needs no torch."""
+    for path in SOURCE.rglob("*.py"):
+        used = {m.split(".")[0] for m in imports(path)}
+        assert "matplotlib" not in used or room(path) == "report", path
+        assert "typer" not in used or room(path) == "cli", path
+        assert "flwr" not in used, path
+        if room(path) in {"wire", "keys", "layout", "payload", "errors"}:
+            assert "torch" not in used, path
+
+
+def test_public_names() -> None:
+    assert sorted(cfedavg.__all__) == list(cfedavg.__all__)
+    for name in cfedavg.__all__:
+        thing = getattr(cfedavg, name)
+        assert thing.__doc__, f"{name} has no docstring"
+    assert set(cfedavg.__all__) == {n for names in cfedavg._HOME.values() for n in names}
+    assert dir(cfedavg) == sorted([*cfedavg.__all__, "__version__"])

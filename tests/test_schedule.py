@@ -1,0 +1,97 @@
+"""Rates, local steps and the corollaries' presets."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from cfedavg import Config, InputError
+from cfedavg.schedule import Steps, resolve_rates
+
+SAMPLES = [50, 60, 70]
+
+
+def rates(clients_per_round: int = 3, **options: object):  # type: ignore[no-untyped-def]
+    config = Config(clients=3, **options)  # type: ignore[arg-type]
+    return resolve_rates(config, Steps(config, SAMPLES, [1.0, 2.0, 3.0]), clients_per_round)
+
+
+def test_constant_and_decaying() -> None:
+    assert [rates(eta_local=0.3).eta_local(t) for t in (0, 5, 99)] == [0.3, 0.3, 0.3]
+    decaying = rates(eta_local=0.3, schedule="decaying(a=4)")
+    assert decaying.eta_local(0) == 0.3
+    assert decaying.eta_local(12) == pytest.approx(0.15)
+    assert all(decaying.eta_local(t) > decaying.eta_local(t + 1) for t in range(20))
+
+
+def test_corollary_1() -> None:
+    found = rates(schedule="corollary1", rounds=400, local_steps="5", smoothness=2.0)
+    assert found.eta_local(0) == found.eta_local(399) == pytest.approx(1 / (20 * 5 * 2))
+    assert found.eta == pytest.approx(math.sqrt(5 * 3))
+    assert found.update == "sum"
+
+
+def test_corollary_2() -> None:
+    found = rates(schedule="corollary2(a=9)", rounds=400, local_steps="5", smoothness=2.0)
+    assert found.eta_local(0) == pytest.approx(1 / (3 * 5 * 2))
+    assert found.eta_local(16) == pytest.approx(1 / (5 * 5 * 2))
+    assert found.eta == pytest.approx(math.sqrt(5 * 3))
+
+
+def test_corollary_3() -> None:
+    found = rates(schedule="corollary3(k_min=4)", rounds=100, local_steps="4..9", smoothness=2.0)
+    assert found.eta_local(7) == pytest.approx(1 / (10 * 2))
+    assert found.eta == pytest.approx(math.sqrt(4 * 3))
+    assert found.update == "mean"
+
+
+def test_corollaries_count_the_clients_of_a_round() -> None:
+    assert rates(2, schedule="corollary1", local_steps="5", smoothness=2.0).eta == pytest.approx(
+        math.sqrt(10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "corollary1"}, "corollary1 needs --smoothness"),
+        ({"schedule": "corollary1", "smoothness": 1.0, "local_steps": "1..5"}, "needs the same K for all"),
+        ({"schedule": "corollary1", "smoothness": 1.0, "update": "mean"}, "--update mean does not go with"),
+        ({"schedule": "corollary3", "smoothness": 1.0, "update": "sum"}, "--update sum does not go with"),
+        ({"schedule": "corollary3(k_min=0)"}, "k_min = 0 must be 1 or more"),
+        ({"schedule": "decaying(a=0)"}, "a = 0 must be above 0"),
+        ({"schedule": "cosine"}, "unknown name 'cosine'; there are constant, corollary1"),
+        ({"schedule": "decaying(b=1)"}, "wrong arguments"),
+        ({"deadline": 0.1, "steps_per_second": "1"}, "--deadline leaves no client time"),
+    ],
+)
+def test_errors(options: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        rates(**options)  # type: ignore[arg-type]
+
+
+def steps(**options: object) -> Steps:
+    return Steps(Config(clients=3, **options), SAMPLES, [1.0, 2.5, 4.0])  # type: ignore[arg-type]
+
+
+def test_steps_of_each_kind() -> None:
+    assert [steps(local_steps="7").at(3, i) for i in range(3)] == [7, 7, 7]
+    assert [steps(local_steps="1,2,3").at(3, i) for i in range(3)] == [1, 2, 3]
+    assert [steps(local_epochs=2, batch_size=25).at(0, i) for i in range(3)] == [4, 6, 6]
+    deadline = steps(deadline=2.0, steps_per_second="1")
+    assert [deadline.at(0, i) for i in range(3)] == [2, 5, 8]
+    assert deadline.bounds == (2, 8)
+    assert deadline.mean == 5
+    assert deadline.equal is None
+    assert steps(local_steps="7").equal == 7
+
+
+def test_a_range_is_drawn_per_client_and_round_over_all_its_values() -> None:
+    drawn = steps(local_steps="2..4")
+    seen = [[drawn.at(t, i) for i in range(3)] for t in range(60)]
+    assert {k for row in seen for k in row} == {2, 3, 4}
+    assert any(a != b for a, b in pairwise(seen))
+    assert drawn.mean == 3
+    assert [drawn.at(5, 1), drawn.at(5, 1)] == [drawn.at(5, 1)] * 2
