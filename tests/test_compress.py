@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,11 +108,11 @@ TABLE = SELECT + QUANTISE + PAIRS
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.spec)
 every_quantiser = pytest.mark.parametrize("spec", [row.spec for row in QUANTISE])
-QUIET = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+QUIET = settings(max_examples=120, deadline=None, derandomize=True, database=None)
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SUBNORMAL = 2.0**-149  # the smallest float32
-D = 48
+D = 32
 
 
 def test_every_compressor_has_a_row() -> None:
@@ -167,7 +168,7 @@ WIDE = [family for family in FAMILIES if not family.startswith("d = ")]
 
 # --- Definition 1: E|C(p) - p|^2 <= |p|^2 / gamma -----------------------------------------------------
 
-DRAWS = 1500
+DRAWS = 1000
 FAILURE = (
     1e-9  # how likely a right compressor fails a test on averages; the keys are fixed, so it never flickers
 )
@@ -224,7 +225,7 @@ float32s = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subn
 vectors = st.lists(float32s, min_size=1, max_size=40).map(torch.tensor)
 
 
-@settings(QUIET, max_examples=600)
+@settings(QUIET, max_examples=400)
 @given(st.sampled_from([row for row in TABLE if not row.random]), vectors)
 def test_definition_1_for_any_vector(row: Row, p: Tensor) -> None:
     assert satisfies_definition_1(row, p)
@@ -402,8 +403,15 @@ def test_threshold_follows_its_formula(p: Tensor, lam: float) -> None:
 
 
 def test_threshold_keeps_what_lies_on_it() -> None:
-    assert kept("threshold(0.5)", torch.tensor([1.0, 3.0, 5.0, 1.0])) == [1, 2]  # 3 = lam * 6 / sqrt(4) * 2
-    assert kept("threshold(0.5)", torch.tensor([1.0, 1.0, 1.0, 13**0.5])) == [0, 1, 2, 3]  # 1 = 0.5 * 4 / 2
+    assert kept("threshold(0.5)", torch.tensor([1.0, 0.99, 1.0, -1.0, 4.0])) == [0, 2, 3, 4]
+    assert kept("threshold(0.5)", torch.tensor([1.0, 1.0, 1.0, -1.0, 4.0])) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]  # |p| = sqrt(20)
+    assert kept("threshold(0.5)", torch.tensor([1.0, 1.01, 1.0, -1.0, 4.0])) == [1, 4]
 
 
 # --- random selectors ---------------------------------------------------------------------------------
@@ -565,6 +573,23 @@ def test_qsgd_is_unbiased_up_to_beta(s: int, width: int, family: str) -> None:
         assert (np.abs(average[start : start + width] - v / beta) <= spread).all()
 
 
+@pytest.mark.parametrize(("s", "width"), [(1, 256), (4, 16), (300, 8)])
+def test_qsgd_is_the_naive_one(s: int, width: int) -> None:
+    """Rounds up where the draw for the value's place among those sent says so, by a key of its own."""
+    p, key = vector("heavy-tailed"), keys_of(1)
+    payload = parse(f"rd(0.3) >> qsgd({s}, block={width})").compress(p, key).numpy()
+    draws = keyed.bits53(keyed.derive(key.numpy(), Purpose.ROUND), np.arange(D)) / 2.0**53
+    v, levels, scales = p.double().numpy()[payload.indices], [], []
+    for start in range(0, len(v), width):
+        part = v[start : start + width]
+        norm = math.sqrt(math.fsum(part**2))
+        levels += np.floor(np.abs(part) * s / norm + draws[start : start + len(part)]).tolist()
+        scales.append(norm / (s * naive_beta(part, s)))
+    assert isinstance(payload.values, Levels)
+    assert payload.values.levels.tolist() == (np.sign(v) * levels).tolist()
+    assert payload.values.scales.tolist() == pytest.approx(scales, rel=2.0**-23)
+
+
 def test_qsgd_levels_fit_their_type() -> None:
     for s, dtype in ((1, torch.int8), (127, torch.int8), (128, torch.int16), (32767, torch.int16)):
         values = payload_of(f"qsgd({s})", vector("spike")).values
@@ -597,7 +622,6 @@ def assert_block_is_one_by_one(row: Row, p: Tensor) -> None:
     together = compressor.compress(p, keys, layout)
     assert len(together) == len(p)
     for one, vector_of_one, key in zip(together.clients(), p, keys.tolist(), strict=True):
-        assert_same(one, compressor.compress(vector_of_one, key, layout))
         assert_same(one, compressor.compress(vector_of_one, key % 2**64, layout))
     order = torch.arange(len(p)).flip(0)
     for one, other in zip(
@@ -611,7 +635,7 @@ def assert_block_is_one_by_one(row: Row, p: Tensor) -> None:
 @every_row
 def test_a_block_is_one_client_after_the_other(row: Row) -> None:
     assert_block_is_one_by_one(row, block(300))
-    assert_block_is_one_by_one(row, block(300).double())
+    assert_block_is_one_by_one(row, block(300, "zero", "gaussian", "sparse").double() / 3)
 
 
 @every_row
@@ -623,22 +647,34 @@ def test_a_block_of_one_number_or_no_client(row: Row) -> None:
 
 def nearly_halfway(seed: int, d: int) -> Tensor:
     """Positive numbers whose mean lies a hair from the middle between two float32."""
-    p = np.float32(np.random.default_rng(seed).uniform(1, 1.9, d))
-    middle = (Fraction(float(np.float32(p.mean()))) + Fraction(2) ** -24) * d  # p.mean() is in [1, 2)
-    for j in (0, 1, 2):  # each corrects what the one before could not hold
-        p[j] = 1 if j == 0 else 2.0**-20
-        p[j] += np.float32(float(middle - sum(map(Fraction, p.tolist()))))
+    p = np.float32(10 ** np.random.default_rng(seed).uniform(-6, 0, d))
+    mean = np.float32(p.mean(dtype=np.float64))
+    middle = Fraction(float(mean)) + Fraction(float(np.spacing(mean))) / 2
+    rest = int((p[3:].astype(np.float64) * 2**44).astype(np.int64).sum())  # exact: 10^-6 > 2^-20
+    missing = middle * d - Fraction(rest, 2**44)
+    for j in range(3):  # each holds what the one before could not
+        p[j] = np.nextafter(np.float32(float(missing)), np.float32(0))
+        missing -= Fraction(float(p[j]))
     return torch.from_numpy(p)
 
 
 def test_sums_are_rounded_the_same_alone_and_in_a_block() -> None:
     """Where the order of a float64 sum decides about the float32 scale; torch splits 32,768 and more."""
     d = 40_000
-    p = torch.stack([nearly_halfway(seed, d) for seed in range(4)])
+    p = torch.stack([nearly_halfway(seed, d) for seed in range(16)])
     for spec in ("sign", "threshold(0.9) >> sign"):
         together = parse(spec).compress(p, keys_of(len(p)))
         for one, vector_of_one, key in zip(together.clients(), p, keys_of(len(p)).tolist(), strict=True):
             assert_same(one, parse(spec).compress(vector_of_one, key))
+
+
+def naive_prefixes(values: list[float]) -> list[float]:
+    """The order of the additions, which is the same everywhere: neighbours first."""
+    if len(values) < 2:
+        return values
+    pairs = naive_prefixes([a + b for a, b in zip(values[::2], values[1::2], strict=False)])
+    odd = [pairs[j // 2 - 1] + v for j, v in enumerate(values) if j % 2 == 0 and j]
+    return [values[0], *(v for pair in zip_longest(pairs, odd) for v in pair if v is not None)]
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 9, 255, 256, 257])
@@ -649,6 +685,7 @@ def test_sums_in_a_fixed_order(width: int) -> None:
     prefixes = prefix_sums(values)
     expected = [[math.fsum(row[: j + 1]) for j in range(width)] for row in values.tolist()]
     assert np.allclose(prefixes.numpy(), expected, rtol=0, atol=1e-13)
+    assert prefixes.tolist() == [naive_prefixes(row) for row in values.tolist()]
     padded = torch.nn.functional.pad(values, (0, 37))
     assert torch.equal(row_sums(padded), totals)
     assert torch.equal(prefix_sums(padded)[:, :width], prefixes)

@@ -23,7 +23,7 @@ from cfedavg.report import plot_partition, read_run, summary, write_report, writ
 from cfedavg.report.groups import curve, group_runs
 from cfedavg.report.panels import panels_for
 from cfedavg.report.table import as_text, headline
-from cfedavg.report.units import in_bytes
+from cfedavg.units import in_bytes
 
 
 def row(t: int, **changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cfedavg.config import DATA, Config, flag, read_config
 from cfedavg.errors import InputError
@@ -143,9 +143,10 @@ def _report(runs: list[Path], out: Path) -> None:
     made = write_report(runs, out)
     console = Console()
     header, *rows = made.table()
-    table = Table(*header)
+    shown = [i for i, name in enumerate(header) if name not in ("best", "downlink", "seeds")]
+    table = Table(*(Column(header[i], overflow="fold") for i in shown))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(row[i] for i in shown))
     console.print(table)
     console.print(f"{made.headline}\n{made.page}  {made.picture}", highlight=False, soft_wrap=True)
 

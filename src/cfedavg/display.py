@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cfedavg.loop import Observer
 from cfedavg.metrics import Record
-from cfedavg.report.units import in_bytes
+from cfedavg.units import in_bytes
 
 PLAIN_EVERY = 2.0  # seconds between plain lines
 

@@ -21,7 +21,7 @@ from matplotlib.ticker import (
 
 from cfedavg.report.groups import Curve
 from cfedavg.report.panels import Panel
-from cfedavg.report.units import in_bytes, in_time, time_unit
+from cfedavg.units import in_bytes, in_time, time_unit
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
 _STEPS = [1, 2, 5, 10]

@@ -7,9 +7,9 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from cfedavg import __version__
 from cfedavg.config import Config
 from cfedavg.report.groups import Group
 from cfedavg.report.labels import differences
@@ -39,7 +39,7 @@ def make_page(
         _pictures(pictures, groups),
         _configurations(groups),
         "</main>",
-        f"<footer>Made by cfedavg {escape(_version())}.</footer></body></html>",
+        f"<footer>Made by cfedavg {__version__}.</footer></body></html>",
     ]
     return "\n".join(part for part in parts if part).encode()
 
@@ -146,10 +146,3 @@ def _fields(group: Group, differing: Sequence[str]) -> str:
 
 def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
-
-
-def _version() -> str:
-    try:
-        return version("cfedavg")
-    except PackageNotFoundError:  # used from a source tree that is not installed
-        return "(not installed)"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cfedavg.report.groups import Group, curve
-from cfedavg.report.units import in_words, is_share
+from cfedavg.units import in_words, is_share
 
 
 @dataclass(frozen=True)

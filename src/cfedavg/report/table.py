@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cfedavg.report.groups import Group, baseline, group_runs
 from cfedavg.report.read import Run, column, metric_name
-from cfedavg.report.units import (
+from cfedavg.units import (
     SAME,
     in_bytes,
     in_factor,
