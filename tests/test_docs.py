@@ -1,0 +1,68 @@
+"""The documentation's code runs, and its numbers are those of the results."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import statistics
+from pathlib import Path
+
+import pytest
+
+from cfedavg.config import Config, read_config
+from cfedavg.units import in_bytes
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = [
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
+    (tmp_path / "snippet.py").write_text(code)
+    runpy.run_path(str(tmp_path / "snippet.py"))
+
+
+def test_the_readme_needs_at_most_15_lines() -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+
+
+def test_links_and_pictures_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda f: f.stem)
+def test_experiments_are_valid(file: Path) -> None:
+    assert isinstance(read_config(file), Config)
+
+
+@pytest.mark.parametrize("p", [5, 2])
+@pytest.mark.parametrize(("cell", "name", "feedback"), [
+    ("none", "none", "–"), ("topk", "topk(0.99)", "yes"), ("topk-noef", "topk(0.99)", "no"),
+])  # fmt: skip
+def test_table_of_the_error_feedback_runs(p: int, cell: str, name: str, feedback: str) -> None:
+    last, total = [], set()
+    for seed in range(3):
+        folder = ROOT / "results" / "error-feedback" / f"p{p}-{cell}-seed{seed}"
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        config = read_config(folder / "config.toml")
+        assert (len(rows), config.classes_per_client, config.seed, config.clients) == (40, p, seed, 100)
+        assert (config.compressor, config.error_feedback) == (name, feedback != "no")
+        last.append(rows[-1])
+        total.add(sum(row["uplink_bytes"] for row in rows))
+    accuracy = [100 * row["test_accuracy"] for row in last]
+    worst = statistics.mean(100 * row["client_accuracy_min"] for row in last)
+    line = (
+        f"| {p} | {name} | {feedback} | {statistics.mean(accuracy):.2f} ± {statistics.stdev(accuracy):.2f} "
+        f"| {worst:.1f} | {in_bytes(total.pop())} |"
+    )
+    assert line in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert not total
