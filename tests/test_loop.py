@@ -236,3 +236,15 @@ def test_a_killed_process_resumes_bitwise(tmp_path: Path) -> None:
     for path in (out, tmp_path / "whole"):
         subprocess.run([*base, str(path), "--resume"], env=environment, check=True, stdout=subprocess.DEVNULL)
     assert_same_run(tmp_path / "whole", out)
+
+
+@pytest.mark.gpu
+def test_resume_on_the_gpu_is_bitwise(tmp_path: Path) -> None:
+    """Convolutions, pooling, dropped replies and sampling on CUDA: stopped twice and resumed, or not at all."""
+    config = BASE.replace(clients=6, local_steps="2..5", device="cuda")
+    run(config, out=tmp_path / "whole")
+    for at in (2, 4):
+        with pytest.raises(KeyboardInterrupt):
+            run(config, out=tmp_path / "broken", resume=True, observer=Stop(at, KeyboardInterrupt))
+    run(config, out=tmp_path / "broken", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cfedavg.local import evaluation_batches, to_device
+from cfedavg.local import to_device
 from cfedavg.metrics import Record
 from cfedavg.task import Batch, Task, accuracy, cross_entropy
 
@@ -23,13 +23,12 @@ def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dt
         return {}
     model.eval()
     n = len(task.test)
-    losses, metrics, sizes = [], [], []
-    for start, batch in enumerate(evaluation_batches(task.test, EVALUATION_BATCH)):
-        size = min(EVALUATION_BATCH, n - start * EVALUATION_BATCH)
-        loss, metric = _loss_and_metric(model, task, to_device(batch, device, dtype))
-        sizes.append(size)
-        losses.append(loss.double() * size)
-        metrics.append(metric.double().expand(size) if metric.dim() == 0 else metric.double())
+    losses, metrics = [], []
+    for start in range(0, n, EVALUATION_BATCH):
+        rows = np.arange(start, min(start + EVALUATION_BATCH, n))
+        loss, metric = _loss_and_metric(model, task, to_device(task.test.batch(rows), device, dtype))
+        losses.append(loss.double() * len(rows))
+        metrics.append(metric.double().expand(len(rows)))
     values = torch.cat(metrics).cpu().numpy()
     record: Record = {"test_loss": float(torch.stack(losses).sum()) / n}
     record[f"test_{task.metric_name}"] = float(values.mean())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -134,14 +132,3 @@ def clock(seconds: float) -> Callable[[int], bool]:
     """Enough once so many seconds have passed: what a real client checks after every step."""
     end = time.monotonic() + seconds
     return lambda k: time.monotonic() >= end
-
-
-def evaluation_batches(samples: Samples, size: int = 512) -> Iterator[Batch]:
-    """All samples in order, for evaluation."""
-    rows = np.arange(len(samples))
-    yield from (samples.batch(rows[start : start + size]) for start in range(0, len(rows), size))
-
-
-def first_batch(samples: Samples, size: int = 2) -> Batch:
-    """A few samples, to try a model on."""
-    return next(islice(evaluation_batches(samples, size), 1))

@@ -105,9 +105,6 @@ class Range:
             raise InputError(f"{field}: {text!r} runs backwards; write {values[1]:g}..{values[0]:g}")
         return cls(min(values), max(values), values if ".." not in text and len(values) > 1 else (), whole)
 
-    def constant(self) -> bool:
-        return self.low == self.high
-
     def mean(self) -> float:
         return sum(self.each) / len(self.each) if self.each else (self.low + self.high) / 2
 
