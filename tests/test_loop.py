@@ -240,7 +240,7 @@ def test_a_killed_process_resumes_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_resume_on_the_gpu_is_bitwise(tmp_path: Path) -> None:
-    """Convolutions, pooling, dropped replies and sampling on CUDA: stopped twice and resumed, or not at all."""
+    """Convolutions, pooling, lost replies and sampling on CUDA: stopped twice and resumed, or never."""
     config = BASE.replace(clients=6, local_steps="2..5", device="cuda")
     run(config, out=tmp_path / "whole")
     for at in (2, 4):

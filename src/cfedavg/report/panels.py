@@ -57,14 +57,14 @@ def _all(metric: str) -> list[Panel]:
         ),
         Panel(
             "metric-uplink", f"{title} over uplink bytes", line,
-            "What each byte sent by the clients buys: at the same height, the line further left sends less, "
-            "and each step of the axis multiplies.",
+            "What each byte sent by the clients buys: at the same height, the line further left sends less "
+            "(the axis is logarithmic where runs differ much).",
             x="uplink_bytes", percent=percent,
         ),
         Panel(
             "metric-time", f"{title} over simulated time", line,
             "What each second of the simulated clients and links buys: at the same height, "
-            "the line further left is faster; where times differ much, each step of the axis multiplies.",
+            "the line further left is faster (the axis is logarithmic where runs differ much).",
             x="simulated_seconds", percent=percent,
         ),
         Panel(
