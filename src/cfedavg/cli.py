@@ -80,7 +80,7 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 def run(given: dict[str, Any], out: Out = None, resume: Resume = False, config: ConfigFile = None) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
-    With no options: the MNIST subset inside the package, 20 clients of 2 classes each, top-k 0.99.
+    With no options: the MNIST subset inside the package, 10 clients of 2 classes each, top-k 0.99.
     """
     out = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     base = read_config(config) if config else Config()

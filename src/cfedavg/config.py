@@ -46,7 +46,7 @@ class Config:
         "embedded", DATA, "embedded, mnist, fashion_mnist, cifar10, or owner/name of the Hugging Face hub"
     )
     data_dir: str | None = option(None, DATA, "a folder with train-*.parquet and test-*.parquet files")
-    clients: int = option(20, DATA, "number of clients, m")
+    clients: int = option(10, DATA, "number of clients, m")
     classes_per_client: int | None = option(None, DATA, "p classes per client, equal counts", "2")
     dirichlet: float | None = option(None, DATA, "instead: class shares drawn from Dirichlet(alpha)")
     iid: bool = option(False, DATA, "instead: every client gets a random share")
@@ -60,7 +60,7 @@ class Config:
     )
     local_epochs: int | None = option(None, LOCAL, "instead: passes over the client's data")
     deadline: float | None = option(None, LOCAL, "instead: seconds; K_i is what --steps-per-second allows")
-    batch_size: int = option(32, LOCAL, "samples of one local step")
+    batch_size: int = option(20, LOCAL, "samples of one local step")
     eta_local: float = option(0.1, LOCAL, "local learning rate")
     schedule: str = option(
         "constant", LOCAL,
@@ -210,18 +210,18 @@ _TINY = math.ulp(0.0)
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "clients": (1, _LARGE, "1 or more"),
     "classes_per_client": (1, _LARGE, "1 or more"),
-    "dirichlet": (_TINY, _LARGE, "above 0"),
+    "dirichlet": (_TINY, _LARGE, "a finite number above 0"),
     "local_epochs": (1, _LARGE, "1 or more"),
-    "deadline": (_TINY, _LARGE, "above 0 seconds"),
+    "deadline": (_TINY, _LARGE, "a finite number of seconds above 0"),
     "batch_size": (1, _LARGE, "1 or more"),
-    "eta_local": (_TINY, _LARGE, "above 0"),
-    "smoothness": (_TINY, _LARGE, "above 0"),
+    "eta_local": (_TINY, _LARGE, "a finite number above 0"),
+    "smoothness": (_TINY, _LARGE, "a finite number above 0"),
     "momentum": (0, 1 - 2**-53, "in [0, 1)"),
     "weight_decay": (0, _LARGE, "0 or more"),
     "rounds": (1, _LARGE, "1 or more"),
     "participation": (_TINY, 1, "in (0, 1]"),
     "drop_rate": (0, 1 - 2**-53, "in [0, 1)"),
-    "eta": (_TINY, _LARGE, "above 0"),
+    "eta": (_TINY, _LARGE, "a finite number above 0"),
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
     "eval_every": (1, _LARGE, "1 or more"),
     "checkpoint_every": (0, _LARGE, "0 or more"),
