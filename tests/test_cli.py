@@ -127,6 +127,13 @@ BAD = {
     "schedule": (["--schedule", "corollary1"], "corollary1 needs --smoothness"),
     "not a number": (["--rounds", "ten"], "--rounds"),
     "unknown option": (["--round", "3"], "--round"),
+    "module": (["--model", ":x"], "--model: cannot import ''"),
+    "factory": (["--model", "os:getcwd"], "--model: os:getcwd must be a function of (shape, classes)"),
+    "device without numbers": (["--device", "meta"], "--device meta cannot be used here"),
+    "name too long": (["--data-dir", "a" * 300], "--data-dir"),
+    "block": (["--compressor", "qsgd(16, 1000000000000)"], "block = 1000000000000 must be"),
+    "k_min": (["--schedule", "corollary3(k_min=1e400)", "--smoothness", "1"], "k_min = inf must be"),
+    "control character": (["--data-dir", "a\x7fb"], "--data-dir holds characters that cannot be printed"),
 }  # fmt: skip
 
 
@@ -145,6 +152,22 @@ def test_deadline_without_speed(cfedavg: Command) -> None:
     outcome = cfedavg("run", "--deadline", "3")
     assert outcome.code == 2
     assert "--deadline needs --steps-per-second" in outcome.err
+
+
+def test_out_with_odd_names(cfedavg: Command, tmp_path: Path) -> None:
+    assert "--out: cannot write" in cfedavg("run", *SMALL, "--out", tmp_path / ("a" * 300)).err
+    assert "[/x]: curves.png" in cfedavg("run", *SMALL, "--out", tmp_path / "[" / "x]").out
+
+
+def test_resume_needs_out(cfedavg: Command) -> None:
+    assert "--resume needs --out" in cfedavg("run", *SMALL, "--resume").err
+
+
+def test_no_iid_leaves_the_file_alone(cfedavg: Command, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("dirichlet = 0.3")
+    outcome = cfedavg("run", *SMALL, "--config", tmp_path / "c.toml", "--no-iid", "--out", tmp_path / "r")
+    assert outcome.code == 0
+    assert read_config(tmp_path / "r" / "config.toml").dirichlet == 0.3
 
 
 def test_no_network_is_one_sentence(
@@ -184,6 +207,8 @@ def test_resume_with_another_model(cfedavg: Command, tmp_path: Path) -> None:
         ("clients = true", "--clients is True: it must be a whole number"),
         ("rouns = 3", "has an unknown key 'rouns'"),
         ("rounds = ", "is not valid TOML"),
+        ("clients = 1" + "0" * 5000, "is not valid TOML"),
+        ("eta_local = 1" + "0" * 400, "--eta-local is inf: it must be a finite number above 0"),
         ('rounds = "3"', "--rounds is '3': it must be a whole number"),
     ],
 )
@@ -194,10 +219,12 @@ def test_bad_file(text: str, words: str, cfedavg: Command, tmp_path: Path) -> No
     assert words in outcome.err
 
 
-@pytest.mark.parametrize("text", ["seed", "speed=1", "seed=0|0"])
+@pytest.mark.parametrize("text", ["seed", "speed=1", "seed=0|0", "compressor=none|topk(1.5)"])
 def test_bad_grid(text: str) -> None:
-    with pytest.raises(InputError, match="--vary"):
+    with pytest.raises(InputError, match=r"--vary|--compressor: topk\(1.5\)"):
         cells(Config(), [text])
+    with pytest.raises(InputError, match="seed is given twice"):
+        cells(Config(), ["seed=0|1", "seed=2|3"])
 
 
 def test_config_round_trip() -> None:

@@ -9,18 +9,24 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from cfedavg import Config, InputError, Task, run
+from cfedavg import Config, InputError, Task
+from cfedavg import run as run_and_draw
 from cfedavg.config import read_config
+from cfedavg.errors import Diverged
+from cfedavg.folder import Folder
 from cfedavg.loop import Observer
 from tests.conftest import blobs
 
+run = partial(run_and_draw, draw=False)  # the pictures would take longer than these runs
 BASE = Config(
     rounds=7,
     local_steps="1..4",
@@ -88,8 +94,6 @@ def test_interrupt_inside_the_bookkeeping(
     whole: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C before or after any write of the folder: the rows and the checkpoint stay in step."""
-    from cfedavg.folder import Folder
-
     real = getattr(Folder, place)
     for late in (False, True):
         calls = 0
@@ -178,17 +182,19 @@ def test_resume_refuses_what_does_not_fit(whole: Path) -> None:
         run(BASE, blobs(), out=whole)
     metrics = whole / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
-    refuses(blobs(), whole, "has 5 whole rows, the checkpoint needs 7")
+    refuses(blobs(), whole, "does not hold rounds 0 to 6")
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "header", "data", "empty", "other"])
 def test_resume_refuses_a_damaged_checkpoint(whole: Path, damage: str) -> None:
     checkpoint = whole / "checkpoint.safetensors"
     data = bytearray(checkpoint.read_bytes())
     if damage == "cut":
         data = data[: len(data) // 2]
-    elif damage == "flip":
+    elif damage == "header":
         data[10] ^= 0xFF
+    elif damage == "data":
+        data[-1] ^= 1
     elif damage == "empty":
         data = bytearray()
     else:
@@ -201,6 +207,73 @@ def test_resume_with_other_rounds_when_they_decide_the_rate(tmp_path: Path) -> N
     config = Config(rounds=3, local_steps="2", schedule="corollary1", smoothness=5.0)
     run(config, blobs(), out=tmp_path / "r")
     refuses(blobs(), tmp_path / "r", "--resume: --rounds is 5", config.replace(rounds=5))
+
+
+def test_resume_needs_the_configuration(whole: Path) -> None:
+    (whole / "config.toml").unlink()
+    refuses(blobs(), whole, "config.toml is missing")
+    with pytest.raises(InputError, match="holds a run already"):
+        run(BASE, blobs(), out=whole)
+
+
+def test_a_refused_resume_changes_nothing(whole: Path) -> None:
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    refuses(blobs(), whole, "--rounds is 3, but the run in .* has done 7", BASE.replace(rounds=3))
+    refuses(blobs(), whole, "--resume: --eta is 0.3", BASE.replace(eta=0.3))
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with Folder(tmp_path / "r"), pytest.raises(InputError, match="another run is writing to"):
+        run(BASE, blobs(), out=tmp_path / "r")
+    run(BASE, blobs(), out=tmp_path / "r")
+
+
+def test_a_run_that_diverged_at_once_may_be_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(Diverged):
+        run(BASE.replace(eta_local=1e30), blobs(), out=tmp_path / "r")
+    run(BASE, blobs(), out=tmp_path / "r")
+
+
+def test_a_model_that_leaves_the_numbers_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="round 0: the model made from the updates"):
+        run(BASE.replace(rounds=1, eta=1e39, schedule="constant", drop_rate=0.0), blobs(), out=tmp_path / "r")
+    assert (tmp_path / "r" / "metrics.jsonl").read_text() == ""
+
+
+def test_frozen_statistics_do_not_break_resume(tmp_path: Path) -> None:
+    """A frozen BatchNorm's statistics change while a client trains; the next client starts from the old."""
+
+    def task() -> Task:
+        base = blobs()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            frozen = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).requires_grad_(False)
+            return Task(torch.nn.Sequential(frozen, torch.nn.Linear(8, 3)), base.clients, test=base.test)
+
+    config = BASE.replace(batch_size=9)
+    run(config, task(), out=tmp_path / "a")
+    with pytest.raises(KeyboardInterrupt):
+        run(config, task(), out=tmp_path / "b", observer=Stop(3, KeyboardInterrupt))
+    run(config, task(), out=tmp_path / "b", resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_run_from_python_draws_too(tmp_path: Path) -> None:
+    run_and_draw(BASE.replace(rounds=1), blobs(), out=tmp_path / "r")
+    assert (tmp_path / "r" / "curves.png").stat().st_size > 0
+    assert (tmp_path / "r" / "report.html").stat().st_size > 0
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("cfedavg.state.save_file", full)
+    with pytest.raises(InputError, match=r"cannot write .*checkpoint.safetensors \(No space left"):
+        run(BASE, blobs(), out=tmp_path / "r")
+    monkeypatch.undo()
+    run(BASE, blobs(), out=tmp_path / "r", resume=True)
 
 
 def test_out_that_cannot_be_written(tmp_path: Path) -> None:

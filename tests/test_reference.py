@@ -12,6 +12,7 @@ from cfedavg import Config, InputError, Task, run
 from cfedavg.engines import ReferenceEngine
 from cfedavg.errors import Diverged
 from cfedavg.local import Vectors, clock, local_sgd
+from cfedavg.loop import Observer
 from cfedavg.plan import Plan
 from cfedavg.state import State
 from tests.conftest import blobs, half_square, quadratic
@@ -45,6 +46,12 @@ def test_batchnorm_buffers_travel_and_are_averaged() -> None:
     assert row["uplink_bytes"] > plain.round(plain.start())[1]["uplink_bytes"] + 3 * 9 * 4
 
 
+def test_batchnorm_and_a_last_batch_of_one_sample() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    with pytest.raises(InputError, match="--batch-size leaves client 1 a last batch of one sample"):
+        run(Config(rounds=1, local_steps="2", batch_size=20), with_model(model, blobs(m=3)))
+
+
 def test_frozen_parameters_neither_train_nor_travel() -> None:
     """A low-rank adapter on a frozen base."""
 
@@ -59,12 +66,11 @@ def test_frozen_parameters_neither_train_nor_travel() -> None:
 
     model = Adapted()
     base = {name: value.clone() for name, value in model.base.state_dict().items()}
-    result = run(
-        Config(rounds=2, local_steps="3", compressor="none", eta_local=0.5), with_model(model, blobs())
-    )
+    config = Config(rounds=2, local_steps="3", compressor="none", eta_local=0.5, batch_size=9)
+    result = run(config, with_model(model, blobs()))
     assert result.final["coordinates_sent"] == 6 * (8 * 2 + 2 * 3)
-    for name in ("0.weight", "0.bias"):
-        assert torch.equal(result.model.base.state_dict()[name], base[name])  # type: ignore[union-attr]
+    for name, value in base.items():  # the statistics of a frozen BatchNorm too
+        assert torch.equal(result.model.base.state_dict()[name], value), name  # type: ignore[union-attr]
     assert not torch.equal(result.model.up.weight, model.up.weight)  # type: ignore[union-attr, arg-type]
 
 
@@ -230,19 +236,18 @@ def test_divergence_of_one_client() -> None:
 def test_rate_conditions_are_reported_with_measured_gamma_and_alpha() -> None:
     said: list[str] = []
 
-    class Listener:
+    class Listener(Observer):
         def say(self, text: str) -> None:
-            said.append(text)
+            if "rate condition" in text:
+                said.append(text)
 
-        def row(self, row: object) -> None: ...
-
-    result = run(Config(rounds=2, local_steps="3", smoothness=10.0), blobs(), observer=Listener())  # type: ignore[arg-type]
+    result = run(Config(rounds=2, local_steps="3", smoothness=10.0), blobs(), observer=Listener())
     assert len(said) == 3
     assert all("is broken in 2 of 2 rounds" in s and "measured gamma" in s and "alpha" in s for s in said)
     assert len(result.final["rate_conditions"]) == 3
     said.clear()
     run(Config(rounds=2, local_steps="3", smoothness=1e-3, compressor="none", eta_local=0.01), blobs(),
-        observer=Listener())  # type: ignore[arg-type]  # fmt: skip
+        observer=Listener())  # fmt: skip
     assert said == []
 
 
@@ -282,6 +287,8 @@ def test_task_says_what_is_wrong() -> None:
         Task(nn.Linear(2, 2), [torch.zeros(1, 2), torch.zeros(0, 2)])
     with pytest.raises(InputError, match="differ in length"):
         Task(nn.Linear(2, 2), [(torch.zeros(3, 2), torch.zeros(2))])
+    with pytest.raises(InputError, match=r"Task.test has no samples"):
+        Task(nn.Linear(2, 2), [torch.zeros(3, 2)], test=torch.zeros(0, 2))
     with pytest.raises(InputError, match="no trainable parameter"):
         Task(nn.Linear(2, 2).requires_grad_(False), [torch.zeros(3, 2)])
 

@@ -60,8 +60,8 @@ def test_corollaries_count_the_clients_of_a_round() -> None:
         ({"schedule": "corollary1", "smoothness": 1.0, "local_steps": "1..5"}, "needs the same K for all"),
         ({"schedule": "corollary1", "smoothness": 1.0, "update": "mean"}, "--update mean does not go with"),
         ({"schedule": "corollary3", "smoothness": 1.0, "update": "sum"}, "--update sum does not go with"),
-        ({"schedule": "corollary3(k_min=0)"}, "k_min = 0 must be 1 or more"),
-        ({"schedule": "decaying(a=0)"}, "a = 0 must be above 0"),
+        ({"schedule": "corollary3(k_min=0)"}, "k_min = 0 must be a whole number of 1 or more"),
+        ({"schedule": "decaying(a=0)"}, "a = 0 must be a finite number above 0"),
         ({"schedule": "cosine"}, "unknown name 'cosine'; there are constant, corollary1"),
         ({"schedule": "decaying(b=1)"}, "wrong arguments"),
         ({"deadline": 0.1, "steps_per_second": "1"}, "--deadline leaves no client time"),
@@ -86,6 +86,9 @@ def test_steps_of_each_kind() -> None:
     assert deadline.mean == 5
     assert deadline.equal is None
     assert steps(local_steps="7").equal == 7
+    assert Steps(Config(clients=1, deadline=0.29, steps_per_second="1"), [9], [100.0]).at(0, 0) == 29
+    some_idle = Steps(Config(clients=3, deadline=2.0, steps_per_second="1"), SAMPLES, [0.1, 1.0, 4.0])
+    assert (some_idle.at(0, 0), some_idle.mean) == (0, 5.0)
 
 
 def test_a_range_is_drawn_per_client_and_round_over_all_its_values() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from cfedavg.compress import Compressor, sent, values_of
+from cfedavg.compress import Compressor, client_of_value, sent, values_of
 from cfedavg.layout import Layout
 from cfedavg.payload import Payload
 
@@ -54,12 +54,7 @@ def subtract(p: Tensor, payload: Payload) -> Tensor:
     if payload.indices is None:
         return p - values.view_as(p)
     e_next = p.clone()
-    flat = e_next.view(-1)
-    at = payload.indices
-    if len(payload) > 1:
-        rows = (payload.offsets[1:] - payload.offsets[:-1]).new_tensor(range(len(payload)))
-        at = at + payload.d * rows.repeat_interleave(payload.offsets[1:] - payload.offsets[:-1])
-    flat[at] -= values
+    e_next.view(-1)[payload.indices + payload.d * client_of_value(payload.offsets)] -= values
     return e_next
 
 

@@ -17,6 +17,11 @@ from rich.table import Column, Table
 
 from cfedavg.config import DATA, Config, flag, read_config
 from cfedavg.errors import InputError
+from cfedavg.files import exists
+
+PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+# The base class of click's errors, wherever this version of typer has its click.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     add_completion=False,
@@ -82,23 +87,23 @@ def run(given: dict[str, Any], out: Out = None, resume: Resume = False, config: 
 
     With no options: the MNIST subset inside the package, 10 clients of 2 classes each, top-k 0.99.
     """
+    if resume and out is None:
+        raise InputError("--resume needs --out, the folder of the run to go on with")
     out = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     base = read_config(config) if config else Config()
-    if resume and not config and (out / "config.toml").exists():
+    if resume and not config and exists(out / "config.toml"):
         base = read_config(out / "config.toml")
     train(base.replace(**given), out, resume=resume)
-    Console().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", highlight=False)
+    Console().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
 
 
 def train(config: Config, out: Path, *, resume: bool, title: str = "training") -> None:
-    """One run with its display, and its pictures at the end."""
+    """One run with its display."""
     from cfedavg.display import Display
     from cfedavg.loop import run as run_loop
-    from cfedavg.report import write_run_pictures
 
     with Display(Console(), config.rounds, title) as display:
         run_loop(config, out=out, resume=resume, observer=display)
-    write_run_pictures(out)
 
 
 @app.command()
@@ -148,7 +153,7 @@ def _report(runs: list[Path], out: Path) -> None:
     for row in rows:
         table.add_row(*(row[i] for i in shown))
     console.print(table)
-    console.print(f"{made.headline}\n{made.page}  {made.picture}", highlight=False, soft_wrap=True)
+    console.print(f"{made.headline}\n{made.page}  {made.picture}", **PLAIN)
 
 
 PARTITION = {name.name for name in dataclasses.fields(Config) if name.metadata["group"] == DATA} | {"seed"}
@@ -166,6 +171,8 @@ def data(
     from cfedavg.report import plot_partition
 
     config = Config().replace(**given)
+    if picture.suffix != ".png":
+        raise InputError(f"--picture is {picture}: it must end in .png")
     images = load(config.dataset, config.data_dir)
     partition = deal(config, images)
     sizes = [len(rows) for rows in partition.train]
@@ -178,15 +185,14 @@ def data(
         f"{images.classes} classes\n"
         f"{config.clients} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
         f"test samples; {partition.unused} train samples unused\ndrawn in {picture}",
-        highlight=False,
-        soft_wrap=True,
+        **PLAIN,
     )
 
 
 @app.command()
 def compressors(
     d: Annotated[
-        int, typer.Option("--d", help="length of the vector for which gamma is given", min=1)
+        int, typer.Option("--d", help="length of the vector for which gamma is given", min=1, max=2**53)
     ] = 582_026,
 ) -> None:
     """List the compressors, each with its guaranteed SNR gamma: E|C(p) - p|² <= |p|²/gamma."""
@@ -212,13 +218,21 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: bad input is one sentence and exit code 2."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a polite kill checkpoints like Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill checkpoints like Ctrl-C
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # so that module:name finds a module in the current folder
     try:
-        app()
+        code = app(standalone_mode=False)
     except InputError as error:
-        Console(stderr=True).print(
-            f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True
-        )
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        code = _fail(str(error))
+    except USAGE_ERROR as error:
+        code = _fail(error.format_message())  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on the way out, another one changes nothing
+        code = 130
+    sys.exit(code)
+
+
+def _fail(sentence: str) -> int:
+    Console(stderr=True).print(f"error: {sentence}", style="red", **PLAIN)
+    return 2

@@ -147,7 +147,7 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """A copy with other values; giving one of an exclusive group takes the others back."""
         for group in EXCLUSIVE:
-            if any(name in changes for name in group):
+            if any(changes.get(name) not in (None, False) for name in group):
                 changes = {name: None if name != "iid" else False for name in group} | changes
         return dataclasses.replace(self, **changes)
 
@@ -168,7 +168,7 @@ class Config:
     def from_toml(cls, text: str, where: str = "the configuration") -> Config:
         try:
             table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
             raise InputError(f"{where} is not valid TOML: {error}") from None
         return cls.from_dict(table, where)
 
@@ -235,9 +235,11 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if float in kinds and number:
-        value = float(value)
+        value = float(value) if abs(value) <= _LARGE else math.inf
     if name in PER_CLIENT and number:
         value = str(value)
+    if isinstance(value, str) and not value.isprintable():
+        raise InputError(f"{flag(name)} holds characters that cannot be printed: {value!r}")
     if type(value) not in kinds:
         wanted = " or ".join(words for k, words in _WORDS.items() if k in kinds)
         raise InputError(f"{flag(name)} is {value!r}: it must be {wanted}")
@@ -248,4 +250,4 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str | bool | int) else repr(value)
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -20,7 +20,7 @@ class Display(Observer):
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
         self.console, self.rounds, self.title = console, rounds, title
-        self._uplink, self._spoken, self._accuracy = 0, 0.0, "-"
+        self._uplink, self._spoken, self._metric = 0, 0.0, ""
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (
@@ -44,24 +44,26 @@ class Display(Observer):
         if self._progress:
             self._progress.stop()
 
+    def begin(self, rows: list[Record]) -> None:
+        self._uplink = sum(row["uplink_bytes"] for row in rows)
+
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def row(self, row: Record) -> None:
         self._uplink += row["uplink_bytes"]
-        metric = next((value for name, value in row.items() if _is_metric(name)), None)
-        if metric is not None:
-            self._accuracy = f"{metric:.2%}" if "test_accuracy" in row else f"{metric:.4g}"
+        if "test_accuracy" in row:  # not in every row: the last one known stays on show
+            self._metric = f"accuracy {row['test_accuracy']:.2%}"
         line = self._line(row)
         done = row["round"] + 1
         if self._progress:
             self._progress.update(self._bar, completed=done, line=line)
         elif done == self.rounds or time.monotonic() - self._spoken >= PLAIN_EVERY:
             self._spoken = time.monotonic()
-            self.console.print(f"round {done}/{self.rounds}  {line}", highlight=False, soft_wrap=True)
+            self.say(f"round {done}/{self.rounds}  {line}")
 
     def _line(self, row: Record) -> str:
-        parts = [f"accuracy {self._accuracy}", f"sent {in_bytes(self._uplink)}"]
+        parts = [self._metric] * bool(self._metric) + [f"sent {in_bytes(self._uplink)}"]
         if row["snr_min"] is not None:
             parts.append(f"SNR {row['snr_min']:.3g}")
         if row["delta_norm2"] and row["error_norm2"]:
@@ -69,7 +71,3 @@ class Display(Observer):
         if row["lost"]:
             parts.append(f"lost {row['lost']}")
         return "  ".join(parts)
-
-
-def _is_metric(name: str) -> bool:
-    return name.startswith("test_") and name != "test_loss"

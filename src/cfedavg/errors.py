@@ -17,9 +17,9 @@ class Diverged(InputError):
     """Training left the finite numbers: says in which round and for which clients."""
 
     def __init__(self, t: int, clients: list[int], what: str) -> None:
+        whose = f" for {rows_in_words(clients, 'client')}" if clients else ""
         super().__init__(
-            f"round {t}: {what} is NaN or infinite for {rows_in_words(clients, 'client')}; "
-            "lower --eta-local (or --eta), or check the data of these clients"
+            f"round {t}: {what} is NaN or infinite{whose}; lower --eta-local (or --eta), or check the data"
         )
         self.t, self.clients = t, clients
 

@@ -32,6 +32,14 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something at the path; a path that cannot even be asked for is not there."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def make_folder(path: Path, option: str) -> None:
     """Makes a folder and checks that files can be written there."""
     try:

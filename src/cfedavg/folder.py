@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 from pathlib import Path
-
-from torch import Tensor
 
 from cfedavg.config import Config, flag, read_config
 from cfedavg.errors import InputError
@@ -22,45 +22,71 @@ MAY_CHANGE = {"rounds", "device", "checkpoint_every"}
 
 
 class Folder:
-    """Rows are appended as rounds end; a checkpoint vouches for the rows before it, and only for those."""
+    """Rows are appended as rounds end; a checkpoint vouches for the rows before it, and only for those.
+
+    One run at a time writes to a folder: it holds a lock for as long as the `with` lasts.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
 
-    def begin(self, config: Config, *, resume: bool) -> None:
-        """Writes the configuration, or checks it against the one that the run began with."""
-        begun = (self.path / CONFIG).exists()
+    def __enter__(self) -> Folder:
+        make_folder(self.path, "--out")
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise InputError(f"--out: another run is writing to {self.path} right now") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def begin(
+        self, config: Config, layout: Layout, start: State, *, resume: bool
+    ) -> tuple[State, list[Record]]:
+        """Where to start from: the last checkpoint if there is one to resume, else `start` with no rows."""
+        begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
         if begun and not resume:
             raise InputError(f"--out: {self.path} holds a run already; add --resume or choose another folder")
-        make_folder(self.path, "--out")
+        state, rows = start, list[Record]()
         if begun:
+            if not (self.path / CONFIG).exists():
+                raise InputError(f"--resume: {self.path / CONFIG} is missing, so the run cannot go on")
             _check_same(read_config(self.path / CONFIG), config, self.path)
+        if begun and (self.path / CHECKPOINT).exists():
+            state, rows = self._restore(layout, start)
+            if state.t > config.rounds:
+                raise InputError(
+                    f"--resume: --rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
+                )
         write_atomic(self.path / CONFIG, config.to_toml().encode())
-
-    def restore(self, layout: Layout, like: Tensor) -> tuple[State, list[Record]] | None:
-        """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
-        checkpoint = self.path / CHECKPOINT
-        if not checkpoint.exists():
-            self.rewrite([])
-            return None
-        state = load(checkpoint, layout, like)
-        rows = read_rows(self.path / METRICS)[: state.t]
-        if len(rows) < state.t:
-            raise InputError(
-                f"--resume: {self.path / METRICS} has {len(rows)} whole rows, the checkpoint needs {state.t}"
-            )
         self.rewrite(rows)
+        return state, rows
+
+    def _restore(self, layout: Layout, like: State) -> tuple[State, list[Record]]:
+        """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
+        state = load(self.path / CHECKPOINT, layout, like)
+        rows = read_rows(self.path / METRICS)[: state.t]
+        if [row.get("round") for row in rows] != list(range(state.t)):
+            raise InputError(
+                f"--resume: {self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
+                "which the checkpoint needs; start again"
+            )
         return state, rows
 
     def append(self, row: Record) -> None:
         try:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(as_line(row))
         except OSError as error:
             raise InputError(f"--out: cannot write {self.path / METRICS} ({error.strerror})") from None
 
     def rewrite(self, rows: list[Record]) -> None:
-        write_atomic(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_atomic(self.path / METRICS, "".join(map(as_line, rows)).encode())
 
     def checkpoint(self, state: State, layout: Layout) -> None:
         sync(self.path / METRICS)  # the rows first, then the checkpoint that vouches for them
@@ -72,12 +98,20 @@ def read_rows(path: Path) -> list[Record]:
     rows: list[Record] = []
     if not path.exists():
         return rows
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
     return rows
+
+
+def as_line(row: Record) -> str:
+    """A row as it stands in the file: JSON proper, which has no NaN."""
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _check_same(old: Config, new: Config, path: Path) -> None:

@@ -18,8 +18,8 @@ from cfedavg.task import Batch, Loss, Samples
 class Vectors:
     """A model as two flat vectors: x, its trainable parameters, and b, the buffers that travel with them.
 
-    Buffers are BatchNorm's running statistics and the like; those of a module whose parameters are all
-    frozen stay where they are, as the parameters do.
+    Buffers are BatchNorm's running statistics and the like. Those of a module whose parameters are all
+    frozen, and those that a state_dict leaves out, do not travel: every `write` puts them back.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,6 +28,8 @@ class Vectors:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         buffers = list(_travelling_buffers(model))
         self._buffers = [buffer for _, buffer in buffers]
+        travelling = {id(buffer) for buffer in self._buffers}
+        self._still = [(b, b.clone()) for b in model.buffers() if id(b) not in travelling]
         self.buffer_layout = Layout(
             tuple(name for name, _ in buffers),
             tuple(tuple(buffer.shape) for buffer in self._buffers),
@@ -47,6 +49,8 @@ class Vectors:
         for buffer, part in zip(self._buffers, self.buffer_layout.slices(), strict=True):
             values = b[part].view_as(buffer)
             buffer.copy_(values if buffer.is_floating_point() else values.round())
+        for buffer, original in self._still:
+            buffer.copy_(original)
 
 
 def _travelling_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -105,7 +109,7 @@ def local_sgd(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(parameters, lr=eta_L, momentum=momentum, weight_decay=weight_decay)
-    total, K = torch.zeros((), device=parameters[0].device), 0
+    total, K = parameters[0].new_zeros(()), 0
     model.train()
     for batch in batches:
         optimiser.zero_grad(set_to_none=True)

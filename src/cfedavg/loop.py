@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from cfedavg.config import Config
 from cfedavg.engines import Engine, ReferenceEngine, choose_device
-from cfedavg.errors import InputError
-from cfedavg.files import replacing
+from cfedavg.errors import Diverged, InputError
 from cfedavg.folder import Folder
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
-from cfedavg.state import State
+from cfedavg.state import State, save_tensors
 from cfedavg.task import Task
 from cfedavg.theory import rate_conditions
 
@@ -29,6 +30,9 @@ OWN = "(a task from Python)"  # stands in config.toml for a model and data that 
 
 class Observer:
     """Sees a run as it goes. This one says nothing; the command's shows progress."""
+
+    def begin(self, rows: list[Record]) -> None:
+        """A run starts, or goes on after these rows."""
 
     def say(self, text: str) -> None:
         """Something worth knowing, in a sentence."""
@@ -60,10 +64,12 @@ def run(
     out: str | Path | None = None,
     resume: bool = False,
     observer: Observer | None = None,
+    draw: bool = True,
 ) -> Result:
     """Trains. Without a task, data and model are those that the configuration names.
 
-    With `out`, the run is written to that folder as it goes, and `resume` goes on where it stopped.
+    With `out`, the run is written to that folder as it goes, and `resume` goes on where it stopped; at the
+    end its curves are drawn there, unless `draw` is False.
 
     >>> clients = [(torch.ones(8, 3) * i, torch.tensor([i % 2] * 8)) for i in range(4)]
     >>> task = Task(nn.Linear(3, 2), clients, test=clients[0])
@@ -77,50 +83,64 @@ def run(
         task = build_task(config)
     else:
         config = config.replace(clients=len(task.clients), dataset=OWN, model=OWN)
-    loop = Loop(config, task, Path(out) if out is not None else None, observer or Observer())
-    return loop.run(resume)
+    loop = Loop(config, task, observer or Observer())
+    if out is None:
+        return loop.run(None, resume=False)
+    with Folder(Path(out)) as folder:
+        result = loop.run(folder, resume=resume)
+    if draw:
+        from cfedavg.report import write_run_pictures  # matplotlib, only now
+
+        write_run_pictures(folder.path)
+    return result
 
 
 class Loop:
     """One run from its first round, or from its checkpoint, to its last."""
 
-    def __init__(self, config: Config, task: Task, out: Path | None, observer: Observer) -> None:
+    def __init__(self, config: Config, task: Task, observer: Observer) -> None:
         self.config, self.observer = config, observer
         self.plan = Plan(config, task)
         self.engine = choose_engine(config, self.plan, task)
-        self.folder = Folder(out) if out else None
+        self.note = task.note
 
-    def run(self, resume: bool) -> Result:
-        state, rows = self._begin(resume)
+    def run(self, folder: Folder | None, *, resume: bool) -> Result:
+        state, rows = self._begin(folder, resume)
         every = self.config.checkpoint_every
         try:
             while state.t < self.config.rounds:
                 state_next, row = self._round(state)
                 rows.append(row)
-                if self.folder:
-                    self.folder.append(row)
+                if folder:
+                    folder.append(row)
                 state = state_next
                 self.observer.row(row)
-                if self.folder and every and state.t % every == 0:
-                    self.folder.checkpoint(state, self.engine.layout)
+                if folder and every and state.t % every == 0:
+                    folder.checkpoint(state, self.engine.layout)
+            if folder:
+                folder.checkpoint(state, self.engine.layout)
         except KeyboardInterrupt:
-            if self.folder:  # the interrupt may have come between the row and the state
-                self.folder.rewrite(rows[: state.t])
-                self.folder.checkpoint(state, self.engine.layout)
-                self.observer.say(f"stopped after {state.t} rounds; --resume goes on from here")
+            if folder:
+                with _deaf():
+                    self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
+                    folder.rewrite(rows[: state.t])  # the interrupt may have come between row and state
+                    folder.checkpoint(state, self.engine.layout)
             raise
-        return self._end(state, rows)
+        return self._end(folder, state, rows)
 
-    def _begin(self, resume: bool) -> tuple[State, list[Record]]:
-        start = self.engine.start()
-        if self.folder is None:
-            return start, []
-        self.folder.begin(self.config, resume=resume)
-        restored = self.folder.restore(self.engine.layout, start.x)
-        if restored is None:
-            return start, []
-        self.observer.say(f"resuming after round {restored[0].t} of {self.config.rounds}")
-        return restored
+    def _begin(self, folder: Folder | None, resume: bool) -> tuple[State, list[Record]]:
+        start: tuple[State, list[Record]] = self.engine.start(), []
+        if folder:
+            start = folder.begin(self.config, self.engine.layout, start[0], resume=resume)
+        self.observer.begin(start[1])
+        if self.note:
+            self.observer.say(self.note)
+        self.observer.say(self.plan.in_words(self.engine.layout))
+        if start[0].t:
+            self.observer.say(f"resuming after round {start[0].t} of {self.config.rounds}")
+        elif resume:
+            self.observer.say("nothing to resume: starting with the first round")
+        return start
 
     def _round(self, state: State) -> tuple[State, Record]:
         began = time.perf_counter()
@@ -128,12 +148,14 @@ class Loop:
         last = state_next.t == self.config.rounds
         if last or state_next.t % self.config.eval_every == 0:
             record |= self.engine.evaluate(state_next)
+            if not math.isfinite(record.get("test_loss", 0.0)):
+                raise Diverged(state.t, [], "the test loss")
         if self.config.smoothness is not None:
             record |= self._conditions(state.t, record)
         return state_next, {"round": state.t, **record, "seconds": time.perf_counter() - began}
 
     def _conditions(self, t: int, record: Record) -> Record:
-        """value / limit of each rate condition, with the measured gamma and alpha: above 1 it is broken."""
+        """Each rate condition with the measured gamma and alpha: whether it holds, and value / limit."""
         rates, K = self.plan.rates, self.plan.steps.bounds[1]
         assert self.config.smoothness is not None
         conditions = rate_conditions(
@@ -142,23 +164,39 @@ class Loop:
             K,
             self.config.smoothness,
             _or_infinite(record["snr_min"]),
-            record["alpha"] or 1.0,
+            _or_infinite(record["alpha"]) if record["delta_norm2"] else 1.0,
             rates.update,
         )
-        ratios = {c.text: c.value / c.limit for c in conditions}
-        return {"rate_conditions": {text: finite(ratio) for text, ratio in ratios.items()}}
+        return {
+            "rate_conditions": {
+                c.text: {"holds": c.holds, "ratio": finite(c.value / c.limit)} for c in conditions
+            }
+        }
 
-    def _end(self, state: State, rows: list[Record]) -> Result:
+    def _end(self, folder: Folder | None, state: State, rows: list[Record]) -> Result:
         model = self.engine.model_at(state.x, state.b)
         iterate = None if state.z is None else self.engine.model_at(*state.z)
-        if self.folder:
-            self.folder.checkpoint(state, self.engine.layout)
-            save_model(model, self.folder.path / "model.safetensors")
+        if folder:
+            save_model(model, folder.path / "model.safetensors")
             if iterate is not None:
-                save_model(iterate, self.folder.path / "iterate.safetensors")
+                save_model(iterate, folder.path / "iterate.safetensors")
         for sentence in broken_conditions(rows):
             self.observer.say(sentence)
-        return Result(self.config, rows, model, iterate, self.folder.path if self.folder else None)
+        return Result(self.config, rows, model, iterate, folder.path if folder else None)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Lets no second Ctrl-C break off what the first one asked to save."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it is interrupted
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def choose_engine(config: Config, plan: Plan, task: Task) -> Engine:
@@ -172,8 +210,7 @@ def choose_engine(config: Config, plan: Plan, task: Task) -> Engine:
 def save_model(model: nn.Module, path: Path) -> None:
     """The model's state_dict; a tied parameter is written under each of its names."""
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    with replacing(path) as temporary:
-        save_file(tensors, temporary)
+    save_tensors(tensors, path)
 
 
 def broken_conditions(rows: list[Record]) -> list[str]:
@@ -181,14 +218,15 @@ def broken_conditions(rows: list[Record]) -> list[str]:
     sentences = []
     measured = [row for row in rows if "rate_conditions" in row]
     for text in measured[0]["rate_conditions"] if measured else ():
-        ratios = [_or_infinite(row["rate_conditions"][text]) for row in measured]
-        broken = sum(not (ratio <= 1 if "<=" in text else ratio < 1) for ratio in ratios)
+        ratios = [_or_infinite(row["rate_conditions"][text]["ratio"]) for row in measured]
+        broken = sum(not row["rate_conditions"][text]["holds"] for row in measured)
         if broken:
             worst = measured[ratios.index(max(ratios))]
             sentences.append(
                 f"rate condition {text} is broken in {broken} of {len(measured)} rounds; most in round "
                 f"{worst['round']}, {max(ratios):.3g} times the limit "
-                f"(measured gamma {_or_infinite(worst['snr_min']):.4g}, alpha {worst['alpha'] or 1:.4g})"
+                f"(measured gamma {_or_infinite(worst['snr_min']):.4g}, "
+                f"alpha {_or_infinite(worst['alpha']):.4g})"
             )
     return sentences
 

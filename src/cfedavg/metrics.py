@@ -46,7 +46,7 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
         "coordinates_sent": sent,
         "model_sizes_sent": sent / (d * len(steps)),
         "delta_norm2": delta_norm2,
-        "alpha": delta_norm2 / mean_g2 if delta_norm2 and mean_g2 else None,
+        "alpha": finite(delta_norm2 / mean_g2) if delta_norm2 and mean_g2 else None,
         "snr_min": finite(min(snr, default=math.inf)),
         "snr_mean": finite(math.fsum(snr) / n if n else math.inf),
         "local_steps_min": min(steps),

@@ -93,6 +93,13 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 }
 
 
+def _call(factory: Callable[[Shape, int], nn.Module], name: str, shape: Shape, classes: int) -> object:
+    try:
+        return factory(shape, classes)
+    except TypeError as error:
+        raise InputError(f"--model: {name} must be a function of (shape, classes): {error}") from None
+
+
 def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
     """The model that a name or a user's `module:factory` gives; its weights are drawn on the CPU."""
     if ":" in name:
@@ -103,7 +110,7 @@ def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
         raise InputError(f"--model: unknown model {name!r}; there are {', '.join(MODELS)} and module:factory")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(signed(key(seed, 0, 0, Purpose.INIT)))
-        model = factory(shape, classes)
+        model = _call(factory, name, shape, classes)
     if not isinstance(model, nn.Module):
         raise InputError(f"--model: {name} gave {type(model).__name__}, not a torch.nn.Module")
     return model

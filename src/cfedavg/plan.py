@@ -11,6 +11,7 @@ from cfedavg.compress import Compressor, parse
 from cfedavg.config import PER_CLIENT, Config, flag
 from cfedavg.errors import InputError
 from cfedavg.keys import Purpose, key, permutation, uniform
+from cfedavg.layout import Layout
 from cfedavg.schedule import Rates, Steps, resolve_rates
 from cfedavg.task import Task
 
@@ -65,6 +66,16 @@ class Plan:
             return [absent] * self.m
         draws = uniform(key(self.config.seed, 0, 0, purpose), self.m)
         return [values.at(i, float(draws[i])) for i in range(self.m)]
+
+    def in_words(self, layout: Layout) -> str:
+        """What a run is about to do, with the rates that options and defaults come down to."""
+        low, high = self.steps.bounds
+        steps = f"{low}" if low == high else f"{low} to {high}"
+        return (
+            f"{self.clients_per_round} of {self.m} clients a round, {steps} local steps, "
+            f"update {self.rates.update}, eta_local {self.rates.eta_local(0):.4g}, eta {self.rates.eta:.4g}; "
+            f"{layout.d:,} parameters, {self.compressor} (gamma {self.compressor.gamma(layout):.5g})"
+        )
 
     @property
     def timed(self) -> bool:

@@ -69,11 +69,12 @@ def load(path: str, field: str) -> Any:
     """The object that `package.module:name` names."""
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as error:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever the user's module does when it is imported
         raise InputError(f"{field}: cannot import {module!r} of {path!r} ({error})") from None
-    except AttributeError:
-        raise InputError(f"{field}: {module!r} has no {name!r}") from None
+    if not hasattr(found, name):
+        raise InputError(f"{field}: {module!r} has no {name!r}")
+    return getattr(found, name)
 
 
 @dataclass(frozen=True)

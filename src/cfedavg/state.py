@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -67,31 +69,65 @@ def save(state: State, path: Path, layout: Layout) -> None:
     if state.z is not None:
         tensors["z.x"], tensors["z.b"] = state.z
     tensors |= {f"e.{client}": e for client, e in state.residuals.vectors.items()}
+    plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     about = {
         "format": FORMAT,
         "t": state.t,
         "eta_sum": state.eta_sum.hex(),
         "schema": layout.schema_hash,
+        "checksum": _checksum(plain),
     }
+    save_tensors(plain, path, {"cfedavg": json.dumps(about)})
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
+    """A safetensors file that is whole or not there."""
     with replacing(path) as temporary:
-        plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        save_file(plain, temporary, metadata={"cfedavg": json.dumps(about)})
+        try:
+            save_file(tensors, temporary, metadata=about)
+        except SafetensorError as error:  # a full disk comes as this
+            raise OSError(str(error)) from None
 
 
-def load(path: Path, layout: Layout, like: Tensor) -> State:
-    """Reads a checkpoint onto the device of `like`; an InputError says what is wrong with it."""
+def load(path: Path, layout: Layout, like: State) -> State:
+    """Reads a checkpoint, in the shapes and onto the device of `like`; an InputError says what is wrong."""
     try:
-        with safe_open(path, framework="pt", device=str(like.device)) as file:
+        with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["cfedavg"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if about["format"] != FORMAT:
+            raise InputError(f"--resume: {path} was written by another version ({about['format']})")
+        if about["schema"] != layout.schema_hash or not _fits(tensors, like):
+            raise InputError(f"--resume: {path} holds another model: names, shapes or dtypes differ")
+        if about["checksum"] != _checksum(tensors) or about["t"] < 0:
+            raise ValueError("its checksum is wrong")
+        return _state(about, {name: tensor.to(like.x.device) for name, tensor in tensors.items()})
+    except InputError:
+        raise
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise InputError(f"--resume: the checkpoint {path} is damaged ({error}); start again") from None
-    if about["format"] != FORMAT:
-        raise InputError(f"--resume: {path} was written by another version ({about['format']})")
-    x = tensors["x"]
-    if about["schema"] != layout.schema_hash or x.shape != like.shape or x.dtype != like.dtype:
-        raise InputError(f"--resume: {path} holds another model: names, shapes or dtypes differ")
+
+
+def _state(about: dict[str, Any], tensors: dict[str, Tensor]) -> State:
     vectors = {int(name[2:]): e for name, e in tensors.items() if name.startswith("e.")}
     residuals = Residuals().updated(dict(sorted(vectors.items())))
     z = (tensors["z.x"], tensors["z.b"]) if "z.x" in tensors else None
-    return State(about["t"], x, tensors["b"], residuals, z, float.fromhex(about["eta_sum"]))
+    eta_sum = float.fromhex(about["eta_sum"])
+    return State(about["t"], tensors["x"], tensors["b"], residuals, z, eta_sum)
+
+
+def _fits(tensors: dict[str, Tensor], like: State) -> bool:
+    """Whether every vector has the length and dtype of x, or of b."""
+    for name, tensor in tensors.items():
+        wanted = like.b if name in ("b", "z.b") else like.x
+        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+            return False
+    return True
+
+
+def _checksum(tensors: dict[str, Tensor]) -> int:
+    """CRC-32 over names and bytes: a disk's mistake shows."""
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].numpy().data, zlib.crc32(name.encode(), found))
+    return found

@@ -8,8 +8,11 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
+from cfedavg.compress import parse
 from cfedavg.config import Config
 from cfedavg.errors import InputError
+from cfedavg.schedule import SCHEDULES
+from cfedavg.spec import build
 
 
 def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
@@ -19,13 +22,20 @@ def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
     ['none-seed0', 'none-seed1', 'topk0.99-bf16-seed0', 'topk0.99-bf16-seed1']
     """
     axes = [_axis(text) for text in vary]
+    names = [name for name, _ in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"--vary: {name} is given twice; put all its values into one")
     grid: dict[str, Config] = {}
     for choice in itertools.product(*(values for _, values in axes)):
-        changes = dict(zip((name for name, _ in axes), choice, strict=True))
+        changes = dict(zip(names, choice, strict=True))
         name = "-".join(_slug(field, value) for field, value in changes.items())
         if name in grid:
             raise InputError(f"--vary: two cells of the grid would be named {name!r}")
         grid[name] = base.replace(**changes)
+        # Bad texts show before the first cell is trained, not after.
+        parse(grid[name].compressor, "--compressor")
+        build(grid[name].schedule, SCHEDULES, "--schedule")
     return grid
 
 

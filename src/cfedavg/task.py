@@ -48,7 +48,8 @@ class Task:
     a torch `Dataset`, or an object with `__len__` and `batch(rows)`.
     `loss(model, batch)` gives the mean loss of a batch; `metric(model, batch)` a number for each sample,
     or one for the batch. The metric is recorded as `test_` and its name.
-    `test_parts[i]`, where given, are the rows of `test` that belong to client i.
+    `test_parts[i]`, where given, are the rows of `test` that belong to client i; `note` is said as a run
+    starts.
 
     >>> task = Task(nn.Linear(2, 3), clients=[(torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]))] * 5)
     >>> len(task.clients), len(task.clients[0])
@@ -61,6 +62,7 @@ class Task:
     loss: Loss = cross_entropy
     metric: Callable[[nn.Module, Batch], Tensor] = accuracy
     test_parts: Sequence[np.ndarray] | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.clients):
@@ -72,13 +74,15 @@ class Task:
             raise InputError(f"Task.clients[{empty[0]}] has no samples: every client needs at least one")
         if self.test is not None:
             object.__setattr__(self, "test", as_samples(self.test))
+            if not len(self.test):
+                raise InputError("Task.test has no samples: leave it out or give at least one")
         if not any(p.requires_grad for p in self.model.parameters()):
             raise InputError("Task.model has no trainable parameter")
 
     @property
     def metric_name(self) -> str:
         name: str = getattr(self.metric, "__name__", "metric")
-        return name if name.isidentifier() else "metric"
+        return name if name.isidentifier() and name != "loss" else "metric"
 
 
 class Tensors:

@@ -45,7 +45,7 @@ def rate_conditions(
     [True, True, True]
     """
     steps = K if update == "sum" else 1.0
-    noise = L**2 * h(gamma, alpha) + 1 + L
+    noise = L * L * h(gamma, alpha) + 1 + L
     factor = "K*" if update == "sum" else ""
     return (
         Condition("eta_L <= 1/(8 L K)", eta_L, 1 / (8 * L * K)),

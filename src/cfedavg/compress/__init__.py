@@ -21,6 +21,7 @@ from cfedavg.compress.selectors import (
     Threshold,
     TopK,
 )
+from cfedavg.compress.stages import client_of_value
 
 __all__ = [
     "BF16",
@@ -41,6 +42,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "check_finite",
+    "client_of_value",
     "decompress",
     "parse",
     "sent",

@@ -27,7 +27,7 @@ from torch import Tensor
 from cfedavg import keys as keyed
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, Blocks, IntBlocks, Quantiser, Sign
 from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Selector, Threshold, TopK
-from cfedavg.compress.stages import INFINITE
+from cfedavg.compress.stages import INFINITE, client_of_value
 from cfedavg.errors import InputError, NotFinite
 from cfedavg.keys import Purpose
 from cfedavg.layout import Layout
@@ -108,8 +108,7 @@ def decompress(payload: Payload) -> Tensor:
     if payload.indices is None:
         return values.view(len(payload), payload.d)
     dense = values.new_zeros(len(payload), payload.d)
-    client = torch.repeat_interleave(payload.offsets[1:] - payload.offsets[:-1])
-    dense[client, payload.indices] = values
+    dense[client_of_value(payload.offsets), payload.indices] = values
     return dense
 
 

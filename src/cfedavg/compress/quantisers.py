@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cfedavg import keys as keyed
-from cfedavg.compress.stages import Stage, check_block, offsets_of, row_sums, unit_of
+from cfedavg.compress.stages import Stage, check_block, client_of_value, offsets_of, row_sums, unit_of
 from cfedavg.errors import InputError
 from cfedavg.payload import Floats, Levels
 
@@ -157,10 +157,11 @@ class Blocks:
 
     def __init__(self, offsets: Tensor, block: int) -> None:
         counts = offsets[1:] - offsets[:-1]
-        width = block or max(1, int(counts.max()) if len(counts) else 1)
+        most = max(1, int(counts.max()) if len(counts) else 1)
+        width = min(block, most) if block else most
         per_client = (counts + width - 1) // width
         self.width, self.total = width, int(per_client.sum())
-        self.client = torch.repeat_interleave(counts)
+        self.client = client_of_value(offsets)
         self.position = torch.arange(len(self.client), device=offsets.device) - offsets[self.client]
         self.of_value = offsets_of(per_client)[self.client] + self.position // width
         self.cell = self.of_value * width + self.position % width

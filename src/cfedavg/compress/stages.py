@@ -68,11 +68,16 @@ def offsets_of(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
+def client_of_value(offsets: Tensor) -> Tensor:
+    """Which client of the block each value belongs to."""
+    return torch.repeat_interleave(offsets[1:] - offsets[:-1])
+
+
 def check_comp(comp: float) -> None:
     if not (isinstance(comp, int | float) and 0 <= comp < 1):
         raise InputError(f"comp = {comp} must lie in [0, 1): the fraction NOT sent (0.99 sends 1%)")
 
 
 def check_block(block: int) -> None:
-    if not (isinstance(block, int) and block >= 1):
-        raise InputError(f"block = {block} must be a whole number of 1 or more")
+    if not (isinstance(block, int) and 1 <= block < 2**31):
+        raise InputError(f"block = {block} must be a whole number from 1 to 2^31 - 1")

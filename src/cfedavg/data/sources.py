@@ -14,6 +14,7 @@ from cfedavg.data.cache import cache_folder, cached
 from cfedavg.data.decode import decode
 from cfedavg.data.images import ImageData, Images, histogram, mean_std
 from cfedavg.errors import InputError
+from cfedavg.files import exists
 
 __all__ = ["HUB", "ImageData", "Images", "load"]
 
@@ -76,7 +77,7 @@ def _from_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
 
 def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
     """The parquet files directly in the folder, or else in its subfolder with the name of the data set."""
-    if not folder.is_dir():
+    if not (exists(folder) and folder.is_dir()):
         raise InputError(f"{where} is not a folder; give one with train-*.parquet and test-*.parquet files")
     for place in (folder, folder / dataset, folder / Path(dataset).name):
         found = _splits([path.name for path in place.glob("*.parquet")], where)

@@ -54,4 +54,5 @@ def build_task(config: Config) -> Task:
         [ImageSamples(data.train, rows, mean, std) for rows in partition.train],
         test=ImageSamples(data.test, np.arange(len(data.test)), mean, std),
         test_parts=partition.test,
+        note=f"{data.name}: {partition.unused} of {len(data.train)} train samples unused",
     )

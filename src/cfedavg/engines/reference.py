@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg.algorithm import average, feed_back, local_update, server_update
-from cfedavg.errors import Diverged, NotFinite
+from cfedavg.errors import Diverged, InputError, NotFinite
 from cfedavg.evaluate import evaluate
 from cfedavg.keys import Purpose, key, signed
 from cfedavg.layout import Layout
@@ -61,6 +61,8 @@ class ReferenceEngine:
             applied = zip((s.payload for s in arrived), weights, strict=True)
             delta_tilde = average(state.x, applied)
             x_next = server_update(state.x, delta_tilde, plan.rates.eta)
+        if not bool(torch.isfinite(x_next).all()):
+            raise Diverged(t, [s.reply.client for s in arrived], "the model made from the updates")
         residuals = state.residuals
         if plan.config.error_feedback:
             residuals = residuals.updated({s.reply.client: s.e_next for s in sent})
@@ -83,6 +85,13 @@ class ReferenceEngine:
                 sent.append(self._client(state, client))
             except NotFinite:
                 diverged.append(client)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise InputError(
+                    f"--batch-size leaves client {client} a last batch of one sample, from which BatchNorm "
+                    "cannot take a variance: choose another size, or a model with GroupNorm"
+                ) from None
         if diverged:
             raise Diverged(state.t, diverged, "the loss or the update")
         return sent
@@ -92,7 +101,7 @@ class ReferenceEngine:
         plan, t = self.plan, state.t
         config = plan.config
         self.vectors.write(state.x, state.b)
-        torch.manual_seed(signed(key(config.seed, t, client, Purpose.DROPOUT)))
+        self._seed(t, client)
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
         work = local_sgd(
             self.vectors.model,
@@ -116,6 +125,13 @@ class ReferenceEngine:
             client, work.K, loss, norm2(g), norm2(g + e), norm2(e_next), sum(payload.counts()), up, lost
         )
         return Sent(payload, b_K, g, g + e if lost else e_next, reply)
+
+    def _seed(self, t: int, client: int) -> None:
+        """Dropout and the like draw from torch's generators: keyed by round and client, on this device."""
+        word = signed(key(self.plan.config.seed, t, client, Purpose.DROPOUT))
+        torch.default_generator.manual_seed(word)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(word)
 
     @property
     def _b_layout(self) -> Layout:
@@ -148,6 +164,7 @@ class ReferenceEngine:
     def evaluate(self, state: State) -> Record:
         self.vectors.write(state.x, state.b)
         with _reproducible(self.device):
+            self._seed(state.t, self.plan.m)  # for a metric that draws; no client has this number
             return evaluate(self.vectors.model, self.task, self.device, self.dtype)
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
