@@ -136,7 +136,7 @@ def report(
     runs: Annotated[
         list[Path], typer.Argument(help="folders of runs, made by run or sweep", metavar="RUN...")
     ],
-    out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
 ) -> None:
     """Compare runs: accuracy over rounds, bytes and simulated time, loss, norms; pictures and one page."""
     _report(runs, out)
