@@ -174,7 +174,6 @@ def test_no_network_is_one_sentence(
     cfedavg: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CFEDAVG_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     outcome = cfedavg("run", "--dataset", "mnist", "--out", tmp_path / "run")
     assert outcome.code == 2
     assert "--dataset" in outcome.err

@@ -87,14 +87,18 @@ def run(given: dict[str, Any], out: Out = None, resume: Resume = False, config: 
 
     With no options: the MNIST subset inside the package, 10 clients of 2 classes each, top-k 0.99.
     """
-    if resume and out is None:
-        raise InputError("--resume needs --out, the folder of the run to go on with")
-    out = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    out = _folder(out, resume, "%Y%m%d-%H%M%S")
     base = read_config(config) if config else Config()
     if resume and not config and exists(out / "config.toml"):
         base = read_config(out / "config.toml")
     train(base.replace(**given), out, resume=resume)
     Console().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
+
+
+def _folder(out: Path | None, resume: bool, name: str) -> Path:
+    if resume and out is None:
+        raise InputError("--resume needs --out, the folder to go on with")
+    return out or Path("runs") / time.strftime(name)
 
 
 def train(config: Config, out: Path, *, resume: bool, title: str = "training") -> None:
@@ -123,7 +127,7 @@ def sweep(
     """
     from cfedavg.sweep import cells
 
-    out = out or Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
+    out = _folder(out, resume, "sweep-%Y%m%d-%H%M%S")
     base = (read_config(config) if config else Config()).replace(**given)
     grid = cells(base, vary)
     for number, (name, cell) in enumerate(grid.items(), 1):
