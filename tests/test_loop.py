@@ -244,10 +244,10 @@ def test_a_model_that_leaves_the_numbers_is_no_success(tmp_path: Path) -> None:
 def test_frozen_statistics_do_not_break_resume(tmp_path: Path) -> None:
     """A frozen BatchNorm's statistics change while a client trains; the next client starts from the old."""
 
-    def task() -> Task:
+    def task(seed: int = 0) -> Task:
         base = blobs()
         with torch.random.fork_rng():
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             frozen = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).requires_grad_(False)
             return Task(torch.nn.Sequential(frozen, torch.nn.Linear(8, 3)), base.clients, test=base.test)
 
@@ -255,6 +255,8 @@ def test_frozen_statistics_do_not_break_resume(tmp_path: Path) -> None:
     run(config, task(), out=tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
         run(config, task(), out=tmp_path / "b", observer=Stop(3, KeyboardInterrupt))
+    with pytest.raises(InputError, match=r"holds another model: .* frozen values differ"):
+        run(config, task(seed=1), out=tmp_path / "b", resume=True)
     run(config, task(), out=tmp_path / "b", resume=True)
     assert_same_run(tmp_path / "a", tmp_path / "b")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from cfedavg.config import Config, flag, read_config
 from cfedavg.errors import InputError
 from cfedavg.files import make_folder, sync, write_atomic
-from cfedavg.layout import Layout
 from cfedavg.metrics import Record
 from cfedavg.state import State, load, save
 
@@ -46,7 +45,7 @@ class Folder:
             os.close(self._lock)
 
     def begin(
-        self, config: Config, layout: Layout, start: State, *, resume: bool
+        self, config: Config, identity: int, start: State, *, resume: bool
     ) -> tuple[State, list[Record]]:
         """Where to start from: the last checkpoint if there is one to resume, else `start` with no rows."""
         begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
@@ -58,7 +57,7 @@ class Folder:
                 raise InputError(f"--resume: {self.path / CONFIG} is missing, so the run cannot go on")
             _check_same(read_config(self.path / CONFIG), config, self.path)
         if begun and (self.path / CHECKPOINT).exists():
-            state, rows = self._restore(layout, start)
+            state, rows = self._restore(identity, start)
             if state.t > config.rounds:
                 raise InputError(
                     f"--resume: --rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
@@ -67,9 +66,9 @@ class Folder:
         self.rewrite(rows)
         return state, rows
 
-    def _restore(self, layout: Layout, like: State) -> tuple[State, list[Record]]:
+    def _restore(self, identity: int, like: State) -> tuple[State, list[Record]]:
         """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
-        state = load(self.path / CHECKPOINT, layout, like)
+        state = load(self.path / CHECKPOINT, identity, like)
         rows = read_rows(self.path / METRICS)[: state.t]
         if [row.get("round") for row in rows] != list(range(state.t)):
             raise InputError(
@@ -88,9 +87,9 @@ class Folder:
     def rewrite(self, rows: list[Record]) -> None:
         write_atomic(self.path / METRICS, "".join(map(as_line, rows)).encode())
 
-    def checkpoint(self, state: State, layout: Layout) -> None:
+    def checkpoint(self, state: State, identity: int) -> None:
         sync(self.path / METRICS)  # the rows first, then the checkpoint that vouches for them
-        save(state, self.path / CHECKPOINT, layout)
+        save(state, self.path / CHECKPOINT, identity)
 
 
 def read_rows(path: Path) -> list[Record]:

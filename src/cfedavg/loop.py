@@ -116,22 +116,22 @@ class Loop:
                 state = state_next
                 self.observer.row(row)
                 if folder and every and state.t % every == 0:
-                    folder.checkpoint(state, self.engine.layout)
+                    folder.checkpoint(state, self.engine.identity)
             if folder:
-                folder.checkpoint(state, self.engine.layout)
+                folder.checkpoint(state, self.engine.identity)
         except KeyboardInterrupt:
             if folder:
                 with _deaf():
                     self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
                     folder.rewrite(rows[: state.t])  # the interrupt may have come between row and state
-                    folder.checkpoint(state, self.engine.layout)
+                    folder.checkpoint(state, self.engine.identity)
             raise
         return self._end(folder, state, rows)
 
     def _begin(self, folder: Folder | None, resume: bool) -> tuple[State, list[Record]]:
         start: tuple[State, list[Record]] = self.engine.start(), []
         if folder:
-            start = folder.begin(self.config, self.engine.layout, start[0], resume=resume)
+            start = folder.begin(self.config, self.engine.identity, start[0], resume=resume)
         self.observer.begin(start[1])
         if self.note:
             self.observer.say(self.note)

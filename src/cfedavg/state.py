@@ -21,7 +21,6 @@ from torch import Tensor
 
 from cfedavg.errors import InputError
 from cfedavg.files import replacing
-from cfedavg.layout import Layout
 
 FORMAT = "cfedavg checkpoint 1"
 
@@ -63,8 +62,8 @@ def norm2(v: Tensor) -> float:
     return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
 
 
-def save(state: State, path: Path, layout: Layout) -> None:
-    """Writes a checkpoint that is whole or not there."""
+def save(state: State, path: Path, identity: int) -> None:
+    """Writes a checkpoint that is whole or not there; `identity` is the model's (see Vectors)."""
     tensors = {"x": state.x, "b": state.b}
     if state.z is not None:
         tensors["z.x"], tensors["z.b"] = state.z
@@ -74,7 +73,7 @@ def save(state: State, path: Path, layout: Layout) -> None:
         "format": FORMAT,
         "t": state.t,
         "eta_sum": state.eta_sum.hex(),
-        "schema": layout.schema_hash,
+        "identity": identity,
         "checksum": _checksum(plain),
     }
     save_tensors(plain, path, {"cfedavg": json.dumps(about)})
@@ -89,7 +88,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, about: dict[str, str] |
             raise OSError(str(error)) from None
 
 
-def load(path: Path, layout: Layout, like: State) -> State:
+def load(path: Path, identity: int, like: State) -> State:
     """Reads a checkpoint, in the shapes and onto the device of `like`; an InputError says what is wrong."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -97,8 +96,10 @@ def load(path: Path, layout: Layout, like: State) -> State:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         if about["format"] != FORMAT:
             raise InputError(f"--resume: {path} was written by another version ({about['format']})")
-        if about["schema"] != layout.schema_hash or not _fits(tensors, like):
-            raise InputError(f"--resume: {path} holds another model: names, shapes or dtypes differ")
+        if about["identity"] != identity or not _fits(tensors, like):
+            raise InputError(
+                f"--resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
+            )
         if about["checksum"] != _checksum(tensors) or about["t"] < 0:
             raise ValueError("its checksum is wrong")
         return _state(about, {name: tensor.to(like.x.device) for name, tensor in tensors.items()})

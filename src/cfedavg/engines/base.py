@@ -16,6 +16,7 @@ class Engine(Protocol):
     """Runs rounds. A state goes in and a new one comes out, with the round's line of metrics."""
 
     layout: Layout
+    identity: int  # of the model: what a checkpoint must agree with
 
     def start(self) -> State:
         """The state before the first round."""

@@ -45,7 +45,7 @@ class ReferenceEngine:
         self.plan, self.task, self.device = plan, task, device
         self.dtype = PRECISIONS[plan.config.precision]
         self.vectors = Vectors(copy.deepcopy(task.model).to(device, self.dtype))
-        self.layout = self.vectors.layout
+        self.layout, self.identity = self.vectors.layout, self.vectors.identity()
 
     def start(self) -> State:
         x, b = self.vectors.read()
