@@ -82,7 +82,16 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 @app.command()
 @takes_config()
-def run(given: dict[str, Any], out: Out = None, resume: Resume = False, config: ConfigFile = None) -> None:
+def run(
+    given: dict[str, Any],
+    out: Out = None,
+    resume: Resume = False,
+    config: ConfigFile = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(help="folder to keep every client's message in, for `cfedavg inspect`"),
+    ] = None,
+) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
     With no options: the MNIST subset inside the package, 10 clients of 2 classes each, top-k 0.99.
@@ -91,7 +100,7 @@ def run(given: dict[str, Any], out: Out = None, resume: Resume = False, config: 
     base = read_config(config) if config else Config()
     if resume and not config and exists(out / "config.toml"):
         base = read_config(out / "config.toml")
-    train(base.replace(**given), out, resume=resume)
+    train(base.replace(**given), out, resume=resume, messages=messages)
     Console().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
 
 
@@ -101,13 +110,15 @@ def _folder(out: Path | None, resume: bool, name: str) -> Path:
     return out or Path("runs") / time.strftime(name)
 
 
-def train(config: Config, out: Path, *, resume: bool, title: str = "training") -> None:
+def train(
+    config: Config, out: Path, *, resume: bool, title: str = "training", messages: Path | None = None
+) -> None:
     """One run with its display."""
     from cfedavg.display import Display
     from cfedavg.loop import run as run_loop
 
     with Display(Console(), config.rounds, title) as display:
-        run_loop(config, out=out, resume=resume, observer=display)
+        run_loop(config, out=out, resume=resume, observer=display, messages=messages)
 
 
 @app.command()

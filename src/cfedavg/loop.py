@@ -24,7 +24,7 @@ from cfedavg.state import State, save_tensors
 from cfedavg.task import Task
 from cfedavg.theory import rate_conditions
 
-ENGINES: dict[str, Callable[[Plan, Task, torch.device], Engine]] = {"reference": ReferenceEngine}
+ENGINES: dict[str, Callable[[Plan, Task, torch.device, Path | None], Engine]] = {"reference": ReferenceEngine}
 OWN = "(a task from Python)"  # stands in config.toml for a model and data that no text names
 
 
@@ -65,11 +65,13 @@ def run(
     resume: bool = False,
     observer: Observer | None = None,
     draw: bool = True,
+    messages: str | Path | None = None,
 ) -> Result:
     """Trains. Without a task, data and model are those that the configuration names.
 
     With `out`, the run is written to that folder as it goes, and `resume` goes on where it stopped; at the
-    end its curves are drawn there, unless `draw` is False.
+    end its curves are drawn there, unless `draw` is False. With `messages`, every message that a client
+    sends is kept in that folder, for `cfedavg inspect`.
 
     >>> clients = [(torch.ones(8, 3) * i, torch.tensor([i % 2] * 8)) for i in range(4)]
     >>> task = Task(nn.Linear(3, 2), clients, test=clients[0])
@@ -83,7 +85,7 @@ def run(
         task = build_task(config)
     else:
         config = config.replace(clients=len(task.clients), dataset=OWN, model=OWN)
-    loop = Loop(config, task, observer or Observer())
+    loop = Loop(config, task, observer or Observer(), Path(messages) if messages else None)
     if out is None:
         return loop.run(None, resume=False)
     with Folder(Path(out)) as folder:
@@ -98,10 +100,10 @@ def run(
 class Loop:
     """One run from its first round, or from its checkpoint, to its last."""
 
-    def __init__(self, config: Config, task: Task, observer: Observer) -> None:
+    def __init__(self, config: Config, task: Task, observer: Observer, messages: Path | None = None) -> None:
         self.config, self.observer = config, observer
         self.plan = Plan(config, task)
-        self.engine = choose_engine(config, self.plan, task)
+        self.engine = choose_engine(config, self.plan, task, messages)
         self.note = task.note
 
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
@@ -199,12 +201,12 @@ def _deaf() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def choose_engine(config: Config, plan: Plan, task: Task) -> Engine:
+def choose_engine(config: Config, plan: Plan, task: Task, messages: Path | None = None) -> Engine:
     """The engine that a configuration names."""
     name = "reference" if config.engine == "auto" else config.engine
     if name not in ENGINES:
         raise InputError(f"--engine: unknown engine {name!r}; there are auto, {', '.join(ENGINES)}")
-    return ENGINES[name](plan, task, choose_device(config.device))
+    return ENGINES[name](plan, task, choose_device(config.device), messages)
 
 
 def save_model(model: nn.Module, path: Path) -> None:

@@ -28,7 +28,7 @@ from cfedavg import keys as keyed
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, Blocks, IntBlocks, Quantiser, Sign
 from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Selector, Threshold, TopK
 from cfedavg.compress.stages import INFINITE, client_of_value
-from cfedavg.errors import InputError, NotFinite
+from cfedavg.errors import InputError
 from cfedavg.keys import Purpose
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Levels, Payload
@@ -56,7 +56,7 @@ class Compressor:
         words = words.reshape(-1).to(p.device)
         if len(words) != len(block):
             raise InputError(f"a block of {len(block)} vectors needs as many keys, not {len(words)}")
-        check_finite(block)
+        self.selector.check(block)
         layout = layout or Layout.flat(block.shape[1])
         selection = self.selector.select(block, keyed.derive(words, Purpose.SELECT), layout)
         values: Floats | Levels
@@ -138,9 +138,3 @@ def parse(text: str, field: str = "compressor") -> Compressor:
     if len(stages) == 2 and not isinstance(stages[1], Quantiser):
         raise InputError(f"{field}: {parse_call(text.split('>>')[1], field)[0]!r} is not a quantiser")
     return Compressor(*stages)
-
-
-def check_finite(p: Tensor) -> None:
-    """Raises NotFinite, which names the rows, if p (n, d) holds NaN or Inf."""
-    if not bool(torch.isfinite(p).all()):
-        raise NotFinite((~torch.isfinite(p).all(-1)).nonzero()[:, 0].tolist())

@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cfedavg import keys as keyed
+from cfedavg.compress.largest import largest
 from cfedavg.compress.stages import (
     INFINITE,
     Stage,
     check_comp,
+    check_finite,
     offsets_of,
     prefix_sums,
     row_sums,
     unit_of,
 )
-from cfedavg.errors import InputError
+from cfedavg.errors import InputError, NotFinite
 from cfedavg.layout import Layout
 from cfedavg.payload import Mask
 
@@ -50,6 +53,10 @@ class Selector(Stage):
     def most(self, layout: Layout) -> int:
         """The largest number of coordinates that one client can keep."""
         return layout.d
+
+    def check(self, p: Tensor) -> None:
+        """Raises NotFinite if p holds NaN or Inf; nothing to do for a selector that finds them on its way."""
+        check_finite(p)
 
     def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
         keep = self.keep(p, keys, layout)
@@ -110,6 +117,35 @@ class TopK(Selector):
     def _k(self, d: int) -> int:
         assert self.comp is not None
         return max(1, round((1 - self.comp) * d))
+
+    def _by_radix(self, p: Tensor) -> bool:
+        """Whether `largest` does the work, which needs NumPy's arrays; torch's own selection else."""
+        on_cpu = p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64)
+        return on_cpu and self.comp is not None and len(p) > 0
+
+    def check(self, p: Tensor) -> None:
+        if not self._by_radix(p):
+            super().check(p)
+
+    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
+        if not self._by_radix(p):
+            return super().select(p, keys, layout)
+        rows = [self._largest(row, layout) for row in p.detach().numpy()]
+        if bad := [i for i, (_, finite) in enumerate(rows) if not finite]:
+            raise NotFinite(bad)
+        counts = torch.tensor([len(indices) for indices, _ in rows])
+        indices = torch.from_numpy(np.concatenate([indices for indices, _ in rows]))
+        return Selection(offsets_of(counts), indices, p[torch.repeat_interleave(counts), indices])
+
+    def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
+        """What `keep` keeps of one vector on the CPU, as indices; and whether the vector is finite."""
+        row = np.ascontiguousarray(row)
+        if not self.per_tensor:
+            return largest(row, self._k(len(row)))
+        parts = [part for part in layout.slices() if part.start < part.stop]
+        found = [largest(row[part], self._k(part.stop - part.start)) for part in parts]
+        indices = [part.start + each for part, (each, _) in zip(parts, found, strict=True)]
+        return np.concatenate(indices), all(finite for _, finite in found)
 
     def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
         if self.per_tensor:

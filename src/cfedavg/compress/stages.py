@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfedavg.errors import InputError
+from cfedavg.errors import InputError, NotFinite
 
 INFINITE = math.inf
 
@@ -81,3 +81,9 @@ def check_comp(comp: float) -> None:
 def check_block(block: int) -> None:
     if not (isinstance(block, int) and 1 <= block < 2**31):
         raise InputError(f"block = {block} must be a whole number from 1 to 2^31 - 1")
+
+
+def check_finite(p: Tensor) -> None:
+    """Raises NotFinite, which names the rows, if p (n, d) holds NaN or Inf."""
+    if not bool(torch.isfinite(p).all()):
+        raise NotFinite((~torch.isfinite(p).all(-1)).nonzero()[:, 0].tolist())

@@ -7,22 +7,23 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from cfedavg.algorithm import average, feed_back, local_update, server_update
+from cfedavg.engines.ledger import Ledger, dense_bytes
 from cfedavg.errors import Diverged, InputError, NotFinite
 from cfedavg.evaluate import evaluate
 from cfedavg.keys import Purpose, key, signed
 from cfedavg.layout import Layout
 from cfedavg.local import Vectors, after, batches, local_sgd, to_device
 from cfedavg.metrics import Record, Reply, summarise
-from cfedavg.payload import Floats, Payload
+from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.state import State, norm2
 from cfedavg.task import Task
-from cfedavg.wire import encode
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
@@ -41,11 +42,12 @@ class Sent:
 class ReferenceEngine:
     """Runs the clients of a round one after another on one device."""
 
-    def __init__(self, plan: Plan, task: Task, device: torch.device) -> None:
+    def __init__(self, plan: Plan, task: Task, device: torch.device, messages: Path | None = None) -> None:
         self.plan, self.task, self.device = plan, task, device
         self.dtype = PRECISIONS[plan.config.precision]
         self.vectors = Vectors(copy.deepcopy(task.model).to(device, self.dtype))
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
+        self.ledger = Ledger(self.layout, messages)
 
     def start(self) -> State:
         x, b = self.vectors.read()
@@ -66,7 +68,7 @@ class ReferenceEngine:
         residuals = state.residuals
         if plan.config.error_feedback:
             residuals = residuals.updated({s.reply.client: s.e_next for s in sent})
-        down = len(self._message(state.x, self.layout)) + len(self._message(state.b, self._b_layout))
+        down = dense_bytes(state.x, self.layout) + dense_bytes(state.b, self._b_layout)
         record = summarise(
             [s.reply for s in sent], len(sampled) - len(sent), self.layout.d, _mean_norm2([s.g for s in sent])
         )
@@ -120,7 +122,7 @@ class ReferenceEngine:
         if not math.isfinite(loss):
             raise NotFinite([client])
         lost = plan.lost(t, client)
-        up = len(encode(payload.numpy(), self.layout)) + len(self._message(b_K, self._b_layout))
+        up = self.ledger.replies(t, [client], payload)[0] + dense_bytes(b_K, self._b_layout)
         reply = Reply(
             client, work.K, loss, norm2(g), norm2(g + e), norm2(e_next), sum(payload.counts()), up, lost
         )
@@ -136,14 +138,6 @@ class ReferenceEngine:
     @property
     def _b_layout(self) -> Layout:
         return self.vectors.buffer_layout
-
-    def _message(self, vector: Tensor, layout: Layout) -> bytes:
-        """A dense vector as it travels; nothing where there is nothing to send."""
-        if not len(vector):
-            return b""
-        dtype = "fp64" if vector.dtype == torch.float64 else "fp32"
-        offsets = torch.tensor([0, len(vector)])
-        return encode(Payload(len(vector), offsets, None, Floats(vector, dtype)).numpy(), layout)
 
     def _seconds(self, sent: list[Sent], sampled: list[int], down: int) -> float | None:
         """Simulated seconds: the round ends when the slowest client's reply is there."""

@@ -1,93 +1,132 @@
-"""A first, plain encoding: a fixed header, then indices as uint32 and values as they lie in memory."""
+"""Payload <-> bytes: a header, a section for the coordinates, two for the values, a checksum.
+
+docs/wire.md specifies the format; the files in tests/golden pin it.
+"""
 
 from __future__ import annotations
 
-import struct
+import zlib
 
 import numpy as np
 
-from cfedavg import keys as keyed
 from cfedavg.layout import Layout
-from cfedavg.payload import Floats, Levels, Mask, Payload, blocks
+from cfedavg.payload import Payload
+from cfedavg.wire.coordinates import MASK, pack_coordinates, unpack_coordinates, where_of
+from cfedavg.wire.header import CHECKSUM, SIZE, Header, Where, WireError, read_header
+from cfedavg.wire.tensors import Tensors
+from cfedavg.wire.values import check_lengths, coding_of, kind_of, pack_values, unpack_values
 
-MAGIC = b"CFA0"
-# magic, where, what, level bytes, schema hash, d, k, block, top, mask key, mask keep
-HEADER = struct.Struct("<4sBBBxQQQQHxxqQ")
-ALL, INDEXED, DRAWN = range(3)
-WHAT = ("fp32", "fp64", "bf16", "levels")
-DTYPES = {"fp32": "<f4", "fp64": "<f8", "bf16": "<i2", 1: "<i1", 2: "<i2"}
-
-
-class WireError(ValueError):
-    """A message that cannot be decoded; says what is wrong with it."""
+Sections = tuple[bytes, bytes, bytes]
 
 
-def encode(payload: Payload, layout: Layout) -> bytes:
-    """The message of one client, whose payload holds NumPy arrays (see Payload.numpy)."""
+def encode(payload: Payload, layout: Layout, *, client: int = 0, sequence: int = 0, round: int = 0) -> bytes:
+    """The message of one client, whose payload holds NumPy arrays (see Payload.numpy).
+
+    >>> import torch
+    >>> from cfedavg import parse
+    >>> payload = parse("topk(0.5) >> bf16").compress(torch.tensor([1.0, -2.0]), key=0).numpy()
+    >>> message = encode(payload, Layout.flat(2))
+    >>> decode(message, layout=Layout.flat(2)).indices
+    array([1])
+    """
+    sections = _sections(payload, layout)
+    where, kind = where_of(payload), kind_of(payload.values)
+    header = Header(
+        where,
+        kind,
+        coding_of(kind, where),
+        layout.schema_hash,
+        payload.d,
+        payload.counts()[0],
+        client,
+        sequence,
+        round,
+        *map(len, sections),
+    )
+    body = header.pack() + b"".join(sections)
+    return body + CHECKSUM.pack(zlib.crc32(body))
+
+
+def measure(payload: Payload, layout: Layout) -> list[int]:
+    """The exact number of bytes of each client's message: len(encode(...)), without putting it together."""
+    one_by_one = (_sections(client, layout) for client in payload.clients())
+    return [SIZE + sum(map(len, sections)) + CHECKSUM.size for sections in one_by_one]
+
+
+def _sections(payload: Payload, layout: Layout) -> Sections:
     if len(payload) != 1:
-        raise ValueError("encode takes the payload of one client: see Payload.clients")
-    values, k = payload.values, payload.counts()[0]
-    sections = []
-    if payload.indices is not None and payload.mask is None:
-        sections.append(payload.indices.astype("<u4"))
-    if isinstance(values, Floats):
-        what, width, block, top = WHAT.index(values.dtype), 0, 0, 0
-        sections.append(values.data.astype(DTYPES[values.dtype]))
-    else:
-        what, width, block, top = WHAT.index("levels"), values.levels.itemsize, values.block, values.top
-        sections += [values.levels.astype(DTYPES[width]), values.scales.astype("<f4")]
-    where = DRAWN if payload.mask else ALL if payload.indices is None else INDEXED
-    key, keep = (int(payload.mask.keys[0]), payload.mask.keep) if payload.mask else (0, 0)
-    head = HEADER.pack(MAGIC, where, what, width, layout.schema_hash, payload.d, k, block, top, key, keep)
-    return head + b"".join(section.tobytes() for section in sections)
+        raise WireError(
+            f"a message holds the payload of one client, not of {len(payload)}: see Payload.clients"
+        )
+    if payload.d != layout.d:
+        raise WireError(f"the payload is of d = {payload.d} coordinates, the layout of {layout.d}")
+    tensors = Tensors.of(layout)
+    return pack_coordinates(payload, tensors), *pack_values(payload, where_of(payload), tensors)
 
 
-def decode(data: bytes, *, layout: Layout) -> Payload:
-    """The payload of a message; raises only WireError."""
-    if len(data) < HEADER.size or data[:4] != MAGIC:
-        raise WireError("not a message of this format")
-    _, where, what, width, schema, d, k, block, top, key, keep = HEADER.unpack_from(data)
-    if schema != layout.schema_hash or d != layout.d:
+def decode(
+    data: bytes,
+    *,
+    layout: Layout,
+    kmax: int | None = None,
+    max_bytes: int | None = None,
+    client: int | None = None,
+    sequence: int | None = None,
+) -> Payload:
+    """The payload of a message; raises only WireError, and before it allocates anything large.
+
+    `kmax` is the most coordinates that are accepted (all, if not given), `max_bytes` the longest message
+    (more than any payload of this layout needs, if not given). `client` and `sequence`, if given, must be
+    those of the message.
+    """
+    most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
+    if len(data) > most:
+        raise WireError(f"the message has {len(data)} bytes, more than the {most} that are accepted")
+    header = read_header(data)
+    _check_sender(header, client, sequence)
+    _check_header(header, layout, layout.d if kmax is None else kmax)
+    coordinates, coded, copied = _cut(memoryview(data), header)
+    check_lengths(header, copied)
+    body, checksum = memoryview(data)[: -CHECKSUM.size], memoryview(data)[-CHECKSUM.size :]
+    if zlib.crc32(body) != CHECKSUM.unpack(checksum)[0]:
+        raise WireError("the checksum does not fit: the message was damaged on its way")
+    tensors = Tensors.of(layout)
+    indices, mask = unpack_coordinates(coordinates, header, tensors)
+    values = unpack_values(coded, copied, header, indices, tensors)
+    return Payload(header.d, np.array([0, header.k]), indices, values, mask)
+
+
+def _check_sender(header: Header, client: int | None, sequence: int | None) -> None:
+    if client is not None and header.client != client:
+        raise WireError(f"the message is of client {header.client}, not of client {client}")
+    if sequence is not None and header.sequence != sequence:
+        raise WireError(f"the message has sequence number {header.sequence}, {sequence} was expected")
+
+
+def _check_header(header: Header, layout: Layout, kmax: int) -> None:
+    """That the message is for this model, and does not contradict itself."""
+    if header.schema != layout.schema_hash or header.d != layout.d:
         raise WireError("the message is for another model: names, shapes, dtypes or order differ")
-    if where > DRAWN or what >= len(WHAT) or k > d or (where == ALL and k != d):
-        raise WireError("the header contradicts itself")
-    sizes = _section_sizes(where, what, width, k, block)
-    if len(data) != HEADER.size + sum(n * np.dtype(dtype).itemsize for n, dtype in sizes):
-        raise WireError("the message is cut short or too long")
-    sections, start = [], HEADER.size
-    for n, dtype in sizes:
-        sections.append(np.frombuffer(data, dtype, n, start))
-        start += sections[-1].nbytes
-    indices = _indices(where, sections, d, k, key, keep)
-    values: Floats | Levels
-    if WHAT[what] == "levels":
-        values = Levels(sections[-2], sections[-1], block, top)
-    else:
-        values = Floats(sections[-1], WHAT[what])
-    mask = Mask(np.array([key]), keep) if where == DRAWN else None
-    return Payload(d, np.array([0, k]), indices, values, mask)
+    if header.k > min(kmax, header.d):
+        raise WireError(f"the message has k = {header.k} coordinates, more than {min(kmax, header.d)}")
+    if header.where is Where.ALL and header.k != header.d:
+        raise WireError(f"the message has all coordinates and k = {header.k}, which is not d = {header.d}")
+    if header.coding is not coding_of(header.kind, header.where):
+        raise WireError(
+            f"{header.kind.name} values of {header.where.name} coordinates are not {header.coding.name}"
+        )
 
 
-def _section_sizes(where: int, what: int, width: int, k: int, block: int) -> list[tuple[int, str]]:
-    sizes = [(k, "<u4")] if where == INDEXED else []
-    if WHAT[what] != "levels":
-        return [*sizes, (k, DTYPES[WHAT[what]])]
-    if width not in (1, 2):
-        raise WireError(f"levels of {width} bytes do not exist")
-    return [*sizes, (k, DTYPES[width]), (blocks(k, block), "<f4")]
-
-
-def _indices(
-    where: int, sections: list[np.ndarray], d: int, k: int, key: int, keep: int
-) -> np.ndarray | None:
-    if where == ALL:
-        return None
-    if where == DRAWN:
-        drawn = np.flatnonzero(keyed.bits53(key, np.arange(d, dtype=np.int64)) < keep)
-        if len(drawn) != k:
-            raise WireError(f"the mask keeps {len(drawn)} coordinates, the message says {k}")
-        return drawn
-    indices = sections[0].astype(np.int64)
-    if k and (indices[-1] >= d or (np.diff(indices) <= 0).any()):
-        raise WireError("the indices are not increasing below d")
-    return indices
+def _cut(data: memoryview, header: Header) -> tuple[memoryview, memoryview, memoryview]:
+    """The three sections, which fill the message exactly."""
+    needed = header.message_bytes
+    if len(data) < needed:
+        raise WireError(f"the message is cut short: {len(data)} bytes of {needed}")
+    if len(data) > needed:
+        raise WireError(f"the message goes on after its end: {len(data)} bytes instead of {needed}")
+    fixed = {Where.ALL: 0, Where.DRAWN: MASK.size}.get(header.where, header.index_bytes)
+    if header.index_bytes != fixed:
+        raise WireError(f"the section of the indices has {header.index_bytes} bytes instead of {fixed}")
+    values = SIZE + header.index_bytes
+    copied = values + header.value_bytes
+    return data[SIZE:values], data[values:copied], data[copied : -CHECKSUM.size]

@@ -1,0 +1,32 @@
+"""How inner loops are compiled: to machine code by numba, once, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+F = TypeVar("F", bound=Callable[..., Any])
+Int = Any  # a machine integer, of a width and sign that the compiler finds out
+
+
+@cache
+def _stamp(folder: Path) -> str:
+    """A hash of all modules in a folder."""
+    texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+def kernel(function: F) -> F:
+    """A function of numbers and NumPy arrays as machine code; it lets other threads run meanwhile."""
+    compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    compiled.enable_caching()
+    # numba compiles a function anew when its own file has changed. But kernels call each other across the
+    # files of a room, and what is compiled contains what it calls: any change there makes all of them new.
+    compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+    result: F = compiled
+    return result

@@ -1,0 +1,87 @@
+"""The first bytes of a message: who sends what to which model, how it is coded, how long the sections are."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+MAGIC, VERSION = b"CFAV", 1
+CHECKSUM = struct.Struct("<I")  # the CRC-32 of everything before it
+# magic, version, then the fields of Header in their order
+_STRUCT = struct.Struct("<4sBBBBQQQQQIQQQ")
+SIZE = _STRUCT.size
+
+
+class WireError(ValueError):
+    """A message that cannot be decoded, or a payload that cannot be encoded; says what is wrong with it."""
+
+
+class Where(IntEnum):
+    """Which coordinates are sent."""
+
+    ALL = 0
+    DRAWN = 1
+    LISTED = 2
+
+
+class Kind(IntEnum):
+    """What the values are: floats, or levels with scales."""
+
+    FP32 = 0
+    FP64 = 1
+    BF16 = 2
+    INT8 = 3
+    INT16 = 4
+
+
+class Coding(IntEnum):
+    """How the values are written: as they lie in memory, or entropy-coded."""
+
+    PLAIN = 0
+    CODED = 1
+
+
+class Header(NamedTuple):
+    """What a message says of itself. The last three fields are the lengths of its sections."""
+
+    where: Where
+    kind: Kind
+    coding: Coding
+    schema: int
+    d: int
+    k: int
+    client: int
+    sequence: int
+    round: int
+    index_bytes: int
+    value_bytes: int
+    raw_bytes: int
+
+    @property
+    def message_bytes(self) -> int:
+        """How long the whole message must be."""
+        return SIZE + self.index_bytes + self.value_bytes + self.raw_bytes + CHECKSUM.size
+
+    def pack(self) -> bytes:
+        return _STRUCT.pack(MAGIC, VERSION, *self)
+
+
+def read_header(data: bytes) -> Header:
+    """The header of a message; nothing else of it is looked at.
+
+    >>> from cfedavg import Layout, encode, parse
+    >>> import torch
+    >>> message = encode(parse("topk(0.5)").compress(torch.ones(4), key=0).numpy(), Layout.flat(4), client=7)
+    >>> read_header(message).client, read_header(message).k
+    (7, 2)
+    """
+    if len(data) < SIZE or bytes(data[:4]) != MAGIC:
+        raise WireError(f"not a message: it must begin with {MAGIC.decode()} and a header of {SIZE} bytes")
+    _, version, where, kind, coding, *numbers = _STRUCT.unpack_from(data)
+    if version != VERSION:
+        raise WireError(f"the message is of version {version}, this program reads version {VERSION}")
+    for name, value, known in (("where", where, Where), ("kind", kind, Kind), ("coding", coding, Coding)):
+        if value not in list(known):
+            raise WireError(f"the header says {name} = {value}, which version {VERSION} does not know")
+    return Header(Where(where), Kind(kind), Coding(coding), *numbers)

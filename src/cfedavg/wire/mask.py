@@ -1,0 +1,27 @@
+"""The coordinates that a key draws, compiled: the same as those of `cfedavg.keys`, which is the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cfedavg.kernel import Int, kernel
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@kernel
+def draw(key: Int, keep: Int, d: Int, indices: np.ndarray) -> Int:
+    """Fills `indices` with the coordinates j < d for which bits53(key, j) < keep; how many there are."""
+    word, n = np.uint64(key), 0
+    for j in range(d):
+        word += GOLDEN
+        z = (word ^ (word >> np.uint64(30))) * MIX_1
+        z = (z ^ (z >> np.uint64(27))) * MIX_2
+        z ^= z >> np.uint64(31)
+        if np.int64(z >> np.uint64(11)) < keep:
+            if n < len(indices):
+                indices[n] = j
+            n += 1
+    return n
