@@ -1,0 +1,115 @@
+"""The payloads behind the files in tests/golden: made of keyed integers, so the same everywhere.
+
+`python -m tests.golden_cases` writes the files that are missing. A file that is there stays as it is: other
+bytes for the same payload need a new version of the format, and new files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from cfedavg import keys
+from cfedavg.layout import Layout
+from cfedavg.payload import Floats, Levels, Mask, Payload, blocks
+from cfedavg.wire import encode
+
+FOLDER = Path(__file__).parent / "golden"
+FLAT = Layout.flat(500)
+NET = Layout(
+    ("conv", "conv.bias", "fc", "fc.bias", "scale"),
+    ((8, 4, 3, 3), (8,), (40, 50), (40,), ()),
+    ("float32",) * 5,
+)
+
+
+def draw(name: str, n: int, below: int) -> np.ndarray:
+    """n numbers from 0 to below - 1 that depend on the name alone."""
+    seed = int.from_bytes(name.encode(), "little") % 2**62
+    return keys.bits53(seed, np.arange(n, dtype=np.int64)) % below
+
+
+def uneven(layout: Layout) -> np.ndarray:
+    """Indices that crowd in a few rows and columns, as those of an update do."""
+    kept = np.zeros(layout.d, bool)
+    for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
+        if len(shape) < 2:
+            kept[part] = draw(name, part.stop - part.start, 100) < 9
+            continue
+        rows = 2 ** draw(name + "rows", shape[0], 6)
+        columns = 2 ** draw(name + "columns", shape[1], 6)
+        group = (part.stop - part.start) // (shape[0] * shape[1])
+        chance = np.repeat(np.outer(rows, columns).reshape(-1), group)
+        kept[part] = draw(name, part.stop - part.start, 300) < chance
+    return np.flatnonzero(kept)
+
+
+def floats(dtype: str, k: int) -> Floats:
+    """Numbers that crowd above a smallest one, of both signs; made as bit patterns, so nothing is rounded."""
+    upper = 0x3C00 + draw("small", k, 30) + draw("large", k, 2) * draw("wide", k, 200)
+    upper |= (draw("sign", k, 3) == 0) << 15
+    if dtype == "bf16":
+        return Floats(upper.astype(np.uint16).view(np.int16), dtype)
+    if dtype == "fp32":
+        return Floats((upper << 16 | draw("low", k, 1 << 16)).astype(np.uint32).view(np.float32), dtype)
+    return Floats(
+        (upper.astype(np.uint64) << 48 | draw("low", k, 1 << 48).astype(np.uint64)).view(np.float64), dtype
+    )
+
+
+def levels(top: int, block: int, k: int) -> Levels:
+    signed = draw("level", k, 2 * top + 1) - top
+    scales = (0x3F800000 + draw("scale", blocks(k, block), 1 << 20)).astype(np.uint32).view(np.float32)
+    return Levels(signed.astype(np.int8 if top < 128 else np.int16), scales, block, top)
+
+
+def signs(k: int) -> Levels:
+    scale = np.full(min(k, 1), 0.25, np.float32)
+    return Levels((1 - 2 * draw("sign", k, 2)).astype(np.int8), scale, 0, 1)
+
+
+def cases() -> Iterator[tuple[str, Layout, Payload]]:
+    """Name, layout and payload of every golden message: each way to say where, with each kind of values."""
+    key, keep = 1234567890123456789, 2**53 // 10
+    for net, layout in (("flat", FLAT), ("net", NET)):
+        everything = np.arange(layout.d)
+        sets = {
+            "all": (None, None),
+            "drawn": (np.flatnonzero(keys.bits53(key, everything) < keep), Mask(np.array([key]), keep)),
+            "listed": (uneven(layout) if layout is NET else np.flatnonzero(draw("flat", 500, 10) == 0), None),
+        }
+        for where, (indices, mask) in sets.items():
+            k = layout.d if indices is None else len(indices)
+            kinds = {
+                "fp32": floats("fp32", k),
+                "fp64": floats("fp64", k),
+                "bf16": floats("bf16", k),
+                "int8": levels(127, 64, k),
+                "int2": levels(1, 256, k),
+                "qsgd500": levels(500, 256, k),
+                "sign": signs(k),
+            }
+            for kind, values in kinds.items():
+                yield (
+                    f"{net}-{where}-{kind}",
+                    layout,
+                    Payload(layout.d, np.array([0, k]), indices, values, mask),
+                )
+    nothing = np.empty(0, np.int64)
+    yield "net-nothing-bf16", NET, Payload(NET.d, np.array([0, 0]), nothing, floats("bf16", 0))
+    yield "net-nothing-sign", NET, Payload(NET.d, np.array([0, 0]), nothing, signs(0))
+    every = np.arange(FLAT.d)
+    yield "flat-every-bf16", FLAT, Payload(FLAT.d, np.array([0, FLAT.d]), every, floats("bf16", FLAT.d))
+
+
+def message(payload: Payload, layout: Layout) -> bytes:
+    return encode(payload, layout, client=2**40 + 3, sequence=77, round=12)
+
+
+if __name__ == "__main__":
+    for name, layout, payload in cases():
+        path = FOLDER / f"v1-{name}.cfa"
+        if not path.exists():
+            path.write_bytes(message(payload, layout))
