@@ -42,8 +42,9 @@ MAY_IMPORT = {
     "units": set(),
     "report": {"config", "errors", "files", "units", "__init__"},
     "display": {"loop", "metrics", "units"},
-    "cli": {"compress", "config", "data", "display", "errors", "files", "layout", "loop", "report", "sweep",
-            "__init__"},
+    "inspection": {"compress", "errors", "files", "layout", "payload", "wire"},
+    "cli": {"compress", "config", "data", "display", "errors", "files", "inspection", "layout", "loop",
+            "report", "sweep", "__init__"},
 }  # fmt: skip
 
 

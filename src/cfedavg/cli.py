@@ -223,6 +223,22 @@ def compressors(
     Console().print(table)
 
 
+@app.command("inspect")
+def inspect_message(
+    file: Annotated[Path, typer.Argument(help="a message, as `cfedavg run --messages DIR` keeps them")],
+    layout: Annotated[
+        Path | None, typer.Option(help="layout.json of the model", show_default="the one beside FILE")
+    ] = None,
+    dense: Annotated[
+        Path | None, typer.Option(help=".npy file with the vector that was compressed, for the SNR")
+    ] = None,
+) -> None:
+    """Explain a message: header, sections, bits per index and value against the entropy bound, SNR."""
+    from cfedavg.inspection import show
+
+    show(Console(), file, layout, dense)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -55,7 +55,25 @@ class Layout:
             start += size
 
     @cached_property
+    def text(self) -> str:
+        """Names, shapes and dtypes as JSON; `from_text` reads it.
+
+        >>> Layout.from_text('[["w"], [[3, 2]], ["float32"]]').text
+        '[["w"], [[3, 2]], ["float32"]]'
+        """
+        return json.dumps([self.names, self.shapes, self.dtypes])
+
+    @classmethod
+    def from_text(cls, text: str) -> Layout:
+        """Raises ValueError if the text is not that of a layout."""
+        names, shapes, dtypes = json.loads(text)
+        layout = cls(tuple(names), tuple(tuple(shape) for shape in shapes), tuple(dtypes))
+        numbers = [size for shape in layout.shapes for size in shape]
+        if not len(names) == len(shapes) == len(dtypes) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
+        return layout
+
+    @cached_property
     def schema_hash(self) -> int:
-        """64 bits of SHA-256 over names, shapes and dtypes: two models with the same hash can talk."""
-        text = json.dumps([self.names, self.shapes, self.dtypes])
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        """64 bits of SHA-256 over the text: two models with the same hash can talk."""
+        return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little")

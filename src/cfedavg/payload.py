@@ -6,7 +6,7 @@ needs to know which. bf16 travels as its bit pattern in int16, since NumPy has n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -64,18 +64,22 @@ class Payload:
         """How many coordinates each client sends."""
         return [int(n) for n in self.offsets[1:] - self.offsets[:-1]]
 
-    def numpy(self) -> Payload:
-        """The same with NumPy arrays in main memory, which is what the wire reads."""
+    def map(self, convert: Callable[[Array], Array]) -> Payload:
+        """The same with every array converted."""
         values: Floats | Levels
         if isinstance(self.values, Floats):
-            values = replace(self.values, data=_numpy(self.values.data))
+            values = replace(self.values, data=convert(self.values.data))
         else:
             values = replace(
-                self.values, levels=_numpy(self.values.levels), scales=_numpy(self.values.scales)
+                self.values, levels=convert(self.values.levels), scales=convert(self.values.scales)
             )
-        mask = replace(self.mask, keys=_numpy(self.mask.keys)) if self.mask else None
-        indices = None if self.indices is None else _numpy(self.indices)
-        return Payload(self.d, _numpy(self.offsets), indices, values, mask)
+        mask = replace(self.mask, keys=convert(self.mask.keys)) if self.mask else None
+        indices = None if self.indices is None else convert(self.indices)
+        return Payload(self.d, convert(self.offsets), indices, values, mask)
+
+    def numpy(self) -> Payload:
+        """The same with NumPy arrays in main memory, which is what the wire reads."""
+        return self.map(_numpy)
 
     def clients(self) -> Iterator[Payload]:
         """One payload for each client of the block."""

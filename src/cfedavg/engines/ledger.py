@@ -14,7 +14,7 @@ from cfedavg.wire import encode, measure
 
 
 class Ledger:
-    """Counts messages, and keeps the clients' as files if a folder is given.
+    """Counts messages, and keeps the clients' as files, with the layout, if a folder is given.
 
     Counting runs the coders and nothing else of the wire; they let other threads run, so an engine may
     count a round while it trains the next.
@@ -24,6 +24,7 @@ class Ledger:
         self.layout, self.keep = layout, keep
         if keep is not None:
             make_folder(keep, "--messages")
+            write_atomic(keep / "layout.json", layout.text.encode())
 
     def replies(self, t: int, clients: list[int], payload: Payload) -> list[int]:
         """The bytes that each client of a block sends in round t."""

@@ -85,11 +85,7 @@ def decode(
     header = read_header(data)
     _check_sender(header, client, sequence)
     _check_header(header, layout, layout.d if kmax is None else kmax)
-    coordinates, coded, copied = _cut(memoryview(data), header)
-    check_lengths(header, copied)
-    body, checksum = memoryview(data)[: -CHECKSUM.size], memoryview(data)[-CHECKSUM.size :]
-    if zlib.crc32(body) != CHECKSUM.unpack(checksum)[0]:
-        raise WireError("the checksum does not fit: the message was damaged on its way")
+    coordinates, coded, copied = sections_of(data, header)
     tensors = Tensors.of(layout)
     indices, mask = unpack_coordinates(coordinates, header, tensors)
     values = unpack_values(coded, copied, header, indices, tensors)
@@ -101,6 +97,16 @@ def _check_sender(header: Header, client: int | None, sequence: int | None) -> N
         raise WireError(f"the message is of client {header.client}, not of client {client}")
     if sequence is not None and header.sequence != sequence:
         raise WireError(f"the message has sequence number {header.sequence}, {sequence} was expected")
+
+
+def sections_of(data: bytes, header: Header) -> tuple[memoryview, memoryview, memoryview]:
+    """The three sections of a message that is as long as its header says, and undamaged."""
+    coordinates, coded, copied = _cut(memoryview(data), header)
+    check_lengths(header, copied)
+    body, checksum = memoryview(data)[: -CHECKSUM.size], memoryview(data)[-CHECKSUM.size :]
+    if zlib.crc32(body) != CHECKSUM.unpack(checksum)[0]:
+        raise WireError("the checksum does not fit: the message was damaged on its way")
+    return coordinates, coded, copied
 
 
 def _check_header(header: Header, layout: Layout, kmax: int) -> None:

@@ -1,0 +1,75 @@
+"""`cfedavg inspect`: a message shown as tables."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Column, Table
+
+from cfedavg.errors import InputError
+from cfedavg.files import exists
+from cfedavg.layout import Layout
+from cfedavg.payload import Payload
+from cfedavg.wire import WireError, decode, read_header
+from cfedavg.wire.explain import Rows, header_rows, section_rows, tensor_rows
+
+
+def show(console: Console, file: Path, layout: Path | None, dense: Path | None) -> None:
+    """Prints what a message says; with the layout of its model also what is sent of each tensor."""
+    data, beside = _read(file), file.parent / "layout.json"
+    if layout is None and (dense is not None or exists(beside)):
+        layout = beside
+    try:
+        console.print(_table(header_rows(read_header(data)), "header", ""))
+        console.print(_table(section_rows(data), "section", ">bytes", ">bits per coordinate", ""))
+        if layout is None:
+            console.print("not decoded: that needs --layout, the layout.json of the model")
+            return
+        known = _layout(layout)
+        payload = decode(data, layout=known)
+    except WireError as error:
+        raise InputError(f"{file}: {error}") from None
+    console.print(_table(tensor_rows(payload, known), "tensor", "shape", ">sent", ">share"))
+    if dense is not None:
+        console.print(f"SNR |p|² / |p - C(p)|² = {snr(payload, dense):.6g}", highlight=False)
+
+
+def snr(payload: Payload, dense: Path) -> float:
+    """How much of the vector in a .npy file the message carries."""
+    import torch
+
+    from cfedavg.compress import decompress
+
+    try:
+        p = np.load(dense, allow_pickle=False).reshape(-1).astype(np.float64)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--dense: cannot read {dense} as a NumPy array ({error})") from None
+    if len(p) != payload.d:
+        raise InputError(f"--dense: {dense} has {len(p)} numbers, the message is of {payload.d}")
+    noise = ((p - decompress(payload.map(torch.from_numpy))[0].double().numpy()) ** 2).sum()
+    return float((p**2).sum() / noise) if noise else math.inf
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from None
+
+
+def _layout(path: Path) -> Layout:
+    try:
+        return Layout.from_text(_read(path).decode())
+    except (ValueError, TypeError):
+        raise InputError(f"--layout: {path} is not the layout of a model") from None
+
+
+def _table(rows: Rows, *columns: str) -> Table:
+    """A column whose name begins with > holds numbers."""
+    table = Table(*(Column(c.lstrip(">"), justify="right" if c.startswith(">") else "left") for c in columns))
+    for row in rows:
+        table.add_row(*row)
+    return table

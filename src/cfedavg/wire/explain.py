@@ -1,0 +1,74 @@
+"""A message in words and numbers, for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from cfedavg.layout import Layout
+from cfedavg.payload import Payload
+from cfedavg.wire.format import sections_of
+from cfedavg.wire.header import CHECKSUM, SIZE, VERSION, Header, Kind, Where, read_header
+
+Rows = Sequence[tuple[str, ...]]
+
+WHERE = {Where.ALL: "all coordinates", Where.DRAWN: "drawn from a key", Where.LISTED: "listed"}
+KIND = {
+    Kind.FP32: "32-bit floats",
+    Kind.FP64: "64-bit floats",
+    Kind.BF16: "bf16",
+    Kind.INT8: "levels of 8 bits, with scales",
+    Kind.INT16: "levels of 16 bits, with scales",
+}
+
+
+def header_rows(header: Header) -> Rows:
+    """What the header says: (field, value)."""
+    return [
+        ("version", f"{VERSION}"),
+        ("sender", f"client {header.client}, message {header.sequence}, round {header.round}"),
+        ("model", f"schema {header.schema:016x}, d = {header.d:,}"),
+        ("coordinates", f"k = {header.k:,} ({header.k / max(header.d, 1):.3%}), {WHERE[header.where]}"),
+        ("values", f"{KIND[header.kind]}, {header.coding.name.lower()}"),
+    ]
+
+
+def entropy_bound(d: int, k: int) -> float:
+    """log2 C(d, k) / k: bits per index of a set of k out of d that could be any.
+
+    >>> round(entropy_bound(582_026, 5820), 2)
+    8.08
+    """
+    if not 0 < k < d:
+        return 0.0
+    return (math.lgamma(d + 1) - math.lgamma(k + 1) - math.lgamma(d - k + 1)) / math.log(2) / k
+
+
+def section_rows(data: bytes) -> Rows:
+    """Where the bytes go: (section, bytes, bits per coordinate, remark). Checks lengths and checksum."""
+    header = read_header(data)
+    sections_of(data, header)
+    k, bound = max(header.k, 1), entropy_bound(header.d, header.k)
+    bits = 8 * header.index_bytes / k
+    rows = [("header and checksum", SIZE + CHECKSUM.size, ""), ("coordinates", header.index_bytes, "")]
+    if header.where is Where.LISTED and bound:
+        rows[1] = ("coordinates", header.index_bytes, f"{bits / bound:.3f} of the entropy bound, {bound:.2f}")
+    if header.where is Where.DRAWN:
+        rows[1] = ("coordinates", header.index_bytes, f"a key; the entropy bound is {bound:.2f}")
+    rows += [("values, coded", header.value_bytes, ""), ("values, copied", header.raw_bytes, "")]
+    dense = 4 * header.d / len(data)
+    rows += [("message", len(data), f"{dense:.3g} times shorter than {4 * header.d:,} bytes of fp32")]
+    return [(name, f"{size:,}", f"{8 * size / k:.2f}", remark) for name, size, remark in rows]
+
+
+def tensor_rows(payload: Payload, layout: Layout) -> Rows:
+    """What is sent of each tensor: (name, shape, coordinates, share)."""
+    indices = np.arange(payload.d) if payload.indices is None else payload.indices
+    rows = []
+    for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
+        sent = int(np.searchsorted(indices, part.stop) - np.searchsorted(indices, part.start))
+        share = sent / max(part.stop - part.start, 1)
+        rows.append((name, " x ".join(map(str, shape)) or "number", f"{sent:,}", f"{share:.2%}"))
+    return rows

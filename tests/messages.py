@@ -1,0 +1,84 @@
+"""Good messages of every selector and quantiser, and the means to spoil them."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from cfedavg import Layout, Payload, encode, parse
+from cfedavg.wire import read_header
+from cfedavg.wire.header import CHECKSUM, SIZE
+
+SHAPES = ((6, 5, 3, 3), (6,), (20, 30), (20,), (7, 20), (7,), ())
+MODEL = Layout(tuple("abcdefg"), SHAPES, ("float32",) * len(SHAPES))
+FLAT = Layout.flat(600)
+WIDE = Layout(("wide",), ((120, 150),), ("float32",))
+SELECTORS = ("none", "topk(0.9)", "topk(0)", "rd(0.9)", "threshold(0.5)", "proportional(0.9)")
+QUANTISERS = ("fp64", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)", "qsgd(500)")
+CLIENT, SEQUENCE = 3, 5  # who sends them
+
+
+class Good(NamedTuple):
+    """A message that decodes."""
+
+    layout: Layout
+    message: bytes
+
+
+def payload(selector: str, quantiser: str = "fp32", layout: Layout = MODEL, zero: bool = False) -> Payload:
+    """What one client sends of a vector that looks like an update: rows and columns differ in size."""
+    generator = torch.Generator().manual_seed(1)
+    parts = []
+    for shape in layout.shapes:
+        sides = (shape[0], shape[1], math.prod(shape[2:])) if len(shape) > 1 else (1, 1, math.prod(shape))
+        part = torch.randn(sides, generator=generator)
+        part *= torch.randn(sides[0], 1, 1, generator=generator).exp()
+        part *= torch.randn(sides[1], 1, generator=generator).exp()
+        parts.append(part.flatten())
+    vector = torch.cat(parts) * (not zero)
+    if quantiser in ("fp64", "fp32"):  # what the vector is: without a quantiser, values stay as they are
+        text, vector = selector, vector.double() if quantiser == "fp64" else vector
+    else:
+        text = f"{selector} >> {quantiser}"
+    return parse(text).compress(vector, key=7, layout=layout).numpy()
+
+
+def good_messages() -> Iterator[Good]:
+    """Every selector with every quantiser; some of a larger model; some that send nothing."""
+    cases = [(s, q, layout, False) for layout in (MODEL, FLAT) for s in SELECTORS for q in QUANTISERS]
+    cases += [("topk(0.9)", q, WIDE, False) for q in QUANTISERS[1:4]]
+    cases += [("threshold(0.5)", q, layout, True) for layout in (MODEL, FLAT) for q in QUANTISERS]
+    for selector, quantiser, layout, zero in cases:
+        message = payload(selector, quantiser, layout, zero)
+        yield Good(layout, encode(message, layout, client=CLIENT, sequence=SEQUENCE, round=1))
+
+
+def sections(message: bytes) -> tuple[bytes, bytes, bytes]:
+    """The coordinates, the coded values, the copied values."""
+    header = read_header(message)
+    values = SIZE + header.index_bytes
+    copied = values + header.value_bytes
+    return message[SIZE:values], message[values:copied], message[copied : -CHECKSUM.size]
+
+
+def sealed(body: bytes) -> bytes:
+    """With the checksum that it needs."""
+    return body + CHECKSUM.pack(zlib.crc32(body))
+
+
+def forged(
+    message: bytes,
+    coordinates: bytes | None = None,
+    coded: bytes | None = None,
+    copied: bytes | None = None,
+    **fields: Any,
+) -> bytes:
+    """The message with other sections, the lengths that they have, then other fields; with a checksum."""
+    given = zip((coordinates, coded, copied), sections(message), strict=True)
+    parts = [old if new is None else new for new, old in given]
+    lengths = dict(zip(("index_bytes", "value_bytes", "raw_bytes"), map(len, parts), strict=True))
+    return sealed(read_header(message)._replace(**lengths | fields).pack() + b"".join(parts))

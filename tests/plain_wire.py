@@ -1,0 +1,496 @@
+"""A decoder of the wire format in plain Python: slow, readable, and the oracle of the fast one.
+
+It is written from docs/wire.md alone, without a look at src/cfedavg/wire, and so shows that the page is
+enough to write one. It reads nothing but the standard library offers, and holds everything as Python ints
+and lists: numbers stay bit patterns, so that they can be compared bit for bit. It refuses what is no message
+for the given model, but leaves out checks that are of use to a receiver only (who sends, how much, finite).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+ALL, DRAWN, LISTED = range(3)  # where
+FP32, FP64, BF16, LEVELS8, LEVELS16 = range(5)  # kind
+PLAIN, CODED = range(2)  # coding
+
+HEADER = struct.Struct("<4s4B5QI3Q")
+VALUES_A_BYTE = 11_354
+MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first 76 bytes."""
+
+    magic: bytes
+    version: int
+    where: int
+    kind: int
+    coding: int
+    schema: int
+    d: int
+    k: int
+    client: int
+    sequence: int
+    round: int
+    lengths: tuple[int, int, int]
+
+
+@dataclass
+class Message:
+    """All that a message says."""
+
+    header: Header
+    values: list[int]  # levels, or the bit patterns of floats
+    indices: list[int] | None = None  # None: all coordinates
+    key: int | None = None
+    keep: int | None = None
+    scales: list[int] = field(default_factory=list)  # bit patterns of fp32
+    block: int | None = None
+    top: int | None = None
+    by_tensor: bool | None = None  # listed coordinates: tensor by tensor, or all in one set
+    modes: list[int] = field(default_factory=list)  # which classes each tensor that says so has, 0 to 3
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies in the vector, and its rows and columns of groups of coordinates."""
+
+    start: int
+    rows: int
+    columns: int
+    group: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns * self.group
+
+
+def decode(
+    data: bytes, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[str]
+) -> Message:
+    """Read a message for the model whose tensors have these names, shapes and dtypes."""
+    header = read_header(data)
+    tensors = split(shapes)
+    check_model(header, schema_hash(names, shapes, dtypes), sum(tensor.size for tensor in tensors))
+    check_sections(header, data)
+    places, coded, copied = sections(header, data)
+    message = Message(header, [])
+    read_coordinates(message, places, tensors)
+    if header.coding == CODED:
+        heads = read_heads(message, coded, tensors)
+        read_tails(message, heads, copied)
+    else:
+        message.values = split_numbers(copied, {FP32: 4, FP64: 8}[header.kind])
+    return message
+
+
+# The header
+
+
+def read_header(data: bytes) -> Header:
+    require(len(data) >= HEADER.size + 4, "too short for a message")
+    *fields, first, second, third = HEADER.unpack_from(data)
+    header = Header(*fields, (first, second, third))
+    require(header.magic == b"CFAV", "not a message: wrong magic")
+    require(header.version == 1, "unknown version")
+    require(header.where <= LISTED, "unknown where")
+    require(header.kind <= LEVELS16, "unknown kind")
+    require(header.coding <= CODED, "unknown coding")
+    return header
+
+
+def check_model(header: Header, schema: int, d: int) -> None:
+    require(header.schema == schema, "the schema is that of another model")
+    require(header.d == d, "d is that of another model")
+    require(header.k <= d, "k exceeds d")
+    require(header.where != ALL or header.k == d, "all coordinates, but k is not d")
+    plain = header.where == ALL and header.kind in (FP32, FP64)
+    require(header.coding == (PLAIN if plain else CODED), "the coding does not go with where and kind")
+
+
+def check_sections(header: Header, data: bytes) -> None:
+    places, coded, copied = header.lengths
+    require(HEADER.size + places + coded + copied + 4 == len(data), "the section lengths do not add up")
+    require(header.where != ALL or places == 0, "section 1 must be empty")
+    require(header.where != DRAWN or places == 16, "section 1 must have 16 bytes")
+    if header.coding == PLAIN:
+        require(coded == 0, "section 2 must be empty")
+    require(header.coding == PLAIN or header.k <= VALUES_A_BYTE * (coded + 8), "section 2 is too short")
+    checksum = int.from_bytes(data[-4:], "little")
+    section3 = data[HEADER.size + places + coded : -4]
+    require(copied == copied_length(header, section3), "section 3 has a wrong length")
+    require(zlib.crc32(data[:-4]) == checksum, "wrong checksum")
+
+
+def copied_length(header: Header, section: bytes) -> int:
+    """How long section 3 must be."""
+    if header.kind in (LEVELS8, LEVELS16):
+        require(len(section) >= 6, "section 3 is too short")
+        block = int.from_bytes(section[:4], "little")
+        return 6 + 4 * number_of_scales(header.k, block)
+    if header.coding == PLAIN:
+        return header.k * {FP32: 4, FP64: 8}[header.kind]
+    return header.k * {FP32: 2, FP64: 6, BF16: 0}[header.kind]
+
+
+def number_of_scales(k: int, block: int) -> int:
+    if block == 0:
+        return min(k, 1)
+    return -(-k // block)
+
+
+def sections(header: Header, data: bytes) -> list[bytes]:
+    found = []
+    start = HEADER.size
+    for length in header.lengths:
+        found.append(data[start : start + length])
+        start += length
+    return found
+
+
+def schema_hash(names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
+    text = json.dumps([list(names), [list(shape) for shape in shapes], list(dtypes)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def split(shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors one after another, those without elements left out."""
+    tensors: list[Tensor] = []
+    start = 0
+    for shape in shapes:
+        size = math.prod(shape)
+        if size == 0:
+            continue
+        if len(shape) < 2:
+            tensors.append(Tensor(start, 1, 1, size))
+        else:
+            tensors.append(Tensor(start, shape[0], shape[1], size // (shape[0] * shape[1])))
+        start += size
+    return tensors
+
+
+# The range coder
+
+
+@dataclass
+class Context:
+    """The probability of a 1, in units of 2^-16, and the number of bits seen."""
+
+    p: int = 32768
+    n: int = 0
+
+    def learn(self, bit: int) -> None:
+        rate = 131072 // (2 * self.n + 3)
+        if bit:
+            self.p = min(self.p + ((65536 - self.p) * rate >> 16), 65504)
+        else:
+            self.p = max(self.p - (self.p * rate >> 16), 32)
+        self.n = min(self.n + 1, 255)
+
+
+def contexts(number: int) -> list[Context]:
+    return [Context() for _ in range(number)]
+
+
+class Table:
+    """How likely each of some symbols is, from how often it came."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        self.items = 0
+        self.sums = self.make_sums()
+
+    def make_sums(self) -> list[int]:
+        symbols = len(self.counts)
+        share = ((65536 - symbols) << 32) // sum(self.counts)
+        sums = [0]
+        for count in self.counts[:-1]:
+            sums.append(sums[-1] + 1 + (count * share >> 32))
+        return [*sums, 65536]
+
+    def add(self, symbol: int, amount: int) -> None:
+        """Count a symbol, where there is such a one."""
+        if 0 <= symbol < len(self.counts):
+            self.counts[symbol] += amount
+
+    def end_item(self) -> None:
+        """Renew the table after 16, 32, 64, 128 and then every 128 items."""
+        self.items += 1
+        if self.items not in (16, 32, 64) and self.items % 128 != 0:
+            return
+        self.sums = self.make_sums()
+        if self.items >= 128:
+            self.counts = [max(count - (count >> 2), 1) for count in self.counts]
+
+
+class Stream:
+    """The decoder of the range coder."""
+
+    def __init__(self, section: bytes) -> None:
+        self.section = section
+        self.position = 0
+        self.span = MASK64
+        self.code = self.next_word() << 32
+        self.code |= self.next_word()
+
+    def next_word(self) -> int:
+        """The next four bytes; past the end there are zeros."""
+        word = self.section[self.position : self.position + 4].ljust(4, b"\0")
+        self.position += 4
+        return int.from_bytes(word, "big")
+
+    def narrow(self, above: int, width: int) -> None:
+        """Go on with the part of the interval that begins so much above its lower end and is so wide."""
+        self.code -= above
+        self.span = width
+        if self.span < 2**32:
+            self.code = (self.code << 32 | self.next_word()) & MASK64
+            self.span <<= 32
+
+    def bit(self, context: Context) -> int:
+        one = (self.span >> 16) * context.p
+        bit = int(self.code < one)
+        if bit:
+            self.narrow(0, one)
+        else:
+            self.narrow(one, self.span - one)
+        context.learn(bit)
+        return bit
+
+    def number(self, bits: int) -> int:
+        """A number of so many bits, 16 at a time, the upper ones first."""
+        number = 0
+        while bits > 0:
+            part = min(bits, 16)
+            unit = self.span >> part
+            value = min(self.code // unit, 2**part - 1)
+            self.narrow(value * unit, unit)
+            number = number << part | value
+            bits -= part
+        return number
+
+    def count(self, contexts: list[Context]) -> int:
+        last = len(contexts) - 1
+        length = 0
+        while self.bit(contexts[length]) == 0 and length < last:
+            length += 1
+        return 2**length + self.number(length) - 1
+
+    def symbol(self, table: Table) -> int:
+        unit = self.span >> 16
+        share = min(self.code // unit, 65535)
+        symbol = bisect_right(table.sums, share) - 1
+        low, high = table.sums[symbol : symbol + 2]
+        self.narrow(unit * low, unit * (high - low))
+        return symbol
+
+    def end(self) -> None:
+        """The section must end where its encoder would have ended it."""
+        require(not self.section.endswith(b"\0"), "a coded section ends with a zero")
+        require(self.position >= len(self.section), "a coded section is longer than what it says")
+
+
+# Section 1: coordinates
+
+
+def read_coordinates(message: Message, section: bytes, tensors: list[Tensor]) -> None:
+    if message.header.where == ALL:
+        return
+    if message.header.where == DRAWN:
+        message.key, message.keep = struct.unpack("<qQ", section)
+        require(message.keep <= 2**53, "keep exceeds 2^53")
+        message.indices = [j for j in range(message.header.d) if bits53(message.key, j) < message.keep]
+    else:
+        stream = Stream(section)
+        message.indices = read_listed(stream, message, tensors)
+        stream.end()
+    require(len(message.indices) == message.header.k, "not k coordinates")
+
+
+def bits53(key: int, j: int) -> int:
+    """Output j of splitmix64 started at the key, its upper 53 bits."""
+    z = (key + (j + 1) * 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return (z ^ (z >> 31)) >> 11
+
+
+def read_listed(stream: Stream, message: Message, tensors: list[Tensor]) -> list[int]:
+    message.by_tensor = bool(stream.number(1))
+    if not message.by_tensor:
+        return read_set(stream, message.header.d, message.header.k)
+    tensor_counts, block_counts = contexts(48), contexts(48)
+    indices = []
+    for tensor in tensors:
+        n = stream.count(tensor_counts)
+        if n == 0:
+            continue
+        mode = 0
+        if tensor.rows > 1 or tensor.columns > 1:
+            mode = stream.number(2)
+            message.modes.append(mode)
+        if mode == 0:
+            cells = read_set(stream, tensor.size, n)
+        else:
+            cells = read_blocks(stream, tensor, mode, block_counts)
+        require(len(cells) == n, "the blocks do not add up to their tensor")
+        indices += [tensor.start + cell for cell in sorted(cells)]
+    return indices
+
+
+def read_blocks(stream: Stream, tensor: Tensor, mode: int, block_counts: list[Context]) -> list[int]:
+    """The chosen coordinates of a tensor in classes, counted from its start, block after block."""
+    row_classes = read_classes(stream, tensor.rows) if mode & 1 else [1] * tensor.rows
+    column_classes = read_classes(stream, tensor.columns) if mode & 2 else [1] * tensor.columns
+    chosen = []
+    for x in range(1, 5):
+        rows = [row for row in range(tensor.rows) if row_classes[row] == x]
+        for y in range(1, 5):
+            columns = [column for column in range(tensor.columns) if column_classes[column] == y]
+            size = len(rows) * len(columns) * tensor.group
+            if size == 0:
+                continue
+            for cell in read_set(stream, size, stream.count(block_counts)):
+                cell, within = divmod(cell, tensor.group)
+                row, column = divmod(cell, len(columns))
+                place = rows[row] * tensor.columns + columns[column]
+                chosen.append(place * tensor.group + within)
+    return chosen
+
+
+def read_classes(stream: Stream, number: int) -> list[int]:
+    model = contexts(20)
+    classes = []
+    before = 0
+    for _ in range(number):
+        found = 0
+        while found < 4 and stream.bit(model[4 * before + found]) == 0:
+            found += 1
+        classes.append(found)
+        before = found
+    return classes
+
+
+def read_set(stream: Stream, size: int, n: int) -> list[int]:
+    """The n chosen of so many cells, in increasing order."""
+    require(n <= size, "more cells chosen than there are")
+    if n == 0:
+        return []
+    if n == size:
+        return list(range(size))
+    step = 0
+    while size // n >> (step + 2) > 0:
+        step += 1
+    table = Table(uniform_counts(size, n, step))
+    cells = []
+    next_cell = 0
+    for _ in range(n):
+        next_cell += read_gap(stream, table, step)
+        require(next_cell < size, "a cell beyond the last")
+        cells.append(next_cell)
+        next_cell += 1
+    return cells
+
+
+def read_gap(stream: Stream, table: Table, step: int) -> int:
+    steps = 0
+    symbol = 15
+    while symbol == 15:
+        symbol = stream.symbol(table)
+        table.add(symbol, 32)
+        steps += symbol
+    table.end_item()
+    return (steps << step) + stream.number(step)
+
+
+def uniform_counts(size: int, n: int, step: int) -> list[int]:
+    """How often each symbol comes among 256 gaps of a uniform set, times 32."""
+    while size >= 2**31:
+        size >>= 1
+        n = (n + 1) >> 1
+    empty = ((size - n) << 30) // size
+    for _ in range(step):
+        empty = empty * empty >> 30
+    counts = []
+    left = 8192 << 30
+    for _ in range(15):
+        further = (left >> 30) * empty
+        counts.append(max((left - further) >> 30, 1))
+        left = further
+    return [*counts, max(left >> 30, 1)]
+
+
+# Sections 2 and 3: values
+
+
+def read_heads(message: Message, section: bytes, tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Sign and magnitude of every coded value."""
+    k = message.header.k
+    if k == 0:
+        require(not section, "section 2 must be empty")
+        return []
+    levels = message.header.kind in (LEVELS8, LEVELS16)
+    stream = Stream(section)
+    lowest = stream.number(15)
+    spread = stream.number(15)
+    copied = max(spread.bit_length() - 8, 0)
+    table = Table([1] * ((spread >> copied) + 1))
+    rows = row_contexts(message.indices if message.indices is not None else range(k), tensors)
+    heads = []
+    for row in rows:
+        symbol = stream.symbol(table)
+        table.add(symbol, 32)
+        table.add(symbol - 1, 16)
+        table.add(symbol + 1, 16)
+        table.end_item()
+        magnitude = lowest + (symbol << copied) + stream.number(copied)
+        signed = not levels or magnitude != 0 or lowest == spread == 0
+        heads.append((stream.bit(row) if signed else 0, magnitude))
+    stream.end()
+    return heads
+
+
+def row_contexts(indices: Sequence[int], tensors: list[Tensor]) -> list[Context]:
+    """For every coordinate the context of the row in which it lies."""
+    starts = [tensor.start for tensor in tensors]
+    rows = [contexts(tensor.rows) for tensor in tensors]
+    found = []
+    for index in indices:
+        number = bisect_right(starts, index) - 1
+        tensor = tensors[number]
+        found.append(rows[number][(index - tensor.start) // (tensor.columns * tensor.group)])
+    return found
+
+
+def read_tails(message: Message, heads: list[tuple[int, int]], section: bytes) -> None:
+    """What section 3 adds to signs and magnitudes."""
+    if message.header.kind in (LEVELS8, LEVELS16):
+        message.block, message.top = struct.unpack_from("<IH", section)
+        message.scales = split_numbers(section[6:], 4)
+        message.values = [-magnitude if sign else magnitude for sign, magnitude in heads]
+        require(all(magnitude <= message.top for _, magnitude in heads), "a level exceeds top")
+        return
+    width = {FP32: 2, FP64: 6, BF16: 0}[message.header.kind]
+    tails = split_numbers(section, width) if width else [0] * len(heads)
+    for (sign, magnitude), tail in zip(heads, tails, strict=True):
+        upper = sign << 15 | magnitude
+        message.values.append(upper << 8 * width | tail)
+
+
+def split_numbers(section: bytes, width: int) -> list[int]:
+    """Numbers of so many bytes each, little endian."""
+    return [int.from_bytes(section[i : i + width], "little") for i in range(0, len(section), width)]
+
+
+def require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
