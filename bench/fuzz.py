@@ -34,16 +34,16 @@ from rich.text import Text
 
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Payload, blocks
-from cfedavg.wire import WireError, decode, encode, read_header
+from cfedavg.wire import WireError, decode, encode
 from cfedavg.wire.header import CHECKSUM, SIZE
 
 CLIENT, SEQUENCE = 3, 5  # who sends the good messages, and is expected to have sent the spoilt ones
 ACCEPTED = "accepted"
+RUN = 32  # mutations of a good message before the next one has its turn: the caches of the machine like it
 CHUNK = 5_000  # messages that a worker does at a time
-WARM_UP = 20_000  # messages before a worker's memory is measured
 GROWTH = 10_000_000  # bytes by which no worker's memory may grow
 HUNG = 120  # seconds after which a chunk that has not ended is taken to hang
-SHOWN = 10  # failures that are printed
+SHOWN = 10  # failures that are kept of a chunk, and printed in the end
 
 # Where the fields of the header lie: offset, bytes. After the magic: version, where, kind, coding, schema,
 # d, k, client, sequence, round, and the lengths of the three sections.
@@ -73,20 +73,13 @@ Corpus = Sequence[Sample]
 Parts = list[bytearray]
 
 
-def sample(layout: Layout, message: bytes) -> Sample:
-    header = read_header(message)
-    a = SIZE + header.index_bytes
-    b = a + header.value_bytes
-    cuts = message[:SIZE], message[SIZE:a], message[a:b], message[b : -CHECKSUM.size]
-    return Sample(layout, cuts, message[-CHECKSUM.size :])
-
-
 def build_corpus() -> list[Sample]:
     """The good messages of the tests."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.messages import good_messages  # needs torch, which the workers do without
+    from tests.messages import good_messages, sections  # needs torch, which the workers do without
 
-    return [sample(good.layout, good.message) for good in good_messages()]
+    good = good_messages(CLIENT, SEQUENCE)
+    return [Sample(layout, (m[:SIZE], *sections(m)), m[-CHECKSUM.size :]) for layout, m in good]
 
 
 class Dice:
@@ -126,11 +119,11 @@ def overwrite(dice: Dice, parts: Parts, corpus: Corpus) -> None:
 
 
 def cut(dice: Dice, parts: Parts, corpus: Corpus) -> None:
-    part = dice.section(parts)
+    part = dice.one_of(parts[1:])
     if dice.roll() < 0.5:
-        del part[dice.below(len(part)) :]
+        del part[dice.below(len(part) + 1) :]
     else:
-        del part[-1 - dice.below(min(8, len(part))) :]
+        del part[-1 - dice.below(8) :]
 
 
 def extend(dice: Dice, parts: Parts, corpus: Corpus) -> None:
@@ -211,7 +204,7 @@ def mutate(seed: int, number: int, corpus: Corpus, dice: Dice | None = None) -> 
     """The spoilt message of that number, and the layout that it claims to be of."""
     dice = dice or Dice()
     dice.seed(seed << 64 | number)
-    good = dice.one_of(corpus)
+    good = corpus[number // RUN % len(corpus)]
     parts = [bytearray(part) for part in good.parts]
     dice.one_of(ACTIONS)(dice, parts, corpus)
     while dice.roll() < 0.2:
@@ -235,8 +228,8 @@ def check(message: bytes, layout: Layout) -> str:
     except WireError as error:
         return NUMBER.sub("#", str(error))
     check_laws(payload)
-    again = decode(encode(payload, layout), layout=layout)
-    if contents(again) != contents(payload):
+    again = encode(payload, layout, client=CLIENT, sequence=SEQUENCE)
+    if again != message and contents(decode(again, layout=layout)) != contents(payload):
         raise Broken("the payload that was accepted is another one after encode and decode")
     return ACCEPTED
 
@@ -255,11 +248,15 @@ def check_laws(payload: Payload) -> None:
         data = values.data
         # All exponent bits of a bf16 set mean NaN or Inf.
         finite = (data & 0x7F80) != 0x7F80 if values.dtype == "bf16" else np.isfinite(data)
-        if len(data) != k or not finite.all():
-            raise Broken(f"{len(data)} values for k = {k}, or not finite")
+        if len(data) != k:
+            raise Broken(f"{len(data)} values for k = {k}")
+        if not finite.all():
+            raise Broken("a value that is not finite")
         return
     if len(values.levels) != k or len(values.scales) != blocks(k, values.block):
         raise Broken(f"{len(values.levels)} levels and {len(values.scales)} scales for k = {k}")
+    if values.top > np.iinfo(values.levels.dtype).max:
+        raise Broken(f"top = {values.top} for levels of {values.levels.dtype}")
     if k and max(-int(values.levels.min()), int(values.levels.max())) > values.top:
         raise Broken(f"a level above top = {values.top}")
     if not np.isfinite(values.scales).all():
@@ -327,7 +324,7 @@ class _Worker:
 def _start(corpus: Corpus, seed: int) -> None:
     """Compiles or loads the kernels, and lets the memory settle, before it is measured."""
     _Worker.corpus = corpus
-    fuzz(seed + 1, range(min(WARM_UP, 20 * len(corpus))), corpus)
+    fuzz(seed + 1, range(RUN * len(corpus)), corpus)
     _Worker.before = resident()
 
 
@@ -336,6 +333,7 @@ def _work(seed: int, numbers: range) -> tuple[Outcome, int, int]:
     faulthandler.dump_traceback_later(HUNG, exit=True)
     outcome = fuzz(seed, numbers, _Worker.corpus)
     faulthandler.cancel_dump_traceback_later()
+    del outcome.failures[SHOWN:]
     return outcome, os.getpid(), resident() - _Worker.before
 
 
@@ -343,7 +341,7 @@ class Rate(ProgressColumn):
     """Messages a second."""
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:,.0f}/s")
+        return Text(f"{task.completed / task.elapsed if task.elapsed else 0:,.0f}/s")
 
 
 def run(messages: int, seed: int, workers: int, first: int, console: Console) -> tuple[Outcome, list[int]]:

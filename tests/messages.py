@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,17 +16,9 @@ from cfedavg.wire.header import CHECKSUM, SIZE
 SHAPES = ((6, 5, 3, 3), (6,), (20, 30), (20,), (7, 20), (7,), ())
 MODEL = Layout(tuple("abcdefg"), SHAPES, ("float32",) * len(SHAPES))
 FLAT = Layout.flat(600)
-WIDE = Layout(("wide",), ((120, 150),), ("float32",))
+WIDE = Layout(("square", "broad"), ((60, 80), (1, 90, 50)), ("float32",) * 2)
 SELECTORS = ("none", "topk(0.9)", "topk(0)", "rd(0.9)", "threshold(0.5)", "proportional(0.9)")
 QUANTISERS = ("fp64", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)", "qsgd(500)")
-CLIENT, SEQUENCE = 3, 5  # who sends them
-
-
-class Good(NamedTuple):
-    """A message that decodes."""
-
-    layout: Layout
-    message: bytes
 
 
 def payload(selector: str, quantiser: str = "fp32", layout: Layout = MODEL, zero: bool = False) -> Payload:
@@ -36,8 +28,8 @@ def payload(selector: str, quantiser: str = "fp32", layout: Layout = MODEL, zero
     for shape in layout.shapes:
         sides = (shape[0], shape[1], math.prod(shape[2:])) if len(shape) > 1 else (1, 1, math.prod(shape))
         part = torch.randn(sides, generator=generator)
-        part *= torch.randn(sides[0], 1, 1, generator=generator).exp()
-        part *= torch.randn(sides[1], 1, generator=generator).exp()
+        part *= torch.randn(sides[0], 1, 1, generator=generator).mul(2).exp()
+        part *= torch.randn(sides[1], 1, generator=generator).mul(2).exp()
         parts.append(part.flatten())
     vector = torch.cat(parts) * (not zero)
     if quantiser in ("fp64", "fp32"):  # what the vector is: without a quantiser, values stay as they are
@@ -47,14 +39,14 @@ def payload(selector: str, quantiser: str = "fp32", layout: Layout = MODEL, zero
     return parse(text).compress(vector, key=7, layout=layout).numpy()
 
 
-def good_messages() -> Iterator[Good]:
+def good_messages(client: int = 0, sequence: int = 0) -> Iterator[tuple[Layout, bytes]]:
     """Every selector with every quantiser; some of a larger model; some that send nothing."""
     cases = [(s, q, layout, False) for layout in (MODEL, FLAT) for s in SELECTORS for q in QUANTISERS]
     cases += [("topk(0.9)", q, WIDE, False) for q in QUANTISERS[1:4]]
     cases += [("threshold(0.5)", q, layout, True) for layout in (MODEL, FLAT) for q in QUANTISERS]
     for selector, quantiser, layout, zero in cases:
-        message = payload(selector, quantiser, layout, zero)
-        yield Good(layout, encode(message, layout, client=CLIENT, sequence=SEQUENCE, round=1))
+        sent = payload(selector, quantiser, layout, zero)
+        yield layout, encode(sent, layout, client=client, sequence=sequence)
 
 
 def sections(message: bytes) -> tuple[bytes, bytes, bytes]:

@@ -1,9 +1,9 @@
 """A decoder of the wire format in plain Python: slow, readable, and the oracle of the fast one.
 
 It is written from docs/wire.md alone, without a look at src/cfedavg/wire, and so shows that the page is
-enough to write one. It reads nothing but the standard library offers, and holds everything as Python ints
-and lists: numbers stay bit patterns, so that they can be compared bit for bit. It refuses what is no message
-for the given model, but leaves out checks that are of use to a receiver only (who sends, how much, finite).
+enough to write one. It needs the standard library only, and holds everything as Python ints and lists:
+floats stay bit patterns, so that they can be compared bit for bit. It makes the checks of that page but for
+those of what only a receiver knows: who sends, and how much it accepts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PLAIN, CODED = range(2)  # coding
 HEADER = struct.Struct("<4s4B5QI3Q")
 VALUES_A_BYTE = 11_354
 MASK64 = 2**64 - 1
+HIGHEST = {FP32: 0x7F7F, FP64: 0x7FEF, BF16: 0x7F7F, LEVELS8: 2**7 - 1, LEVELS16: 2**15 - 1}  # magnitudes
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ def decode(
     message = Message(header, [])
     read_coordinates(message, places, tensors)
     if header.coding == CODED:
+        if header.kind in (LEVELS8, LEVELS16):
+            read_scales(message, copied)
         heads = read_heads(message, coded, tensors)
-        read_tails(message, heads, copied)
+        message.values = join(header.kind, heads, copied)
     else:
         message.values = split_numbers(copied, {FP32: 4, FP64: 8}[header.kind])
+        require(all(finite(value, header.kind) for value in message.values), "a value is not finite")
     return message
 
 
@@ -120,15 +124,17 @@ def check_model(header: Header, schema: int, d: int) -> None:
 def check_sections(header: Header, data: bytes) -> None:
     places, coded, copied = header.lengths
     require(HEADER.size + places + coded + copied + 4 == len(data), "the section lengths do not add up")
-    require(header.where != ALL or places == 0, "section 1 must be empty")
-    require(header.where != DRAWN or places == 16, "section 1 must have 16 bytes")
+    if header.where == ALL:
+        require(places == 0, "section 1 must be empty")
+    if header.where == DRAWN:
+        require(places == 16, "section 1 must have 16 bytes")
     if header.coding == PLAIN:
         require(coded == 0, "section 2 must be empty")
-    require(header.coding == PLAIN or header.k <= VALUES_A_BYTE * (coded + 8), "section 2 is too short")
-    checksum = int.from_bytes(data[-4:], "little")
-    section3 = data[HEADER.size + places + coded : -4]
-    require(copied == copied_length(header, section3), "section 3 has a wrong length")
-    require(zlib.crc32(data[:-4]) == checksum, "wrong checksum")
+    else:
+        require(header.k <= VALUES_A_BYTE * (coded + 8), "section 2 is too short")
+    needed = copied_length(header, data[HEADER.size + places + coded : -4])
+    require(copied == needed, "section 3 has a wrong length")
+    require(zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little"), "wrong checksum")
 
 
 def copied_length(header: Header, section: bytes) -> int:
@@ -439,9 +445,13 @@ def read_heads(message: Message, section: bytes, tensors: list[Tensor]) -> list[
         require(not section, "section 2 must be empty")
         return []
     levels = message.header.kind in (LEVELS8, LEVELS16)
+    highest = HIGHEST[message.header.kind]
+    if message.top is not None:
+        highest = min(highest, message.top)
     stream = Stream(section)
     lowest = stream.number(15)
     spread = stream.number(15)
+    require(lowest + spread <= highest, "the highest value is not finite, or exceeds top")
     copied = max(spread.bit_length() - 8, 0)
     table = Table([1] * ((spread >> copied) + 1))
     rows = row_contexts(message.indices if message.indices is not None else range(k), tensors)
@@ -453,6 +463,7 @@ def read_heads(message: Message, section: bytes, tensors: list[Tensor]) -> list[
         table.add(symbol + 1, 16)
         table.end_item()
         magnitude = lowest + (symbol << copied) + stream.number(copied)
+        require(magnitude <= highest, "a value is not finite, or exceeds top")
         signed = not levels or magnitude != 0 or lowest == spread == 0
         heads.append((stream.bit(row) if signed else 0, magnitude))
     stream.end()
@@ -471,19 +482,27 @@ def row_contexts(indices: Sequence[int], tensors: list[Tensor]) -> list[Context]
     return found
 
 
-def read_tails(message: Message, heads: list[tuple[int, int]], section: bytes) -> None:
-    """What section 3 adds to signs and magnitudes."""
-    if message.header.kind in (LEVELS8, LEVELS16):
-        message.block, message.top = struct.unpack_from("<IH", section)
-        message.scales = split_numbers(section[6:], 4)
-        message.values = [-magnitude if sign else magnitude for sign, magnitude in heads]
-        require(all(magnitude <= message.top for _, magnitude in heads), "a level exceeds top")
-        return
-    width = {FP32: 2, FP64: 6, BF16: 0}[message.header.kind]
-    tails = split_numbers(section, width) if width else [0] * len(heads)
-    for (sign, magnitude), tail in zip(heads, tails, strict=True):
-        upper = sign << 15 | magnitude
-        message.values.append(upper << 8 * width | tail)
+def read_scales(message: Message, section: bytes) -> None:
+    message.block, message.top = struct.unpack_from("<IH", section)
+    message.scales = split_numbers(section[6:], 4)
+    require(all(finite(scale, FP32) for scale in message.scales), "a scale is not finite")
+
+
+def join(kind: int, heads: list[tuple[int, int]], section: bytes) -> list[int]:
+    """The values from their signs and magnitudes, and for floats their lower bytes, which are copied."""
+    if kind in (LEVELS8, LEVELS16):
+        return [-magnitude if sign else magnitude for sign, magnitude in heads]
+    upper = [sign << 15 | magnitude for sign, magnitude in heads]
+    if kind == BF16:
+        return upper
+    width = {FP32: 2, FP64: 6}[kind]
+    lower = split_numbers(section, width)
+    return [high << 8 * width | low for high, low in zip(upper, lower, strict=True)]
+
+
+def finite(pattern: int, kind: int) -> bool:
+    magnitude = pattern >> {FP32: 16, FP64: 48}[kind] & 0x7FFF
+    return magnitude <= HIGHEST[kind]
 
 
 def split_numbers(section: bytes, width: int) -> list[int]:

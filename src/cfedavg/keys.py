@@ -74,7 +74,9 @@ def bits(word: Any, coordinates: Any) -> Any:
 
 
 def derive(words: Any, purpose: Purpose) -> Any:
-    """A second array of keys made from a first one: each key's draw at the number of the purpose."""
+    """A second array of keys made from a first one, or a key from a key: the draw at the purpose's number."""
+    if isinstance(words, int):
+        return signed(_mix_word((words + (int(purpose) + 1) * _GOLDEN) & _WORD))
     return bits(words, words * 0 + int(purpose))
 
 

@@ -52,20 +52,19 @@ class Compressor:
     def compress(self, p: Tensor, key: int | Tensor, layout: Layout | None = None) -> Payload:
         """What is sent of p: one vector (d,) with one key, or a block (n, d) with n keys as int64."""
         block = p[None] if p.dim() == 1 else p
-        words = torch.tensor([keyed.signed(key)]) if isinstance(key, int) else key
-        words = words.reshape(-1).to(p.device)
-        if len(words) != len(block):
-            raise InputError(f"a block of {len(block)} vectors needs as many keys, not {len(words)}")
+        n = 1 if isinstance(key, int) else key.numel()
+        if n != len(block):
+            raise InputError(f"a block of {len(block)} vectors needs as many keys, not {n}")
         self.selector.check(block)
         layout = layout or Layout.flat(block.shape[1])
-        selection = self.selector.select(block, keyed.derive(words, Purpose.SELECT), layout)
+        selection = self.selector.select(block, _derive(key, Purpose.SELECT, p), layout)
         values: Floats | Levels
         if self.quantiser is None:
             if p.dtype not in _FLOATS:
                 raise InputError(f"vectors of {p.dtype} need a quantiser, as in {self} >> bf16")
             values = Floats(selection.values, _FLOATS[p.dtype])
         else:
-            drawn = keyed.derive(words, Purpose.ROUND)
+            drawn = _derive(key, Purpose.ROUND, p)
             values = self.quantiser.quantise(selection.values, selection.offsets, drawn)
         return Payload(block.shape[1], selection.offsets, selection.indices, values, selection.mask)
 
@@ -76,6 +75,14 @@ class Compressor:
             rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
             lost = lost + rounding - lost * rounding
         return 1 / lost if lost else INFINITE
+
+
+def _derive(key: int | Tensor, purpose: Purpose, p: Tensor) -> Tensor:
+    """The keys of one purpose, as a tensor where p is; a single key is derived as a number: that is quicker."""
+    if isinstance(key, int):
+        return torch.tensor([keyed.derive(key, purpose)], device=p.device)
+    derived: Tensor = keyed.derive(key.reshape(-1).to(p.device), purpose)
+    return derived
 
 
 def values_of(payload: Payload) -> Tensor:

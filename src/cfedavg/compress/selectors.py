@@ -130,16 +130,17 @@ class TopK(Selector):
     def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
         if not self._by_radix(p):
             return super().select(p, keys, layout)
-        rows = [self._largest(row, layout) for row in p.detach().numpy()]
-        if bad := [i for i, (_, finite) in enumerate(rows) if not finite]:
+        rows = p.detach().contiguous().numpy()
+        found = [self._largest(row, layout) for row in rows]
+        if bad := [i for i, (_, finite) in enumerate(found) if not finite]:
             raise NotFinite(bad)
-        counts = torch.tensor([len(indices) for indices, _ in rows])
-        indices = torch.from_numpy(np.concatenate([indices for indices, _ in rows]))
-        return Selection(offsets_of(counts), indices, p[torch.repeat_interleave(counts), indices])
+        offsets = np.cumsum([0, *(len(indices) for indices, _ in found)])
+        values = np.concatenate([row[indices] for row, (indices, _) in zip(rows, found, strict=True)])
+        indices = np.concatenate([indices for indices, _ in found])
+        return Selection(torch.from_numpy(offsets), torch.from_numpy(indices), torch.from_numpy(values))
 
     def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
         """What `keep` keeps of one vector on the CPU, as indices; and whether the vector is finite."""
-        row = np.ascontiguousarray(row)
         if not self.per_tensor:
             return largest(row, self._k(len(row)))
         parts = [part for part in layout.slices() if part.start < part.stop]

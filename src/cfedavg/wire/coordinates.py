@@ -29,8 +29,6 @@ def pack_coordinates(payload: Payload, tensors: Tensors) -> bytes:
     if payload.mask is not None:
         return MASK.pack(int(payload.mask.keys[0]), payload.mask.keep)
     indices = np.ascontiguousarray(payload.indices, np.int64)
-    if len(indices) and (indices[0] < 0 or indices[-1] >= payload.d or (np.diff(indices) <= 0).any()):
-        raise WireError(f"the indices of the payload do not increase from 0 to {payload.d - 1}")
     # A gap is a symbol of up to 16 bits, a quarter of one more, and bits for the mean gap at most.
     bits = 24 + (payload.d // max(len(indices), 1)).bit_length()
     words = np.empty(len(indices) * bits // 32 + tensors.overhead + 64, np.uint32)

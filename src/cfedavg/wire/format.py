@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 
 from cfedavg.layout import Layout
-from cfedavg.payload import Payload
+from cfedavg.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import MASK, pack_coordinates, unpack_coordinates, where_of
 from cfedavg.wire.header import CHECKSUM, SIZE, Header, Where, WireError, read_header
 from cfedavg.wire.tensors import Tensors
@@ -60,8 +60,24 @@ def _sections(payload: Payload, layout: Layout) -> Sections:
         )
     if payload.d != layout.d:
         raise WireError(f"the payload is of d = {payload.d} coordinates, the layout of {layout.d}")
+    _check_payload(payload)
     tensors = Tensors.of(layout)
     return pack_coordinates(payload, tensors), *pack_values(payload, where_of(payload), tensors)
+
+
+def _check_payload(payload: Payload) -> None:
+    """That the arrays of a payload fit each other, since the coders do not look."""
+    values, k = payload.values, payload.counts()[0]
+    numbers = values.data if isinstance(values, Floats) else values.levels
+    lengths = {len(numbers), payload.d if payload.indices is None else len(payload.indices)}
+    if lengths != {k}:
+        raise WireError(f"the payload has k = {k}, but its indices or values are {sorted(lengths)}")
+    if isinstance(values, Levels) and len(values.scales) != blocks(k, values.block):
+        raise WireError(f"{k} levels in blocks of {values.block} need {blocks(k, values.block)} scales")
+    if k and payload.indices is not None:
+        indices = payload.indices
+        if indices[0] < 0 or indices[-1] >= payload.d or (np.diff(indices) <= 0).any():
+            raise WireError(f"the indices of the payload do not increase from 0 to {payload.d - 1}")
 
 
 def decode(

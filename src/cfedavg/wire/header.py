@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 MAGIC, VERSION = b"CFAV", 1
 CHECKSUM = struct.Struct("<I")  # the CRC-32 of everything before it
 # magic, version, then the fields of Header in their order
 _STRUCT = struct.Struct("<4sBBBBQQQQQIQQQ")
 SIZE = _STRUCT.size
+Name = TypeVar("Name", bound=IntEnum)
 
 
 class WireError(ValueError):
@@ -64,7 +65,10 @@ class Header(NamedTuple):
         return SIZE + self.index_bytes + self.value_bytes + self.raw_bytes + CHECKSUM.size
 
     def pack(self) -> bytes:
-        return _STRUCT.pack(MAGIC, VERSION, *self)
+        try:
+            return _STRUCT.pack(MAGIC, VERSION, *self)
+        except struct.error:
+            raise WireError("client and sequence must be from 0 to 2^64 - 1, the round to 2^32 - 1") from None
 
 
 def read_header(data: bytes) -> Header:
@@ -81,7 +85,12 @@ def read_header(data: bytes) -> Header:
     _, version, where, kind, coding, *numbers = _STRUCT.unpack_from(data)
     if version != VERSION:
         raise WireError(f"the message is of version {version}, this program reads version {VERSION}")
-    for name, value, known in (("where", where, Where), ("kind", kind, Kind), ("coding", coding, Coding)):
-        if value not in list(known):
-            raise WireError(f"the header says {name} = {value}, which version {VERSION} does not know")
-    return Header(Where(where), Kind(kind), Coding(coding), *numbers)
+    return Header(_known(Where, where), _known(Kind, kind), _known(Coding, coding), *numbers)
+
+
+def _known(names: type[Name], value: int) -> Name:
+    try:
+        return names(value)
+    except ValueError:
+        name = names.__name__.lower()
+        raise WireError(f"the header says {name} = {value}, which version {VERSION} does not know") from None

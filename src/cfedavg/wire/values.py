@@ -21,7 +21,8 @@ SCALES = struct.Struct("<IH")  # block, top
 FLOATS = {"fp32": Kind.FP32, "fp64": Kind.FP64, "bf16": Kind.BF16}
 LEVELS = {1: Kind.INT8, 2: Kind.INT16}
 DTYPES = {Kind.FP32: "<f4", Kind.FP64: "<f8", Kind.BF16: "<i2", Kind.INT8: "<i1", Kind.INT16: "<i2"}
-LARGEST = {Kind.FP32: 0x7F7F, Kind.FP64: 0x7FEF, Kind.BF16: 0x7F7F}  # upper 16 bits of the largest number
+# The largest float by its upper 16 bits, the largest level.
+LARGEST = {Kind.FP32: 0x7F7F, Kind.FP64: 0x7FEF, Kind.BF16: 0x7F7F, Kind.INT8: 127, Kind.INT16: 32767}
 VALUES_PER_BYTE = 11_354  # at most: a value is a bit of probability 65504/65536 or more than that
 EVERYWHERE = np.empty(0, np.int64)
 NOT_FINITE = "a value is not a finite number"
@@ -57,7 +58,15 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
     return _coded(numbers, indices, tensors, zero_has_sign=True), parts[:, :-1].tobytes()
 
 
+def _check_top(top: int, kind: Kind) -> None:
+    if top > LARGEST[kind]:
+        raise WireError(f"top = {top} is more than levels of {kind.name} can be, {LARGEST[kind]}")
+
+
 def _check_levels(values: Levels) -> None:
+    _check_top(values.top, kind_of(values))
+    if not 0 <= values.block < 2**32:
+        raise WireError(f"block = {values.block} must be from 0 to 2^32 - 1")
     if len(values.levels) and max(-int(values.levels.min()), int(values.levels.max())) > values.top:
         raise WireError(f"a level exceeds top = {values.top}")
     if not np.isfinite(values.scales).all():
@@ -99,6 +108,7 @@ def unpack_values(
     kind = header.kind
     if kind in LEVELS.values():
         block, top = SCALES.unpack_from(copied)
+        _check_top(top, kind)
         scales = np.frombuffer(copied, "<f4", offset=SCALES.size).astype(np.float32)
         if not np.isfinite(scales).all():
             raise WireError("a scale is not a finite number")

@@ -1,0 +1,174 @@
+"""The wire in numbers: bits against the entropy bound and other coders, times against memcpy and torch.topk.
+
+Everything in one run on one core. The index sets of error feedback are those of messages that real runs have
+sent (results/wire); the vectors that are selected from are these messages with smaller noise in between.
+Vectors are taken in turns from more memory than the cache holds, since an update that has just been computed
+does not lie there; "hot" is the same vector again and again.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from cfedavg import Layout, decode, decompress, encode, parse
+from cfedavg.compress.largest import largest
+from cfedavg.payload import Floats, Payload
+from cfedavg.wire.explain import entropy_bound
+from cfedavg.wire.header import read_header
+
+RECORDED = Path(__file__).parent.parent / "results" / "wire"
+CACHE = 100e6  # bytes of vectors to take in turns
+TURNS = 41
+
+
+def recorded(name: str) -> tuple[Layout, list[Payload]]:
+    """The messages of a run, decoded."""
+    layout = Layout.from_text((RECORDED / name / "layout.json").read_text())
+    files = sorted((RECORDED / name).glob("*.cfa"))
+    return layout, [decode(file.read_bytes(), layout=layout) for file in files]
+
+
+def uniform(layout: Layout, share: float, n: int) -> list[Payload]:
+    """Sets that could be any, with values that do not matter."""
+    k, draws = round(share * layout.d), np.random.default_rng(0)
+    sets = [np.sort(draws.choice(layout.d, k, replace=False)) for _ in range(n)]
+    ones = Floats(np.full(k, 0x3F80, np.int16), "bf16")
+    return [Payload(layout.d, np.array([0, k]), each, ones) for each in sets]
+
+
+def varint_zlib(indices: np.ndarray) -> int:
+    """Bytes of gaps in groups of 7 bits, deflated: what one would do without a coder of one's own."""
+    gaps = np.diff(indices, prepend=-1) - 1
+    groups = [
+        ((gaps >> 7 * i) & 127 | np.where(gaps >> 7 * (i + 1), 128, 0), gaps >> 7 * i) for i in range(5)
+    ]
+    used = np.stack([(rest > 0) | (i == 0) for i, (_, rest) in enumerate(groups)], 1)
+    return len(zlib.compress(np.stack([low for low, _ in groups], 1)[used].astype(np.uint8).tobytes(), 9))
+
+
+def index_table() -> Table:
+    table = Table("index sets", "k", "bound", "ours", "of the bound: mean", "most", "varint + zlib",
+                  title="bits per index; peers send 32 or 64")  # fmt: skip
+    cnn, steps = recorded("cnn-steps")
+    resnet, wide = recorded("resnet18")
+    rows = [(f"uniform, CNN, {share:.1%}", cnn, uniform(cnn, share, 5)) for share in (0.001, 0.01, 0.1)]
+    rows += [("uniform, ResNet-18, 1.0%", resnet, uniform(resnet, 0.01, 2))]
+    rows += [("error feedback, CNN, K = 10 steps", cnn, steps)]
+    rows += [("error feedback, CNN, K = 10 epochs", cnn, recorded("cnn-epochs")[1])]
+    rows += [("error feedback, ResNet-18, K = 20 steps", resnet, wide)]
+    for name, layout, payloads in rows:
+        k = payloads[0].counts()[0]
+        bound = entropy_bound(layout.d, k)
+        ours = [8 * read_header(encode(p, layout)).index_bytes / k for p in payloads]
+        other = statistics.mean(8 * varint_zlib(p.indices) / k for p in payloads if p.indices is not None)
+        mean = statistics.mean(ours)
+        shown = (
+            f"{bound:.2f}",
+            f"{mean:.2f}",
+            f"{mean / bound:.4f}",
+            f"{max(ours) / bound:.4f}",
+            f"{other:.2f}",
+        )
+        table.add_row(name, f"{k:,}", *shown)
+    return table
+
+
+def message_table() -> Table:
+    table = Table("what is sent", "CNN, 10 steps", "CNN, 10 epochs", "ResNet-18",
+                  title="bytes of a message, mean over the recorded ones")  # fmt: skip
+    runs = [recorded(name) for name in ("cnn-steps", "cnn-epochs", "resnet18")]
+    counts = [(layout.d, payloads[0].counts()[0]) for layout, payloads in runs]
+    table.add_row("all of it, fp32", *(f"{4 * d:,}" for d, _ in counts))
+    table.add_row("int64 + fp32, as GRACE", *(f"{12 * k:,}" for _, k in counts))
+    table.add_row("int32 + fp32", *(f"{8 * k:,}" for _, k in counts))
+    for text in ("fp32", "bf16", "int8(256)", "sign"):
+        means = []
+        for layout, payloads in runs:
+            lengths = [len(encode(with_values(p, text, layout), layout)) for p in payloads]
+            means.append(statistics.mean(lengths))
+        table.add_row(f"ours, {text}", *(f"{mean:,.0f}" for mean in means))
+    return table
+
+
+def with_values(payload: Payload, text: str, layout: Layout) -> Payload:
+    """The same coordinates, their values written by another quantiser."""
+    dense = decompress(payload.map(torch.from_numpy))
+    selector = f"topk({1 - payload.counts()[0] / payload.d!r})"
+    made = parse(f"{selector} >> {text}").compress(dense, torch.tensor([1]), layout).numpy()
+    assert np.array_equal(made.indices, payload.indices)
+    return made
+
+
+def vector(payload: Payload, draws: torch.Generator) -> torch.Tensor:
+    """A dense vector from which top-k takes just these coordinates: smaller noise in all others."""
+    sent = decompress(payload.map(torch.from_numpy))[0]
+    least = sent[sent != 0].abs().min()
+    noise = torch.randn(len(sent), generator=draws).mul(least / 4).clamp(-least, least)
+    return torch.where(sent == 0, noise * 0.999, sent)
+
+
+def seconds(work: Callable[[torch.Tensor], object], vectors: list[torch.Tensor], turns: int = TURNS) -> float:
+    """The median over the vectors in turns, after two turns to warm up."""
+    times, source = [], cycle(vectors)
+    for _ in range(turns + 2):
+        p = next(source)
+        began = time.perf_counter()
+        work(p)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def speed_table() -> Table:
+    table = Table("model", "sent", "memcpy ms", "hot", "torch.topk", "select", "faster", "select + encode",
+                  "of memcpy", "decode", "of memcpy", title="milliseconds, one core, and ratios")  # fmt: skip
+    draws = torch.Generator().manual_seed(0)
+    cases = [(name, shown, comp) for name, shown in (("cnn-steps", "CNN"), ("resnet18", "ResNet-18"))
+             for comp in (0.99, 0.9)]  # fmt: skip
+    for name, shown, comp in track(cases, "measuring", transient=True):
+        layout, payloads = recorded(name)
+        copies = max(1, round(CACHE / (4 * layout.d * len(payloads))))
+        vectors = [vector(p, draws) for p in payloads for _ in range(copies)]
+        table.add_row(shown, f"{1 - comp:.0%}", *speeds(layout, vectors, comp))
+    return table
+
+
+def speeds(layout: Layout, vectors: list[torch.Tensor], comp: float) -> list[str]:
+    """The columns of the table after the first two."""
+    compressor, k = parse(f"topk({comp}) >> bf16"), round((1 - comp) * layout.d)
+    target = torch.empty_like(vectors[0])
+    message = encode(compressor.compress(vectors[0], 1, layout).numpy(), layout)
+    copy = seconds(target.copy_, vectors)
+    hot = seconds(target.copy_, vectors[:1])
+    topk = seconds(lambda p: torch.topk(p.abs(), k), vectors, 9)
+    select = seconds(lambda p: largest(p.numpy(), k), vectors)
+    whole = seconds(lambda p: encode(compressor.compress(p, 1, layout).numpy(), layout), vectors)
+    back = seconds(lambda p: decode(message, layout=layout), vectors)
+    shown = [f"{1e3 * t:.2f}" for t in (copy, hot, topk, select)] + [f"{topk / select:.1f}x"]
+    return [*shown, f"{1e3 * whole:.2f}", f"{whole / copy:.1f}", f"{1e3 * back:.2f}", f"{back / copy:.1f}"]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    console = Console(width=160)
+    for table in (index_table, message_table, speed_table):
+        console.print(table())
+    console.print(
+        f"{TURNS} turns (9 of torch.topk), medians; torch {torch.__version__}, NumPy {np.__version__}, "
+        f"{platform.machine()}, one thread; sets and messages of runs: results/wire"
+    )
+
+
+if __name__ == "__main__":
+    main()
