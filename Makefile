@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install demo test test-all lint bench clean
+.PHONY: install demo test test-all lint bench fuzz clean
 
 install: $(INSTALLED)
 
@@ -30,6 +30,10 @@ lint: install
 
 bench: install
 	$(BIN)/python bench/reference.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/wire.py
+
+fuzz: install  ## ten million mutated messages: only WireError, no growing memory
+	$(BIN)/python bench/fuzz.py
 
 clean:
 	rm -rf .venv runs build src/*.egg-info

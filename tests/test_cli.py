@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
-from cfedavg import Config, InputError, __version__
+from cfedavg import Config, InputError, Layout, __version__, decode
 from cfedavg.cli import main
 from cfedavg.config import flag, read_config
 from cfedavg.sweep import cells
+from tests.golden_cases import FOLDER as GOLDEN
+from tests.golden_cases import NET
 
 SMALL = ["--model", "linear", "--clients", "4", "--rounds", "2", "--local-steps", "2"]
 
@@ -99,6 +102,53 @@ def test_data_compressors_version(cfedavg: Command, tmp_path: Path) -> None:
     assert picture.exists()
     assert "topk(0.99) >> bf16" in cfedavg("compressors").out
     assert cfedavg("version").out == __version__
+
+
+def test_inspect(cfedavg: Command, tmp_path: Path) -> None:
+    kept = tmp_path / "messages"
+    arguments = ("--messages", kept, "--compressor", "topk(0.5)", "--out", tmp_path / "run")
+    assert cfedavg("run", *SMALL, *arguments).code == 0
+    message = min(kept.glob("*.cfa"))
+    shown = cfedavg("inspect", message).out
+    for words in ("client 0, message 0, round 0", "32-bit floats, coded", "entropy", "50.0"):
+        assert words in shown
+    layout = Layout.from_text((kept / "layout.json").read_text())
+    payload = decode(message.read_bytes(), layout=layout)
+    dense = np.zeros(layout.d, np.float32)
+    dense[payload.indices] = payload.values.data
+    dense[np.setdiff1d(np.arange(layout.d), payload.indices)[0]] = 1.0
+    np.save(tmp_path / "p.npy", dense)
+    expected = float((dense.astype(np.float64) ** 2).sum())
+    assert f"= {expected:.6g}" in cfedavg("inspect", message, "--dense", tmp_path / "p.npy").out
+    alone = tmp_path / "alone.cfa"
+    alone.write_bytes(message.read_bytes())
+    assert "needs --layout" in cfedavg("inspect", alone).out
+
+
+def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
+    good = (GOLDEN / "v1-net-listed-bf16.cfa").read_bytes()
+    message, layout, dense = tmp_path / "m.cfa", tmp_path / "layout.json", tmp_path / "p.npy"
+    message.write_bytes(good)
+    np.save(dense, np.zeros(3))
+    other = Layout.flat(7).text
+    for arguments, words in (
+        ([tmp_path / "none.cfa"], "cannot read"),
+        ([message, "--layout", layout], "cannot read"),
+        ([message, "--dense", dense], "cannot read"),
+    ):
+        refused = cfedavg("inspect", *arguments)
+        assert refused.code == 2
+        assert words in refused.err
+    for text, words in (("[1, 2]", "is not the layout of a model"), (other, "for another model")):
+        layout.write_text(text)
+        refused = cfedavg("inspect", message)
+        assert (refused.code, words in refused.err) == (2, True)
+    layout.write_text(NET.text)
+    assert "has 3 numbers, the message is of" in cfedavg("inspect", message, "--dense", dense).err
+    message.write_bytes(good[:-1])
+    assert "cut short" in cfedavg("inspect", message).err
+    message.write_bytes(good[:100] + b"?" + good[101:])
+    assert "checksum does not fit" in cfedavg("inspect", message).err
 
 
 BAD = {

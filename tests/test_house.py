@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "display": {"loop", "metrics", "units"},
     "inspection": {"compress", "errors", "files", "layout", "payload", "wire"},
     "cli": {"compress", "config", "data", "display", "errors", "files", "inspection", "layout", "loop",
-            "report", "sweep", "__init__"},
+            "report", "sweep", "units", "__init__"},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import subprocess
@@ -111,10 +112,11 @@ def test_it_notices_a_decoder_that_is_wrong(
 
 
 def test_it_notices_memory_that_is_kept(corpus: list[fuzz.Sample], monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = []
+    kept: list[mmap.mmap] = []
 
     def decode(*args: object, **options: object) -> object:
-        kept.append(os.urandom(4_000))
+        kept.append(mmap.mmap(-1, 8192))  # memory of its own, which no earlier test has left behind
+        kept[-1].write(bytes(8192))
         return format.decode(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fuzz, "decode", decode)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cfedavg import Layout, Payload, WireError, decode, encode
-from cfedavg.payload import Floats, Levels
+from cfedavg.payload import Floats, Levels, Mask
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.coder import to_bytes
 from cfedavg.wire.header import SIZE, Coding, Header, Kind, Where
@@ -48,9 +48,8 @@ def with_bytes(data: bytes, start: int, new: bytes) -> bytes:
 def coded(numbers: list[int], zero_has_sign: bool) -> bytes:
     """What the coded section says, if its numbers are those of the first coordinates of FLAT."""
     words = np.empty(len(numbers) + 64, np.uint32)
-    n = encode_numbers(
-        words, np.array(numbers, np.uint16), np.arange(len(numbers)), Tensors.of(FLAT).ends, zero_has_sign
-    )
+    where, ends = np.arange(len(numbers)), Tensors.of(FLAT).ends
+    n = encode_numbers(words, np.array(numbers, np.uint16), where, ends, zero_has_sign, 0x7FFF)
     return to_bytes(words, n)
 
 
@@ -486,3 +485,42 @@ def test_payloads_that_are_not_encoded() -> None:
         encode(replace(one, offsets=np.array([0, 1, 2])), FLAT)
     with refused("the payload is of d = 600 coordinates, the layout of 599"):
         encode(one, Layout.flat(599))
+
+
+def floats(k: int) -> Floats:
+    return Floats(np.ones(k, np.float32), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (
+            Payload(600, np.array([0, 2]), np.array([0, 1]), floats(300)),
+            "k = 2, but its indices",
+        ),
+        (
+            Payload(600, np.array([0, 2]), np.array([0, 1, 2]), floats(2)),
+            "k = 2, but its indices",
+        ),
+        (Payload(600, np.array([0, 2]), None, floats(2)), "k = 2, but its indices"),
+        (
+            Payload(600, np.array([0, 2]), np.array([5, 700]), floats(2), Mask(np.array([1]), 2**50)),
+            "do not increase from 0 to 599",
+        ),
+        (first_of_flat(Levels(np.ones(2, np.int8), np.ones(3, np.float32), 2, 1), 2), "need 1 scales"),
+        (
+            first_of_flat(Levels(np.ones(2, np.int8), np.ones(1, np.float32), 2**32, 1), 2),
+            "block = 42949",
+        ),
+    ],
+)
+def test_encode_looks_whether_the_arrays_fit(bad: Payload, words: str) -> None:
+    """The coders do not, and would read and write beyond them."""
+    with pytest.raises(WireError, match=words):
+        encode(bad, FLAT)
+
+
+@pytest.mark.parametrize("sender", [{"client": -1}, {"sequence": 2**64}, {"round": 2**32}])
+def test_encode_refuses_a_sender_that_has_no_place(sender: dict[str, int]) -> None:
+    with pytest.raises(WireError, match="must be from 0 to"):
+        encode(first_of_flat(floats(2), 2), FLAT, **sender)

@@ -207,20 +207,29 @@ def data(
 @app.command()
 def compressors(
     d: Annotated[
-        int, typer.Option("--d", help="length of the vector for which gamma is given", min=1, max=2**53)
+        int,
+        typer.Option("--d", help="length of the vector to compress", min=1, max=2**53),
     ] = 582_026,
 ) -> None:
-    """List the compressors, each with its guaranteed SNR gamma: E|C(p) - p|² <= |p|²/gamma."""
-    from cfedavg.compress import EXAMPLES, parse
-    from cfedavg.layout import Layout
+    """List the compressors, each with its guaranteed SNR gamma: E|C(p) - p|² <= |p|²/gamma.
 
-    table = Table("write", f"gamma at d = {d:,}", "what it does", title="selector >> quantiser")
-    for text in EXAMPLES:
-        compressor = parse(text)
-        stage = compressor.quantiser or compressor.selector
-        words = (stage.__doc__ or "").split("\n")[0] if ">>" not in text else "a composition"
-        table.add_row(text, f"{compressor.gamma(Layout.flat(d)):.6g}", words)
-    Console().print(table)
+    The bytes are an estimate, from a message of Gaussian noise. A run counts the messages that it sends.
+    """
+    from cfedavg.compress import EXAMPLES, parse
+    from cfedavg.inspection import estimated_bytes
+    from cfedavg.layout import Layout
+    from cfedavg.units import in_bytes
+
+    names = (Column("write", no_wrap=True), "gamma", "bytes (estimate)", "what it does")
+    table, console = Table(*names, title=f"selector >> quantiser, for d = {d:,}"), Console()
+    with console.status("encoding a message with each"):
+        for text in EXAMPLES:
+            compressor = parse(text)
+            stage = compressor.quantiser or compressor.selector
+            words = (stage.__doc__ or "").split("\n")[0] if ">>" not in text else "a composition"
+            gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
+            table.add_row(text, gamma, in_bytes(estimated_bytes(compressor, d)), words)
+    console.print(table)
 
 
 @app.command("inspect")

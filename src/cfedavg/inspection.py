@@ -1,9 +1,10 @@
-"""`cfedavg inspect`: a message shown as tables."""
+"""Messages for people: one shown as tables, and about how long one will be."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -13,8 +14,11 @@ from cfedavg.errors import InputError
 from cfedavg.files import exists
 from cfedavg.layout import Layout
 from cfedavg.payload import Payload
-from cfedavg.wire import WireError, decode, read_header
+from cfedavg.wire import WireError, decode, measure, read_header
 from cfedavg.wire.explain import Rows, header_rows, section_rows, tensor_rows
+
+if TYPE_CHECKING:
+    from cfedavg.compress import Compressor
 
 
 def show(console: Console, file: Path, layout: Path | None, dense: Path | None) -> None:
@@ -35,6 +39,15 @@ def show(console: Console, file: Path, layout: Path | None, dense: Path | None) 
     console.print(_table(tensor_rows(payload, known), "tensor", "shape", ">sent", ">share"))
     if dense is not None:
         console.print(f"SNR |p|² / |p - C(p)|² = {snr(payload, dense):.6g}", highlight=False)
+
+
+def estimated_bytes(compressor: Compressor, d: int) -> float:
+    """About how long a message is: of Gaussian noise, which has no structure, and of a part if d is large."""
+    import torch
+
+    n = min(d, 2**20)
+    p = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    return measure(compressor.compress(p, 0).numpy(), Layout.flat(n))[0] * d / n
 
 
 def snr(payload: Payload, dense: Path) -> float:
@@ -61,8 +74,9 @@ def _read(path: Path) -> bytes:
 
 
 def _layout(path: Path) -> Layout:
+    data = _read(path)
     try:
-        return Layout.from_text(_read(path).decode())
+        return Layout.from_text(data.decode())
     except (ValueError, TypeError):
         raise InputError(f"--layout: {path} is not the layout of a model") from None
 

@@ -21,6 +21,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,9 +79,9 @@ class Compressor:
 
 
 def _derive(key: int | Tensor, purpose: Purpose, p: Tensor) -> Tensor:
-    """The keys of one purpose, as a tensor where p is; a single key is derived as a number: that is quicker."""
+    """The keys of one purpose, as a tensor where p is. A single one is derived as a number: quicker."""
     if isinstance(key, int):
-        return torch.tensor([keyed.derive(key, purpose)], device=p.device)
+        return torch.from_numpy(np.array([keyed.derive(key, purpose)])).to(p.device)
     derived: Tensor = keyed.derive(key.reshape(-1).to(p.device), purpose)
     return derived
 

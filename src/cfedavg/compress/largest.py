@@ -15,8 +15,8 @@ import numpy as np
 from cfedavg.kernel import Int, kernel
 
 BINS = 13  # leading bits by which entries are counted
-LINE = 16  # entries that are sampled together, and skipped together
-SAMPLES = 512  # lines that are sampled
+LINE = 16  # entries that are sampled together: a line of the cache
+SAMPLES = 256  # lines that are sampled
 DIGIT = 11  # bits that the radix select looks at together
 _BITS: dict[Any, Any] = {np.dtype(np.float32): np.uint32, np.dtype(np.float64): np.uint64}
 _INFINITY = {dtype: int(np.array(np.inf, dtype).view(bits)) for dtype, bits in _BITS.items()}
@@ -30,12 +30,12 @@ def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
     """
     d, bits = len(values), values.view(_BITS[values.dtype])
     width = 8 * values.itemsize - 1  # without the sign
-    found = np.empty(min(d, 2 * k + 4096) + 2 * LINE, np.int64)
-    bound = bound_of(bits, k, max(d // SAMPLES, LINE), width)
-    n = collect(values, _magnitude(bound, values.dtype), found)
-    if n < k:  # the sample was not like the others
-        found = np.empty(d + 2 * LINE, np.int64)
-        n = collect(values, _magnitude(bound_of(bits, k, LINE, width), values.dtype), found)
+    found, n = np.empty(d + 8, np.int64), 0
+    for stride, slack in ((max(d // SAMPLES, LINE), 1), (max(d // SAMPLES, LINE), 2), (LINE, 1)):
+        bound = bound_of(bits, k, stride, slack, width)
+        n = collect(values, _magnitude(bound, values.dtype), found)
+        if n >= k:
+            break
     indices = np.empty(k, np.int64)
     top = pick(bits, found[:n], width, indices)
     return indices, top < _INFINITY[values.dtype]
@@ -47,15 +47,22 @@ def _magnitude(bits: int, dtype: np.dtype) -> Any:
 
 
 @kernel
-def bound_of(bits: np.ndarray, k: Int, stride: Int, width: Int) -> Int:
-    """A magnitude that k entries reach, as bits: surely if all are counted, else if the others are alike."""
-    bins, seen = np.zeros(1 << BINS, np.int64), 0
-    for start in range(0, len(bits), stride):
-        for i in range(start, min(start + LINE, len(bits))):
-            bins[np.int64(bits[i] >> np.uint8(width - BINS)) & ((1 << BINS) - 1)] += 1
+def bound_of(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) -> Int:
+    """A magnitude that k entries reach, as bits: surely if all are counted, else if the others are alike.
+
+    All are counted with a stride of LINE; with a longer one, so many times more are let in as `slack` says.
+    """
+    d, seen, shift = len(bits), 0, np.uint8(width - BINS)
+    leading = np.empty((d // stride + 1) * LINE, np.int32)
+    for start in range(0, d, stride):  # apart from the counting, so that memory is read ahead
+        for i in range(start, min(start + LINE, d)):
+            leading[seen] = np.int64(bits[i] >> shift) & ((1 << BINS) - 1)
             seen += 1
-    share = k * seen / len(bits)
-    wanted = k if seen == len(bits) else int(share + 3 * np.sqrt(share)) + 4
+    bins = np.zeros(1 << BINS, np.int32)
+    for i in range(seen):
+        bins[leading[i]] += 1
+    share = k * seen / d
+    wanted = k if seen == d else slack * (int(share + 3 * np.sqrt(share)) + 4)
     edge = 1 << BINS
     while edge > 0 and wanted > 0:
         edge -= 1
@@ -65,24 +72,17 @@ def bound_of(bits: np.ndarray, k: Int, stride: Int, width: Int) -> Int:
 
 @kernel
 def collect(values: np.ndarray, bound: float, found: np.ndarray) -> Int:
-    """Fills `found` with the entries not below the bound; how many there are, or -1 if there is no room."""
-    lines, n = len(values) // LINE, 0
-    hits = np.empty(lines, np.uint8)
-    for line in range(lines):  # a loop of its own and of fixed length: a few vector instructions
-        here = 0
-        for i in range(line * LINE, line * LINE + LINE):
-            here += not (abs(values[i]) < bound)  # "not below", so that NaN counts
-        hits[line] = here
-    for line in range(lines):
-        if hits[line]:
-            if n + 2 * LINE > len(found):
-                return -1
-            for i in range(line * LINE, line * LINE + LINE):
+    """Fills `found`, which has room for 8 more than all, with the entries not below the bound; how many."""
+    d, n = len(values), 0
+    reached = np.zeros(d // 8 * 8 + 8, np.uint8)
+    for i in range(d):  # a loop of its own: the compiler makes it vector instructions
+        reached[i] = not (abs(values[i]) < bound)  # "not below", so that NaN counts
+    eights = reached.view(np.uint64)
+    for eight in range(len(eights)):
+        if eights[eight]:
+            for i in range(8 * eight, 8 * eight + 8):
                 found[n] = i  # overwritten unless it counts: a branch would often be guessed wrong
-                n += not (abs(values[i]) < bound)
-    for i in range(lines * LINE, len(values)):
-        found[n] = i
-        n += not (abs(values[i]) < bound)
+                n += reached[i]
     return n
 
 

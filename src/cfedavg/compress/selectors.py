@@ -135,8 +135,8 @@ class TopK(Selector):
         if bad := [i for i, (_, finite) in enumerate(found) if not finite]:
             raise NotFinite(bad)
         offsets = np.cumsum([0, *(len(indices) for indices, _ in found)])
-        values = np.concatenate([row[indices] for row, (indices, _) in zip(rows, found, strict=True)])
-        indices = np.concatenate([indices for indices, _ in found])
+        values = _joined([row[indices] for row, (indices, _) in zip(rows, found, strict=True)])
+        indices = _joined([indices for indices, _ in found])
         return Selection(torch.from_numpy(offsets), torch.from_numpy(indices), torch.from_numpy(values))
 
     def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
@@ -260,6 +260,10 @@ class Proportional(Selector):
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else INFINITE
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _at_least(magnitude: Tensor, smallest: Tensor, k: Tensor) -> Tensor:

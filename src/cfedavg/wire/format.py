@@ -13,6 +13,7 @@ from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import MASK, pack_coordinates, unpack_coordinates, where_of
 from cfedavg.wire.header import CHECKSUM, SIZE, Header, Where, WireError, read_header
+from cfedavg.wire.indices import are_increasing
 from cfedavg.wire.tensors import Tensors
 from cfedavg.wire.values import check_lengths, coding_of, kind_of, pack_values, unpack_values
 
@@ -74,10 +75,8 @@ def _check_payload(payload: Payload) -> None:
         raise WireError(f"the payload has k = {k}, but its indices or values are {sorted(lengths)}")
     if isinstance(values, Levels) and len(values.scales) != blocks(k, values.block):
         raise WireError(f"{k} levels in blocks of {values.block} need {blocks(k, values.block)} scales")
-    if k and payload.indices is not None:
-        indices = payload.indices
-        if indices[0] < 0 or indices[-1] >= payload.d or (np.diff(indices) <= 0).any():
-            raise WireError(f"the indices of the payload do not increase from 0 to {payload.d - 1}")
+    if payload.indices is not None and not are_increasing(payload.indices, payload.d):
+        raise WireError(f"the indices of the payload do not increase from 0 to {payload.d - 1}")
 
 
 def decode(

@@ -46,6 +46,17 @@ FINE, BEYOND, OTHER_NUMBER = range(3)  # what a decoder finds
 
 
 @kernel
+def are_increasing(indices: np.ndarray, d: int) -> bool:
+    """Whether indices increase strictly and lie from 0 to d - 1, which encode_indices takes for granted."""
+    before = -1
+    for i in range(len(indices)):
+        if indices[i] <= before:
+            return False
+        before = indices[i]
+    return bool(before < d)
+
+
+@kernel
 def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> Int:
     """How many words increasing indices below d take. `shapes` holds rows, columns, group of each tensor."""
     coder = put_number(words, start_encoding(), 1, 1)

@@ -55,9 +55,14 @@ def new_table(symbols: Int) -> tuple[np.ndarray, np.ndarray]:
 
 @kernel
 def encode_numbers(
-    words: np.ndarray, numbers: np.ndarray, indices: np.ndarray, ends: np.ndarray, zero_has_sign: bool
+    words: np.ndarray,
+    numbers: np.ndarray,
+    indices: np.ndarray,
+    ends: np.ndarray,
+    zero_has_sign: bool,
+    largest: Int,
 ) -> Int:
-    """How many words the numbers take, which are magnitudes with the sign above them.
+    """How many words the numbers take, which are magnitudes with the sign above them; 0 if one is too large.
 
     `indices` are their coordinates, empty where all are sent. A zero has no sign, unless it is a float
     or there is nothing else.
@@ -65,6 +70,8 @@ def encode_numbers(
     lowest, highest = MASK, 0
     for i in range(len(numbers)):
         lowest, highest = min(lowest, numbers[i] & MASK), max(highest, numbers[i] & MASK)
+    if highest > largest:
+        return 0
     coder = put_number(words, start_encoding(), lowest, MAGNITUDE)
     coder = put_number(words, coder, highest - lowest, MAGNITUDE)
     copied = max(bit_length(highest - lowest) - LEADING, 0)

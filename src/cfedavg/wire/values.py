@@ -45,7 +45,8 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
         scales = np.ascontiguousarray(values.scales, "<f4")
         copied = SCALES.pack(values.block, values.top) + scales.tobytes()
         numbers = np.abs(values.levels.astype(np.int16)) | (values.levels < 0).astype(np.int16) << MAGNITUDE
-        return _coded(numbers.view(np.uint16), indices, tensors, zero_has_sign=False), copied
+        wrong = f"a level exceeds top = {values.top}"
+        return _coded(numbers.view(np.uint16), indices, tensors, False, values.top, wrong), copied
     data = np.ascontiguousarray(values.data, DTYPES[kind])
     if coding_of(kind, where) is Coding.PLAIN:
         if not np.isfinite(data).all():
@@ -53,9 +54,7 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
         return b"", data.tobytes()
     parts = data.view("<u2").reshape(len(data), data.itemsize // 2)
     numbers = np.ascontiguousarray(parts[:, -1])
-    if len(numbers) and (numbers & MASK).max() > LARGEST[kind]:
-        raise WireError(NOT_FINITE)
-    return _coded(numbers, indices, tensors, zero_has_sign=True), parts[:, :-1].tobytes()
+    return _coded(numbers, indices, tensors, True, LARGEST[kind], NOT_FINITE), parts[:, :-1].tobytes()
 
 
 def _check_top(top: int, kind: Kind) -> None:
@@ -67,19 +66,27 @@ def _check_levels(values: Levels) -> None:
     _check_top(values.top, kind_of(values))
     if not 0 <= values.block < 2**32:
         raise WireError(f"block = {values.block} must be from 0 to 2^32 - 1")
-    if len(values.levels) and max(-int(values.levels.min()), int(values.levels.max())) > values.top:
-        raise WireError(f"a level exceeds top = {values.top}")
     if not np.isfinite(values.scales).all():
         raise WireError(NOT_FINITE)
 
 
-def _coded(numbers: np.ndarray, indices: np.ndarray | None, tensors: Tensors, zero_has_sign: bool) -> bytes:
+def _coded(
+    numbers: np.ndarray,
+    indices: np.ndarray | None,
+    tensors: Tensors,
+    zero_has_sign: bool,
+    largest: int,
+    wrong: str,
+) -> bytes:
     if not len(numbers):
         return b""
     # A number is a symbol of up to 16 bits, 7 more bits, and a sign of up to 11.
     words = np.empty(len(numbers) * 5 // 4 + 64, np.uint32)
     where = EVERYWHERE if indices is None else np.ascontiguousarray(indices, np.int64)
-    return to_bytes(words, encode_numbers(words, numbers, where, tensors.ends, zero_has_sign))
+    n = encode_numbers(words, numbers, where, tensors.ends, zero_has_sign, largest)
+    if n == 0:
+        raise WireError(wrong)
+    return to_bytes(words, n)
 
 
 def check_lengths(header: Header, copied: memoryview) -> None:
