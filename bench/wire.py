@@ -14,9 +14,9 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from cfedavg.wire.header import read_header
 
 RECORDED = Path(__file__).parent.parent / "results" / "wire"
 MEMORY = 100e6  # bytes of vectors to take in turns
-TURNS = 41
+TURNS = 101
 
 
 def recorded(name: str) -> tuple[Layout, list[Payload]]:
@@ -133,15 +133,18 @@ def updates(
     return engine.layout, [e + decompress(payload)[0] for e, payload in zip(kept, sent, strict=True)]
 
 
-def seconds(work: Callable[[torch.Tensor], object], vectors: list[torch.Tensor], turns: int = TURNS) -> float:
-    """The median over the vectors in turns, after two turns to warm up."""
-    times, source = [], cycle(vectors)
-    for _ in range(turns + 2):
-        p = next(source)
-        began = time.perf_counter()
-        work(p)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+def measure(contenders: dict[str, tuple[Callable[[Any], object], list[Any]]]) -> dict[str, float]:
+    """The median seconds of each, in turns: a machine that slows down does so for all of them."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(TURNS + 2):
+        for name, (work, things) in contenders.items():
+            if name == "topk" and turn > 10:
+                continue  # it takes long, and need not be known so well
+            thing = things[turn % len(things)]
+            began = time.perf_counter()
+            work(thing)
+            times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(found[2:]) for name, found in times.items()}  # two turns to warm up
 
 
 def speed_table() -> Table:
@@ -161,27 +164,22 @@ def speeds(layout: Layout, vectors: list[torch.Tensor], comp: float) -> list[str
     """The columns of the table after the first two."""
     compressor, k = parse(f"topk({comp}) >> bf16"), round((1 - comp) * layout.d)
     target = torch.empty_like(vectors[0])
-    payload = compressor.compress(vectors[0], 1, layout).numpy()
-    message = encode(payload, layout)
-    copy = seconds(target.copy_, vectors)
-    hot = seconds(target.copy_, vectors[:1])
-    topk = seconds(lambda p: torch.topk(p.abs(), k), vectors, 9)
-    select = seconds(lambda p: largest(p.numpy(), k), vectors)
-    pack = seconds(lambda p: encode(payload, layout), vectors)
-    back = seconds(lambda p: decode(message, layout=layout), vectors)
-    whole = seconds(lambda p: encode(compressor.compress(p, 1, layout).numpy(), layout), vectors)
-    times = [f"{1e3 * t:.2f}" for t in (copy, hot, topk, select, pack, back, whole)]
-    faster, both = f"{topk / select:.1f}x", f"{(select + pack) / copy:.1f}"
-    return [
-        *times[:4],
-        faster,
-        times[4],
-        both,
-        times[5],
-        f"{back / copy:.1f}",
-        times[6],
-        f"{whole / copy:.1f}",
-    ]
+    payloads = [compressor.compress(p, 1, layout).numpy() for p in vectors]
+    messages = [encode(payload, layout) for payload in payloads]
+    t = measure({
+        "copy": (target.copy_, vectors),
+        "select": (lambda p: largest(p.numpy(), k), vectors),
+        "encode": (lambda payload: encode(payload, layout), payloads),
+        "decode": (lambda message: decode(message, layout=layout), messages),
+        "whole": (lambda p: encode(compressor.compress(p, 1, layout).numpy(), layout), vectors),
+        "topk": (lambda p: torch.topk(p.abs(), k), vectors),
+    })  # fmt: skip
+    t |= measure({"hot": (target.copy_, vectors[:1])})
+    ms = {name: f"{1e3 * found:.2f}" for name, found in t.items()}
+    over = {name: f"{t[name] / t['copy']:.1f}" for name in ("decode", "whole")}
+    both = f"{(t['select'] + t['encode']) / t['copy']:.1f}"
+    return [ms["copy"], ms["hot"], ms["topk"], ms["select"], f"{t['topk'] / t['select']:.1f}x", ms["encode"],
+            both, ms["decode"], over["decode"], ms["whole"], over["whole"]]  # fmt: skip
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ MAY_IMPORT = {
                 "plan", "state", "task", "wire"},
     "folder": {"config", "errors", "files", "metrics", "state"},
     "loop": {"config", "data", "engines", "errors", "folder", "metrics", "plan", "report", "state", "task",
-             "theory"},
+             "theory", "wire"},
     "sweep": {"compress", "config", "errors", "schedule", "spec"},
     "units": set(),
     "report": {"config", "errors", "files", "units", "__init__"},

@@ -30,3 +30,9 @@ def kernel(function: F) -> F:
     compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
     result: F = compiled
     return result
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether the machine code of a kernel is on disk, so that it starts at once."""
+    compiled: Any = function
+    return bool(compiled._cache._cache_file._load_index())

@@ -23,6 +23,7 @@ from cfedavg.plan import Plan
 from cfedavg.state import State, save_tensors
 from cfedavg.task import Task
 from cfedavg.theory import rate_conditions
+from cfedavg.wire import is_ready
 
 ENGINES: dict[str, Callable[[Plan, Task, torch.device, Path | None], Engine]] = {"reference": ReferenceEngine}
 OWN = "(a task from Python)"  # stands in config.toml for a model and data that no text names
@@ -138,6 +139,8 @@ class Loop:
         if self.note:
             self.observer.say(self.note)
         self.observer.say(self.plan.in_words(self.engine.layout))
+        if not is_ready():
+            self.observer.say("compiling the coders of messages, once: the first round takes 15 s longer")
         if start[0].t:
             self.observer.say(f"resuming after round {start[0].t} of {self.config.rounds}")
         elif resume:

@@ -9,11 +9,12 @@ import zlib
 
 import numpy as np
 
+from cfedavg.kernel import is_compiled
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import MASK, pack_coordinates, unpack_coordinates, where_of
 from cfedavg.wire.header import CHECKSUM, SIZE, Header, Where, WireError, read_header
-from cfedavg.wire.indices import are_increasing
+from cfedavg.wire.indices import are_increasing, encode_indices
 from cfedavg.wire.tensors import Tensors
 from cfedavg.wire.values import check_lengths, coding_of, kind_of, pack_values, unpack_values
 
@@ -52,6 +53,11 @@ def measure(payload: Payload, layout: Layout) -> list[int]:
     """The exact number of bytes of each client's message: len(encode(...)), without putting it together."""
     one_by_one = (_sections(client, layout) for client in payload.clients())
     return [SIZE + sum(map(len, sections)) + CHECKSUM.size for sections in one_by_one]
+
+
+def is_ready() -> bool:
+    """Whether the coders are compiled; if not, the first message of this machine takes some 15 s longer."""
+    return is_compiled(encode_indices)
 
 
 def _sections(payload: Payload, layout: Layout) -> Sections:

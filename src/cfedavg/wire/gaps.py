@@ -6,9 +6,10 @@ import numpy as np
 
 from cfedavg.kernel import Int, kernel
 from cfedavg.wire.coder import Coder, put_number, take_number
-from cfedavg.wire.table import FIRST, JUMP_BITS, SEEN, make, make_jumps, put_symbol, renew, take_symbol
+from cfedavg.wire.table import FIRST, SEEN, make, make_jumps, put_symbol, renew, take_symbol
 
 STEPS = 16  # symbols of a gap: its number of steps, up to 14; 15 says that more follow after 15 steps
+JUMPS = 4  # bits of a share at which the decoder looks first
 TRUST = 256  # how many gaps the first table is worth against those seen
 
 
@@ -76,20 +77,20 @@ def take_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> 
     counts, sums, jump = (
         np.empty(STEPS, np.int64),
         np.empty(STEPS + 1, np.int64),
-        np.empty(1 << JUMP_BITS, np.uint8),
+        np.empty(1 << JUMPS, np.uint8),
     )
     expect(counts, size, n, step)
     make(counts, sums)
-    make_jumps(sums, jump)
+    make_jumps(sums, jump, JUMPS)
     following, due = 0, FIRST
     for i in range(n):
-        symbol, coder = take_symbol(words, coder, sums, jump)
+        symbol, coder = take_symbol(words, coder, sums, jump, JUMPS)
         counts[symbol] += SEEN
         while symbol == STEPS - 1:
             following += (STEPS - 1) << step
             if following >= size:
                 return False, coder
-            symbol, coder = take_symbol(words, coder, sums, jump)
+            symbol, coder = take_symbol(words, coder, sums, jump, JUMPS)
             counts[symbol] += SEEN
         rest, coder = take_number(words, coder, step)
         cells[i] = following + (symbol << step) + rest
@@ -98,5 +99,5 @@ def take_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> 
             return False, coder
         if i + 1 == due:
             due = renew(counts, sums, due)
-            make_jumps(sums, jump)
+            make_jumps(sums, jump, JUMPS)
     return True, coder

@@ -21,11 +21,12 @@ from cfedavg.wire.coder import (
     take_bit,
     take_number,
 )
-from cfedavg.wire.table import FIRST, JUMP_BITS, count, make, make_jumps, put_symbol, renew, take_symbol
+from cfedavg.wire.table import FIRST, count, make, make_jumps, put_symbol, renew, take_symbol
 
 MAGNITUDE = 15  # bits of a magnitude; the sign is the bit above them
 MASK = (1 << MAGNITUDE) - 1
 LEADING = 8  # bits of a symbol, at most
+JUMPS = 7  # bits of a share at which the decoder looks first
 FINE, TOO_LARGE = range(2)  # what a decoder finds
 
 
@@ -109,13 +110,13 @@ def decode_numbers(
         return TOO_LARGE, coder[0]
     copied = max(bit_length(spread) - LEADING, 0)
     counts, sums = new_table((spread >> copied) + 1)
-    jump = np.empty(1 << JUMP_BITS, np.uint8)
-    make_jumps(sums, jump)
+    jump = np.empty(1 << JUMPS, np.uint8)
+    make_jumps(sums, jump, JUMPS)
     signs = new_contexts(len(ends))
     zero_has_sign |= lowest + spread == 0
     row, due = 0, FIRST
     for i in range(len(numbers)):
-        symbol, coder = take_symbol(words, coder, sums, jump)
+        symbol, coder = take_symbol(words, coder, sums, jump, JUMPS)
         count(counts, symbol)
         rest, coder = take_number(words, coder, copied)
         magnitude = lowest + (symbol << copied) + rest
@@ -128,5 +129,5 @@ def decode_numbers(
         numbers[i] = magnitude
         if i + 1 == due:
             due = renew(counts, sums, due)
-            make_jumps(sums, jump)
+            make_jumps(sums, jump, JUMPS)
     return FINE, coder[0]

@@ -14,7 +14,6 @@ from cfedavg.wire.coder import Coder, narrow, widen
 
 BITS = 16
 TOTAL = 1 << BITS
-JUMP_BITS = 7
 SEEN = 32  # what a symbol that has come counts, against 1 for one that has not
 FIRST, LONGEST = 16, 128  # symbols until a table is made anew: at first, then twice as many, at most
 
@@ -33,13 +32,17 @@ def make(counts: np.ndarray, sums: np.ndarray) -> None:
 
 
 @kernel
-def make_jumps(sums: np.ndarray, jump: np.ndarray) -> None:
-    """For each of as many parts of TOTAL, the symbol in whose share it begins."""
-    s = 0
-    for i in range(len(jump)):
-        while sums[s + 1] <= i << (BITS - JUMP_BITS):
-            s += 1
-        jump[i] = s
+def make_jumps(sums: np.ndarray, jump: np.ndarray, bits: Int) -> None:
+    """For each of 2^bits parts of TOTAL, the symbol in whose share the part begins."""
+    shift = BITS - bits
+    for i in range(1 << bits):
+        jump[i] = 0
+    for s in range(len(sums) - 1):  # the first part that begins in the share of s or of a later symbol
+        part = (sums[s] + (1 << shift) - 1) >> shift
+        if part < 1 << bits:
+            jump[part] = s
+    for i in range(1, 1 << bits):
+        jump[i] = max(jump[i], jump[i - 1])
 
 
 @kernel
@@ -72,12 +75,14 @@ def put_symbol(words: np.ndarray, coder: Coder, sums: np.ndarray, symbol: Int) -
 
 
 @kernel
-def take_symbol(words: np.ndarray, coder: Coder, sums: np.ndarray, jump: np.ndarray) -> tuple[Int, Coder]:
-    """Decodes what put_symbol has encoded."""
+def take_symbol(
+    words: np.ndarray, coder: Coder, sums: np.ndarray, jump: np.ndarray, bits: Int
+) -> tuple[Int, Coder]:
+    """Decodes what put_symbol has encoded; `jump` is of 2^bits parts."""
     position, code, span = coder
     unit = span >> np.uint64(BITS)
     share = np.int64(min(code // unit, np.uint64(TOTAL - 1)))
-    symbol = np.int64(jump[share >> (BITS - JUMP_BITS)])
+    symbol = np.int64(jump[share >> (BITS - bits)])
     while sums[symbol + 1] <= share:
         symbol += 1
     below = np.uint64(sums[symbol])
