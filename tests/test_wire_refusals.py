@@ -509,6 +509,10 @@ def floats(k: int) -> Floats:
         ),
         (first_of_flat(Levels(np.ones(2, np.int8), np.ones(3, np.float32), 2, 1), 2), "need 1 scales"),
         (
+            first_of_flat(Levels(np.full(2, -32768, np.int16), np.ones(1, np.float32), 2, 32767), 2),
+            "a level exceeds top = 32767",
+        ),
+        (
             first_of_flat(Levels(np.ones(2, np.int8), np.ones(1, np.float32), 2**32, 1), 2),
             "block = 42949",
         ),

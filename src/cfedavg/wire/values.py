@@ -44,9 +44,13 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
         _check_levels(values)
         scales = np.ascontiguousarray(values.scales, "<f4")
         copied = SCALES.pack(values.block, values.top) + scales.tobytes()
-        numbers = np.abs(values.levels.astype(np.int16)) | (values.levels < 0).astype(np.int16) << MAGNITUDE
+        # In 32 bits: int16 has no 32768, which then exceeds any top.
+        magnitudes = np.abs(values.levels.astype(np.int32))
         wrong = f"a level exceeds top = {values.top}"
-        return _coded(numbers.view(np.uint16), indices, tensors, False, values.top, wrong), copied
+        if len(magnitudes) and magnitudes.max() > values.top:
+            raise WireError(wrong)
+        numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
+        return _coded(numbers, indices, tensors, False, values.top, wrong), copied
     data = np.ascontiguousarray(values.data, DTYPES[kind])
     if coding_of(kind, where) is Coding.PLAIN:
         if not np.isfinite(data).all():
