@@ -300,9 +300,10 @@ class Stream:
         return symbol
 
     def end(self) -> None:
-        """The section must end where its encoder would have ended it."""
-        require(not self.section.endswith(b"\0"), "a coded section ends with a zero")
-        require(self.position >= len(self.section), "a coded section is longer than what it says")
+        """Zeros are left out of the last two words that were read, and of no others."""
+        require(self.position - 8 <= len(self.section) <= self.position, "a section of a wrong length")
+        if len(self.section) > self.position - 8:
+            require(not self.section.endswith(b"\0"), "a coded section ends with a zero")
 
 
 # Section 1: coordinates
@@ -422,7 +423,7 @@ def uniform_counts(size: int, n: int, step: int) -> list[int]:
     """How often each symbol comes among 256 gaps of a uniform set, times 32."""
     while size >= 2**31:
         size >>= 1
-        n = (n + 1) >> 1
+        n = min((n + 1) >> 1, size)
     empty = ((size - n) << 30) // size
     for _ in range(step):
         empty = empty * empty >> 30

@@ -134,7 +134,7 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
     for arguments, words in (
         ([tmp_path / "none.cfa"], "cannot read"),
         ([message, "--layout", layout], "cannot read"),
-        ([message, "--dense", dense], "cannot read"),
+        ([message, "--dense", dense], "--dense needs --layout"),
     ):
         refused = cfedavg("inspect", *arguments)
         assert refused.code == 2
@@ -145,6 +145,16 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
         assert (refused.code, words in refused.err) == (2, True)
     layout.write_text(NET.text)
     assert "has 3 numbers, the message is of" in cfedavg("inspect", message, "--dense", dense).err
+    for content in (b"", b"PK\3\4", b"no array"):
+        dense.write_bytes(content)
+        refused = cfedavg("inspect", message, "--dense", dense)
+        assert (refused.code, "--dense: cannot read" in refused.err) == (2, True)
+    np.save(dense, np.zeros(NET.d, complex))
+    assert "one array of real numbers" in cfedavg("inspect", message, "--dense", dense).err
+    for text in ("[" * 100_000, '[[1], [[2]], ["float32"]]'):
+        layout.write_text(text)
+        assert "is not the layout of a model" in cfedavg("inspect", message).err
+    layout.write_text(NET.text)
     message.write_bytes(good[:-1])
     assert "cut short" in cfedavg("inspect", message).err
     message.write_bytes(good[:100] + b"?" + good[101:])

@@ -44,6 +44,22 @@ def test_messages_hold_what_was_sent(tmp_path: Path) -> None:
     torch.testing.assert_close(start + torch.stack(sent).mean(0), after)
 
 
+def test_messages_of_another_run_are_not_touched(tmp_path: Path) -> None:
+    """Neither by a run that is refused for another reason, nor by one with another model or seed."""
+    kept, out = tmp_path / "messages", tmp_path / "run"
+    run(Config(rounds=1), blobs(), messages=kept, out=out, draw=False)
+    before = {file.name: file.read_bytes() for file in kept.iterdir()}
+    with pytest.raises(InputError, match="--resume"):
+        run(Config(rounds=1), blobs(features=5), messages=kept, out=out, draw=False)
+    with pytest.raises(InputError, match="messages of another model"):
+        run(Config(rounds=1), blobs(features=5), messages=kept)
+    with pytest.raises(InputError, match="messages of another run"):
+        run(Config(rounds=1, seed=1), blobs(), messages=kept)
+    assert {file.name: file.read_bytes() for file in kept.iterdir()} == before
+    run(Config(rounds=2), blobs(), messages=kept, out=out, resume=True, draw=False)
+    assert len(list(kept.iterdir())) == 2 * len(before) - 1
+
+
 def test_nothing_is_no_message() -> None:
     assert dense_bytes(torch.empty(0), Layout.flat(0)) == 0
 

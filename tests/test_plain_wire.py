@@ -302,7 +302,7 @@ def test_refuses_wrong_lengths() -> None:
 def test_refuses_more_than_was_coded() -> None:
     data = encode(compressed("topk(0.9) >> bf16", gaussian(FLAT).float(), FLAT), FLAT)
     length = int.from_bytes(data[60:68], "little")
-    for more, what in ((b"\0", "ends with a zero"), (b"\1" * 9, "longer than what it says")):
+    for more, what in ((b"\0", "ends with a zero"), (b"\1" * 9, "of a wrong length")):
         head = data[:60] + (length + len(more)).to_bytes(8, "little") + data[68:-4]
         with pytest.raises(ValueError, match=what):
             read(with_checksum(head + more), FLAT)

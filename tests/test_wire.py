@@ -79,6 +79,18 @@ def test_any_set_of_any_layout(drawn: tuple[Layout, np.ndarray]) -> None:
     assert_same(decode(encode(payload, layout), layout=layout), payload)
 
 
+@pytest.mark.parametrize("text", ["bf16", "sign", "qsgd(16)", "int8(256)", "topk(0.5) >> sign", "topk(0.5)"])
+@pytest.mark.parametrize("kind", ["negative", "zero tail", "minus zero"])
+def test_many_values_that_cost_next_to_nothing(text: str, kind: str) -> None:
+    """A decoder takes no more values than a stream of this length can hold: these are the cheapest."""
+    layout = Layout.flat(300_000)
+    p = -torch.ones(layout.d) if kind == "negative" else torch.full((layout.d,), -0.0)
+    if kind == "zero tail":
+        p[:20] = torch.arange(20) - 9.5
+    payload = parse(text).compress(p, 3, layout).numpy()
+    assert_same(decode(encode(payload, layout), layout=layout), payload)
+
+
 def test_a_header_says_who_sends_what() -> None:
     payload = next(block("topk(0.9) >> bf16", NET).clients())
     header = read_header(encode(payload, NET, client=2**64 - 1, sequence=5, round=7))

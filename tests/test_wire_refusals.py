@@ -508,6 +508,20 @@ def floats(k: int) -> Floats:
             "do not increase from 0 to 599",
         ),
         (first_of_flat(Levels(np.ones(2, np.int8), np.ones(3, np.float32), 2, 1), 2), "need 1 scales"),
+        (first_of_flat(Levels(np.ones(2, np.int8), np.ones(1, np.float32), 2, -1), 2), "top = -1"),
+        (
+            first_of_flat(Levels(np.ones(2, np.int32), np.ones(1, np.float32), 2, 1), 2),
+            "row of int8 or int16",
+        ),
+        (first_of_flat(Levels(np.ones(2, np.int8), np.ones(1), 2, 1), 2), "one row of float32"),
+        (first_of_flat(Floats(np.ones(2, np.float32), "bf16"), 2), "one row of int16"),
+        (first_of_flat(Floats(np.ones(2, np.float16), "fp16"), 2), "one row of fp32, fp64 or bf16"),
+        (Payload(600, np.array([0, 2]), np.array([1.5, 5.2]), floats(2)), "one row of whole numbers"),
+        (Payload(600, np.array([0, 2]), np.ones((2, 1), int), floats(2)), "one row of whole numbers"),
+        (
+            Payload(600, np.array([0, 2]), np.array([5, 7]), floats(2), Mask(np.array([1]), -1)),
+            "keep = -1",
+        ),
         (
             first_of_flat(Levels(np.full(2, -32768, np.int16), np.ones(1, np.float32), 2, 32767), 2),
             "a level exceeds top = 32767",

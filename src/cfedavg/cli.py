@@ -242,7 +242,7 @@ def inspect_message(
         Path | None, typer.Option(help=".npy file with the vector that was compressed, for the SNR")
     ] = None,
 ) -> None:
-    """Explain a message: header, sections, bits per index and value against the entropy bound, SNR."""
+    """Explain a message: header, sections, bits per index against the entropy bound, bits per value, SNR."""
     from cfedavg.inspection import show
 
     show(Console(), file, layout, dense)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import BadZipFile
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from cfedavg.errors import InputError
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 def show(console: Console, file: Path, layout: Path | None, dense: Path | None) -> None:
     """Prints what a message says; with the layout of its model also what is sent of each tensor."""
     data, beside = _read(file), file.parent / "layout.json"
-    if layout is None and (dense is not None or exists(beside)):
+    if layout is None and exists(beside):
         layout = beside
+    if layout is None and dense is not None:
+        raise InputError("--dense needs --layout, the layout.json of the model")
     try:
         console.print(_table(header_rows(read_header(data)), "header", ""))
         console.print(_table(section_rows(data), "section", ">bytes", ">bits per coordinate", ""))
@@ -57,9 +61,13 @@ def snr(payload: Payload, dense: Path) -> float:
     from cfedavg.compress import decompress
 
     try:
-        p = np.load(dense, allow_pickle=False).reshape(-1).astype(np.float64)
-    except (OSError, ValueError) as error:
+        with dense.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise InputError(f"--dense: cannot read {dense} as a NumPy array ({error})") from None
+    if not isinstance(loaded, np.ndarray) or loaded.dtype.kind not in "fiu":
+        raise InputError(f"--dense: {dense} must hold one array of real numbers, as numpy.save writes it")
+    p = loaded.reshape(-1).astype(np.float64)
     if len(p) != payload.d:
         raise InputError(f"--dense: {dense} has {len(p)} numbers, the message is of {payload.d}")
     noise = ((p - decompress(payload.map(torch.from_numpy))[0].double().numpy()) ** 2).sum()
@@ -77,7 +85,7 @@ def _layout(path: Path) -> Layout:
     data = _read(path)
     try:
         return Layout.from_text(data.decode())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise InputError(f"--layout: {path} is not the layout of a model") from None
 
 
@@ -85,5 +93,5 @@ def _table(rows: Rows, *columns: str) -> Table:
     """A column whose name begins with > holds numbers."""
     table = Table(*(Column(c.lstrip(">"), justify="right" if c.startswith(">") else "left") for c in columns))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table

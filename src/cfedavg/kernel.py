@@ -17,17 +17,24 @@ Int = Any  # a machine integer, of a width and sign that the compiler finds out
 @cache
 def _stamp(folder: Path) -> str:
     """A hash of all modules in a folder."""
-    texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    texts = [path.read_bytes() for path in [Path(__file__), *sorted(folder.glob("*.py"))]]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def kernel(function: F) -> F:
     """A function of numbers and NumPy arrays as machine code; it lets other threads run meanwhile."""
-    compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
-    compiled.enable_caching()
+    compile_it = numba.njit(nogil=True, error_model="numpy")
+    compiled: Any = compile_it(function)
     # numba compiles a function anew when its own file has changed. But kernels call each other across the
     # files of a room, and what is compiled contains what it calls: any change there makes all of them new.
-    compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+    try:
+        compiled.enable_caching()
+        compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+    except (
+        RuntimeError,
+        AttributeError,
+    ):  # nowhere to write, or another numba: compiled each time
+        compiled = compile_it(function)
     result: F = compiled
     return result
 
@@ -35,4 +42,7 @@ def kernel(function: F) -> F:
 def is_compiled(function: Callable[..., Any]) -> bool:
     """Whether the machine code of a kernel is on disk, so that it starts at once."""
     compiled: Any = function
-    return bool(compiled._cache._cache_file._load_index())
+    try:
+        return bool(compiled._cache._cache_file._load_index())
+    except AttributeError:
+        return False

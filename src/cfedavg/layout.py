@@ -69,7 +69,9 @@ class Layout:
         names, shapes, dtypes = json.loads(text)
         layout = cls(tuple(names), tuple(tuple(shape) for shape in shapes), tuple(dtypes))
         numbers = [size for shape in layout.shapes for size in shape]
-        if not len(names) == len(shapes) == len(dtypes) or any(type(n) is not int or n < 0 for n in numbers):
+        texts = all(isinstance(text, str) for text in layout.names + layout.dtypes)
+        whole = all(type(n) is int and n >= 0 for n in numbers)
+        if not len(names) == len(shapes) == len(dtypes) or not texts or not whole:
             raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
         return layout
 

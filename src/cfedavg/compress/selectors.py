@@ -141,6 +141,8 @@ class TopK(Selector):
 
     def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
         """What `keep` keeps of one vector on the CPU, as indices; and whether the vector is finite."""
+        if not len(row):
+            return np.empty(0, np.int64), True
         if not self.per_tensor:
             return largest(row, self._k(len(row)))
         parts = [part for part in layout.slices() if part.start < part.stop]

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cfedavg.files import make_folder, write_atomic
+from cfedavg.errors import InputError
+from cfedavg.files import exists, make_folder, write_atomic
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Payload
 from cfedavg.wire import encode, measure
@@ -21,22 +22,33 @@ class Ledger:
     """
 
     def __init__(self, layout: Layout, keep: Path | None = None) -> None:
-        self.layout, self.keep = layout, keep
-        if keep is not None:
-            make_folder(keep, "--messages")
-            write_atomic(keep / "layout.json", layout.text.encode())
+        self.layout, self.keep, self.opened = layout, keep, False
 
     def replies(self, t: int, clients: list[int], payload: Payload) -> list[int]:
         """The bytes that each client of a block sends in round t."""
         block = payload.numpy()
         if self.keep is None:
             return measure(block, self.layout)
+        if not self.opened:
+            self._open(t)
         lengths = []
         for client, one in zip(clients, block.clients(), strict=True):
             message = encode(one, self.layout, client=client, sequence=t, round=t)
             write_atomic(self.keep / f"{t:05}-{client:05}.cfa", message)
             lengths.append(len(message))
         return lengths
+
+    def _open(self, t: int) -> None:
+        """Only now, when a run has been found to be in order; and never among the messages of another one."""
+        assert self.keep is not None
+        make_folder(self.keep, "--messages")
+        beside = self.keep / "layout.json"
+        if exists(beside) and beside.read_bytes() != self.layout.text.encode():
+            raise InputError(f"--messages: {self.keep} holds messages of another model; give another folder")
+        if t == 0 and next(self.keep.glob("*.cfa"), None) is not None:
+            raise InputError(f"--messages: {self.keep} holds messages of another run; give another folder")
+        write_atomic(beside, self.layout.text.encode())
+        self.opened = True
 
 
 def dense_bytes(vector: Tensor, layout: Layout) -> int:

@@ -180,7 +180,7 @@ def take_count(words: np.ndarray, coder: Coder, contexts: np.ndarray) -> tuple[I
     """Decodes what put_count has encoded, up to 2^48 - 2."""
     below = 0
     bit, coder = take_bit(words, coder, contexts, below)
-    while not bit and below < 47:
+    while not bit and below < COUNT_CONTEXTS - 1:
         below += 1
         bit, coder = take_bit(words, coder, contexts, below)
     number, coder = take_number(words, coder, below)
@@ -188,8 +188,10 @@ def take_count(words: np.ndarray, coder: Coder, contexts: np.ndarray) -> tuple[I
 
 
 def to_bytes(words: np.ndarray, n: int) -> bytes:
-    """The first n words, upper byte first. Zeros at the end are left out: the decoder reads them anyway."""
-    return words[:n].astype(">u4").tobytes().rstrip(b"\0")
+    """The first n words, upper byte first. Zeros at the end of the last two, which `finish` settles, are left
+    out: the decoder reads them anyway. Not those before, so that no stream is shorter than what it says."""
+    data = words[:n].astype(">u4").tobytes()
+    return data[:-8] + data[-8:].rstrip(b"\0")
 
 
 def to_words(section: memoryview) -> np.ndarray:
@@ -199,6 +201,9 @@ def to_words(section: memoryview) -> np.ndarray:
 
 
 def check_end(section: memoryview, words: int, name: str) -> None:
-    """Raises WireError unless a section ends where its encoder would have ended it, after so many words."""
-    if len(section) > 4 * words or (len(section) and section[-1] == 0):
+    """Raises WireError unless a section is as long as a stream of so many words can be."""
+    least = 4 * words - 8
+    if len(section) < least:
+        raise WireError(f"the section of the {name} ends too early")
+    if len(section) > 4 * words or (len(section) > least and section[-1] == 0):
         raise WireError(f"the section of the {name} goes on after its end")

@@ -13,7 +13,7 @@ from cfedavg.wire.indices import BEYOND, OTHER_NUMBER, decode_indices, encode_in
 from cfedavg.wire.mask import draw
 from cfedavg.wire.tensors import Tensors
 
-MASK = struct.Struct("<qQ")  # key, keep
+KEY_AND_KEEP = struct.Struct("<qQ")
 
 
 def where_of(payload: Payload) -> Where:
@@ -27,8 +27,8 @@ def pack_coordinates(payload: Payload, tensors: Tensors) -> bytes:
     if payload.indices is None:
         return b""
     if payload.mask is not None:
-        return MASK.pack(int(payload.mask.keys[0]), payload.mask.keep)
-    indices = np.ascontiguousarray(payload.indices, np.int64)
+        return KEY_AND_KEEP.pack(int(payload.mask.keys[0]), payload.mask.keep)
+    indices = payload.indices
     # A gap is a symbol of up to 16 bits, a quarter of one more, and bits for the mean gap at most.
     bits = 24 + (payload.d // max(len(indices), 1)).bit_length()
     words = np.empty(len(indices) * bits // 32 + tensors.overhead + 64, np.uint32)
@@ -43,7 +43,7 @@ def unpack_coordinates(
         return None, None
     indices = np.empty(header.k, np.int64)
     if header.where is Where.DRAWN:
-        key, keep = MASK.unpack(section)
+        key, keep = KEY_AND_KEEP.unpack(section)
         if keep > 2**53 or draw(key, keep, header.d, indices) != header.k:
             raise WireError(f"the key of the message does not draw k = {header.k} coordinates")
         return indices, Mask(np.array([key]), keep)

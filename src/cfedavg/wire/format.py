@@ -6,13 +6,14 @@ docs/wire.md specifies the format; the files in tests/golden pin it.
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 
 from cfedavg.kernel import is_compiled
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Levels, Payload, blocks
-from cfedavg.wire.coordinates import MASK, pack_coordinates, unpack_coordinates, where_of
+from cfedavg.wire.coordinates import KEY_AND_KEEP, pack_coordinates, unpack_coordinates, where_of
 from cfedavg.wire.header import CHECKSUM, SIZE, Header, Where, WireError, read_header
 from cfedavg.wire.indices import are_increasing, encode_indices
 from cfedavg.wire.tensors import Tensors
@@ -67,22 +68,45 @@ def _sections(payload: Payload, layout: Layout) -> Sections:
         )
     if payload.d != layout.d:
         raise WireError(f"the payload is of d = {payload.d} coordinates, the layout of {layout.d}")
-    _check_payload(payload)
+    payload = _checked(payload)
     tensors = Tensors.of(layout)
     return pack_coordinates(payload, tensors), *pack_values(payload, where_of(payload), tensors)
 
 
-def _check_payload(payload: Payload) -> None:
-    """That the arrays of a payload fit each other, since the coders do not look."""
+def _checked(payload: Payload) -> Payload:
+    """The payload with indices as the coders want them, if its arrays fit each other: the coders do not look.
+
+    That a mask draws just these indices is taken for granted.
+    """
     values, k = payload.values, payload.counts()[0]
     numbers = values.data if isinstance(values, Floats) else values.levels
+    _check_types(values)
     lengths = {len(numbers), payload.d if payload.indices is None else len(payload.indices)}
     if lengths != {k}:
         raise WireError(f"the payload has k = {k}, but its indices or values are {sorted(lengths)}")
     if isinstance(values, Levels) and len(values.scales) != blocks(k, values.block):
         raise WireError(f"{k} levels in blocks of {values.block} need {blocks(k, values.block)} scales")
-    if payload.indices is not None and not are_increasing(payload.indices, payload.d):
+    if payload.indices is None:
+        return payload
+    if payload.indices.ndim != 1 or payload.indices.dtype.kind not in "iu":
+        raise WireError("the indices of the payload must be one row of whole numbers")
+    indices = np.ascontiguousarray(payload.indices, np.int64)
+    if not are_increasing(indices, payload.d):
         raise WireError(f"the indices of the payload do not increase from 0 to {payload.d - 1}")
+    if payload.mask is not None and not 0 <= payload.mask.keep <= 2**53:
+        raise WireError(f"keep = {payload.mask.keep} must be from 0 to 2^53")
+    return replace(payload, indices=indices)
+
+
+def _check_types(values: Floats | Levels) -> None:
+    if isinstance(values, Floats):
+        right = {"fp32": ["float32"], "fp64": ["float64"], "bf16": ["int16"]}.get(values.dtype, [])
+        found = [(values.data, right, f"Floats of dtype {values.dtype!r}")]
+    else:
+        found = [(values.levels, ["int8", "int16"], "Levels"), (values.scales, ["float32"], "scales")]
+    for array, right, name in found:
+        if array.ndim != 1 or array.dtype.name not in right:
+            raise WireError(f"{name} must be one row of {' or '.join(right) or 'fp32, fp64 or bf16'}")
 
 
 def decode(
@@ -151,7 +175,7 @@ def _cut(data: memoryview, header: Header) -> tuple[memoryview, memoryview, memo
         raise WireError(f"the message is cut short: {len(data)} bytes of {needed}")
     if len(data) > needed:
         raise WireError(f"the message goes on after its end: {len(data)} bytes instead of {needed}")
-    fixed = {Where.ALL: 0, Where.DRAWN: MASK.size}.get(header.where, header.index_bytes)
+    fixed = {Where.ALL: 0, Where.DRAWN: KEY_AND_KEEP.size}.get(header.where, header.index_bytes)
     if header.index_bytes != fixed:
         raise WireError(f"the section of the indices has {header.index_bytes} bytes instead of {fixed}")
     values = SIZE + header.index_bytes

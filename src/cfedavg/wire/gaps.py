@@ -26,7 +26,8 @@ def step_of(size: Int, n: Int) -> Int:
 def expect(counts: np.ndarray, size: Int, n: Int, step: Int) -> None:
     """The counts of TRUST gaps if the n cells lie anywhere: each step ends a gap with the same chance."""
     while size >> 31:  # keeps the products below 2^63
-        size, n = size >> 1, (n + 1) >> 1
+        size = size >> 1
+        n = min((n + 1) >> 1, size)
     empty = ((size - n) << 30) // size
     for _ in range(step):
         empty = (empty * empty) >> 30

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from cfedavg.layout import Layout
+from cfedavg.wire.header import WireError
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class Tensors:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(layout: Layout) -> Tensors:
-        views = np.array([_view(shape) for shape in layout.shapes if math.prod(shape)], np.int64).reshape(
-            -1, 3
-        )
+        each = [_view(shape) for shape in layout.shapes if math.prod(shape)]
+        views = np.array(each, np.int64).reshape(-1, 3)
+        if (views[:, :2] >= 2**31).any():
+            raise WireError("a tensor of 2^31 or more rows or columns cannot be sent")
         return Tensors(views, np.cumsum(np.repeat(views[:, 1] * views[:, 2], views[:, 0])))
 
     @property

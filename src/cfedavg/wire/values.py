@@ -23,7 +23,7 @@ LEVELS = {1: Kind.INT8, 2: Kind.INT16}
 DTYPES = {Kind.FP32: "<f4", Kind.FP64: "<f8", Kind.BF16: "<i2", Kind.INT8: "<i1", Kind.INT16: "<i2"}
 # The largest float by its upper 16 bits, the largest level.
 LARGEST = {Kind.FP32: 0x7F7F, Kind.FP64: 0x7FEF, Kind.BF16: 0x7F7F, Kind.INT8: 127, Kind.INT16: 32767}
-VALUES_PER_BYTE = 11_354  # at most: a value is a bit of probability 65504/65536 or more than that
+VALUES_PER_BYTE = 11_354  # at most: a value takes a bit of probability 65504/65536, or more
 EVERYWHERE = np.empty(0, np.int64)
 NOT_FINITE = "a value is not a finite number"
 
@@ -50,7 +50,7 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
         if len(magnitudes) and magnitudes.max() > values.top:
             raise WireError(wrong)
         numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
-        return _coded(numbers, indices, tensors, False, values.top, wrong), copied
+        return _coded(numbers, indices, tensors, False, LARGEST[kind], wrong), copied
     data = np.ascontiguousarray(values.data, DTYPES[kind])
     if coding_of(kind, where) is Coding.PLAIN:
         if not np.isfinite(data).all():
@@ -62,7 +62,7 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
 
 
 def _check_top(top: int, kind: Kind) -> None:
-    if top > LARGEST[kind]:
+    if not 0 <= top <= LARGEST[kind]:
         raise WireError(f"top = {top} is more than levels of {kind.name} can be, {LARGEST[kind]}")
 
 
@@ -86,7 +86,7 @@ def _coded(
         return b""
     # A number is a symbol of up to 16 bits, 7 more bits, and a sign of up to 11.
     words = np.empty(len(numbers) * 5 // 4 + 64, np.uint32)
-    where = EVERYWHERE if indices is None else np.ascontiguousarray(indices, np.int64)
+    where = EVERYWHERE if indices is None else indices
     n = encode_numbers(words, numbers, where, tensors.ends, zero_has_sign, largest)
     if n == 0:
         raise WireError(wrong)
