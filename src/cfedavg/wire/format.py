@@ -118,10 +118,11 @@ def decode(
     client: int | None = None,
     sequence: int | None = None,
 ) -> Payload:
-    """The payload of a message; raises only WireError, and before it allocates anything large.
+    """The payload of a message; raises only WireError, and before it allocates anything larger than k.
 
-    `kmax` is the most coordinates that are accepted (all, if not given), `max_bytes` the longest message
-    (more than any payload of this layout needs, if not given). `client` and `sequence`, if given, must be
+    `kmax` is the most coordinates that are accepted (all, if not given; a byte can hold up to 11,354 cheap
+    ones, so give it where you know it), `max_bytes` the longest message (more than any payload of this
+    layout needs, if not given). `client` and `sequence`, if given, must be
     those of the message.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
