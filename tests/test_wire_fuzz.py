@@ -44,7 +44,7 @@ def test_only_wire_errors_and_no_memory(corpus: list[fuzz.Sample]) -> None:
         "the section of the values goes on after its end",
         "the key of the message does not draw k = # coordinates",
         "a level exceeds top = #",
-        "top = # is more than levels of INT# can be, #",
+        "top = # must be from # to # for levels of INT#",
         "a value is not a finite number",
         "a scale is not a finite number",
         fuzz.ACCEPTED,

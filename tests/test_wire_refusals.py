@@ -342,7 +342,7 @@ def test_a_level_above_top(numbers: list[int]) -> None:
 
 @pytest.mark.parametrize(("dtype", "top", "largest"), [("int8", 128, 127), ("int16", 32768, 32767)])
 def test_a_top_that_the_levels_cannot_hold(dtype: str, top: int, largest: int) -> None:
-    words = f"top = {top} is more than levels of {dtype.upper()} can be, {largest}"
+    words = f"top = {top} must be from 0 to {largest} for levels of {dtype.upper()}"
     values = Levels(np.array([1, -7, 0], dtype), np.ones(1, np.float32), 0, largest)
     data = encode(first_of_flat(values, 3), FLAT)
     assert decode(data, layout=FLAT).counts() == [3]

@@ -30,11 +30,8 @@ def kernel(function: F) -> F:
     try:
         compiled.enable_caching()
         compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
-    except (
-        RuntimeError,
-        AttributeError,
-    ):  # nowhere to write, or another numba: compiled each time
-        compiled = compile_it(function)
+    except (RuntimeError, AttributeError):
+        compiled = compile_it(function)  # nowhere to write, or another numba: compiled in every process
     result: F = compiled
     return result
 

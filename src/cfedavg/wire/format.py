@@ -122,8 +122,7 @@ def decode(
 
     `kmax` is the most coordinates that are accepted (all, if not given; a byte can hold up to 11,354 cheap
     ones, so give it where you know it), `max_bytes` the longest message (more than any payload of this
-    layout needs, if not given). `client` and `sequence`, if given, must be
-    those of the message.
+    layout needs, if not given). `client` and `sequence`, if given, must be those of the message.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
     if len(data) > most:

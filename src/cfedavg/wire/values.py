@@ -46,11 +46,10 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
         copied = SCALES.pack(values.block, values.top) + scales.tobytes()
         # In 32 bits: int16 has no 32768, which then exceeds any top.
         magnitudes = np.abs(values.levels.astype(np.int32))
-        wrong = f"a level exceeds top = {values.top}"
         if len(magnitudes) and magnitudes.max() > values.top:
-            raise WireError(wrong)
+            raise WireError(f"a level exceeds top = {values.top}")
         numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
-        return _coded(numbers, indices, tensors, False, LARGEST[kind], wrong), copied
+        return _coded(numbers, kind, indices, tensors), copied
     data = np.ascontiguousarray(values.data, DTYPES[kind])
     if coding_of(kind, where) is Coding.PLAIN:
         if not np.isfinite(data).all():
@@ -58,12 +57,12 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes
         return b"", data.tobytes()
     parts = data.view("<u2").reshape(len(data), data.itemsize // 2)
     numbers = np.ascontiguousarray(parts[:, -1])
-    return _coded(numbers, indices, tensors, True, LARGEST[kind], NOT_FINITE), parts[:, :-1].tobytes()
+    return _coded(numbers, kind, indices, tensors), parts[:, :-1].tobytes()
 
 
 def _check_top(top: int, kind: Kind) -> None:
     if not 0 <= top <= LARGEST[kind]:
-        raise WireError(f"top = {top} is more than levels of {kind.name} can be, {LARGEST[kind]}")
+        raise WireError(f"top = {top} must be from 0 to {LARGEST[kind]} for levels of {kind.name}")
 
 
 def _check_levels(values: Levels) -> None:
@@ -74,22 +73,15 @@ def _check_levels(values: Levels) -> None:
         raise WireError(NOT_FINITE)
 
 
-def _coded(
-    numbers: np.ndarray,
-    indices: np.ndarray | None,
-    tensors: Tensors,
-    zero_has_sign: bool,
-    largest: int,
-    wrong: str,
-) -> bytes:
+def _coded(numbers: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors: Tensors) -> bytes:
     if not len(numbers):
         return b""
     # A number is a symbol of up to 16 bits, 7 more bits, and a sign of up to 11.
     words = np.empty(len(numbers) * 5 // 4 + 64, np.uint32)
     where = EVERYWHERE if indices is None else indices
-    n = encode_numbers(words, numbers, where, tensors.ends, zero_has_sign, largest)
+    n = encode_numbers(words, numbers, where, tensors.ends, kind in FLOATS.values(), LARGEST[kind])
     if n == 0:
-        raise WireError(wrong)
+        raise WireError(NOT_FINITE)
     return to_bytes(words, n)
 
 
