@@ -271,7 +271,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("cfedavg.state.save_file", full)
+    monkeypatch.setattr("cfedavg.tensors.save_file", full)
     with pytest.raises(InputError, match=r"cannot write .*checkpoint.safetensors \(No space left"):
         run(BASE, blobs(), out=tmp_path / "r")
     monkeypatch.undo()

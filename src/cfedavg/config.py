@@ -96,6 +96,10 @@ class Config:
     device: str = option("auto", RUN, "auto, cpu, cuda, cuda:1, ...")
     engine: str = option("auto", RUN, "who runs the clients: auto, reference")
     precision: str = option("float32", RUN, "float32 or float64")
+    residuals: str = option("auto", RUN, "auto, memory, or disk: where the clients' residuals live")
+    residual_precision: str = option(
+        "full", RUN, "full: as the model; bf16: half the memory, rounded at random"
+    )
     eval_every: int = option(1, RUN, "rounds between evaluations on the test set")
     checkpoint_every: int = option(10, RUN, "rounds between checkpoints; 0: only at the end and on Ctrl-C")
 
@@ -204,6 +208,8 @@ _CHOICES = {
     "update": ("auto", "sum", "mean"),
     "weighting": ("uniform", "samples"),
     "precision": ("float32", "float64"),
+    "residuals": ("auto", "memory", "disk"),
+    "residual_precision": ("full", "bf16"),
 }
 _LARGE = sys.float_info.max
 _TINY = math.ulp(0.0)

@@ -11,15 +11,20 @@ from cfedavg.errors import InputError
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends well."""
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends well.
+
+    If not `durable`, the file is whole for other processes, but a power cut may undo it until it is synced.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
             yield temporary
-            sync(temporary)
+            if durable:
+                sync(temporary)
             temporary.replace(path)
-            sync(path.parent)
+            if durable:
+                sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)  # may fail as well, where the folder is not one
     except OSError as error:

@@ -1,4 +1,7 @@
-"""A run's folder: config.toml, metrics.jsonl and a checkpoint, in step with each other whatever happens."""
+"""A run's folder: config.toml, metrics.jsonl, a checkpoint, and residuals that live on disk.
+
+They are in step with each other whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from cfedavg.config import Config, flag, read_config
 from cfedavg.errors import InputError
 from cfedavg.files import make_folder, sync, write_atomic
 from cfedavg.metrics import Record
+from cfedavg.residuals import InMemory, OnDisk, sweep
 from cfedavg.state import State, load, save
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
+RESIDUALS = "residuals"
 
 # What may change when a run goes on; everything else decides the result.
-MAY_CHANGE = {"rounds", "device", "checkpoint_every"}
+MAY_CHANGE = {"rounds", "device", "checkpoint_every", "residuals"}
 
 
 class Folder:
@@ -27,7 +32,7 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.residuals = path, path / RESIDUALS
         self._lock: int | None = None
 
     def __enter__(self) -> Folder:
@@ -62,13 +67,18 @@ class Folder:
                 raise InputError(
                     f"--resume: --rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
                 )
+        # Nothing was changed up to here, so that a refused resume leaves everything as it was.
+        sweep(self.residuals, state.residuals)
+        residuals = start.residuals.adopted(state.residuals, start.x)
         write_atomic(self.path / CONFIG, config.to_toml().encode())
         self.rewrite(rows)
-        return state, rows
+        return dataclasses.replace(state, residuals=residuals), rows
 
     def _restore(self, identity: int, like: State) -> tuple[State, list[Record]]:
         """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
-        state = load(self.path / CHECKPOINT, identity, like)
+        state = load(self.path / CHECKPOINT, identity, like, self.residuals)
+        if isinstance(state.residuals, OnDisk):
+            state.residuals.check()
         rows = read_rows(self.path / METRICS)[: state.t]
         if [row.get("round") for row in rows] != list(range(state.t)):
             raise InputError(
@@ -88,8 +98,16 @@ class Folder:
         write_atomic(self.path / METRICS, "".join(map(as_line, rows)).encode())
 
     def checkpoint(self, state: State, identity: int) -> None:
-        sync(self.path / METRICS)  # the rows first, then the checkpoint that vouches for them
+        # The rows and residuals first, then the checkpoint that vouches for them.
+        try:
+            sync(self.path / METRICS)
+        except OSError as error:
+            raise InputError(f"--out: cannot write {self.path / METRICS} ({error.strerror})") from None
+        state.residuals.flush()
         save(state, self.path / CHECKPOINT, identity)
+        state.residuals.settled()
+        if isinstance(state.residuals, InMemory):
+            sweep(self.residuals, state.residuals)  # of a run that was on disk until its last checkpoint
 
 
 def read_rows(path: Path) -> list[Record]:

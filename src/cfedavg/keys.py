@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     ITERATE = 11
     PARTITION = 12
     DROPOUT = 13
+    RESIDUAL = 14
 
 
 def signed(word: int) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cfedavg.config import Config
 from cfedavg.engines import Engine, ReferenceEngine, choose_device
@@ -20,9 +21,12 @@ from cfedavg.errors import Diverged, InputError
 from cfedavg.folder import Folder
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
-from cfedavg.state import State, save_tensors
+from cfedavg.residuals import InMemory, OnDisk, Residuals, choose
+from cfedavg.state import State
 from cfedavg.task import Task
+from cfedavg.tensors import save_tensors
 from cfedavg.theory import rate_conditions
+from cfedavg.units import in_bytes
 from cfedavg.wire import is_ready
 
 ENGINES: dict[str, Callable[[Plan, Task, torch.device, Path | None], Engine]] = {"reference": ReferenceEngine}
@@ -108,7 +112,36 @@ class Loop:
         self.note = task.note
 
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
-        state, rows = self._begin(folder, resume)
+        start = self.engine.start()
+        with self._residuals(folder, start.x) as residuals:
+            state, rows = self._begin(folder, resume, replace(start, residuals=residuals))
+            state = self._rounds(folder, state, rows)
+        return self._end(folder, state, rows)
+
+    @contextmanager
+    def _residuals(self, folder: Folder | None, x: Tensor) -> Iterator[Residuals]:
+        """An empty store; on disk without a folder to write to, one that goes away at the end."""
+        size = self.plan.m * self._residual_bytes(x)
+        if not self.config.error_feedback or choose(self.config.residuals, size, x.device) == "memory":
+            yield InMemory()
+        elif folder:
+            yield OnDisk(folder.residuals)
+        else:
+            with tempfile.TemporaryDirectory(prefix="cfedavg-residuals-") as path:
+                yield OnDisk(Path(path))
+
+    def _residual_bytes(self, x: Tensor) -> int:
+        return len(x) * (2 if self.config.residual_precision == "bf16" else x.element_size())
+
+    def _on_disk(self, path: Path, x: Tensor, *, checkpoints: bool) -> str:
+        """Where residuals are, and how many: everyone's, those being replaced, those of a checkpoint only."""
+        m, r = self.plan.m, self.plan.clients_per_round
+        between = r * (self.config.checkpoint_every or self.config.rounds)
+        most = (m + r + min(m, between) * checkpoints) * self._residual_bytes(x)
+        return f"residuals live on disk, in {path}, and can grow to {in_bytes(most)}"
+
+    def _rounds(self, folder: Folder | None, state: State, rows: list[Record]) -> State:
+        """The rounds that are left; the rows grow as they end."""
         every = self.config.checkpoint_every
         try:
             while state.t < self.config.rounds:
@@ -129,16 +162,19 @@ class Loop:
                     folder.rewrite(rows[: state.t])  # the interrupt may have come between row and state
                     folder.checkpoint(state, self.engine.identity)
             raise
-        return self._end(folder, state, rows)
+        return state
 
-    def _begin(self, folder: Folder | None, resume: bool) -> tuple[State, list[Record]]:
-        start: tuple[State, list[Record]] = self.engine.start(), []
+    def _begin(self, folder: Folder | None, resume: bool, first: State) -> tuple[State, list[Record]]:
+        start: tuple[State, list[Record]] = first, []
         if folder:
-            start = folder.begin(self.config, self.engine.identity, start[0], resume=resume)
+            start = folder.begin(self.config, self.engine.identity, first, resume=resume)
         self.observer.begin(start[1])
         if self.note:
             self.observer.say(self.note)
         self.observer.say(self.plan.in_words(self.engine.layout))
+        residuals = start[0].residuals
+        if isinstance(residuals, OnDisk):
+            self.observer.say(self._on_disk(residuals.folder, first.x, checkpoints=folder is not None))
         if not is_ready():
             self.observer.say("compiling the coders of messages, once: the first round takes 15 s longer")
         if start[0].t:

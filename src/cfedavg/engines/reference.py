@@ -22,6 +22,7 @@ from cfedavg.local import Vectors, after, batches, local_sgd, to_device
 from cfedavg.metrics import Record, Reply, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
+from cfedavg.residuals import stochastic_bf16
 from cfedavg.state import State, norm2
 from cfedavg.task import Task
 
@@ -67,7 +68,7 @@ class ReferenceEngine:
             raise Diverged(t, [s.reply.client for s in arrived], "the model made from the updates")
         residuals = state.residuals
         if plan.config.error_feedback:
-            residuals = residuals.updated({s.reply.client: s.e_next for s in sent})
+            residuals = residuals.updated({s.reply.client: self._kept(t, s) for s in sent})
         down = dense_bytes(state.x, self.layout) + dense_bytes(state.b, self._b_layout)
         record = summarise(
             [s.reply for s in sent], len(sampled) - len(sent), self.layout.d, _mean_norm2([s.g for s in sent])
@@ -127,6 +128,13 @@ class ReferenceEngine:
             client, work.K, loss, norm2(g), norm2(g + e), norm2(e_next), sum(payload.counts()), up, lost
         )
         return Sent(payload, b_K, g, g + e if lost else e_next, reply)
+
+    def _kept(self, t: int, sent: Sent) -> Tensor:
+        """The client's next residual, as it is stored."""
+        if self.plan.config.residual_precision == "full":
+            return sent.e_next
+        word = signed(key(self.plan.config.seed, t, sent.reply.client, Purpose.RESIDUAL))
+        return stochastic_bf16(sent.e_next, torch.tensor(word, device=self.device))
 
     def _seed(self, t: int, client: int) -> None:
         """Dropout and the like draw from torch's generators: keyed by round and client, on this device."""

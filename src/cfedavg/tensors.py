@@ -1,0 +1,51 @@
+"""Tensors in files: whole or not there, with a checksum; and their norm."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cfedavg.files import replacing
+
+
+def norm2(v: Tensor) -> float:
+    """|v|^2, summed in float64."""
+    return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, about: dict[str, Any] | None = None, *, durable: bool = True
+) -> None:
+    """A safetensors file that is whole or not there; one that is not `durable` awaits its sync."""
+    with replacing(path, durable=durable) as temporary:
+        try:
+            save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
+        except SafetensorError as error:  # a full disk comes as this
+            raise OSError(str(error)) from None
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save_tensors` wrote, on the CPU. What is wrong with a file shows as one of UNREADABLE."""
+    with safe_open(path, framework="pt") as file:
+        about = json.loads((file.metadata() or {})["cfedavg"])
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - no mapping
+
+
+UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError)
+
+
+def checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
+    """CRC-32 over names, shapes, dtypes, bytes and what is said of them: a disk's mistake shows."""
+    found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
+    return found
