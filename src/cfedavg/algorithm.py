@@ -26,8 +26,11 @@ from cfedavg.layout import Layout
 from cfedavg.payload import Payload
 
 
-def local_update(x: Tensor, x_K: Tensor, K: int, update: str) -> Tensor:
-    """What the local steps changed: line 10 for `sum` (all clients do the same K), line 11 for `mean`."""
+def local_update(x: Tensor, x_K: Tensor, K: int | Tensor, update: str) -> Tensor:
+    """What the local steps changed: line 10 for `sum` (all clients do the same K), line 11 for `mean`.
+
+    For one client, (d,) with its K, or for a block, (n, d) with K of shape (n, 1).
+    """
     return x_K - x if update == "sum" else (x_K - x) / K
 
 

@@ -94,8 +94,13 @@ class Config:
 
     seed: int = option(0, RUN, "decides every random draw")
     device: str = option("auto", RUN, "auto, cpu, cuda, cuda:1, ...")
-    engine: str = option("auto", RUN, "who runs the clients: auto, reference")
-    precision: str = option("float32", RUN, "float32 or float64")
+    engine: str = option(
+        "auto", RUN, "who runs the clients: auto, batched (many at once), sequential, or reference"
+    )
+    workers: int = option(0, RUN, "processes that share the clients; 0: one per core where it pays")
+    precision: str = option(
+        "float32", RUN, "of the local steps: float32, float64, or bf16 or tf32 products on a GPU"
+    )
     residuals: str = option("auto", RUN, "auto, memory, or disk: where the clients' residuals live")
     residual_precision: str = option(
         "full", RUN, "full: as the model; bf16: half the memory, rounded at random"
@@ -207,7 +212,8 @@ _DEFAULTS: dict[str, Any] = {"classes_per_client": 2, "local_steps": "10"}
 _CHOICES = {
     "update": ("auto", "sum", "mean"),
     "weighting": ("uniform", "samples"),
-    "precision": ("float32", "float64"),
+    "engine": ("auto", "batched", "sequential", "reference"),
+    "precision": ("float32", "float64", "tf32", "bf16"),
     "residuals": ("auto", "memory", "disk"),
     "residual_precision": ("full", "bf16"),
 }
@@ -229,6 +235,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "drop_rate": (0, 1 - 2**-53, "in [0, 1)"),
     "eta": (_TINY, _LARGE, "a finite number above 0"),
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
+    "workers": (0, 1024, "from 0 to 1024"),
     "eval_every": (1, _LARGE, "1 or more"),
     "checkpoint_every": (0, _LARGE, "0 or more"),
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,27 +17,59 @@ from cfedavg.task import Batch, Task, accuracy, cross_entropy
 EVALUATION_BATCH = 512
 
 
-@torch.no_grad()
+class Part(NamedTuple):
+    """Some batches of the test set: where each starts, its loss times its size, the metric of each sample."""
+
+    starts: list[int]
+    losses: list[float]
+    values: list[np.ndarray]
+
+
 def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> Record:
     """`test_loss`, `test_` and the metric, and the metric's mean and minimum over the clients' parts."""
+    return summary(task, [evaluate_batches(model, task, device, dtype)])
+
+
+@torch.no_grad()
+def evaluate_batches(
+    model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype, first: int = 0, every: int = 1
+) -> Part:
+    """The batches of the test set, or every so many of them."""
     if task.test is None:
-        return {}
+        return Part([], [], [])
     model.eval()
-    n = len(task.test)
+    n, starts = len(task.test), []
     losses, metrics = [], []
-    for start in range(0, n, EVALUATION_BATCH):
+    for start in range(first * EVALUATION_BATCH, n, every * EVALUATION_BATCH):
         rows = np.arange(start, min(start + EVALUATION_BATCH, n))
         loss, metric = _loss_and_metric(model, task, to_device(task.test.batch(rows), device, dtype))
+        starts.append(start)
         losses.append(loss.double() * len(rows))
         metrics.append(metric.double().expand(len(rows)))
+    if not starts:
+        return Part([], [], [])
     values = torch.cat(metrics).cpu().numpy()
-    record: Record = {"test_loss": float(torch.stack(losses).sum()) / n}
+    return Part(
+        starts, torch.stack(losses).tolist(), np.split(values, np.cumsum([len(m) for m in metrics])[:-1])
+    )
+
+
+def summary(task: Task, parts: Sequence[Part]) -> Record:
+    """What the batches come to, in the order of the test set, whoever evaluated them."""
+    batches = sorted(
+        (batch for part in parts for batch in zip(*part, strict=True)), key=lambda batch: batch[0]
+    )
+    if not batches:
+        return {}
+    _, losses, each = zip(*batches, strict=True)
+    values = np.concatenate(each)
+    record: Record = {"test_loss": float(torch.tensor(losses, dtype=torch.float64).sum()) / len(values)}
     record[f"test_{task.metric_name}"] = float(values.mean())
     if task.test_parts is not None:
-        parts = [float(values[rows].mean()) for rows in task.test_parts if len(rows)]
-        if parts:
-            record[f"client_{task.metric_name}_mean"] = float(np.mean(parts))
-            record[f"client_{task.metric_name}_min"] = min(parts)
+        means = [float(values[rows].mean()) for rows in task.test_parts if len(rows)]
+        if means:
+            record[f"client_{task.metric_name}_mean"] = float(np.mean(means))
+            record[f"client_{task.metric_name}_min"] = min(means)
     return record
 
 

@@ -22,7 +22,7 @@ CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safete
 RESIDUALS = "residuals"
 
 # What may change when a run goes on; everything else decides the result.
-MAY_CHANGE = {"rounds", "device", "checkpoint_every", "residuals"}
+MAY_CHANGE = {"rounds", "device", "checkpoint_every", "residuals", "workers"}
 
 
 class Folder:

@@ -63,6 +63,18 @@ def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
     return word
 
 
+def keys(*parts: Any) -> Any:
+    """`key` for arrays: each part is an int64 array or a number, and so is the result, by broadcasting.
+
+    >>> int(keys(0, 0, np.arange(3), int(Purpose.BATCH))[2]) == signed(key(0, 0, 2, Purpose.BATCH))
+    True
+    """
+    word = np.zeros(1, np.int64)
+    for part in parts:
+        word = bits(word ^ (signed(part) if isinstance(part, int) else part), np.zeros(1, np.int64))
+    return word
+
+
 def bits(word: Any, coordinates: Any) -> Any:
     """64 random bits (as int64) for each coordinate: an int64 array of NumPy or torch in, the same out.
 

@@ -111,13 +111,17 @@ def local_sgd(
     *,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
+    fused: bool = False,
 ) -> LocalWork:
     """Lines 6 to 9: SGD steps on the model in place, until `enough(k)` says so after step k.
 
     K need not be known beforehand: `enough` may count (`after(10)`) or look at a clock (`clock(30.0)`).
+    `fused` updates each parameter in one pass, which is faster and may round differently.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.SGD(parameters, lr=eta_L, momentum=momentum, weight_decay=weight_decay)
+    optimiser = torch.optim.SGD(
+        parameters, lr=eta_L, momentum=momentum, weight_decay=weight_decay, fused=fused
+    )
     total, K = parameters[0].new_zeros(()), 0
     model.train()
     for batch in batches:

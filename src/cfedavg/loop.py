@@ -7,17 +7,16 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from cfedavg.config import Config
-from cfedavg.engines import Engine, ReferenceEngine, choose_device
-from cfedavg.errors import Diverged, InputError
+from cfedavg.engines import RankLost, Ranks, choose_engine
+from cfedavg.errors import Diverged
 from cfedavg.folder import Folder
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
@@ -28,8 +27,8 @@ from cfedavg.tensors import save_tensors
 from cfedavg.theory import rate_conditions
 from cfedavg.units import in_bytes
 from cfedavg.wire import is_ready
+from cfedavg.workers import number, serve, team
 
-ENGINES: dict[str, Callable[[Plan, Task, torch.device, Path | None], Engine]] = {"reference": ReferenceEngine}
 OWN = "(a task from Python)"  # stands in config.toml for a model and data that no text names
 
 
@@ -84,18 +83,24 @@ def run(
     >>> len(result.rows), result.final["clients"]
     (2, 4)
     """
+    own = task is not None
     if task is None:
         from cfedavg.data.tasks import build_task  # pulls in what only named data sets need
 
         task = build_task(config)
     else:
         config = config.replace(clients=len(task.clients), dataset=OWN, model=OWN)
-    loop = Loop(config, task, observer or Observer(), Path(messages) if messages else None)
-    if out is None:
-        return loop.run(None, resume=False)
-    with Folder(Path(out)) as folder:
-        result = loop.run(folder, resume=resume)
-    if draw:
+    observer, kept = observer or Observer(), Path(messages) if messages else None
+    if (ranks := Ranks.from_environment()) and ranks.rank > 0:
+        engine, last = serve(config, task, ranks, kept)
+        return Result(config, [], engine.model_at(last.x, last.b), None, None)
+    with ExitStack() as stack:
+        folder = stack.enter_context(Folder(Path(out))) if out is not None else None
+        if ranks is None:
+            size = number(config, Plan(config, task), task, own=own)
+            ranks = stack.enter_context(team(config, task if own else None, size, kept))
+        result = Loop(config, task, observer, kept, ranks).run(folder, resume=resume)
+    if draw and folder:
         from cfedavg.report import write_run_pictures  # matplotlib, only now
 
         write_run_pictures(folder.path)
@@ -105,17 +110,23 @@ def run(
 class Loop:
     """One run from its first round, or from its checkpoint, to its last."""
 
-    def __init__(self, config: Config, task: Task, observer: Observer, messages: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, task: Task, observer: Observer, messages: Path | None, ranks: Ranks
+    ) -> None:
         self.config, self.observer = config, observer
         self.plan = Plan(config, task)
-        self.engine = choose_engine(config, self.plan, task, messages)
+        self.engine = choose_engine(config, self.plan, task, messages, ranks, observer.say)
         self.note = task.note
 
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
         start = self.engine.start()
         with self._residuals(folder, start.x) as residuals:
-            state, rows = self._begin(folder, resume, replace(start, residuals=residuals))
-            state = self._rounds(folder, state, rows)
+            try:
+                state, rows = self._begin(folder, resume, replace(start, residuals=residuals))
+                state = self._rounds(folder, self.engine.begin(state), rows)
+            finally:
+                with suppress(RankLost):  # then nobody is there to be told
+                    self.engine.close()
         return self._end(folder, state, rows)
 
     @contextmanager
@@ -152,17 +163,20 @@ class Loop:
                 state = state_next
                 self.observer.row(row)
                 if folder and every and state.t % every == 0:
-                    folder.checkpoint(state, self.engine.identity)
+                    self._save(folder, state)
             if folder:
-                folder.checkpoint(state, self.engine.identity)
+                self._save(folder, state)
         except KeyboardInterrupt:
             if folder:
                 with _deaf():
                     self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
                     folder.rewrite(rows[: state.t])  # the interrupt may have come between row and state
-                    folder.checkpoint(state, self.engine.identity)
+                    self._save(folder, state)
             raise
         return state
+
+    def _save(self, folder: Folder, state: State) -> None:
+        self.engine.checkpoint(state, lambda whole: folder.checkpoint(whole, self.engine.identity))
 
     def _begin(self, folder: Folder | None, resume: bool, first: State) -> tuple[State, list[Record]]:
         start: tuple[State, list[Record]] = first, []
@@ -185,12 +199,13 @@ class Loop:
 
     def _round(self, state: State) -> tuple[State, Record]:
         began = time.perf_counter()
-        state_next, record = self.engine.round(state)
-        last = state_next.t == self.config.rounds
+        state_next, finish = self.engine.round(state)
+        last, tested = state_next.t == self.config.rounds, Record()
         if last or state_next.t % self.config.eval_every == 0:
-            record |= self.engine.evaluate(state_next)
-            if not math.isfinite(record.get("test_loss", 0.0)):
-                raise Diverged(state.t, [], "the test loss")
+            tested = self.engine.evaluate(state_next)
+        record = finish() | tested
+        if not math.isfinite(tested.get("test_loss", 0.0)):
+            raise Diverged(state.t, [], "the test loss")
         if self.config.smoothness is not None:
             record |= self._conditions(state.t, record)
         return state_next, {"round": state.t, **record, "seconds": time.perf_counter() - began}
@@ -238,14 +253,6 @@ def _deaf() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def choose_engine(config: Config, plan: Plan, task: Task, messages: Path | None = None) -> Engine:
-    """The engine that a configuration names."""
-    name = "reference" if config.engine == "auto" else config.engine
-    if name not in ENGINES:
-        raise InputError(f"--engine: unknown engine {name!r}; there are auto, {', '.join(ENGINES)}")
-    return ENGINES[name](plan, task, choose_device(config.device), messages)
 
 
 def save_model(model: nn.Module, path: Path) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from cfedavg.errors import InputError
 from cfedavg.files import exists, sync
 from cfedavg.keys import bits
-from cfedavg.tensors import UNREADABLE, checksum, norm2, read_tensors, save_tensors
+from cfedavg.tensors import UNREADABLE, checksum, norms2, read_tensors, save_tensors
 
 # 000123-000007.safetensors: client 123, the seventh version; or the temporary name that it is written to.
 _NAME = re.compile(r"\.?\d+-\d+\.safetensors(\.\d+\.tmp)?")
@@ -90,8 +90,8 @@ class InMemory(Residuals):
         return self.vectors[client]
 
     def updated(self, new: Mapping[int, Tensor]) -> InMemory:
-        norms2 = {client: norm2(e) for client, e in new.items()}
-        return InMemory({**self.vectors, **new}, {**self.norms2, **norms2})
+        norms = dict(zip(new, norms2(new.values()), strict=True))
+        return InMemory({**self.vectors, **new}, {**self.norms2, **norms})
 
     def adopted(self, other: Residuals, like: Tensor) -> InMemory:
         if isinstance(other, InMemory):
@@ -148,7 +148,7 @@ class OnDisk(Residuals):
 
     def updated(self, new: Mapping[int, Tensor]) -> OnDisk:
         _delete(self.path(*item) for item in self.replaced.items())  # whoever needed them is two rounds back
-        norms2 = {client: norm2(e) for client, e in new.items()}
+        norms = dict(zip(new, norms2(new.values()), strict=True))
         versions = {client: self.versions.get(client, 0) + 1 for client in new}
         for client, e in new.items():
             self._write(client, versions[client], e)
@@ -156,7 +156,7 @@ class OnDisk(Residuals):
         return OnDisk(
             self.folder,
             {**self.versions, **versions},
-            {**self.norms2, **norms2},
+            {**self.norms2, **norms},
             self.fresh | new.keys(),
             {**self.vouched, **{client: v for client, v in before.items() if client not in self.fresh}},
             _among(self.fresh, before),

@@ -19,7 +19,10 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class Samples(Protocol):
-    """A data set as the clients read it: its size, and the batch made of the samples at `rows`."""
+    """A data set as the clients read it: its size, and the batch made of the samples at `rows`.
+
+    One whose samples never change may say so by an attribute `fixed = True`: a GPU then keeps them.
+    """
 
     def __len__(self) -> int: ...
 
@@ -87,6 +90,8 @@ class Task:
 
 class Tensors:
     """Tensors with a common first axis, in any nesting of tuples, lists and dicts."""
+
+    fixed = True
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree

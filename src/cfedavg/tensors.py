@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from cfedavg.files import replacing
 def norm2(v: Tensor) -> float:
     """|v|^2, summed in float64."""
     return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
+
+
+def norms2(vectors: Iterable[Tensor]) -> list[float]:
+    """|v|^2 of each, waiting for the device once."""
+    norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in vectors]
+    return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
+
+
+def rows_norms2(block: Tensor) -> list[float]:
+    """|v|^2 of each row of a block."""
+    return [norm**2 for norm in torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64).tolist()]
 
 
 def save_tensors(

@@ -17,6 +17,8 @@ from cfedavg.task import Task
 class ImageSamples:
     """Some rows of a split, as batches (standardised images, labels)."""
 
+    fixed = True
+
     def __init__(self, images: Images, rows: np.ndarray, mean: Tensor, std: Tensor) -> None:
         self.images, self.rows = images, rows
         self._mean, self._std = mean, std

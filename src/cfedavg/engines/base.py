@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from cfedavg.errors import InputError
 from cfedavg.layout import Layout
@@ -21,14 +24,41 @@ class Engine(Protocol):
     def start(self) -> State:
         """The state before the first round."""
 
-    def round(self, state: State) -> tuple[State, Record]:
-        """One round of Algorithm 1."""
+    def round(self, state: State) -> tuple[State, Callable[[], Record]]:
+        """One round of Algorithm 1, and what to call for its line of metrics: bytes may still be counted."""
 
     def evaluate(self, state: State) -> Record:
         """The state's model on the test set."""
 
+    def begin(self, state: State) -> State:
+        """The state that a run starts or goes on with, as the engine keeps it."""
+
+    def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
+        """Has a state saved, whole, wherever its parts are kept."""
+
+    def close(self) -> None:
+        """The run is over, well or not."""
+
     def model_at(self, x: torch.Tensor, b: torch.Tensor) -> torch.nn.Module:
         """The user's model, on the CPU, with these parameters and buffers."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local work comes to, for a block of n clients."""
+
+    clients: list[int]
+    K: list[int]
+    x_K: Tensor  # (n, d)
+    b_K: Tensor  # (n, buffers)
+    loss: Tensor  # (n,): the mean over the client's steps
+
+
+class Trainer(Protocol):
+    """Does the local work of clients, block after block."""
+
+    def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+        """K_i steps of each client from x and b, in round t; the clients stay in their order."""
 
 
 def choose_device(name: str) -> torch.device:

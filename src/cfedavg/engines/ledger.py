@@ -21,16 +21,14 @@ class Ledger:
     count a round while it trains the next.
     """
 
-    def __init__(self, layout: Layout, keep: Path | None = None) -> None:
-        self.layout, self.keep, self.opened = layout, keep, False
+    def __init__(self, layout: Layout, keep: Path | None = None, *, owner: bool = True) -> None:
+        self.layout, self.keep, self.opened = layout, keep, not owner
 
     def replies(self, t: int, clients: list[int], payload: Payload) -> list[int]:
         """The bytes that each client of a block sends in round t."""
         block = payload.numpy()
         if self.keep is None:
             return measure(block, self.layout)
-        if not self.opened:
-            self._open(t)
         lengths = []
         for client, one in zip(clients, block.clients(), strict=True):
             message = encode(one, self.layout, client=client, sequence=t, round=t)
@@ -38,9 +36,10 @@ class Ledger:
             lengths.append(len(message))
         return lengths
 
-    def _open(self, t: int) -> None:
-        """Only now, when a run has been found to be in order; and never among the messages of another one."""
-        assert self.keep is not None
+    def open(self, t: int) -> None:
+        """At the first round, when a run is found to be in order; never among messages of another one."""
+        if self.keep is None or self.opened:
+            return
         make_folder(self.keep, "--messages")
         beside = self.keep / "layout.json"
         if exists(beside) and beside.read_bytes() != self.layout.text.encode():

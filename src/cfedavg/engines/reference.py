@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg.algorithm import average, feed_back, local_update, server_update
+from cfedavg.engines.common import (
+    PRECISIONS,
+    explained,
+    next_iterate,
+    reproducible,
+    seed_generators,
+    simulated_seconds,
+    weighted_mean,
+)
 from cfedavg.engines.ledger import Ledger, dense_bytes
-from cfedavg.errors import Diverged, InputError, NotFinite
+from cfedavg.errors import Diverged, NotFinite
 from cfedavg.evaluate import evaluate
 from cfedavg.keys import Purpose, key, signed
 from cfedavg.layout import Layout
@@ -25,8 +33,6 @@ from cfedavg.plan import Plan
 from cfedavg.residuals import stochastic_bf16
 from cfedavg.state import State, norm2
 from cfedavg.task import Task
-
-PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,11 @@ class ReferenceEngine:
         x, b = self.vectors.read()
         return State(0, x, b)
 
-    def round(self, state: State) -> tuple[State, Record]:
+    def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         plan, t = self.plan, state.t
         sampled = plan.sampled(t)
-        with _reproducible(self.device):
+        self.ledger.open(t)
+        with reproducible(self.device, self.plan.config.precision):
             sent = self._clients(state, [i for i in sampled if plan.steps.at(t, i) > 0])
             arrived = [s for s in sent if not s.reply.lost]
             weights = [plan.weight(s.reply.client) for s in arrived]
@@ -75,10 +82,11 @@ class ReferenceEngine:
         )
         record["downlink_bytes"] = down * len(sampled)
         record["error_norm2"] = residuals.mean_norm2(plan.m)
-        record["simulated_seconds"] = self._seconds(sent, sampled, down)
-        z, eta_sum = self._iterate(state)
-        b_next = _weighted_mean([s.b for s in arrived], weights, state.b)
-        return State(t + 1, x_next, b_next, residuals, z, eta_sum), record
+        took = {s.reply.client: (s.reply.K, s.reply.up_bytes) for s in sent}
+        record["simulated_seconds"] = simulated_seconds(plan, took, sampled, down)
+        z, eta_sum = next_iterate(plan, state)
+        b_next = weighted_mean([s.b for s in arrived], weights, state.b)
+        return State(t + 1, x_next, b_next, residuals, z, eta_sum), lambda: record
 
     def _clients(self, state: State, clients: list[int]) -> list[Sent]:
         """Every client's round; if some diverge, the error names them all."""
@@ -89,12 +97,7 @@ class ReferenceEngine:
             except NotFinite:
                 diverged.append(client)
             except ValueError as error:
-                if "more than 1 value per channel" not in str(error):
-                    raise
-                raise InputError(
-                    f"--batch-size leaves client {client} a last batch of one sample, from which BatchNorm "
-                    "cannot take a variance: choose another size, or a model with GroupNorm"
-                ) from None
+                raise explained(error, client) from None
         if diverged:
             raise Diverged(state.t, diverged, "the loss or the update")
         return sent
@@ -104,7 +107,7 @@ class ReferenceEngine:
         plan, t = self.plan, state.t
         config = plan.config
         self.vectors.write(state.x, state.b)
-        self._seed(t, client)
+        seed_generators(self.device, config.seed, t, client)
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
         work = local_sgd(
             self.vectors.model,
@@ -136,38 +139,25 @@ class ReferenceEngine:
         word = signed(key(self.plan.config.seed, t, sent.reply.client, Purpose.RESIDUAL))
         return stochastic_bf16(sent.e_next, torch.tensor(word, device=self.device))
 
-    def _seed(self, t: int, client: int) -> None:
-        """Dropout and the like draw from torch's generators: keyed by round and client, on this device."""
-        word = signed(key(self.plan.config.seed, t, client, Purpose.DROPOUT))
-        torch.default_generator.manual_seed(word)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(word)
-
     @property
     def _b_layout(self) -> Layout:
         return self.vectors.buffer_layout
 
-    def _seconds(self, sent: list[Sent], sampled: list[int], down: int) -> float | None:
-        """Simulated seconds: the round ends when the slowest client's reply is there."""
-        if not self.plan.timed:
-            return None
-        replies = {s.reply.client: (s.reply.K, s.reply.up_bytes) for s in sent}
-        link = self.plan.link
-        return max(link.seconds(i, *replies.get(i, (0, 0)), down) for i in sampled)
-
-    def _iterate(self, state: State) -> tuple[tuple[Tensor, Tensor] | None, float]:
-        """z of Theorem 2: the iterates so far, each with probability proportional to its eta_L."""
-        if not self.plan.config.sample_iterate:
-            return None, 0.0
-        eta_sum = state.eta_sum + self.plan.rates.eta_local(state.t)
-        keep = self.plan.keeps_iterate(state.t, eta_sum)
-        return (state.x, state.b) if keep else state.z, eta_sum
-
     def evaluate(self, state: State) -> Record:
         self.vectors.write(state.x, state.b)
-        with _reproducible(self.device):
-            self._seed(state.t, self.plan.m)  # for a metric that draws; no client has this number
+        with reproducible(self.device, self.plan.config.precision):
+            # For a metric that draws; no client has this number.
+            seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
             return evaluate(self.vectors.model, self.task, self.device, self.dtype)
+
+    def begin(self, state: State) -> State:
+        return state
+
+    def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
+        save(state)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
         self.vectors.write(x, b)
@@ -182,22 +172,3 @@ def _mean_norm2(g: list[Tensor]) -> float:
     for each in g:
         total += each
     return norm2(total / len(g))
-
-
-def _weighted_mean(vectors: list[Tensor], weights: list[float], otherwise: Tensor) -> Tensor:
-    """The mean of the buffers that arrived, in client order; without any, the old ones."""
-    if not vectors or not len(otherwise):
-        return otherwise
-    total = torch.zeros_like(otherwise)
-    for vector, weight in zip(vectors, weights, strict=True):
-        total += vector * weight
-    return total / sum(weights)
-
-
-@contextmanager
-def _reproducible(device: torch.device) -> Iterator[None]:
-    """The same bits every time: no TF32, no kernels chosen by timing; the user's generators are put back."""
-    devices = [device] if device.type == "cuda" else []
-    flags = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
-    with torch.random.fork_rng(devices=devices), flags:
-        yield

@@ -1,0 +1,195 @@
+"""Local work of many clients at once: a block of them trains in step, each with its own weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from cfedavg.engines.base import Trained
+from cfedavg.engines.common import explained, seed_generators
+from cfedavg.engines.pool import Pool
+from cfedavg.engines.recorder import Recorder
+from cfedavg.engines.rules import Rules
+from cfedavg.engines.step import Sgd, Stack, Step
+from cfedavg.engines.timetable import Timetable, Turn, rounded_up
+from cfedavg.errors import InputError
+from cfedavg.local import Vectors, to_device
+from cfedavg.plan import Plan
+from cfedavg.task import Batch, Loss, Task
+
+_CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
+
+
+class Batched:
+    """Trains clients in blocks, as many at once as memory allows."""
+
+    def __init__(
+        self, plan: Plan, task: Task, vectors: Vectors, device: torch.device, say: Callable[[str], None]
+    ) -> None:
+        self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
+        config = plan.config
+        dots = config.precision if device.type == "cuda" and config.precision != "float64" else None
+        self.model = copy.deepcopy(vectors.model).train()
+        sgd = Sgd(config.momentum, config.weight_decay)
+        self.step = Step(self.model, task.loss, sgd, dots=dots, autocast=config.precision == "bf16")
+        self.recorder = Recorder(self.step, device, say)
+        self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
+        self.pool = Pool(task.clients, device, self.dtype)
+        self.eta = torch.zeros((), device=device, dtype=self.dtype)
+        self.block = plan.clients_per_round
+        if device.type == "cpu":
+            self.block = min(self.block, max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize)))
+        self._stack: Stack | None = None
+        self._masks: bool | None = None
+
+    def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+        """Block after block; one that does not fit into memory is halved."""
+        left = list(clients)
+        while left:
+            block = left[: self.block]
+            try:
+                trained = self._train(t, x, b, block)
+            except torch.OutOfMemoryError:
+                self._halve(len(block))
+                continue
+            yield trained
+            left = left[len(block) :]
+
+    def _halve(self, n: int) -> None:
+        if n == 1:
+            raise InputError(
+                f"--device {self.device}: not even one client fits into its memory; "
+                "lower --batch-size or take a smaller model"
+            ) from None
+        self.block = -(-n // 2)
+        self._stack = None
+        self.recorder.forget()
+        self.pool.clear()
+        torch.cuda.empty_cache()
+        self.say(
+            f"{n} clients at once do not fit into the memory of {self.device}: going on with {self.block}"
+        )
+
+    def _train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Trained:
+        config, n = self.plan.config, len(clients)
+        steps = np.array([self.plan.steps.at(t, i) for i in clients])
+        order = np.argsort(-steps, kind="stable")  # those who are done first come last, and can be left out
+        # The block is filled up with clients that do nothing, so that few sizes of blocks occur.
+        ordered = [clients[i] for i in order] + [clients[0]] * (rounded_up(n, self.block) - n)
+        samples = np.array([self.plan.samples[i] for i in ordered])
+        some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
+        timetable = Timetable(ordered, samples, some, config.batch_size, config.seed, t)
+        stack = self._filled(len(ordered), x, b)
+        self.eta.fill_(self.plan.rates.eta_local(t))
+        seed_generators(self.device, config.seed, t, clients[0])
+        self._steps(stack, timetable)
+        back = torch.from_numpy(np.argsort(order)).to(self.device)
+        K = torch.from_numpy(steps).to(self.device)
+        x_K, b_K = self._flat(stack)
+        return Trained(clients, steps.tolist(), x_K[back], b_K[back], stack.losses[back] / K)
+
+    def _steps(self, stack: Stack, timetable: Timetable) -> None:
+        source = self.pool.block(list(timetable.clients))
+        rows = timetable.rows(self.device)
+        together = timetable.uniform or self._can_mask(timetable.clients)
+        for turn in timetable.together() if together else timetable.apart():
+            at = rows.at(turn)
+            try:
+                if isinstance(turn.clients, int):
+                    self._play(stack.part(turn.clients), source.gather(at), turn)
+                else:
+                    self._some(stack, source.gather(at, turn.clients), turn)
+            except ValueError as error:
+                first = 0 if isinstance(turn.clients, int) else int(turn.clients[0])
+                raise explained(error, timetable.clients[first]) from None
+
+    def _play(self, stack: Stack, batch: Batch, turn: Turn) -> None:
+        """A turn of the first clients of the block."""
+        n = len(stack.losses)
+        valid = active = None
+        if turn.sizes is not None:
+            sizes = torch.from_numpy(turn.sizes).to(self.device)
+            valid = torch.arange(turn.width, device=self.device) < sizes[:, None]
+        if turn.active < n:
+            active = torch.arange(n, device=self.device) < turn.active
+        self.recorder(stack, batch, valid, active, self.eta)
+
+    def _some(self, stack: Stack, batch: Batch, turn: Turn) -> None:
+        """A turn of some clients, taken out of the block and put back: sizes vary, so nothing is recorded."""
+        rows = torch.as_tensor(turn.clients, device=self.device)
+        part = stack.at(rows)
+        self.step(part, batch, None, None, self.eta)
+        stack.put(rows, part)
+
+    def _filled(self, n: int, x: Tensor, b: Tensor) -> Stack:
+        """The stack with every client at the server's model."""
+        if self._stack is None or len(self._stack.losses) < n:
+            self.recorder.forget()
+            self._stack = self._empty(max(n, self.block))
+        stack = self._stack.part(n)
+        for p, part in zip(stack.parameters, self.vectors.layout.slices(), strict=True):
+            p.copy_(x[part].view(p.shape[1:]).expand_as(p))
+        for each in [*stack.momenta, stack.losses]:
+            each.zero_()
+        self.vectors.write(x, b)
+        for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
+            mine.copy_(buffer.expand_as(mine))
+        return stack
+
+    def _empty(self, n: int) -> Stack:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        stacked = [_stacked(p, n, last=self.step.dots is not None) for p in parameters]
+        momenta = [torch.empty_like(p) for p in stacked] if self.step.sgd.momentum else []
+        buffers = [_stacked(buffer, n, last=False) for buffer in self.model.buffers()]
+        return Stack(stacked, momenta, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
+
+    def _flat(self, stack: Stack) -> tuple[Tensor, Tensor]:
+        """x_K and b_K of every client."""
+        n = len(stack.losses)
+        x_K = torch.cat([p.reshape(n, -1) for p in stack.parameters], 1)
+        names = set(self.vectors.buffer_layout.names)
+        named = zip((name for name, _ in self.model.named_buffers()), stack.buffers, strict=True)
+        b_K = [buffer.reshape(n, -1).to(self.dtype) for name, buffer in named if name in names]
+        return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
+
+    def _can_mask(self, clients: Sequence[int]) -> bool:
+        """Whether rows that do not count leave a step as it is: tried once, in float64, on real samples.
+
+        Not so where a layer mixes the samples of a batch (BatchNorm), or a loss is no mean that we know.
+        """
+        if self._masks is None:
+            largest = max(clients, key=lambda i: self.plan.samples[i])
+            n = min(4, self.plan.samples[largest])
+            batch = self.task.clients[largest].batch(np.arange(n))
+            self._masks = n > 1 and masks_hold(self.model, self.task.loss, batch, n)
+        return self._masks
+
+
+def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
+    """Whether a batch of n samples, one of which does not count, trains like one of n - 1 samples."""
+    model = copy.deepcopy(model).double().cpu()
+    batch = to_device(batch, torch.device("cpu"), torch.float64)
+    fewer = tree_map(lambda leaf: leaf[: n - 1], batch)
+    after = []
+    for data, valid in ((fewer, None), (batch, torch.arange(n) < n - 1)):
+        trained = copy.deepcopy(model)
+        with Rules(valid, steady=True):
+            value = loss(trained, data)
+        value.backward()  # type: ignore[no-untyped-call]
+        grads = [p.grad for p in trained.parameters() if p.grad is not None]
+        after.append([value.detach(), *grads, *trained.buffers()])
+    same = (torch.allclose(a.double(), b.double(), 1e-9, 1e-12) for a, b in zip(*after, strict=True))
+    return all(same)
+
+
+def _stacked(tensor: Tensor, n: int, *, last: bool) -> Tensor:
+    """Room for n of these; a kernel of a convolution lies in the order in which our kernels read it."""
+    shape = (n, *tensor.shape)
+    if last and tensor.dim() == 4:
+        return tensor.new_empty([shape[i] for i in (0, 3, 4, 2, 1)]).permute(0, 4, 3, 1, 2)
+    return tensor.new_empty(shape)

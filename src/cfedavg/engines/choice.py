@@ -1,0 +1,115 @@
+"""Which engine runs a configuration, and why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from cfedavg.config import Config
+from cfedavg.engines.base import Engine, Trainer, choose_device
+from cfedavg.engines.batched import Batched
+from cfedavg.engines.blocks import BlockEngine
+from cfedavg.engines.ranks import Ranks
+from cfedavg.engines.reference import ReferenceEngine
+from cfedavg.engines.sequential import Sequential
+from cfedavg.engines.step import Sgd, Stack, Step
+from cfedavg.errors import InputError
+from cfedavg.layout import Layout
+from cfedavg.local import Vectors, to_device
+from cfedavg.plan import Plan
+from cfedavg.task import Task
+
+ENGINES = ("auto", "batched", "sequential", "reference")
+# On a CPU, stepping many clients at once pays while overhead outweighs arithmetic (bench/engines.py).
+SMALL = 100_000
+CPU = torch.device("cpu")
+
+
+def choose_engine(
+    config: Config,
+    plan: Plan,
+    task: Task,
+    messages: Path | None = None,
+    ranks: Ranks | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Engine:
+    """The engine that a configuration names; it says which one that is."""
+    ranks = ranks or Ranks()
+    device = ranks.device(choose_device(config.device))
+    if config.precision == "tf32" and device.type != "cuda":
+        raise InputError("--precision tf32 is for GPUs: take float32, or bf16")
+    if config.engine == "reference":
+        return _reference(config, plan, task, device, messages, ranks)
+    batched, why = _trainer(config, task, device)
+
+    def make(vectors: Vectors) -> Trainer:
+        if batched:
+            return Batched(plan, task, vectors, device, say)
+        return Sequential(plan, task, vectors, device)
+
+    engine = BlockEngine(plan, task, device, make, messages, ranks)
+    name = "batched" if batched else "sequential"
+    processes = f", {ranks.size} processes" if ranks.size > 1 else ""
+    say(f"engine: {name} on {device}, {config.precision}{processes}: {why}")
+    return engine
+
+
+def _reference(
+    config: Config, plan: Plan, task: Task, device: torch.device, messages: Path | None, ranks: Ranks
+) -> Engine:
+    if ranks.size > 1:
+        raise InputError(
+            "--engine reference runs in one process: leave out --workers, or take another engine"
+        )
+    if config.precision in ("tf32", "bf16"):
+        raise InputError(f"--precision {config.precision} is not for --engine reference, which is exact")
+    return ReferenceEngine(plan, task, device, messages)
+
+
+def _trainer(config: Config, task: Task, device: torch.device) -> tuple[bool, str]:
+    """Whether many clients step at once, and why so."""
+    if config.engine == "sequential":
+        return False, "as asked for"
+    d = Layout.of(task.model).d
+    if config.engine == "auto" and device.type == "cpu" and d > SMALL:
+        return False, f"on a CPU a model of {d:,} parameters is fastest one client after another"
+    if (problem := cannot_batch(task)) is not None:
+        return (
+            False,
+            f"clients cannot step together, for torch.func.vmap does not handle the task ({problem})",
+        )
+    if config.engine == "batched":
+        return True, "as asked for"
+    what = "a GPU is filled by many clients at once" if device.type == "cuda" else "the model is small"
+    return True, what
+
+
+def cannot_batch(task: Task) -> str | None:
+    """Why vmap cannot take the task's steps, found by taking one with two clients; None if it can."""
+    model = copy.deepcopy(task.model).train()
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    samples = task.clients[0]
+    step = Step(model, task.loss, Sgd())
+    try:
+        batch = to_device(samples.batch(np.arange(min(2, len(samples)))), CPU, dtype)
+        batch = tree_map(lambda leaf: torch.stack([leaf, leaf]), batch)
+        step(_twice(model, dtype), batch, None, None, torch.tensor(0.0, dtype=dtype))
+    except Exception as error:
+        if "more than 1 value per channel" in str(error):
+            return (
+                None  # a batch of one sample under BatchNorm: the run itself will say so, if it comes to that
+            )
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:160]
+    return None
+
+
+def _twice(model: nn.Module, dtype: torch.dtype) -> Stack:
+    """The stack of two equal clients."""
+    trained = [torch.stack([p.detach(), p.detach()]) for p in model.parameters() if p.requires_grad]
+    return Stack(trained, [], [torch.stack([b, b]) for b in model.buffers()], torch.zeros(2, dtype=dtype))

@@ -1,0 +1,129 @@
+"""A step written down once for each shape of its inputs, then played again and again.
+
+`make_fx` lists the operators of the batched step. On a GPU the list is compiled, and from the second time
+on recorded as a CUDA graph, which one launch plays. Where a compiler or a recording fails, the list runs as
+it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cfedavg.engines.step import Stack, Step
+from cfedavg.task import Batch
+
+Play = Callable[[list[Tensor]], Any]
+
+
+class Recorder:
+    """Plays steps of stacks that stay where they are in memory."""
+
+    compiling = True  # on a GPU; tests of many small models switch it off
+
+    def __init__(self, step: Step, device: torch.device, say: Callable[[str], None]) -> None:
+        self.step, self.device, self.say = step, device, say
+        self.records = device.type == "cuda"
+        self.compiles = self.records and self.compiling
+        self._plays: dict[Any, Play] = {}
+
+    def __call__(
+        self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
+    ) -> None:
+        """One step of the clients of the stack."""
+        leaves, tree = tree_flatten(batch)
+        options = [each for each in (valid, active) if each is not None]
+        inputs = [*leaves, *options, eta]
+        kind = (valid is None, active is None, tree, *((i.shape, i.dtype) for i in [*leaves, stack.losses]))
+        if kind not in self._plays:
+            self._plays[kind] = self._first(stack, inputs, len(leaves), tree, kind)
+        self._plays[kind](inputs)
+
+    def forget(self) -> None:
+        """The stack moves, or its memory is needed."""
+        self._plays.clear()
+
+    def _first(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Play:
+        """What to do the first time: run, so that everything is loaded; the second time is recorded."""
+        tensors = stack.tensors()
+        listed = self._list(stack, inputs, leaves, tree, kind)
+        run = self._compiled(listed) if self.compiles else listed
+        if not self.records:
+            return lambda given: run(*tensors, *given)
+
+        def first(given: list[Tensor]) -> None:
+            run(*tensors, *given)
+            self._plays[kind] = second
+
+        def second(given: list[Tensor]) -> None:
+            self._plays[kind] = self._recorded(lambda inputs: run(*tensors, *inputs), given)
+            self._plays[kind](given)
+
+        return first
+
+    def _list(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Any:
+        """The operators of the step, for tensors of these shapes."""
+        sizes = [len(group) for group in (stack.parameters, stack.momenta, stack.buffers)]
+        whole, partial = kind[:2]
+
+        def flat(*tensors: Tensor) -> None:
+            rest = list(tensors)
+            parameters, momenta, buffers = ([rest.pop(0) for _ in range(size)] for size in sizes)
+            again = Stack(parameters, momenta, buffers, rest.pop(0))
+            batch = tree_unflatten([rest.pop(0) for _ in range(leaves)], tree)
+            valid = None if whole else rest.pop(0)
+            active = None if partial else rest.pop(0)
+            self.step(again, batch, valid, active, rest.pop(0))
+
+        return make_fx(flat, tracing_mode="fake")(*stack.tensors(), *inputs)
+
+    def _compiled(self, listed: Any) -> Any:
+        run: Any = torch.compile(listed, fullgraph=True, dynamic=False)
+
+        def compiled(*tensors: Tensor) -> None:
+            nonlocal run
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the compiler, about itself
+                    run(*tensors)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if run is listed:
+                    raise
+                self.say(f"the step cannot be compiled ({_first_line(error)}): it runs as it is, slower")
+                run, self.compiles = listed, False
+                run(*tensors)
+
+        return compiled
+
+    def _recorded(self, run: Play, given: list[Tensor]) -> Play:
+        """A CUDA graph of the step with inputs of its own, into which those given are copied."""
+        inputs = [each.clone() for each in given]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                run(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.say(f"the step cannot be recorded ({_first_line(error)}): it is launched piece by piece")
+            self.records = False
+            return run
+
+        def play(given: list[Tensor]) -> None:
+            for mine, theirs in zip(inputs, given, strict=True):
+                mine.copy_(theirs)
+            graph.replay()
+
+        return play
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]

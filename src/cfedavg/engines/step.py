@@ -1,0 +1,132 @@
+"""One SGD step of many clients at once, for any module that torch.func can handle.
+
+The step of one client is written once, as a function of its parameters, buffers and batch; `vmap` makes it
+a step of n clients, each with its own weights, and `make_fx` writes down the operators that this comes to.
+On a GPU that list is compiled and then recorded as a CUDA graph, so a step costs one launch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.utils._pytree import tree_map
+
+from cfedavg.engines.rules import Rules
+from cfedavg.task import Batch, Loss
+
+
+class _Objective(nn.Module):
+    """The user's loss as a module of which the user's model is a part, so that its tensors can be swapped."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.loss(self.model, batch)
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """The local optimiser."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The training state of n clients: every tensor has a client in front."""
+
+    parameters: list[Tensor]
+    momenta: list[Tensor]  # empty without momentum
+    buffers: list[Tensor]
+    losses: Tensor  # of all steps so far, added up
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Stack:
+        """The same with every tensor changed."""
+        groups = ([change(t) for t in group] for group in (self.parameters, self.momenta, self.buffers))
+        parameters, momenta, buffers = groups
+        return Stack(parameters, momenta, buffers, change(self.losses))
+
+    def part(self, n: int) -> Stack:
+        """The first n clients, sharing memory."""
+        return self.each(lambda tensor: tensor[:n])
+
+    def at(self, rows: Tensor) -> Stack:
+        """A copy of some clients."""
+        return self.each(lambda tensor: tensor[rows])
+
+    def put(self, rows: Tensor, stack: Stack) -> None:
+        """Writes some clients back."""
+        for mine, theirs in zip(self.tensors(), stack.tensors(), strict=True):
+            mine[rows] = theirs
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.parameters, *self.momenta, *self.buffers, self.losses]
+
+
+class Step:
+    """Steps of a model under a loss. Call it with a Stack, which it changes, and the clients' batches."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, sgd: Sgd, *, dots: str | None = None, autocast: bool = False
+    ) -> None:
+        self.objective = _Objective(model, loss)
+        self.trainable = [name for name, p in self.objective.named_parameters() if p.requires_grad]
+        self.buffers = [name for name, _ in self.objective.named_buffers()]
+        self.sgd, self.dots, self.autocast = sgd, dots, autocast
+
+    def one(self, parameters: list[Tensor], buffers: list[Tensor], batch: Batch, valid: Tensor | None) -> Any:
+        """The loss of one client, and its buffers after the step."""
+        swapped = dict(zip(self.trainable + self.buffers, [*parameters, *buffers], strict=True))
+        device = parameters[0].device.type
+        with Rules(valid, self.dots), torch.autocast(device, torch.bfloat16, enabled=self.autocast):
+            loss = functional_call(self.objective, swapped, (batch,))
+        return loss.to(parameters[0].dtype), buffers
+
+    def __call__(
+        self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
+    ) -> None:
+        """One step of all clients of the stack; only those that are `active` change."""
+        # vmap wants something to split up for every argument: no mask is an empty dictionary of them.
+        masks = {} if valid is None else {"valid": valid}
+
+        def one(p: list[Tensor], b: list[Tensor], data: Batch, masks: dict[str, Tensor]) -> Any:
+            return self.one(p, b, data, masks.get("valid"))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vmap says where it is slow; the user cannot help it
+            grads, (losses, buffers) = vmap(grad_and_value(one, has_aux=True), randomness="different")(
+                *[tree_map(_detached, each) for each in (stack.parameters, stack.buffers, batch, masks)]
+            )
+        with torch.no_grad():
+            self._descend(stack, grads, active, eta)
+            for old, new in zip(stack.buffers, buffers, strict=True):
+                old.copy_(_chosen(active, new, old))
+            stack.losses.add_(losses if active is None else torch.where(active, losses, 0.0))
+
+    def _descend(self, stack: Stack, grads: Sequence[Tensor], active: Tensor | None, eta: Tensor) -> None:
+        """torch.optim.SGD, client by client."""
+        for i, (p, g) in enumerate(zip(stack.parameters, grads, strict=True)):
+            if self.sgd.weight_decay:
+                g = g + self.sgd.weight_decay * p
+            if self.sgd.momentum:
+                g = self.sgd.momentum * stack.momenta[i] + g
+                stack.momenta[i].copy_(_chosen(active, g, stack.momenta[i]))
+            p.copy_(_chosen(active, p - eta * g, p))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _chosen(active: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    """`new` for the active clients, `old` for the others."""
+    return new if active is None else torch.where(active.view(-1, *[1] * (old.dim() - 1)), new, old)

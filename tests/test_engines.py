@@ -1,0 +1,190 @@
+"""The contract: every engine agrees with the reference engine, in float64 to rtol 1e-9 over 3 rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cfedavg import Config, Task
+from cfedavg.compress import EXAMPLES
+from cfedavg.engines import choose_engine
+from cfedavg.engines.choice import cannot_batch
+from cfedavg.engines.recorder import Recorder
+from cfedavg.plan import Plan
+from cfedavg.state import State
+from tests.conftest import blobs
+
+ROUNDS = 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ENGINES = ["sequential", "batched"]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes 10 seconds a model; `test_compiled` does it."""
+    monkeypatch.setattr(Recorder, "compiling", False)
+
+
+def play(config: Config, task: Task) -> tuple[State, list[dict[str, Any]]]:
+    """Three rounds from the start, with evaluation."""
+    config = config.replace(clients=len(task.clients), precision="float64", rounds=ROUNDS)
+    engine = choose_engine(config, Plan(config, task), task)
+    state, rows = engine.begin(engine.start()), []
+    for _ in range(ROUNDS):
+        state, finish = engine.round(state)
+        rows.append(finish() | engine.evaluate(state))
+    engine.close()
+    return state, rows
+
+
+def agree(task: Task, engine: str, device: str, **options: Any) -> None:
+    """The engine's states and rows against the reference's."""
+    config = Config(device=device, **options)
+    expected, rows = play(config.replace(engine="reference"), task)
+    found, mine = play(config.replace(engine=engine), task)
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    torch.testing.assert_close(found.x, expected.x, **close)
+    torch.testing.assert_close(found.b, expected.b, **close)
+    assert sorted(found.residuals.norms2) == sorted(expected.residuals.norms2)
+    for client in expected.residuals.norms2:
+        e = (state.residuals.get(client, state.x) for state in (found, expected))
+        torch.testing.assert_close(*e, **close)
+    for row, reference in zip(mine, rows, strict=True):
+        assert row.keys() == reference.keys()
+        for name, value in reference.items():
+            assert row[name] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), name
+
+
+def images(
+    model: nn.Module, m: int = 5, n: int = 12, size: int = 12, channels: int = 2, ragged: int = 0
+) -> Task:
+    """Small images with labels of three classes; client i has `ragged` * i samples more."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        pixels = torch.randn(count, channels, size, size, generator=generator, dtype=torch.float64)
+        return pixels, torch.randint(3, (count,), generator=generator)
+
+    return Task(model, [draw(n + ragged * i) for i in range(m)], test=draw(30))
+
+
+def seeded(make: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module: nn.Module = make()
+    return module
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(24, 3),
+    )  # fmt: skip
+
+
+class Residual(nn.Module):
+    """A block of a ResNet, with a stride, between a stem and a head."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(2, 4, 3, padding=1, bias=False), norm(4)
+        self.conv, self.second = nn.Conv2d(4, 8, 3, 2, padding=1, bias=False), norm(8)
+        self.short, self.third = nn.Conv2d(4, 8, 1, 2, bias=False), norm(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(self.stem(x)))
+        x = F.relu(self.second(self.conv(x)) + self.third(self.short(x)))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """Reads an image row by row: a linear embedding, one layer of attention, the mean, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(24, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(1, 2).flatten(2)
+        return self.head(self.layer(self.embed(rows)).mean(1))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Any] = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(288, 8), nn.ReLU(), nn.Linear(8, 3)),
+    "cnn": cnn,
+    "batch norm": lambda: Residual(nn.BatchNorm2d),
+    "group norm": lambda: Residual(lambda c: nn.GroupNorm(2, c)),
+    "instance norm": lambda: Residual(nn.InstanceNorm2d),
+    "transformer": Transformer,
+    "depthwise": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(4, 4, 3, padding="same", dilation=2), nn.AvgPool2d(2),
+        nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(36, 3),
+    ),
+    "one convolution over time": lambda: nn.Sequential(
+        nn.Flatten(2), nn.Conv1d(2, 3, 5, stride=3), nn.Flatten(), nn.Linear(141, 3)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, engine: str, device: str) -> None:
+    task = images(seeded(MODELS[name]))
+    assert cannot_batch(task) is None
+    agree(task, engine, device, local_epochs=2, batch_size=5, eta_local=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cnn", "batch norm"])
+def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled and recorded as a graph: two sizes of batches, K_i that differ."""
+    monkeypatch.setattr(Recorder, "compiling", True)
+    work = {"local_steps": "6,1,2,6,3"}
+    agree(images(seeded(MODELS[name])), "batched", "cuda", batch_size=5, eta_local=0.05, **work)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["cnn", "batch norm", "group norm", "transformer"])
+@pytest.mark.parametrize("work", [{"local_epochs": 2}, {"local_steps": "1..7"}, {"local_steps": "6,1,2,6,3"}])
+def test_ragged_clients(name: str, work: dict[str, Any], engine: str, device: str) -> None:
+    """12 to 24 samples: the short batches of epochs come at different times and in different sizes."""
+    agree(images(seeded(MODELS[name]), ragged=3), engine, device, batch_size=7, eta_local=0.05, **work)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9, "weight_decay": 0.01},
+    "partial participation": {"participation": 0.5},
+    "lost replies": {"drop_rate": 0.4},
+    "weights": {"weighting": "samples"},
+    "no error feedback": {"error_feedback": False},
+    "deadline": {"deadline": 2.0, "steps_per_second": "0.3..3", "uplink": "1e4..1e6", "latency": "0.1"},
+    "decaying": {"schedule": "decaying(a=1)"},
+    "iterate": {"sample_iterate": True},
+    "bf16 residuals": {"residual_precision": "bf16", "compressor": "topk(0.9) >> bf16"},
+    "batches larger than the data": {"batch_size": 100},
+    "one client": {"participation": 0.1},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str, engine: str, device: str) -> None:
+    agree(blobs(), engine, device, **{"compressor": "topk(0.9)", "batch_size": 8} | SETTINGS[name])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("compressor", EXAMPLES)
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_compressors(compressor: str, error_feedback: bool, engine: str, device: str) -> None:
+    agree(blobs(), engine, device, compressor=compressor, error_feedback=error_feedback, batch_size=8)
