@@ -1,11 +1,11 @@
 """One configuration, round by round: seconds, steps per second, memory, and where the time goes.
 
-    python bench/round.py rounds=21 dataset=mnist data_dir=DIR clients=100 iid=true model=cnn local_epochs=10 \
-        batch_size=64 "compressor=topk(0.99)" precision=bf16 device=cuda
+    python bench/round.py rounds=21 dataset=mnist data_dir=DIR clients=100 iid=true model=cnn \
+        local_epochs=10 batch_size=64 "compressor=topk(0.99)" precision=bf16 device=cuda
 
 takes any field of Config, and prints one line of JSON. The first round warms up (and, on a GPU, compiles) and
-is not counted. The parts of a round are timed in a second run of 3 rounds, which waits for the device after
-each part, so that the first run is not disturbed.
+is not counted. With --profile the parts of a round are timed in a second run of 3 rounds, which waits for the
+device after each part, so that the first run is not disturbed.
 """
 
 from __future__ import annotations
@@ -130,15 +130,19 @@ def profile(config: Config, rounds: int = 3) -> dict[str, float]:
 
 
 def main() -> None:
-    config = parsed(sys.argv[1:])
+    words = [word for word in sys.argv[1:] if word != "--profile"]
+    config = parsed(words)
     result = cfedavg.run(config, observer=Watch())
     rows = result.rows[1:]
     seconds = [row["seconds"] for row in rows]
     cuda = torch.cuda.is_available() and config.device != "cpu"
-    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    own, other = (
+        resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    resident = 1024 * (own + other * max(0, config.workers - 1))  # of the workers, the largest is known
     line = {
         "who": f"cfedavg {cfedavg.__version__}",
-        "config": {word.partition("=")[0]: word.partition("=")[2] for word in sys.argv[1:]},
+        "config": {word.partition("=")[0]: word.partition("=")[2] for word in words},
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "first_round_seconds": round(result.rows[0]["seconds"], 2),
         "seconds_per_round": [round(each, 4) for each in seconds],
@@ -149,7 +153,7 @@ def main() -> None:
         "test_accuracy": [row.get("test_accuracy") for row in result.rows],
         "uplink_bytes": rows[0]["uplink_bytes"],
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else resident,
-        "share": profile(config),
+        "share": profile(config) if "--profile" in sys.argv else {},
         "torch": torch.__version__,
     }
     print(json.dumps(line), flush=True)

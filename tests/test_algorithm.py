@@ -60,7 +60,7 @@ def test_two_rounds_by_hand() -> None:
     assert payload.indices.tolist() == [2, 4, 0, 3, 2, 3]
     assert payload.values.data.tolist() == [4, 3, -2, 4, 2, -2]
     assert e.tolist() == [[2, -1, 0, 0, 0], [0, 1, 0, 0, 1], [0, 0, 0, 0, 1]]
-    delta_tilde = average(x, [(payload, 1.0)])
+    delta_tilde = average(x, [(payload, [1.0] * len(payload))])
     torch.testing.assert_close(delta_tilde, torch.tensor([-2.0, 0, 6, 2, 3]) / 3)
     x = server_update(x, delta_tilde, 3.0)
     torch.testing.assert_close(x, torch.tensor([-2.0, 0, 6, 2, 3]))
@@ -74,7 +74,7 @@ def test_two_rounds_by_hand() -> None:
     assert payload.indices.tolist() == [0, 1, 2, 3, 0, 3]
     assert payload.values.data.tolist() == [5, -2, -3, 3, 1, -3]
     assert e.tolist() == [[0, 0, 1, -1, 1.5], [-1, 2, 0, 0, 0.5], [0, 0, -1, 0, 0.5]]
-    x = server_update(x, average(x, [(payload, 1.0)]), 3.0)
+    x = server_update(x, average(x, [(payload, [1.0] * len(payload))]), 3.0)
     torch.testing.assert_close(x, torch.tensor([4.0, -2, 3, 2, 3]))
 
     # The engine, from nothing but the configuration and the data, goes through the same numbers.
@@ -213,7 +213,7 @@ def test_average_of_nothing_is_zero_and_weights_count() -> None:
     assert torch.equal(average(x, []), x)
     one = parse("topk(0.5)").compress(torch.tensor([4.0, 0, 0, 8]), key=0)
     two = parse("none").compress(torch.tensor([0.0, 0, 0, 4]), key=0)
-    assert average(x, [(one, 3.0), (two, 1.0)]).tolist() == [3, 0, 0, 7]
+    assert average(x, [(one, [3.0]), (two, [1.0])]).tolist() == [3, 0, 0, 7]
 
 
 def test_feed_back_of_a_block_equals_client_by_client() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -56,7 +57,20 @@ def agree(task: Task, engine: str, device: str, **options: Any) -> None:
     for row, reference in zip(mine, rows, strict=True):
         assert row.keys() == reference.keys()
         for name, value in reference.items():
-            assert row[name] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), name
+            close_to = pytest.approx(value, rel=slack(name, reference)) if isinstance(value, float) else value
+            assert row[name] == close_to, name
+
+
+def slack(name: str, reference: dict[str, Any]) -> float:
+    """How far a metric may be off, relatively: 1e-9, and more where it measures what a rounding cut off.
+
+    p of two engines differs by some units in the last place of float64, say 2^-48 |p|, and p - C(p) inherits
+    that difference whole. So |p - C(p)|^2 is off by 2 * 2^-48 |p| / |p - C(p)|, which is the root of the SNR.
+    For fp32, which cuts off less than a unit in the last place of float32, the root is about 2^25: the
+    metric is off by up to 2^-22. For coarser compressors 1e-9 is more.
+    """
+    snr = reference["snr_mean"] if name in ("snr_min", "snr_mean", "error_norm2") else None
+    return max(1e-9, 2**-47 * math.sqrt(snr or 0.0))
 
 
 def images(
@@ -151,10 +165,19 @@ def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     agree(images(seeded(MODELS[name])), "batched", "cuda", batch_size=5, eta_local=0.05, **work)
 
 
+RAGGED = [
+    ("cnn", {"local_epochs": 2}),
+    ("cnn", {"local_steps": "1..7"}),
+    ("batch norm", {"local_epochs": 2}),
+    ("batch norm", {"local_steps": "6,1,2,6,3"}),
+    ("group norm", {"local_steps": "6,1,2,6,3"}),
+    ("transformer", {"local_epochs": 1}),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["cnn", "batch norm", "group norm", "transformer"])
-@pytest.mark.parametrize("work", [{"local_epochs": 2}, {"local_steps": "1..7"}, {"local_steps": "6,1,2,6,3"}])
+@pytest.mark.parametrize(("name", "work"), RAGGED)
 def test_ragged_clients(name: str, work: dict[str, Any], engine: str, device: str) -> None:
     """12 to 24 samples: the short batches of epochs come at different times and in different sizes."""
     agree(images(seeded(MODELS[name]), ragged=3), engine, device, batch_size=7, eta_local=0.05, **work)

@@ -35,7 +35,8 @@ def test_batchnorm_buffers_travel_and_are_averaged() -> None:
     engine = make(Config(rounds=1, local_steps="2", batch_size=8), task)
     start = engine.start()
     sent = [engine._client(start, i) for i in range(3)]
-    after, row = engine.round(start)
+    after, finish = engine.round(start)
+    row = finish()
     assert len(start.b) == 4 + 4 + 1
     torch.testing.assert_close(after.b, sum(s.b for s in sent) / 3)  # type: ignore[arg-type]
     trained = engine.model_at(after.x, after.b)
@@ -43,7 +44,7 @@ def test_batchnorm_buffers_travel_and_are_averaged() -> None:
     plain = make(
         Config(rounds=1, local_steps="2"), with_model(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3)), task)
     )
-    assert row["uplink_bytes"] > plain.round(plain.start())[1]["uplink_bytes"] + 3 * 9 * 4
+    assert row["uplink_bytes"] > plain.round(plain.start())[1]()["uplink_bytes"] + 3 * 9 * 4
 
 
 def test_batchnorm_and_a_last_batch_of_one_sample() -> None:
@@ -129,7 +130,8 @@ def test_a_client_without_time_for_a_step_abstains() -> None:
     config = Config(rounds=1, deadline=1.0, steps_per_second="0.5,1,2", eta=1.0, compressor="none",
                     batch_size=1, clients=3)  # fmt: skip
     engine = make(config, task)
-    after, row = engine.round(engine.start())
+    after, finish = engine.round(engine.start())
+    row = finish()
     assert (row["clients"], row["local_steps_min"], row["local_steps_max"]) == (3, 0, 2)
     assert sorted(after.residuals.vectors) == [1, 2]
     assert after.x[0] == 0  # client 0 pulls coordinate 0, and took no part
@@ -145,7 +147,8 @@ def test_a_round_in_which_all_abstain_changes_nothing() -> None:
     engine = make(config, quadratic(torch.eye(3)))
     t = next(t for t in range(99) if engine.plan.sampled(t) != [2])
     start = engine.start()
-    after, row = engine.round(State(t, start.x, start.b))
+    after, finish = engine.round(State(t, start.x, start.b))
+    row = finish()
     assert torch.equal(after.x, start.x)
     assert row["train_loss"] is None
     assert row["delta_norm2"] is None
@@ -165,12 +168,12 @@ def test_simulated_seconds_are_those_of_the_slowest_client() -> None:
     config = Config(rounds=1, local_steps="4", steps_per_second="2,4,8", uplink="1000,1000,8", downlink="1e6",
                     latency="0.25", compressor="none", clients=3)  # fmt: skip
     engine = make(config, quadratic(torch.eye(3)))
-    row = engine.round(engine.start())[1]
+    row = engine.round(engine.start())[1]()
     up, down = row["uplink_bytes"] // 3, row["downlink_bytes"] // 3
     each = [4 / s + 8 * up / u + 8 * down / 1e6 + 0.5 for s, u in ((2, 1000), (4, 1000), (8, 8))]
     assert row["simulated_seconds"] == pytest.approx(max(each))
     untimed = make(Config(rounds=1, local_steps="4"), quadratic(torch.eye(3)))
-    assert untimed.round(untimed.start())[1]["simulated_seconds"] is None
+    assert untimed.round(untimed.start())[1]()["simulated_seconds"] is None
 
 
 def test_sample_weighting() -> None:

@@ -17,11 +17,11 @@ Iterative Step lemma).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from cfedavg.compress import Compressor, client_of_value, sent, values_of
+from cfedavg.compress import Compressor, client_of_value, values_of
 from cfedavg.layout import Layout
 from cfedavg.payload import Payload
 
@@ -61,22 +61,31 @@ def subtract(p: Tensor, payload: Payload) -> Tensor:
     return e_next
 
 
-def average(like: Tensor, payloads: Iterable[tuple[Payload, float]]) -> Tensor:
+def average(like: Tensor, payloads: Iterable[tuple[Payload, Sequence[float]]]) -> Tensor:
     """Lines 17 and 18: delta_tilde, the weighted mean of what arrived, summed in the order given.
 
-    The cost is that of the coordinates received, and the order is fixed, so the sum is the same bit for
+    Each payload, of a client or of a block, comes with its clients' weights; a weight of 0 leaves a client
+    out. The cost is that of the coordinates received, and the order is fixed, so the sum is the same bit for
     bit wherever and however often it is made. `like` gives length, dtype and device.
     """
     total, weight = like.new_zeros(like.shape), 0.0
-    for payload, w in payloads:
-        for indices, values in sent(payload):
-            # A client sends no coordinate twice, so this adds each of its values once.
-            if indices is None:
-                total += values.to(total.dtype) * w
-            else:
-                total[indices] += values.to(total.dtype) * w
-            weight += w
+    for payload, weights in payloads:
+        values, shares = values_of(payload).to(total.dtype), total.new_tensor(weights)
+        if payload.indices is None:
+            for row, share in zip(values.view(len(payload), -1), shares, strict=True):
+                total += row * share
+        else:
+            _add_in_order(total, payload.indices, values * shares[client_of_value(payload.offsets)])
+        weight += sum(weights)
     return total / weight if weight else total
+
+
+def _add_in_order(total: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Adds each value to its coordinate, one after another where a coordinate occurs more than once."""
+    if total.is_cuda:
+        total.index_put_((indices,), values, accumulate=True)  # sorts by coordinate, and so keeps the order
+    else:
+        total.index_add_(0, indices, values)
 
 
 def server_update(x: Tensor, delta_tilde: Tensor, eta: float) -> Tensor:

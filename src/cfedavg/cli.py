@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -138,6 +140,8 @@ def sweep(
     """
     from cfedavg.sweep import cells
 
+    if _ranks() > 1:
+        raise InputError("start `cfedavg run` with torchrun; sweep uses --workers")
     out = _folder(out, resume, "sweep-%Y%m%d-%H%M%S")
     base = (read_config(config) if config else Config()).replace(**given)
     grid = cells(base, vary)
@@ -262,7 +266,8 @@ def main() -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that module:name finds a module in the current folder
     try:
-        code = app(standalone_mode=False)
+        with _stdout():
+            code = app(standalone_mode=False)
     except InputError as error:
         code = _fail(str(error))
     except USAGE_ERROR as error:
@@ -274,5 +279,25 @@ def main() -> None:
 
 
 def _fail(sentence: str) -> int:
-    Console(stderr=True).print(f"error: {sentence}", style="red", **PLAIN)
+    if not _silent():
+        Console(stderr=True).print(f"error: {sentence}", style="red", **PLAIN)
     return 2
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    if not _silent():
+        yield
+        return
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def _ranks() -> int:
+    """How many processes torchrun has started, this one among them."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def _silent() -> bool:
+    """Whether this is one of several ranks, and not the first, which speaks for all."""
+    return _ranks() > 1 and os.environ["RANK"] != "0"

@@ -14,7 +14,7 @@ from cfedavg.local import to_device
 from cfedavg.metrics import Record
 from cfedavg.task import Batch, Task, accuracy, cross_entropy
 
-EVALUATION_BATCH = 512
+EVALUATION_BATCH = {"cpu": 512, "cuda": 2500}
 
 
 class Part(NamedTuple):
@@ -38,10 +38,10 @@ def evaluate_batches(
     if task.test is None:
         return Part([], [], [])
     model.eval()
-    n, starts = len(task.test), []
+    n, size, starts = len(task.test), EVALUATION_BATCH.get(device.type, 512), []
     losses, metrics = [], []
-    for start in range(first * EVALUATION_BATCH, n, every * EVALUATION_BATCH):
-        rows = np.arange(start, min(start + EVALUATION_BATCH, n))
+    for start in range(first * size, n, every * size):
+        rows = np.arange(start, min(start + size, n))
         loss, metric = _loss_and_metric(model, task, to_device(task.test.batch(rows), device, dtype))
         starts.append(start)
         losses.append(loss.double() * len(rows))

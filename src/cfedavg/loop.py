@@ -7,9 +7,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -92,13 +93,16 @@ def run(
         config = config.replace(clients=len(task.clients), dataset=OWN, model=OWN)
     observer, kept = observer or Observer(), Path(messages) if messages else None
     if (ranks := Ranks.from_environment()) and ranks.rank > 0:
-        engine, last = serve(config, task, ranks, kept)
+        with _deaf():  # rank 0 hears interrupts, and decides
+            engine, last = serve(config, task, ranks, kept)
         return Result(config, [], engine.model_at(last.x, last.b), None, None)
     with ExitStack() as stack:
         folder = stack.enter_context(Folder(Path(out))) if out is not None else None
         if ranks is None:
             size = number(config, Plan(config, task), task, own=own)
             ranks = stack.enter_context(team(config, task if own else None, size, kept))
+        else:
+            stack.callback(ranks.close)
         result = Loop(config, task, observer, kept, ranks).run(folder, resume=resume)
     if draw and folder:
         from cfedavg.report import write_run_pictures  # matplotlib, only now
@@ -123,6 +127,7 @@ class Loop:
         with self._residuals(folder, start.x) as residuals:
             try:
                 state, rows = self._begin(folder, resume, replace(start, residuals=residuals))
+                self._ended = time.perf_counter()
                 state = self._rounds(folder, self.engine.begin(state), rows)
             finally:
                 with suppress(RankLost):  # then nobody is there to be told
@@ -154,26 +159,36 @@ class Loop:
     def _rounds(self, folder: Folder | None, state: State, rows: list[Record]) -> State:
         """The rounds that are left; the rows grow as they end."""
         every = self.config.checkpoint_every
+        unbooked: list[Callable[[], Record]] = []  # rows whose bytes may still be counted
         try:
             while state.t < self.config.rounds:
-                state_next, row = self._round(state)
-                rows.append(row)
-                if folder:
-                    folder.append(row)
-                state = state_next
-                self.observer.row(row)
-                if folder and every and state.t % every == 0:
+                state, row = self._round(state)
+                unbooked.append(row)
+                due = bool(folder and every and state.t % every == 0) or state.t == self.config.rounds
+                self._book(folder, rows, unbooked, 0 if due else self.engine.behind)
+                if folder and due:
                     self._save(folder, state)
-            if folder:
-                self._save(folder, state)
         except KeyboardInterrupt:
             if folder:
                 with _deaf():
                     self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
-                    folder.rewrite(rows[: state.t])  # the interrupt may have come between row and state
+                    rows += [row() for row in unbooked[len(unbooked) - (state.t - len(rows)) :]]
+                    folder.rewrite(rows)  # the interrupt may have come anywhere between row and file
                     self._save(folder, state)
             raise
         return state
+
+    def _book(
+        self, folder: Folder | None, rows: list[Record], unbooked: list[Callable[[], Record]], behind: int
+    ) -> None:
+        """Writes down the rows of rounds that are done, but for the last few."""
+        while len(unbooked) > behind:
+            row = unbooked[0]()
+            rows.append(row)
+            unbooked.pop(0)
+            if folder:
+                folder.append(row)
+            self.observer.row(row)
 
     def _save(self, folder: Folder, state: State) -> None:
         self.engine.checkpoint(state, lambda whole: folder.checkpoint(whole, self.engine.identity))
@@ -197,18 +212,22 @@ class Loop:
             self.observer.say("nothing to resume: starting with the first round")
         return start
 
-    def _round(self, state: State) -> tuple[State, Record]:
-        began = time.perf_counter()
+    def _round(self, state: State) -> tuple[State, Callable[[], Record]]:
+        """The next state, and what to call for the row. A round lasts from the end of the one before."""
         state_next, finish = self.engine.round(state)
         last, tested = state_next.t == self.config.rounds, Record()
         if last or state_next.t % self.config.eval_every == 0:
             tested = self.engine.evaluate(state_next)
-        record = finish() | tested
         if not math.isfinite(tested.get("test_loss", 0.0)):
             raise Diverged(state.t, [], "the test loss")
+        began, self._ended = self._ended, time.perf_counter()
+        return state_next, partial(self._row, state.t, finish, tested, self._ended - began)
+
+    def _row(self, t: int, finish: Callable[[], Record], tested: Record, seconds: float) -> Record:
+        record = finish() | tested
         if self.config.smoothness is not None:
-            record |= self._conditions(state.t, record)
-        return state_next, {"round": state.t, **record, "seconds": time.perf_counter() - began}
+            record |= self._conditions(t, record)
+        return {"round": t, **record, "seconds": seconds}
 
     def _conditions(self, t: int, record: Record) -> Record:
         """Each rate condition with the measured gamma and alpha: whether it holds, and value / limit."""

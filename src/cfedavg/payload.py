@@ -62,7 +62,8 @@ class Payload:
 
     def counts(self) -> list[int]:
         """How many coordinates each client sends."""
-        return [int(n) for n in self.offsets[1:] - self.offsets[:-1]]
+        ends = self.offsets.tolist()
+        return [end - start for start, end in pairwise(ends)]
 
     def map(self, convert: Callable[[Array], Array]) -> Payload:
         """The same with every array converted."""
@@ -83,7 +84,7 @@ class Payload:
 
     def clients(self) -> Iterator[Payload]:
         """One payload for each client of the block."""
-        ends = [int(o) for o in self.offsets]
+        ends = self.offsets.tolist()
         block_start = 0
         for c, (start, end) in enumerate(pairwise(ends)):
             values: Floats | Levels

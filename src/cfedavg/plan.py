@@ -90,6 +90,8 @@ class Plan:
 
     def lost(self, t: int, client: int) -> bool:
         """Whether the reply of this client is lost."""
+        if not self.config.drop_rate:
+            return False
         draw = uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0]
         return bool(draw < self.config.drop_rate)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -20,10 +22,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from cfedavg.config import Config
 from cfedavg.engines import BlockEngine, Ranks, choose_device, choose_engine
-from cfedavg.engines.choice import SMALL
+from cfedavg.engines.choice import is_small
 from cfedavg.engines.ranks import RankLost
 from cfedavg.errors import InputError
-from cfedavg.layout import Layout
 from cfedavg.local import after, batches, local_sgd, to_device
 from cfedavg.plan import Plan
 from cfedavg.state import State
@@ -31,6 +32,7 @@ from cfedavg.task import Task
 
 WORTH = 20.0  # seconds that a run must take on one core before more processes are started by themselves
 MOST = 8  # of them
+FOLLOWED = 75  # exit status of a worker that ends since another process has ended
 
 
 def number(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
@@ -38,13 +40,17 @@ def number(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
 
     A task made in Python (`own`) stays in the process that made it unless workers are asked for.
     """
+    if config.workers > 1 and config.engine == "reference":
+        raise InputError(
+            "--engine reference runs in one process: leave out --workers, or take another engine"
+        )
     if config.workers:
         return config.workers
     cores = min(len(os.sched_getaffinity(0)), plan.clients_per_round, MOST)
     alone = own or cores < 2 or config.engine in ("reference", "batched")
     if alone or choose_device(config.device).type != "cpu":
         return 1
-    if config.engine == "auto" and Layout.of(task.model).d <= SMALL:
+    if config.engine == "auto" and is_small(task.model):
         return 1
     steps = plan.steps.mean * plan.clients_per_round * config.rounds
     return cores if _seconds_a_step(config, task) * steps > WORTH else 1
@@ -68,46 +74,75 @@ def team(config: Config, task: Task | None, size: int, messages: Path | None) ->
     if size == 1:
         yield Ranks()
         return
-    with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as folder:
-        store = str(Path(folder) / "store")
-        processes = [_start(rank, size, store, config, task, messages) for rank in range(1, size)]
+    with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
+        folder, processes = Path(path), list[BaseProcess]()
+        stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
+        for rank in range(1, size):
+            processes.append(_start(rank, size, folder, config, task, messages))
         try:
-            yield _joined(0, size, store)
+            _await(processes, folder)
+            ranks = _joined(0, size, folder)
+            stack.callback(ranks.close)  # first of all: whoever still listens then knows that it is over
+            yield ranks
         except RankLost as error:
             raise _named(error, processes) from None
-        finally:
-            _end(processes)
 
 
 def _start(
-    rank: int, size: int, store: str, config: Config, task: Task | None, messages: Path | None
+    rank: int, size: int, folder: Path, config: Config, task: Task | None, messages: Path | None
 ) -> BaseProcess:
     process = multiprocessing.get_context("spawn").Process(
-        target=_work, args=(rank, size, store, config, task, messages), daemon=True, name=f"rank {rank}"
+        target=_work,
+        args=(os.getpid(), rank, size, folder, config, task, messages),
+        daemon=True,
+        name=f"rank {rank}",
     )
     try:
-        process.start()
-    except (AttributeError, TypeError, ValueError) as error:  # what pickle raises, and more
+        with _interrupts_held():
+            process.start()
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"--workers: the task cannot be sent to another process ({error})") from None
     return process
 
 
-def _joined(rank: int, size: int, store: str) -> Ranks:
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes later for this process, and never for one that is started meanwhile: see `_work`."""
+    resource_tracker.ensure_running()  # by itself it would let them through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _await(processes: list[BaseProcess], folder: Path) -> None:
+    """Waits until all are about to join. Joining itself cannot be broken off, this can."""
+    while not all((folder / process.name).exists() for process in processes):
+        if any(process.exitcode is not None for process in processes):
+            raise RankLost("a process that did not start")
+        time.sleep(0.01)
+
+
+def _joined(rank: int, size: int, folder: Path) -> Ranks:
     """Member of a group on this machine, which nobody outside can reach."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return Ranks(rank, size, FileStore(store, size))
+    return Ranks(rank, size, FileStore(str(folder / "store"), size))
 
 
-def _work(rank: int, size: int, store: str, config: Config, task: Task | None, messages: Path | None) -> None:
+def _work(
+    parent: int, rank: int, size: int, folder: Path, config: Config, task: Task | None, messages: Path | None
+) -> None:
     """A process other than the first: serves rank 0 until it is sent home, or until rank 0 is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     try:
-        serve(config, task, _joined(rank, size, store), messages)
-    except RankLost:
-        os._exit(1)  # rank 0 has said what there is to say
+        (folder / f"rank {rank}").touch()
+        serve(config, task, _joined(rank, size, folder), messages)
+    except InputError:
+        os._exit(FOLLOWED)  # rank 0 says what there is to say: a rank is lost, or it has the same error
 
 
 def _watch(parent: int) -> None:
@@ -135,7 +170,7 @@ def serve(
 def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
     """Says which rank it was, and how the run goes on."""
     time.sleep(0.5)  # its end may be known a moment later than its silence
-    gone = [p for p in processes if p.exitcode is not None]
+    gone = [p for p in processes if p.exitcode not in (None, FOLLOWED)]
     who = ", ".join(f"{p.name} (process {p.pid}, exit status {p.exitcode})" for p in gone) or str(error)
     return RankLost(
         f"lost {who}: the run stops. What was done up to the last checkpoint is kept; "
@@ -143,9 +178,9 @@ def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
     )
 
 
-def _end(processes: list[BaseProcess]) -> None:
-    """Waits a while for those that were sent home; the others are ended."""
-    until = time.monotonic() + 5
+def _end(processes: list[BaseProcess], patience: float) -> None:
+    """Waits some seconds for those that were sent home; the others are ended."""
+    until = time.monotonic() + patience
     for process in processes:
         process.join(max(0.1, until - time.monotonic()))
         if process.is_alive():

@@ -7,7 +7,6 @@ from cfedavg.compress.compressor import (
     Compressor,
     decompress,
     parse,
-    sent,
     values_of,
 )
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Quantiser, Sign
@@ -43,6 +42,5 @@ __all__ = [
     "client_of_value",
     "decompress",
     "parse",
-    "sent",
     "values_of",
 ]

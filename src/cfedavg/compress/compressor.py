@@ -15,10 +15,8 @@ A selector or quantiser of your own is one small class: see docs/compressors.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,13 +95,6 @@ def values_of(payload: Payload) -> Tensor:
         return scaled.clamp(-top, top)
     data: Tensor = values.data.view(torch.bfloat16).float() if values.dtype == "bf16" else values.data
     return data
-
-
-def sent(payload: Payload) -> Iterator[tuple[Tensor | None, Tensor]]:
-    """(indices or None, values) of each client, in the order of the block."""
-    values, ends = values_of(payload), [int(o) for o in payload.offsets]
-    for start, end in pairwise(ends):
-        yield None if payload.indices is None else payload.indices[start:end], values[start:end]
 
 
 def decompress(payload: Payload) -> Tensor:

@@ -20,6 +20,7 @@ class Engine(Protocol):
 
     layout: Layout
     identity: int  # of the model: what a checkpoint must agree with
+    behind: int  # rounds by which a line of metrics may be late, so that nobody waits for it
 
     def start(self) -> State:
         """The state before the first round."""

@@ -45,7 +45,7 @@ class Batched:
         if device.type == "cpu":
             self.block = min(self.block, max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize)))
         self._stack: Stack | None = None
-        self._masks: bool | None = None
+        self._masks: dict[int, bool] = {}  # by the width of the batches
 
     def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         """Block after block; one that does not fit into memory is halved."""
@@ -160,31 +160,60 @@ class Batched:
     def _can_mask(self, clients: Sequence[int]) -> bool:
         """Whether rows that do not count leave a step as it is: tried once, in float64, on real samples.
 
-        Not so where a layer mixes the samples of a batch (BatchNorm), or a loss is no mean that we know.
+        Not so where a layer mixes the samples of a batch (BatchNorm), or a loss is no mean that we know, or
+        where at the width of the steps there are more means over as many rows: some are over weights, say.
         """
-        if self._masks is None:
-            largest = max(clients, key=lambda i: self.plan.samples[i])
-            n = min(4, self.plan.samples[largest])
-            batch = self.task.clients[largest].batch(np.arange(n))
-            self._masks = n > 1 and masks_hold(self.model, self.task.loss, batch, n)
-        return self._masks
+        largest = max(clients, key=lambda i: self.plan.samples[i])
+        n = min(self.plan.config.batch_size, self.plan.samples[largest])
+        if n not in self._masks:
+            with torch.random.fork_rng(devices=[]):  # what a round draws does not depend on this
+                batch = self.task.clients[largest].batch(np.arange(n))
+                self._masks[n] = n == 1 or self._holds(batch, n)
+        return self._masks[n]
+
+    def _holds(self, batch: Batch, n: int) -> bool:
+        few, loss = min(4, n), self.task.loss
+        try:
+            small = tree_map(lambda leaf: leaf[:few], batch)
+        except (IndexError, TypeError):  # not a batch of rows
+            return False
+        if not masks_hold(self.model, loss, small, few):
+            return False
+        found = (means(self.model, loss, self._here(each), k) for each, k in ((small, few), (batch, n)))
+        return len(set(found)) == 1
+
+    def _here(self, batch: Batch) -> Batch:
+        return to_device(batch, self.device, self.dtype)
 
 
 def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
     """Whether a batch of n samples, one of which does not count, trains like one of n - 1 samples."""
     model = copy.deepcopy(model).double().cpu()
     batch = to_device(batch, torch.device("cpu"), torch.float64)
-    fewer = tree_map(lambda leaf: leaf[: n - 1], batch)
-    after = []
-    for data, valid in ((fewer, None), (batch, torch.arange(n) < n - 1)):
-        trained = copy.deepcopy(model)
-        with Rules(valid, steady=True):
-            value = loss(trained, data)
-        value.backward()  # type: ignore[no-untyped-call]
-        grads = [p.grad for p in trained.parameters() if p.grad is not None]
-        after.append([value.detach(), *grads, *trained.buffers()])
-    same = (torch.allclose(a.double(), b.double(), 1e-9, 1e-12) for a, b in zip(*after, strict=True))
-    return all(same)
+    try:
+        fewer = tree_map(lambda leaf: leaf[: n - 1], batch)
+        after = [_after(model, loss, fewer, None), _after(model, loss, batch, torch.arange(n) < n - 1)]
+        return all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(*after, strict=True))
+    except Exception:  # not a batch of rows, or one sample is too few
+        return False
+
+
+def means(model: nn.Module, loss: Loss, batch: Batch, n: int) -> int:
+    """How many means over n rows a step takes."""
+    rules = Rules(torch.ones(n, dtype=torch.bool, device=next(model.parameters()).device), steady=True)
+    with rules, torch.no_grad():
+        loss(copy.deepcopy(model), batch)
+    return rules.means
+
+
+def _after(model: nn.Module, loss: Loss, batch: Batch, valid: Tensor | None) -> list[Tensor]:
+    """The loss, the gradients and the buffers after a step without dropout."""
+    trained = copy.deepcopy(model)
+    with Rules(valid, steady=True):
+        value = loss(trained, batch)
+    value.backward()  # type: ignore[no-untyped-call]
+    grads = [p.grad for p in trained.parameters() if p.grad is not None]
+    return [each.detach().double() for each in (value, *grads, *trained.buffers())]
 
 
 def _stacked(tensor: Tensor, n: int, *, last: bool) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-import os
+import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from cfedavg.engines.common import (
 from cfedavg.engines.ledger import Ledger, dense_bytes
 from cfedavg.engines.pool import whole
 from cfedavg.engines.ranks import Ranks
-from cfedavg.errors import Diverged, NotFinite
+from cfedavg.errors import Diverged, InputError, NotFinite
 from cfedavg.evaluate import Part, evaluate_batches, summary
 from cfedavg.keys import Purpose, keys
 from cfedavg.local import Vectors
@@ -46,13 +47,15 @@ from cfedavg.state import State
 from cfedavg.task import Task
 from cfedavg.tensors import norm2, rows_norms2
 
+COUNTERS = 4  # threads that count bytes
+
 
 @dataclass
 class Sent:
     """What the clients of one rank sent in a round, and what is reported of them."""
 
     clients: list[int] = field(default_factory=list)
-    payloads: list[Payload] = field(default_factory=list)  # one a client
+    payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # with whose they are
     buffers: list[Tensor] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)  # without bytes
     counts: list[Future[list[int]] | list[int]] = field(default_factory=list)
@@ -85,8 +88,8 @@ class BlockEngine:
         self.ledger = Ledger(self.layout, messages, owner=self.ranks.rank == 0)
         self.trainer = make_trainer(self.vectors)
         # A GPU leaves the processor free to count; a CPU has better things to do at the same time.
-        threads = min(8, (os.cpu_count() or 2) - 1) if device.type == "cuda" else 0
-        self._counters = ThreadPoolExecutor(threads) if threads > 0 else None
+        self._counters = ThreadPoolExecutor(COUNTERS) if device.type == "cuda" else None
+        self.behind = 1 if self._counters else 0
         self._waiting = False  # for the answers of the other ranks
 
     def start(self) -> State:
@@ -159,11 +162,19 @@ class BlockEngine:
         if self._counters is None:
             sent.counts.append(self.ledger.replies(t, block.clients, plain))
         else:
-            for client, one in zip(block.clients, plain.clients(), strict=True):
-                sent.counts.append(self._counters.submit(self.ledger.replies, t, [client], one))
+            each = list(zip(block.clients, plain.clients(), strict=True))
+            share = -(-len(each) // COUNTERS)
+            for start in range(0, len(each), share):
+                sent.counts.append(self._counters.submit(self._count, t, each[start : start + share]))
         sent.clients += block.clients
-        sent.payloads += payload.clients() if self.ranks.size == 1 else plain.clients()
+        if self.ranks.size == 1:
+            sent.payloads.append((block.clients, payload))
+        else:
+            sent.payloads += [([i], one) for i, one in zip(block.clients, plain.clients(), strict=True)]
         sent.buffers += list(block.b_K)
+
+    def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
+        return [n for client, one in each for n in self.ledger.replies(t, [client], one)]
 
     def _kept(self, t: int, clients: list[int], e_next: Tensor) -> dict[int, Tensor]:
         """The next residuals, as they are stored: each by itself, so that none keeps the block alive."""
@@ -178,14 +189,17 @@ class BlockEngine:
 
     def _combined(self, state: State, parts: Sequence[Sent]) -> tuple[Tensor, Tensor]:
         """Lines 17 to 19: what arrived, summed in the order of the clients' numbers."""
-        columns = [zip(s.clients, s.payloads, s.buffers, s.replies, strict=True) for s in parts]
-        rows = sorted((row for column in columns for row in column), key=lambda row: row[0])
-        arrived = [(payload, b) for _, payload, b, reply in rows if not reply.lost]
-        weights = [self.plan.weight(client) for client, _, _, reply in rows if not reply.lost]
-        here = (payload.map(self._tensor) for payload, _ in arrived)
-        delta_tilde = average(state.x, zip(here, weights, strict=True))
-        x_next = server_update(state.x, delta_tilde, self.plan.rates.eta)
-        return x_next, weighted_mean([b for _, b in arrived], weights, state.b)
+        replies = [reply for part in parts for reply in part.replies]
+        weight = {r.client: 0.0 if r.lost else self.plan.weight(r.client) for r in replies}
+        blocks = sorted((block for part in parts for block in part.payloads), key=lambda block: block[0])
+        weighted = ((payload.map(self._tensor), [weight[i] for i in owners]) for owners, payload in blocks)
+        x_next = server_update(state.x, average(state.x, weighted), self.plan.rates.eta)
+        buffers = sorted(
+            (pair for part in parts for pair in zip(part.clients, part.buffers, strict=True)),
+            key=lambda pair: pair[0],
+        )
+        arrived = [(b, weight[i]) for i, b in buffers if weight[i]]
+        return x_next, weighted_mean([b for b, _ in arrived], [w for _, w in arrived], state.b)
 
     def _tensor(self, array: Tensor | np.ndarray) -> Tensor:
         return array if isinstance(array, Tensor) else torch.from_numpy(array).to(self.device)
@@ -256,9 +270,10 @@ class BlockEngine:
         """Rank 0 has a state with everybody's residuals; each rank keeps those of its own clients."""
         owners = [range(rank, self.plan.m, self.ranks.size) for rank in range(self.ranks.size)]
         parts = [state.residuals.only(owner) for owner in owners] if self.ranks.size > 1 else []
-        self._tell("begin", state)
-        if self.ranks.size > 1:
-            self.ranks.deal(parts)
+        with self.ranks.together():
+            self._tell("begin", state)
+            if self.ranks.size > 1:
+                self.ranks.deal(parts)
         return replace(state, residuals=parts[0]) if parts else state
 
     def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
@@ -271,25 +286,29 @@ class BlockEngine:
 
     def close(self) -> None:
         """Sends the other ranks home."""
-        self._tell("stop", None)
+        with self.ranks.together():
+            self._tell("stop", None)
+            self._answers(None)  # everyone has heard it, so that connections may be closed
         if self._counters:
             self._counters.shutdown()
 
     def _tell(self, command: str, state: State | None) -> None:
         if self.ranks.size == 1:
             return
-        if self._waiting:  # a round was broken off: the answers are still to come, and nobody needs them
-            self._answers(None)
-        self.ranks.share((command, state and state.t))
-        self._waiting = command in ("round", "evaluate", "collect")
-        if command in ("round", "evaluate"):
-            assert state is not None
-            self.ranks.share_tensor(state.x)
-            self.ranks.share_tensor(state.b)
+        with self.ranks.together():
+            if self._waiting:  # a round was broken off: the answers are still to come, and nobody needs them
+                self._answers(None)
+            self.ranks.share((command, state and state.t))
+            if command in ("round", "evaluate"):
+                assert state is not None
+                self.ranks.share_tensor(state.x)
+                self.ranks.share_tensor(state.b)
+            self._waiting = command in ("round", "evaluate", "collect")
 
     def _answers(self, mine: Any) -> list[Any]:
-        found = self.ranks.gather(mine)
-        self._waiting = False
+        with self.ranks.together():
+            found = self.ranks.gather(mine)
+            self._waiting = False
         return found
 
     def serve(self) -> State:
@@ -298,6 +317,7 @@ class BlockEngine:
         while True:
             command, t = self.ranks.share()
             if command == "stop":
+                self.ranks.gather(None)
                 return state
             if command == "begin":
                 residuals = {t: self.ranks.deal()}
@@ -317,13 +337,25 @@ class BlockEngine:
                 return self._evaluate(state.t, state.x, state.b)
             with self._setting():
                 after, sent = self._part(state)
-            sent.counts, sent.buffers = [sent.bytes()], [b.cpu() for b in sent.buffers]
+            sent.counts, sent.buffers = [sent.bytes()], [b.cpu().clone() for b in sent.buffers]
             sent.g_sum = None if sent.g_sum is None else sent.g_sum.cpu()
             residuals[state.t + 1] = after
             residuals.pop(state.t - 1, None)
             return sent
         except Exception as error:
+            return _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, fit to be sent: itself if pickle gives it back, else its words; a bug with where it was."""
+    if not isinstance(error, InputError):
+        error.add_note("on another rank: " + "".join(traceback.format_exception(error)))
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error
+    except Exception:  # whatever a class of somebody else's does
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _raise(t: int, parts: Sequence[Any]) -> None:

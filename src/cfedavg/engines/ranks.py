@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +34,8 @@ class Ranks:
         self.rank, self.size, self._nccl = rank, size, None
         if size > 1:
             init = {"init_method": "env://"} if store is None else {"store": store}
-            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_FOREVER, **init)
+            with self.together():
+                dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_FOREVER, **init)
 
     @classmethod
     def from_environment(cls) -> Ranks | None:
@@ -95,6 +96,10 @@ class Ranks:
             dist.scatter_object_list(box, list(things) if things else None, src=0)
         return box[0]
 
+    def together(self) -> AbstractContextManager[None]:
+        """Around words that belong together: broken off between them, the ranks would misunderstand."""
+        return nullcontext() if self.size == 1 else _whole()
+
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
@@ -104,16 +109,17 @@ class Ranks:
 def _whole() -> Iterator[None]:
     """Something that all ranks do together: an interrupt waits, a lost connection is a lost rank."""
     main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
     caught: list[Any] = []
-    before = signal.getsignal(signal.SIGINT) if main else None
-    if main and before is not None:
-        signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    for number in before:
+        signal.signal(number, lambda *what: caught.append(what))
     try:
         yield
     except RuntimeError as error:
         raise RankLost(f"a process of the run is gone ({str(error).splitlines()[0][:160]})") from None
     finally:
-        if main and before is not None:
-            signal.signal(signal.SIGINT, before)
-    if caught and callable(before):
-        before(*caught[0])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if caught:
+        before[caught[0][0]](*caught[0])

@@ -1,8 +1,7 @@
 """A step written down once for each shape of its inputs, then played again and again.
 
 `make_fx` lists the operators of the batched step. On a GPU the list is compiled, and from the second time
-on recorded as a CUDA graph, which one launch plays. Where a compiler or a recording fails, the list runs as
-it is.
+on recorded as a CUDA graph, which one launch plays. Where one of these fails, what there is runs as it is.
 """
 
 from __future__ import annotations
@@ -62,13 +61,14 @@ class Recorder:
             self._plays[kind] = second
 
         def second(given: list[Tensor]) -> None:
-            self._plays[kind] = self._recorded(lambda inputs: run(*tensors, *inputs), given)
+            play = lambda inputs: run(*tensors, *inputs)  # noqa: E731
+            self._plays[kind] = self._recorded(play, given) if self.records else play
             self._plays[kind](given)
 
         return first
 
     def _list(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Any:
-        """The operators of the step, for tensors of these shapes."""
+        """The operators of the step, for tensors of these shapes; the step itself if it cannot be listed."""
         sizes = [len(group) for group in (stack.parameters, stack.momenta, stack.buffers)]
         whole, partial = kind[:2]
 
@@ -81,16 +81,27 @@ class Recorder:
             active = None if partial else rest.pop(0)
             self.step(again, batch, valid, active, rest.pop(0))
 
-        return make_fx(flat, tracing_mode="fake")(*stack.tensors(), *inputs)
+        try:
+            # Frozen parameters and tensors that the loss brings along become constants of the list.
+            fake = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
+            return fake(*stack.tensors(), *inputs)
+        except (torch.OutOfMemoryError, ValueError):  # a ValueError is BatchNorm's, of a batch of one sample
+            raise
+        except Exception as error:
+            self.say(f"the step cannot be written down ({_first_line(error)}): it runs as it is, slower")
+            self.compiles = False
+            return flat
 
     def _compiled(self, listed: Any) -> Any:
-        run: Any = torch.compile(listed, fullgraph=True, dynamic=False)
+        run: Any = None
 
         def compiled(*tensors: Tensor) -> None:
             nonlocal run
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of the compiler, about itself
+                    if run is None:
+                        run = torch.compile(listed, fullgraph=True, dynamic=False)
                     run(*tensors)
             except torch.OutOfMemoryError:
                 raise

@@ -49,6 +49,8 @@ class Sent:
 class ReferenceEngine:
     """Runs the clients of a round one after another on one device."""
 
+    behind = 0
+
     def __init__(self, plan: Plan, task: Task, device: torch.device, messages: Path | None = None) -> None:
         self.plan, self.task, self.device = plan, task, device
         self.dtype = PRECISIONS[plan.config.precision]
@@ -68,7 +70,7 @@ class ReferenceEngine:
             sent = self._clients(state, [i for i in sampled if plan.steps.at(t, i) > 0])
             arrived = [s for s in sent if not s.reply.lost]
             weights = [plan.weight(s.reply.client) for s in arrived]
-            applied = zip((s.payload for s in arrived), weights, strict=True)
+            applied = ((s.payload, [weight]) for s, weight in zip(arrived, weights, strict=True))
             delta_tilde = average(state.x, applied)
             x_next = server_update(state.x, delta_tilde, plan.rates.eta)
         if not bool(torch.isfinite(x_next).all()):

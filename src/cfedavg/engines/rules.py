@@ -26,6 +26,7 @@ ELEMENTWISE = {
     F.binary_cross_entropy, F.soft_margin_loss, F.poisson_nll_loss,
 }  # fmt: skip
 MEANS = {torch.mean, Tensor.mean}
+MUCH = 256  # numbers of one sample and channel that are worth a sum of their own
 
 
 class Rules(TorchFunctionMode):
@@ -38,11 +39,14 @@ class Rules(TorchFunctionMode):
     def __init__(self, valid: Tensor | None = None, dots: str | None = None, steady: bool = False) -> None:
         super().__init__()
         self.valid, self.dots, self.steady = valid, dots, steady
+        self.means = 0  # that were taken over the rows that count
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.steady and func in ATTENTION:
+            args, kwargs = (), _bound(ATTENTION[func], args, kwargs) | {"dropout_p": 0.0}
         found: Any = NotImplemented
         if func is torch.conv2d:
             found = convolve(self.dots, *args, **kwargs)
@@ -58,21 +62,28 @@ class Rules(TorchFunctionMode):
         """The mean over the rows that count, where `func` takes one over all rows."""
         assert self.valid is not None
         if func in MEANS:
-            plain = len(args) == 1 and not kwargs and args[0].dim() and len(args[0]) == len(self.valid)
+            plain = len(args) == 1 and not kwargs and self._spans(args[0])
             return self._mean_of(args[0]) if plain else NotImplemented
         if func not in ELEMENTWISE and func not in (F.cross_entropy, F.nll_loss):
             return NotImplemented
         given = _bound(func, args, kwargs)
-        if given["reduction"] != "mean" or len(given["input"]) != len(self.valid):
+        if given["reduction"] != "mean" or not self._spans(given["input"]):
             return NotImplemented
-        each = func(**given | {"reduction": "none", "size_average": None, "reduce": None})
+        legacy = dict.fromkeys({"size_average", "reduce"} & given.keys())
+        each = func(**given | legacy | {"reduction": "none"})
         if func in ELEMENTWISE:
             return self._mean_of(each)
         return self._mean_of(each, _class_weights(given))
 
+    def _spans(self, x: Tensor) -> bool:
+        """Whether x has a row for each of the batch."""
+        assert self.valid is not None
+        return x.dim() > 0 and len(x) == len(self.valid)
+
     def _mean_of(self, each: Tensor, weights: Tensor | None = None) -> Tensor:
         """sum(each) / sum(weights) over the rows that count; both have one entry for each term."""
         assert self.valid is not None
+        self.means += 1
         counts = self.valid.view(-1, *[1] * (each.dim() - 1)).expand(each.shape)
         terms = torch.where(counts, each, 0.0)
         shares = counts.to(each.dtype) if weights is None else torch.where(counts, weights, 0.0)
@@ -130,7 +141,7 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        var, mean = torch.var_mean(_wide(x), [0, *range(2, x.dim())], correction=0)
+        var, mean = _moments(_wide(x))
         return _scaled(x, mean, var, weight, bias, eps), mean, var
 
     @staticmethod
@@ -143,10 +154,10 @@ class BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, weight, mean, var = ctx.saved_tensors
-        axes, n = [0, *range(2, x.dim())], x.numel() // x.shape[1]
+        n = x.numel() // x.shape[1]
         dy, scale = _wide(dy), torch.rsqrt(var + ctx.eps)
         normal = (_wide(x) - _channel(mean, x)) * _channel(scale, x)
-        db, dw = dy.sum(axes), (dy * normal).sum(axes)
+        db, dw = _channel_sums(dy), _channel_sums(dy * normal)
         dx = (dy - _channel(db / n, x) - normal * _channel(dw / n, x)) * _channel(scale, x)
         if weight is None:
             return dx.to(x.dtype), None, db if ctx.biased else None, None
@@ -235,6 +246,22 @@ def _channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view(-1, *[1] * (x.dim() - 2))
 
 
+def _channel_sums(x: Tensor) -> Tensor:
+    """Sums over all but axis 1; of each sample first where that is much, to have many equal parts."""
+    if x.dim() > 2 and x[0, 0].numel() >= MUCH:
+        return x.flatten(2).sum(2).sum(0)
+    return x.sum([0, *range(2, x.dim())])
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Variance and mean over all but axis 1, from those of each sample for the same reason."""
+    if x.dim() == 2 or x[0, 0].numel() < MUCH:
+        return torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+    within, means = torch.var_mean(x.flatten(2), 2, correction=0)
+    between, mean = torch.var_mean(means, 0, correction=0)
+    return within.mean(0) + between, mean
+
+
 def _wide(x: Tensor) -> Tensor:
     """Sums of half precision numbers are taken in single precision."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -264,7 +291,14 @@ def attention(
     if attn_mask is not None:
         masked = attn_mask.dtype == torch.bool
         scores = torch.where(attn_mask, scores, -torch.inf) if masked else scores + attn_mask
-    return F.dropout(scores.softmax(-1), dropout_p, training=dropout_p > 0) @ value
+    weights = scores.softmax(-1) if attn_mask is None else _softmax(scores)
+    return F.dropout(weights, dropout_p, training=dropout_p > 0) @ value
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Over the last axis; one who may attend to nothing gets nothing, as in torch."""
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return torch.where(nothing, 0.0, torch.where(nothing, 0.0, scores).softmax(-1))
 
 
 def multi_head(*args: Any, **kwargs: Any) -> Any:
@@ -273,6 +307,11 @@ def multi_head(*args: Any, **kwargs: Any) -> Any:
     return out, weights if kwargs.get("need_weights", True) else None
 
 
+# Where attention drops weights, by whom its arguments are named.
+ATTENTION: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    F.multi_head_attention_forward: F.multi_head_attention_forward,
+}
 RULES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: batch_norm,
     F.group_norm: group_norm,

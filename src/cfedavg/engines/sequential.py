@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +42,9 @@ class Sequential:
         self.vectors.write(x, b)
         seed_generators(self.device, config.seed, t, client)
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
-        with torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext():
+        # A cache would keep the halves of the first step's weights for all steps.
+        half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False)
+        with half:
             work = local_sgd(
                 self.vectors.model,
                 self.task.loss,

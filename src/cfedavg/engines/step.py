@@ -101,10 +101,12 @@ class Step:
         def one(p: list[Tensor], b: list[Tensor], data: Batch, masks: dict[str, Tensor]) -> Any:
             return self.one(p, b, data, masks.get("valid"))
 
+        # Modules change their buffers in place, and those of a client that is not active must stay.
+        buffers = [buffer.clone() for buffer in stack.buffers]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vmap says where it is slow; the user cannot help it
             grads, (losses, buffers) = vmap(grad_and_value(one, has_aux=True), randomness="different")(
-                *[tree_map(_detached, each) for each in (stack.parameters, stack.buffers, batch, masks)]
+                *[tree_map(_detached, each) for each in (stack.parameters, buffers, batch, masks)]
             )
         with torch.no_grad():
             self._descend(stack, grads, active, eta)

@@ -1,0 +1,109 @@
+"""How the cost of a round grows: with the clients that exist, with those of a round, with K and with d.
+
+    python bench/growth.py --out docs/images/growth.png
+
+One process, one thread; clients of 60 samples each that share one data set, so that 10,000 of them cost
+nothing to make. Every point is the median of several rounds after a warm-up; points are taken in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from rich.progress import track
+from torch import nn
+
+from cfedavg import Config, Task
+from cfedavg.engines import choose_engine
+from cfedavg.plan import Plan
+
+FEATURES, CLASSES, SAMPLES, REPEATS = 64, 10, 60, 5
+Rounds = Callable[[], None]
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, CLASSES))
+
+
+def rounds(m: int, a_round: int, K: int, width: int, engine: str, device: str) -> Rounds:
+    """A round, ready to run again and again."""
+    torch.manual_seed(0)
+    data = torch.randn(SAMPLES, FEATURES), torch.randint(CLASSES, (SAMPLES,))
+    task = Task(mlp(width), [data] * m)
+    config = Config(
+        clients=m, participation=a_round / m, local_steps=str(K), batch_size=20, engine=engine, device=device,
+        residuals="memory", compressor="topk(0.99)",
+    )  # fmt: skip
+    made = choose_engine(config, Plan(config, task), task)
+    state = [made.begin(made.start())]
+
+    def one() -> None:
+        state[0], finish = made.round(state[0])
+        finish()
+
+    return one
+
+
+def curves(device: str) -> dict[str, dict[Any, Rounds]]:
+    """By what grows: a round for each of its values."""
+    base = {"m": 100, "a_round": 10, "K": 10, "width": 256, "engine": "sequential", "device": device}
+
+    def vary(name: str, values: tuple[int, ...]) -> dict[Any, Rounds]:
+        return {value: rounds(**base | {name: value}) for value in values}  # type: ignore[arg-type]
+
+    base_batched = base | {"engine": "batched", "width": 16}
+    return {
+        "clients that exist, m (10 a round)": vary("m", (10, 100, 1000, 10_000)),
+        "clients of a round (m = 100)": vary("a_round", (1, 3, 10, 30, 100)),
+        "local steps, K": vary("K", (1, 3, 10, 30, 100)),
+        "parameters, d": {
+            (FEATURES + 1) * w + (w + 1) * CLASSES: rounds(**base | {"width": w})  # type: ignore[arg-type]
+            for w in (16, 64, 256, 1024, 4096)
+        },
+        "clients of a round, batched, d = 1,210": {
+            n: rounds(**base_batched | {"a_round": n})
+            for n in (1, 3, 10, 30, 100)  # type: ignore[arg-type]
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/growth.png"))
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    work = curves(given.device)
+    seconds: dict[str, dict[Any, list[float]]] = {
+        name: {at: [] for at in each} for name, each in work.items()
+    }
+    for _ in track(range(REPEATS + 1), "measuring"):
+        for name, each in work.items():
+            for at, one in each.items():
+                began = time.perf_counter()
+                one()
+                seconds[name][at].append(time.perf_counter() - began)
+    found = {
+        name: {at: statistics.median(times[1:]) for at, times in each.items()}
+        for name, each in seconds.items()
+    }
+    print(json.dumps(found, indent=1))
+    figure, panels = plt.subplots(1, len(found), figsize=(3.2 * len(found), 3), layout="constrained")
+    for axes, (name, points) in zip(panels, found.items(), strict=True):
+        axes.loglog(list(points), list(points.values()), "o-", color="#3366aa")
+        axes.set(xlabel=name, ylabel="seconds a round")
+        axes.grid(alpha=0.3, which="both")
+    figure.savefig(given.out, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,663 @@
+"""Several processes: the same bits as one, whatever ends them, and nothing of them is left.
+
+Most workers here are forked from the test's process: that takes no time, and what a test patches reaches
+them. Those of the commands at the end are spawned, as they always are outside of tests.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from cfedavg import Config, InputError, Task, workers
+from cfedavg import run as run_and_draw
+from cfedavg.cli import main
+from cfedavg.config import read_config
+from cfedavg.engines import RankLost
+from cfedavg.errors import Diverged
+from cfedavg.plan import Plan
+from tests.conftest import blobs
+from tests.test_loop import Killed, Stop, rows_without_time
+
+run = partial(run_and_draw, draw=False)
+HERE = os.getpid()
+LIMIT = 30.0  # seconds after which a test's workers are killed, so that it fails instead of waiting
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+BASE = Config(
+    rounds=6,
+    local_steps="1..4",
+    batch_size=9,
+    participation=0.7,
+    drop_rate=0.2,
+    momentum=0.9,
+    weighting="samples",
+    compressor="topk(0.8) >> qsgd(4)",
+    schedule="decaying(a=2)",
+    sample_iterate=True,
+    checkpoint_every=2,
+    steps_per_second="5..50",
+    uplink="1e4..1e6",
+    engine="sequential",
+    residuals="memory",
+)
+
+
+def task(m: int = 7) -> Task:
+    """Clients of different sizes, BatchNorm, and a test set of three batches."""
+    base, test = blobs(m), blobs(1, n=1100, seed=1).clients[0]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    return Task(model, base.clients, test=test)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """No worker outlives its run, and none keeps a test waiting."""
+    timer = threading.Timer(LIMIT, lambda: [child.kill() for child in multiprocessing.active_children()])
+    timer.start()
+    yield
+    late = not timer.is_alive()
+    timer.cancel()
+    timer.join()
+    assert not multiprocessing.active_children()
+    assert not late, "the workers had to be killed"
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fork = multiprocessing.get_context("fork")
+
+    def context(kind: str) -> Any:
+        """No worker may collect what it inherits of a former run's connections: it lacks their threads."""
+        gc.collect()
+        gc.freeze()
+        return fork
+
+    monkeypatch.setattr("cfedavg.workers.multiprocessing.get_context", context)
+    yield
+    gc.unfreeze()
+
+
+def contents(out: Path) -> dict[str, Any]:
+    """What a run leaves: checkpoint, models, residuals, rows; not the clock's readings, nor its config."""
+    assert not list(out.rglob(".*"))
+    files = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.safetensors")}
+    return files | {"rows": rows_without_time(out)}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["rows"] == expected["rows"]
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], dict[str, Any]]:
+    """What a configuration gives in one process."""
+
+    @cache
+    def play(config: Config) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp("alone") / "run"
+        run(config.replace(workers=1), task(), out=out)
+        return contents(out)
+
+    return play
+
+
+Alone = Callable[[Config], dict[str, Any]]
+
+# --- the same bits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_change_no_bit(ranks: int, where: str, precision: str, alone: Alone, tmp_path: Path) -> None:
+    config = BASE.replace(residuals=where, residual_precision=precision)
+    result = run(config.replace(workers=ranks), task(), out=tmp_path / "r")
+    assert_same(contents(tmp_path / "r"), alone(config))
+    assert {row["lost"] for row in result.rows} > {0}
+    assert len({row["clients"] for row in result.rows}) == 1
+    assert result.rows[0]["local_steps_min"] < result.rows[0]["local_steps_max"]
+
+
+@pytest.mark.usefixtures("forked")
+def test_more_ranks_than_clients(alone: Alone, tmp_path: Path) -> None:
+    run(BASE.replace(workers=9), task(), out=tmp_path / "r")
+    assert_same(contents(tmp_path / "r"), alone(BASE))
+
+
+@pytest.mark.usefixtures("forked")
+def test_ranks_change_no_bit_without_error_feedback(alone: Alone, tmp_path: Path) -> None:
+    config = BASE.replace(error_feedback=False, eval_every=4, checkpoint_every=0, update="sum")
+    run(config.replace(workers=2), task(), out=tmp_path / "r")
+    assert_same(contents(tmp_path / "r"), alone(config))
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    "column",
+    [
+        "train_loss",
+        pytest.param("alpha", marks=pytest.mark.xfail(strict=True, reason="ranks add up g by themselves")),
+    ],
+)
+def test_ranks_change_no_bit_in_float64(column: str) -> None:
+    """Where no sum of updates is exact."""
+    config = BASE.replace(precision="float64", compressor="topk(0.8)", participation=1.0, rounds=8)
+    one, two = (run(config.replace(workers=n), blobs(20)).rows for n in (1, 2))
+    assert [row[column] for row in one] == [row[column] for row in two]
+
+
+@pytest.mark.usefixtures("forked")
+def test_blocks_agree_closely() -> None:
+    """Many clients at once: how they are cut into blocks shows in the last bits, and nowhere else."""
+    config = BASE.replace(engine="batched", precision="float64", rounds=3, compressor="topk(0.8)")
+    one, two = (run(config.replace(workers=n), blobs()).rows for n in (1, 2))
+    for row, expected in zip(two, one, strict=True):
+        for name in expected.keys() - {"seconds"}:
+            value = expected[name]
+            assert row[name] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), name
+
+
+@pytest.mark.usefixtures("forked")
+def test_messages_are_kept(tmp_path: Path) -> None:
+    kept = []
+    for ranks in (1, 2):
+        folder = tmp_path / f"messages-{ranks}"
+        run(BASE.replace(rounds=2, workers=ranks), task(), messages=folder)
+        kept.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 2 * 5 + 1
+
+
+# --- stop and go on -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("where", [("memory",) * 3, ("disk",) * 3, ("memory", "disk", "memory")])
+@pytest.mark.parametrize("ranks", [(2, 3, 1), (1, 2, 4)])
+def test_resume_on_other_ranks(
+    ranks: tuple[int, ...], where: tuple[str, ...], alone: Alone, tmp_path: Path
+) -> None:
+    """Interrupted in one number of processes, killed in another, finished in a third."""
+    stops: list[tuple[int, type[BaseException]]] = [(0, KeyboardInterrupt), (3, Killed)]
+    configs = [BASE.replace(workers=n, residuals=place) for n, place in zip(ranks, where, strict=True)]
+    for config, (at, how) in zip(configs, stops, strict=False):
+        with pytest.raises(how):
+            run(config, task(), out=tmp_path / "r", resume=True, observer=Stop(at, how))
+    run(configs[-1], task(), out=tmp_path / "r", resume=True)
+    found, expected = contents(tmp_path / "r"), alone(BASE.replace(residuals=where[-1]))
+    assert_same(found, expected)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("word", "at", "late"),
+    [
+        ("broadcast_object_list", 1, True),  # begin
+        ("scatter_object_list", 1, False),
+        ("broadcast_object_list", 4, False),  # a round
+        ("broadcast_object_list", 4, True),
+        ("broadcast", 9, True),
+        ("gather_object", 1, False),
+        ("gather_object", 1, True),
+        ("gather_object", 5, True),  # a checkpoint
+    ],
+)
+def test_interrupt_while_ranks_talk(
+    word: str, at: int, late: bool, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C or a polite kill, just before or after any of rank 0's words to the others."""
+    real, calls = getattr(torch.distributed, word), 0
+    number = signal.SIGTERM if late else signal.SIGINT
+
+    def interrupted(*args: Any, **more: Any) -> None:
+        nonlocal calls
+        calls += os.getpid() == HERE
+        hit = calls == at and os.getpid() == HERE
+        if hit and not late:
+            signal.raise_signal(number)
+        real(*args, **more)
+        if hit and late:
+            signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command does
+    try:
+        monkeypatch.setattr(torch.distributed, word, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(BASE.replace(workers=2), task(), out=tmp_path / "r")
+        monkeypatch.setattr(torch.distributed, word, real)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    run(BASE.replace(workers=3), task(), out=tmp_path / "r", resume=True)
+    assert_same(contents(tmp_path / "r"), alone(BASE))
+
+
+# --- a rank is lost -------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Samples of a client that do something, once they were read a few times outside of this process."""
+
+    def __init__(self, samples: Any, times: int, act: Callable[[], Any]) -> None:
+        self.samples, self.left, self.act = samples, times, act
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, rows: np.ndarray) -> Any:
+        self.left -= os.getpid() != HERE
+        if self.left < 0:
+            self.act()
+        return self.samples.batch(rows)
+
+
+def trapped(act: Callable[[], Any], client: int = 1, times: int = 4) -> Task:
+    base = task()
+    clients = list(base.clients)
+    clients[client] = Trap(clients[client], times, act)
+    return Task(base.model, clients, test=base.test)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_dies_in_a_round(ranks: int, where: str, alone: Alone, tmp_path: Path) -> None:
+    config = BASE.replace(workers=ranks, residuals=where, checkpoint_every=1)
+    die = trapped(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=r"^lost rank 1 \(process \d+, exit status -9\): the run stops\. .*"):
+        run(config, die, out=tmp_path / "r")
+    assert time.monotonic() - began < 8
+    assert not multiprocessing.active_children()
+    assert 0 < len(rows_without_time(tmp_path / "r")) < 6
+    run(config.replace(workers=5 - ranks), task(), out=tmp_path / "r", resume=True)
+    assert_same(contents(tmp_path / "r"), alone(BASE.replace(residuals=where, checkpoint_every=1)))
+
+
+@pytest.mark.usefixtures("forked")
+def test_workers_end_after_rank_0(tmp_path: Path) -> None:
+    leader = os.fork()
+    if not leader:
+        try:
+            os.setsid()
+            run(BASE.replace(workers=3, rounds=10**6), task(), out=tmp_path / "r")
+        finally:
+            os._exit(1)
+    until = time.monotonic() + LIMIT
+    while rows(tmp_path / "r") < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    team = processes(leader)
+    os.kill(leader, signal.SIGKILL)
+    os.waitpid(leader, 0)
+    left = not gone(leader, 4)
+    for pid in processes(leader):
+        os.kill(pid, signal.SIGKILL)
+    assert len(team) >= 3  # and one that Python itself starts
+    assert not left
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = workers._work
+    monkeypatch.setattr(workers, "_work", lambda parent, rank, *rest: rank == 1 and real(parent, rank, *rest))
+    with pytest.raises(RankLost, match=r"lost rank 2 \(process \d+, exit status 0\)"):
+        run(BASE.replace(workers=3), task())
+
+
+@pytest.mark.usefixtures("forked")
+def test_one_run_after_another() -> None:
+    """The first ends with an error; connections and settings of it are gone when the next one starts."""
+    with pytest.raises(Diverged):
+        run(BASE.replace(workers=2, eta_local=1e30), task())
+    first, second = (run(BASE.replace(workers=2, rounds=2), task()).rows for _ in range(2))
+    assert first[1]["train_loss"] == second[1]["train_loss"]
+
+
+# --- errors on another rank -----------------------------------------------------------------------------
+
+
+def sentences(config: Config, make: Callable[[], Task], **more: Any) -> list[str]:
+    """The error of a run in one process and in two."""
+    found = []
+    for ranks in (1, 2):
+        with pytest.raises(InputError) as caught:
+            run(config.replace(workers=ranks), make(), **more)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.usefixtures("forked")
+def test_divergence_names_the_clients_of_all_ranks() -> None:
+    one, two = sentences(BASE.replace(eta_local=1e30, participation=1.0), task)
+    assert one == two
+    assert "is NaN or infinite for clients 0, 2, 4, 5, 6; lower --eta-local" in two
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.xfail(strict=True, reason="it names the clients rank by rank")
+def test_divergence_of_the_model_names_the_clients_in_order() -> None:
+    config = BASE.replace(eta=1e39, rounds=1, schedule="constant", drop_rate=0.0, participation=1.0)
+    one, two = sentences(config, task)
+    assert one == two
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_batch_of_one_sample() -> None:
+    """Client 3 has 23 samples, and lives on rank 1."""
+    one, two = sentences(BASE.replace(batch_size=11, local_epochs=1), task)
+    assert one == two
+    assert "--batch-size leaves client 3 a last batch of one sample" in two
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_full_disk(alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BASE.replace(residuals="disk", workers=2)
+
+    def full(tensors: Any, path: Path, **more: Any) -> None:
+        if os.getpid() != HERE and "-000002." in str(path):
+            raise SafetensorError("No space left on device")
+        save_file(tensors, path, **more)
+
+    monkeypatch.setattr("cfedavg.tensors.save_file", full)
+    with pytest.raises(InputError, match=r"^the residuals cannot be kept in .* \(.*No space left on device"):
+        run(config, task(), out=tmp_path / "r")
+    monkeypatch.undo()
+    run(config.replace(workers=1), task(), out=tmp_path / "r", resume=True)
+    assert_same(contents(tmp_path / "r"), alone(BASE.replace(residuals="disk")))
+
+
+class Odd(Exception):
+    """Pickle cannot bring it back."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (InputError("no such picture"), InputError, "^no such picture$"),
+        (KeyError("picture"), KeyError, "picture"),
+        (Odd(3, 4), RuntimeError, "Odd: 3 and 4"),
+    ],
+)
+def test_an_error_of_the_data(error: Exception, kind: type[Exception], words: str) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(kind, match=words) as caught:
+        run(BASE.replace(workers=2), trapped(fail))
+    assert not isinstance(caught.value, RankLost)
+    assert kind is not KeyError or "in fail" in caught.value.__notes__[0]  # a bug: it says where
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+NAMELESS: Callable[..., Any] = lambda model, batch: model(batch[0]).sum()  # noqa: E731
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_task_that_cannot_be_sent(local: bool) -> None:
+    loss = (lambda model, batch: NAMELESS(model, batch)) if local else NAMELESS
+    base = blobs()
+    with pytest.raises(InputError, match=r"^--workers: the task cannot be sent to another process \(Can't"):
+        run(Config(workers=2, rounds=1), Task(base.model, base.clients, loss=loss))
+
+
+def test_the_reference_engine_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_start", lambda *_: pytest.fail("nobody is to be started"))
+    with pytest.raises(InputError, match="--engine reference runs in one process: leave out --workers"):
+        run(Config(workers=2, engine="reference"), blobs())
+    assert len(run(Config(workers=1, engine="reference", rounds=1), blobs()).rows) == 1
+
+
+# --- how many -------------------------------------------------------------------------------------------
+
+
+def wide() -> Task:
+    """A model that is not small."""
+    base = blobs()
+    return Task(nn.Sequential(nn.Linear(8, 20_000), nn.Linear(20_000, 3)), base.clients)
+
+
+NUMBERS: dict[str, tuple[dict[str, Any], Callable[[], Task], bool, int, float, int]] = {
+    # options, task, made in Python, cores, seconds a step, how many processes
+    "as asked for": ({"workers": 5}, blobs, True, 2, 0.0, 5),
+    "one, as asked for": ({"workers": 1}, wide, False, 4, 9.0, 1),
+    "a task from Python": ({}, wide, True, 4, 9.0, 1),
+    "a long run": ({}, wide, False, 4, 9.0, 4),
+    "a short run": ({}, wide, False, 4, 1e-6, 1),
+    "one core": ({}, wide, False, 1, 9.0, 1),
+    "no more than clients": ({"participation": 0.5}, wide, False, 4, 9.0, 3),
+    "no more than eight": ({}, partial(blobs, 20), False, 64, 9.0, 8),
+    "a small model": ({"engine": "auto"}, blobs, False, 4, 9.0, 1),
+    "batched": ({"engine": "batched"}, wide, False, 4, 9.0, 1),
+    "reference": ({"engine": "reference"}, wide, False, 4, 9.0, 1),
+    "auto": ({"engine": "auto"}, wide, False, 4, 9.0, 4),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, make, own, cores, seconds, expected = NUMBERS[name]
+    monkeypatch.setattr("cfedavg.workers.os.sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(workers, "_seconds_a_step", lambda config, task: seconds)
+    it = make()
+    config = Config(**{"engine": "sequential", "device": "cpu", "clients": len(it.clients)} | options)
+    assert workers.number(config, Plan(config, it), it, own=own) == expected
+
+
+def test_a_step_is_timed_and_leaves_no_trace() -> None:
+    it = task()
+    before = {name: value.clone() for name, value in it.model.state_dict().items()}
+    assert 0 < workers._seconds_a_step(BASE, it) < 1
+    assert all(torch.equal(value, before[name]) for name, value in it.model.state_dict().items())
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+OPTIONS = [
+    "--rounds", "40", "--clients", "6", "--model", "linear", "--local-steps", "2..4", "--drop-rate", "0.2",
+    "--compressor", "topk(0.9)", "--participation", "0.7", "--sample-iterate", "--engine", "sequential",
+    "--checkpoint-every", "3", "--residuals", "disk",
+]  # fmt: skip
+COMMAND = str(Path(sys.executable).parent / "cfedavg")
+
+
+def processes(session: int) -> dict[int, int]:
+    """The processes of a session, each with its parent; not those that are dead and unburied."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(its_session) == session and state != "Z":
+            found[int(path.parent.name)] = int(parent)
+    return found
+
+
+def gone(session: int, seconds: float) -> bool:
+    """Whether nothing of a session is left, within some seconds."""
+    until = time.monotonic() + seconds
+    while processes(session) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not processes(session)
+
+
+class Started:
+    """The command in a session of its own, which nothing outlives."""
+
+    def __init__(self, *arguments: object, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [*map(str, arguments)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in processes(self.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def wait_for(self, done: Callable[[], Any]) -> None:
+        until = time.monotonic() + LIMIT
+        while not done():
+            assert time.monotonic() < until, "it takes too long"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.005)
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, out, err
+
+    def worker(self) -> int | None:
+        """The process of rank 1, when it has begun to train."""
+        ours = [pid for pid, parent in processes(self.pid).items() if parent == self.pid]
+        spawned = [pid for pid in ours if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return spawned[0] if spawned else None
+
+
+def rows(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of the command, in one process."""
+    out = tmp_path_factory.mktemp("command") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["cfedavg", "run", *OPTIONS, "--workers", "1", "--out", str(out)])
+        patch.setattr("cfedavg.cli.signal.signal", lambda *_: None)
+        with pytest.raises(SystemExit) as stop:
+            main()
+    assert not stop.value.code
+    return out
+
+
+def assert_goes_on(out: Path, finished: Path, **options: Any) -> None:
+    """What a stopped command left becomes what one that was never stopped gives."""
+    assert 0 < rows(out) < 40
+    run(read_config(finished / "config.toml").replace(**options), out=out, resume=True)
+    assert_same(contents(out), contents(finished))
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("polite kill", marks=pytest.mark.slow)])
+def test_a_stopped_command(how: str, finished: Path, tmp_path: Path) -> None:
+    """Ctrl-C goes to all processes of the terminal, a polite kill to the first."""
+    out = tmp_path / "r"
+    with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", out) as it:
+        it.wait_for(lambda: rows(out) >= 4)
+        if how == "Ctrl-C":
+            os.killpg(it.pid, signal.SIGINT)
+        else:
+            it.process.terminate()
+        code, text, errors = it.end()
+        assert gone(it.pid, 3)
+    assert (code, errors) == (130, "")
+    assert f"stopping after {rows(out)} rounds: saving, --resume goes on from here" in text
+    assert_goes_on(out, finished)
+
+
+def test_a_command_stopped_while_it_starts(tmp_path: Path) -> None:
+    with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", tmp_path / "r") as it:
+        it.wait_for(it.worker)
+        os.killpg(it.pid, signal.SIGINT)
+        code, _, errors = it.end()
+        assert gone(it.pid, 3)
+    assert (code, errors) == (130, "")
+
+
+@pytest.mark.slow
+def test_a_command_whose_worker_is_killed(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", out) as it:
+        it.wait_for(lambda: rows(out) >= 4)
+        worker = it.worker()
+        assert worker
+        os.kill(worker, signal.SIGKILL)
+        code, _, errors = it.end()
+        assert gone(it.pid, 3)
+    assert code == 2
+    sentence = f"error: lost rank 1 (process {worker}, exit status -9): the run stops. "
+    assert errors.startswith(sentence)
+    assert len(errors.splitlines()) == 1
+    assert_goes_on(out, finished)
+
+
+@pytest.mark.slow
+def test_workers_end_after_the_command(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", out) as it:
+        it.wait_for(lambda: rows(out) >= 4)
+        it.process.kill()
+        assert gone(it.pid, 4)
+        _, _, errors = it.end()
+    assert "Traceback" not in errors
+    assert_goes_on(out, finished)
+
+
+def torchrun(*arguments: object) -> Started:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = ["--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--no-python"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *place, COMMAND]
+    return Started(*launcher, *arguments, GLOO_SOCKET_IFNAME="lo")
+
+
+def test_torchrun(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    with torchrun("run", *OPTIONS, "--out", out) as it:
+        code, text, errors = it.end()
+        assert gone(it.pid, 3)
+    assert code == 0, errors
+    assert_same(contents(out), contents(finished))
+    assert text.count("written to") == text.count("engine: sequential") == text.count("round 40/40") == 1
+
+
+def test_sweep_and_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused in every rank; the first one says why."""
+    monkeypatch.setattr("cfedavg.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["cfedavg", "sweep", "--vary", "seed=0|1"])
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        said.append(capsys.readouterr().err)
+    assert said == ["error: start `cfedavg run` with torchrun; sweep uses --workers\n", ""]
