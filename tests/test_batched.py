@@ -24,19 +24,20 @@ from torch.utils.data import Dataset
 
 from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
-from cfedavg.engines import choose_engine, ops, pool, rules, sequential
-from cfedavg.engines import recorder as recorder_module
+from cfedavg.engines import choose_engine, sequential
 from cfedavg.engines.batched import Batched, masks_hold
 from cfedavg.engines.choice import cannot_batch
-from cfedavg.engines.convolution import DOTS, convolve
-from cfedavg.engines.pool import Hosted, Pool, Resident
-from cfedavg.engines.recorder import Recorder
-from cfedavg.engines.rules import Rules
-from cfedavg.engines.step import Sgd, Stack, Step
-from cfedavg.engines.timetable import Rows, Timetable, Turn, rounded_up
 from cfedavg.keys import Purpose, key, keys, signed
 from cfedavg.local import after, batches, local_sgd
 from cfedavg.plan import Plan
+from cfedavg.stack import ops, pool, rules
+from cfedavg.stack import recorder as recorder_module
+from cfedavg.stack.convolution import DOTS, convolve
+from cfedavg.stack.pool import Hosted, Pool, Resident
+from cfedavg.stack.recorder import Recorder
+from cfedavg.stack.rules import Rules
+from cfedavg.stack.step import Sgd, Stack, Step
+from cfedavg.stack.timetable import Rows, Timetable, Turn, rounded_up
 from cfedavg.task import Tensors
 from tests.conftest import blobs
 from tests.test_engines import MODELS, Transformer, agree, images, play, seeded

@@ -14,8 +14,8 @@ from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.engines import choose_engine
 from cfedavg.engines.choice import cannot_batch
-from cfedavg.engines.recorder import Recorder
 from cfedavg.plan import Plan
+from cfedavg.stack.recorder import Recorder
 from cfedavg.state import State
 from tests.conftest import blobs
 

@@ -68,7 +68,7 @@ def test_rounding_gives_a_neighbour_and_leaves_bf16_alone(values: np.ndarray, wo
     assert rounded.dtype == torch.bfloat16
     assert bool(((rounded.view(torch.int16) == down) | (rounded.view(torch.int16) == up)).all())
     assert bool(torch.isfinite(rounded).all())
-    assert same(stochastic_bf16(rounded.float(), torch.tensor(word + 1)), rounded)
+    assert same(stochastic_bf16(rounded.float(), torch.tensor(word ^ 1)), rounded)
 
 
 @QUIET

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cfedavg.config import Config
 from cfedavg.engines import RankLost, Ranks, choose_engine
-from cfedavg.errors import Diverged
+from cfedavg.errors import Diverged, InputError
 from cfedavg.folder import Folder
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
@@ -92,7 +92,10 @@ def run(
     else:
         config = config.replace(clients=len(task.clients), dataset=OWN, model=OWN)
     observer, kept = observer or Observer(), Path(messages) if messages else None
-    if (ranks := Ranks.from_environment()) and ranks.rank > 0:
+    ranks = Ranks.from_environment()
+    if ranks and config.workers > 1:
+        raise InputError("--workers: torchrun has set the number of processes; leave it out")
+    if ranks and ranks.rank > 0:
         with _deaf():  # rank 0 hears interrupts, and decides
             engine, last = serve(config, task, ranks, kept)
         return Result(config, [], engine.model_at(last.x, last.b), None, None)

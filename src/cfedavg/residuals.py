@@ -11,7 +11,6 @@ these is deleted, so a run can be killed between any two steps and go on from it
 from __future__ import annotations
 
 import math
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor
 from cfedavg.errors import InputError
 from cfedavg.files import exists, sync
 from cfedavg.keys import bits
-from cfedavg.tensors import UNREADABLE, checksum, norms2, read_tensors, save_tensors
+from cfedavg.tensors import UNREADABLE, checksum, free_memory, norms2, read_tensors, save_tensors
 
 # 000123-000007.safetensors: client 123, the seventh version; or the temporary name that it is written to.
 _NAME = re.compile(r"\.?\d+-\d+\.safetensors(\.\d+\.tmp)?")
@@ -268,16 +267,6 @@ def choose(where: str, size: int, device: torch.device) -> str:
     if where != "auto":
         return where
     return "memory" if size <= free_memory(device) / _SHARE else "disk"
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free where the residuals would live."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:

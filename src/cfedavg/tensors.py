@@ -1,10 +1,12 @@
-"""Tensors in files: whole or not there, with a checksum; and their norm."""
+"""Tensors in files, whole or not there, with a checksum; their norms; the memory that is left for them."""
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,13 @@ def checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
         found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
         found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
     return found
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free where tensors of this device live."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -16,6 +16,7 @@ from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -77,8 +78,9 @@ def team(config: Config, task: Task | None, size: int, messages: Path | None) ->
     with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
         folder, processes = Path(path), list[BaseProcess]()
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
+        job = _packed(config, task, messages)
         for rank in range(1, size):
-            processes.append(_start(rank, size, folder, config, task, messages))
+            processes.append(_start(rank, size, folder, job))
         try:
             _await(processes, folder)
             ranks = _joined(0, size, folder)
@@ -88,20 +90,20 @@ def team(config: Config, task: Task | None, size: int, messages: Path | None) ->
             raise _named(error, processes) from None
 
 
-def _start(
-    rank: int, size: int, folder: Path, config: Config, task: Task | None, messages: Path | None
-) -> BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(
-        target=_work,
-        args=(os.getpid(), rank, size, folder, config, task, messages),
-        daemon=True,
-        name=f"rank {rank}",
-    )
+def _packed(*job: Any) -> bytes:
+    """By value: multiprocessing itself would keep a file open for every tensor, and so for every client."""
     try:
-        with _interrupts_held():
-            process.start()
+        return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"--workers: the task cannot be sent to another process ({error})") from None
+
+
+def _start(rank: int, size: int, folder: Path, job: bytes) -> BaseProcess:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"
+    )
+    with _interrupts_held():
+        process.start()
     return process
 
 
@@ -130,9 +132,7 @@ def _joined(rank: int, size: int, folder: Path) -> Ranks:
     return Ranks(rank, size, FileStore(str(folder / "store"), size))
 
 
-def _work(
-    parent: int, rank: int, size: int, folder: Path, config: Config, task: Task | None, messages: Path | None
-) -> None:
+def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
     """A process other than the first: serves rank 0 until it is sent home, or until rank 0 is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -140,6 +140,7 @@ def _work(
     torch.set_num_threads(1)
     try:
         (folder / f"rank {rank}").touch()
+        config, task, messages = pickle.loads(job)
         serve(config, task, _joined(rank, size, folder), messages)
     except InputError:
         os._exit(FOLLOWED)  # rank 0 says what there is to say: a rank is lost, or it has the same error

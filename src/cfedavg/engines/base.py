@@ -56,7 +56,12 @@ class Trained:
 
 
 class Trainer(Protocol):
-    """Does the local work of clients, block after block."""
+    """Does the local work of clients, block after block.
+
+    Clients whose numbers, divided by `group`, are equal must be with the same trainer.
+    """
+
+    group: int
 
     def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         """K_i steps of each client from x and b, in round t; the clients stay in their order."""

@@ -33,7 +33,6 @@ from cfedavg.engines.common import (
     weighted_mean,
 )
 from cfedavg.engines.ledger import Ledger, dense_bytes
-from cfedavg.engines.pool import whole
 from cfedavg.engines.ranks import Ranks
 from cfedavg.errors import Diverged, InputError, NotFinite
 from cfedavg.evaluate import Part, evaluate_batches, summary
@@ -43,6 +42,7 @@ from cfedavg.metrics import Record, Reply, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.residuals import InMemory, Residuals, stochastic_bf16
+from cfedavg.stack.pool import whole
 from cfedavg.state import State
 from cfedavg.task import Task
 from cfedavg.tensors import norm2, rows_norms2
@@ -107,7 +107,8 @@ class BlockEngine:
             _raise(t, parts)
             x_next, b_next = self._combined(state, parts)
         if not bool(torch.isfinite(x_next).all()):
-            raise Diverged(t, [i for part in parts for i in part.clients], "the model made from the updates")
+            arrived = sorted(i for part in parts for i in part.clients)
+            raise Diverged(t, arrived, "the model made from the updates")
         z, eta_sum = next_iterate(plan, state)
         down = dense_bytes(state.x, self.layout) + dense_bytes(state.b, self.vectors.buffer_layout)
         record = lambda: self._record(parts, sampled, down)  # noqa: E731
@@ -116,7 +117,8 @@ class BlockEngine:
     def _part(self, state: State) -> tuple[Residuals, Sent]:
         """The round of the clients of this rank, and its residuals after it."""
         plan, t, sent = self.plan, state.t, Sent()
-        mine = self.ranks.mine([i for i in plan.sampled(t) if plan.steps.at(t, i) > 0])
+        busy = (i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
+        mine = self.ranks.owned(busy, self.trainer.group)
         kept: dict[int, Tensor] = {}
         for block in self.trainer.train(t, state.x, state.b, mine):
             kept |= self._block(state, block, sent)
@@ -268,8 +270,11 @@ class BlockEngine:
 
     def begin(self, state: State) -> State:
         """Rank 0 has a state with everybody's residuals; each rank keeps those of its own clients."""
-        owners = [range(rank, self.plan.m, self.ranks.size) for rank in range(self.ranks.size)]
-        parts = [state.residuals.only(owner) for owner in owners] if self.ranks.size > 1 else []
+        parts = []
+        if self.ranks.size > 1:
+            everyone, group = range(self.plan.m), self.trainer.group
+            shares = [set(self.ranks.owned(everyone, group, rank)) for rank in range(self.ranks.size)]
+            parts = [state.residuals.only(share) for share in shares]
         with self.ranks.together():
             self._tell("begin", state)
             if self.ranks.size > 1:

@@ -18,11 +18,11 @@ from cfedavg.engines.blocks import BlockEngine
 from cfedavg.engines.ranks import Ranks
 from cfedavg.engines.reference import ReferenceEngine
 from cfedavg.engines.sequential import Sequential
-from cfedavg.engines.step import Sgd, Stack, Step
 from cfedavg.errors import InputError
 from cfedavg.layout import Layout
 from cfedavg.local import Vectors, to_device
 from cfedavg.plan import Plan
+from cfedavg.stack.step import Sgd, Stack, Step
 from cfedavg.task import Task
 
 ENGINES = ("auto", "batched", "sequential", "reference")

@@ -1,7 +1,7 @@
 """Ranks: processes that share the clients of a run. Rank 0 leads, the others do what it asks for.
 
-Client i belongs to rank i modulo their number, and its residual lives there. Every word between ranks goes
-through `torch.distributed`: objects over gloo, the model over NCCL where each rank has a GPU of its own.
+Clients are dealt out to the ranks in turn, and a client's residual lives with its rank. All words between
+ranks go through `torch.distributed`: objects over gloo, the model over NCCL if each rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -43,9 +43,10 @@ class Ranks:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else None
 
-    def mine(self, clients: Sequence[int]) -> list[int]:
-        """Those of the clients that live here."""
-        return [i for i in clients if i % self.size == self.rank]
+    def owned(self, clients: Iterable[int], group: int = 1, rank: int | None = None) -> list[int]:
+        """Those of the clients that live here, or with another rank; they are dealt out in groups."""
+        rank = self.rank if rank is None else rank
+        return [i for i in clients if i // group % self.size == rank]
 
     def device(self, device: torch.device) -> torch.device:
         """Where this rank computes: ranks of one machine share its GPUs out among them."""

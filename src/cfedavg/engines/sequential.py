@@ -21,6 +21,8 @@ from cfedavg.task import Batch, Task
 class Sequential:
     """Trains each client in one model, whose images lie channels-last."""
 
+    group = 1
+
     def __init__(self, plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> None:
         self.plan, self.task, self.device = plan, task, device
         model: Any = copy.deepcopy(vectors.model)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from cfedavg.engines.convolution import convolve
+from cfedavg.stack.convolution import convolve
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 # Losses whose "mean" is the mean of what they give with reduction="none".

@@ -74,7 +74,7 @@ def _(x: Tensor, dy: Tensor, shape: Sequence[int], dots: str) -> Tensor:
 
 
 def _kernels() -> Any:
-    from cfedavg.engines import kernels  # Triton comes with torch's CUDA builds only
+    from cfedavg.stack import kernels  # Triton comes with torch's CUDA builds only
 
     return kernels
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cfedavg.engines.step import Stack, Step
+from cfedavg.stack.step import Stack, Step
 from cfedavg.task import Batch
 
 Play = Callable[[list[Tensor]], Any]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cfedavg.local import to_device
-from cfedavg.residuals import free_memory
 from cfedavg.task import Batch, Samples
+from cfedavg.tensors import free_memory
 
 _SHARE = 4  # samples may take up a quarter of the memory that is free
 

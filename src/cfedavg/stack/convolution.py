@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cfedavg.engines import ops
+from cfedavg.stack import ops
 
 # What the operands are, and how Triton multiplies them.
 DOTS = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
-from cfedavg.engines.rules import Rules
+from cfedavg.stack.rules import Rules
 from cfedavg.task import Batch, Loss
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from cfedavg.engines.ops import out_size
+from cfedavg.stack.ops import out_size
 
 
 @triton.jit

@@ -1,0 +1,9 @@
+"""A stack of clients that train at once: their step, its operators, who steps when, and on which samples."""
+
+from cfedavg.stack.pool import Pool, whole
+from cfedavg.stack.recorder import Recorder
+from cfedavg.stack.rules import Rules
+from cfedavg.stack.step import Sgd, Stack, Step
+from cfedavg.stack.timetable import Timetable, Turn, rounded_up
+
+__all__ = ["Pool", "Recorder", "Rules", "Sgd", "Stack", "Step", "Timetable", "Turn", "rounded_up", "whole"]
