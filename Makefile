@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install demo test test-all lint bench fuzz clean
+.PHONY: install demo test test-all lint bench bench-peers bench-many fuzz clean
 
 install: $(INSTALLED)
 
@@ -28,12 +28,21 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install
+bench: install  ## what the engine adds to local SGD, the wire, and how the cost of a round grows
 	$(BIN)/python bench/reference.py
 	OMP_NUM_THREADS=1 $(BIN)/python bench/wire.py
+	$(BIN)/python bench/growth.py
+
+bench-peers: install  ## us, pfl-research, plain PyTorch and Flower at the same round, in turns
+	test -x .venv-peers/bin/python || bench/peers/install
+	$(BIN)/python bench/compare.py
+
+bench-many: install  ## ten thousand clients: memory and disk over the rounds (some 20 GB in runs/many)
+	rm -rf runs/many
+	$(BIN)/python bench/many.py --out runs/many
 
 fuzz: install  ## ten million mutated messages: only WireError, no growing memory
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv runs build src/*.egg-info
+	rm -rf .venv .venv-peers runs build src/*.egg-info

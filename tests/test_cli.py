@@ -181,7 +181,7 @@ BAD = {
     "participation": (["--participation", "0"], "--participation is 0.0: it must be in (0, 1]"),
     "update": (["--update", "median"], "--update is 'median': it must be auto or sum or mean"),
     "device": (["--device", "tpu9"], "--device tpu9 cannot be used here"),
-    "engine": (["--engine", "warp"], "--engine: unknown engine 'warp'"),
+    "engine": (["--engine", "warp"], "--engine is 'warp': it must be auto or batched"),
     "model": (["--model", "gpt"], "--model: unknown model 'gpt'"),
     "per-client list": (["--local-steps", "1,2,3"], "--local-steps lists 3 values for 4 clients"),
     "schedule": (["--schedule", "corollary1"], "corollary1 needs --smoothness"),

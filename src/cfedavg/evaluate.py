@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,9 +32,15 @@ def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dt
 
 @torch.no_grad()
 def evaluate_batches(
-    model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype, first: int = 0, every: int = 1
+    model: nn.Module,
+    task: Task,
+    device: torch.device,
+    dtype: torch.dtype,
+    first: int = 0,
+    every: int = 1,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Part:
-    """The batches of the test set, or every so many of them."""
+    """The batches of the test set, or every so many of them, each prepared for the model."""
     if task.test is None:
         return Part([], [], [])
     model.eval()
@@ -42,7 +48,8 @@ def evaluate_batches(
     losses, metrics = [], []
     for start in range(first * size, n, every * size):
         rows = np.arange(start, min(start + size, n))
-        loss, metric = _loss_and_metric(model, task, to_device(task.test.batch(rows), device, dtype))
+        batch = prepare(to_device(task.test.batch(rows), device, dtype))
+        loss, metric = _loss_and_metric(model, task, batch)
         starts.append(start)
         losses.append(loss.double() * len(rows))
         metrics.append(metric.double().expand(len(rows)))

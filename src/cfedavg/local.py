@@ -95,6 +95,16 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     return tree_map(move, batch)
 
 
+def channels_last(batch: Batch) -> Batch:
+    """The batch with its images lying channels-last, which is how CPUs convolve fastest."""
+
+    def move(leaf: Any) -> Any:
+        images = isinstance(leaf, Tensor) and leaf.dim() == 4
+        return leaf.contiguous(memory_format=torch.channels_last) if images else leaf
+
+    return tree_map(move, batch)
+
+
 class LocalWork(NamedTuple):
     """K steps were done, with this mean loss of their minibatches (a 0-d tensor, not yet synchronised)."""
 

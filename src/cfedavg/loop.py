@@ -100,13 +100,15 @@ def run(
             engine, last = serve(config, task, ranks, kept)
         return Result(config, [], engine.model_at(last.x, last.b), None, None)
     with ExitStack() as stack:
-        folder = stack.enter_context(Folder(Path(out))) if out is not None else None
         if ranks is None:
             size = number(config, Plan(config, task), task, own=own)
             ranks = stack.enter_context(team(config, task if own else None, size, kept))
         else:
             stack.callback(ranks.close)
-        result = Loop(config, task, observer, kept, ranks).run(folder, resume=resume)
+        loop = Loop(config, task, observer, kept, ranks)
+        # Only now, when all is found to be in order.
+        folder = stack.enter_context(Folder(Path(out))) if out is not None else None
+        result = loop.run(folder, resume=resume)
     if draw and folder:
         from cfedavg.report import write_run_pictures  # matplotlib, only now
 

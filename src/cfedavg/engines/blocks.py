@@ -37,7 +37,7 @@ from cfedavg.engines.ranks import Ranks
 from cfedavg.errors import Diverged, InputError, NotFinite
 from cfedavg.evaluate import Part, evaluate_batches, summary
 from cfedavg.keys import Purpose, keys
-from cfedavg.local import Vectors
+from cfedavg.local import Vectors, channels_last
 from cfedavg.metrics import Record, Reply, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
@@ -83,7 +83,8 @@ class BlockEngine:
     ) -> None:
         self.plan, self.task, self.device, self.ranks = plan, task, device, ranks or Ranks()
         self.dtype = PRECISIONS[plan.config.precision]
-        self.vectors = Vectors(copy.deepcopy(task.model).to(device, self.dtype))
+        model: Any = copy.deepcopy(task.model).to(device, self.dtype)
+        self.vectors = Vectors(model.to(memory_format=torch.channels_last))
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages, owner=self.ranks.rank == 0)
         self.trainer = make_trainer(self.vectors)
@@ -240,8 +241,8 @@ class BlockEngine:
         self.vectors.write(x, b)
         with self._setting():
             seed_generators(self.device, self.plan.config.seed, t, self.plan.m)  # no client has this number
-            where = self.device, self.dtype
-            return evaluate_batches(self.vectors.model, self._judge, *where, self.ranks.rank, self.ranks.size)
+            where, share = (self.device, self.dtype), (self.ranks.rank, self.ranks.size)
+            return evaluate_batches(self.vectors.model, self._judge, *where, *share, channels_last)
 
     @cached_property
     def _judge(self) -> Task:
@@ -252,7 +253,9 @@ class BlockEngine:
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
         self.vectors.write(x, b)
-        return copy.deepcopy(self.vectors.model).cpu()
+        model: Any = copy.deepcopy(self.vectors.model).cpu()
+        made: nn.Module = model.to(memory_format=torch.contiguous_format)
+        return made
 
     @contextmanager
     def _setting(self) -> Iterator[None]:

@@ -5,28 +5,25 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from cfedavg.engines.base import Trained
 from cfedavg.engines.common import explained, seed_generators
-from cfedavg.local import Vectors, after, batches, local_sgd, to_device
+from cfedavg.local import Vectors, after, batches, channels_last, local_sgd, to_device
 from cfedavg.plan import Plan
-from cfedavg.task import Batch, Task
+from cfedavg.task import Task
 
 
 class Sequential:
-    """Trains each client in one model, whose images lie channels-last."""
+    """Trains each client in one model, whose weights and images lie channels-last."""
 
     group = 1
 
     def __init__(self, plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> None:
         self.plan, self.task, self.device = plan, task, device
-        model: Any = copy.deepcopy(vectors.model)
-        self.vectors = Vectors(model.to(memory_format=torch.channels_last))
+        self.vectors = Vectors(copy.deepcopy(vectors.model))
         self.dtype = next(p.dtype for p in self.vectors.model.parameters() if p.requires_grad)
         self.half = plan.config.precision == "bf16"
         if device.type == "cpu":
@@ -50,7 +47,7 @@ class Sequential:
             work = local_sgd(
                 self.vectors.model,
                 self.task.loss,
-                (_channels_last(to_device(batch, self.device, self.dtype)) for batch in data),
+                (channels_last(to_device(batch, self.device, self.dtype)) for batch in data),
                 self.plan.rates.eta_local(t),
                 after(self.plan.steps.at(t, client)),
                 momentum=config.momentum,
@@ -59,14 +56,6 @@ class Sequential:
             )
         x_K, b_K = self.vectors.read()
         return Trained([client], [work.K], x_K[None], b_K[None], work.loss[None])
-
-
-def _channels_last(batch: Batch) -> Batch:
-    def move(leaf: Any) -> Any:
-        images = isinstance(leaf, Tensor) and leaf.dim() == 4
-        return leaf.contiguous(memory_format=torch.channels_last) if images else leaf
-
-    return tree_map(move, batch)
 
 
 def keep_memory() -> None:
