@@ -68,7 +68,7 @@ def curves(device: str) -> dict[str, dict[Any, Rounds]]:
             (FEATURES + 1) * w + (w + 1) * CLASSES: rounds(**base | {"width": w})  # type: ignore[arg-type]
             for w in (16, 64, 256, 1024, 4096)
         },
-        "clients of a round, batched, d = 1,210": {
+        "clients of a round, at once": {
             n: rounds(**base_batched | {"a_round": n})
             for n in (1, 3, 10, 30, 100)  # type: ignore[arg-type]
         },
@@ -99,8 +99,11 @@ def main() -> None:
     print(json.dumps(found, indent=1))
     figure, panels = plt.subplots(1, len(found), figsize=(3.2 * len(found), 3), layout="constrained")
     for axes, (name, points) in zip(panels, found.items(), strict=True):
-        axes.loglog(list(points), list(points.values()), "o-", color="#3366aa")
+        draw = axes.semilogx if "exist" in name else axes.loglog
+        draw(list(points), list(points.values()), "o-", color="#3366aa")
         axes.set(xlabel=name, ylabel="seconds a round")
+        if "exist" in name:
+            axes.set_ylim(0, 1.5 * max(points.values()))
         axes.grid(alpha=0.3, which="both")
     figure.savefig(given.out, dpi=150)
 

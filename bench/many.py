@@ -77,9 +77,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     rounds = [row["round"] + 1 for row in rows]
     left.plot(rounds, [row["memory"] / 1e9 for row in rows], color="#3366aa")
-    left.set(xlabel="round", ylabel="GB of memory, all processes", ylim=(0, None), title="memory is flat")
+    left.set(xlabel="round", ylabel="GB of memory, all processes", ylim=(0, None), title="memory")
     right.plot(rounds, [row["disk"] / 1e9 for row in rows], color="#aa5533")
-    right.set(xlabel="round", ylabel="GB on disk", ylim=(0, None), title="disk grows with the clients seen")
+    right.set(xlabel="round", ylabel="GB on disk", ylim=(0, None), title="disk: grows with the clients seen")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

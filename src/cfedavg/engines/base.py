@@ -56,12 +56,7 @@ class Trained:
 
 
 class Trainer(Protocol):
-    """Does the local work of clients, block after block.
-
-    Clients whose numbers, divided by `group`, are equal must be with the same trainer.
-    """
-
-    group: int
+    """Does the local work of clients, block after block."""
 
     def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         """K_i steps of each client from x and b, in round t; the clients stay in their order."""

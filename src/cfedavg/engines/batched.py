@@ -22,7 +22,7 @@ from cfedavg.stack.step import Sgd, Stack, Step
 from cfedavg.stack.timetable import Timetable, Turn, rounded_up
 from cfedavg.task import Batch, Loss, Task
 
-GROUP = 32  # clients whose numbers are next to each other, on a CPU
+_CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
 
 
 class Batched:
@@ -41,10 +41,9 @@ class Batched:
         self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
         self.pool = Pool(task.clients, device, self.dtype)
         self.eta = torch.zeros((), device=device, dtype=self.dtype)
-        # On a CPU blocks are made of clients whose numbers, divided by this, are equal: then they do not
-        # depend on how many processes there are, and neither do the last bits. Larger ones gain little there.
-        self.group = GROUP if device.type == "cpu" else 1
-        self.block = min(plan.clients_per_round, GROUP) if device.type == "cpu" else plan.clients_per_round
+        self.block = plan.clients_per_round
+        if device.type == "cpu":
+            self.block = min(self.block, max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize)))
         self._stack: Stack | None = None
         self._masks: dict[int, bool] = {}  # by the width of the batches
 
@@ -53,8 +52,6 @@ class Batched:
         left = list(clients)
         while left:
             block = left[: self.block]
-            if self.group > 1:
-                block = [i for i in block if i // self.group == block[0] // self.group]
             try:
                 trained = self._train(t, x, b, block)
             except torch.OutOfMemoryError:

@@ -119,7 +119,7 @@ class BlockEngine:
         """The round of the clients of this rank, and its residuals after it."""
         plan, t, sent = self.plan, state.t, Sent()
         busy = (i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
-        mine = self.ranks.owned(busy, self.trainer.group)
+        mine = self.ranks.mine(busy)
         kept: dict[int, Tensor] = {}
         for block in self.trainer.train(t, state.x, state.b, mine):
             kept |= self._block(state, block, sent)
@@ -275,8 +275,7 @@ class BlockEngine:
         """Rank 0 has a state with everybody's residuals; each rank keeps those of its own clients."""
         parts = []
         if self.ranks.size > 1:
-            everyone, group = range(self.plan.m), self.trainer.group
-            shares = [set(self.ranks.owned(everyone, group, rank)) for rank in range(self.ranks.size)]
+            shares = [range(rank, self.plan.m, self.ranks.size) for rank in range(self.ranks.size)]
             parts = [state.residuals.only(share) for share in shares]
         with self.ranks.together():
             self._tell("begin", state)

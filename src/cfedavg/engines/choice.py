@@ -45,7 +45,7 @@ def choose_engine(
         raise InputError("--precision tf32 is for GPUs: take float32, or bf16")
     if config.engine == "reference":
         return _reference(config, plan, task, device, messages, ranks)
-    batched, why = _trainer(config, task, device)
+    batched, why = _trainer(config, task, device, ranks.size)
 
     def make(vectors: Vectors) -> Trainer:
         if batched:
@@ -71,12 +71,14 @@ def _reference(
     return ReferenceEngine(plan, task, device, messages)
 
 
-def _trainer(config: Config, task: Task, device: torch.device) -> tuple[bool, str]:
+def _trainer(config: Config, task: Task, device: torch.device, processes: int) -> tuple[bool, str]:
     """Whether many clients step at once, and why so."""
     if config.engine == "sequential":
         return False, "as asked for"
     if config.engine == "auto" and device.type == "cpu" and not is_small(task.model):
         return False, "on a CPU a model of this size is fastest one client after another"
+    if config.engine == "auto" and device.type == "cpu" and processes > 1:
+        return False, "one client after another, the number of processes changes no bit"
     if (problem := cannot_batch(task)) is not None:
         return (
             False,

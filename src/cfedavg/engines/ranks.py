@@ -43,10 +43,9 @@ class Ranks:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else None
 
-    def owned(self, clients: Iterable[int], group: int = 1, rank: int | None = None) -> list[int]:
-        """Those of the clients that live here, or with another rank; they are dealt out in groups."""
-        rank = self.rank if rank is None else rank
-        return [i for i in clients if i // group % self.size == rank]
+    def mine(self, clients: Iterable[int]) -> list[int]:
+        """Those of the clients that live here."""
+        return [i for i in clients if i % self.size == self.rank]
 
     def device(self, device: torch.device) -> torch.device:
         """Where this rank computes: ranks of one machine share its GPUs out among them."""

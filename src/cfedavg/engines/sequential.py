@@ -19,8 +19,6 @@ from cfedavg.task import Task
 class Sequential:
     """Trains each client in one model, whose weights and images lie channels-last."""
 
-    group = 1
-
     def __init__(self, plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> None:
         self.plan, self.task, self.device = plan, task, device
         self.vectors = Vectors(copy.deepcopy(vectors.model))

@@ -53,6 +53,9 @@ class Recorder:
         tensors = stack.tensors()
         listed = self._list(stack, inputs, leaves, tree, kind)
         run = self._compiled(listed) if self.compiles else listed
+        if self.compiles:
+            n, width = inputs[0].shape[:2]
+            self.say(f"compiling the step of {n} clients on batches of {width}, once: half a minute or more")
         if not self.records:
             return lambda given: run(*tensors, *given)
 
