@@ -28,7 +28,7 @@ from cfedavg.engines import choose_engine, sequential
 from cfedavg.engines.batched import Batched, masks_hold
 from cfedavg.engines.choice import cannot_batch
 from cfedavg.keys import Purpose, key, keys, signed
-from cfedavg.local import after, batches, local_sgd
+from cfedavg.local import after, batches, channels_last, local_sgd
 from cfedavg.plan import Plan
 from cfedavg.stack import ops, pool, rules
 from cfedavg.stack import recorder as recorder_module
@@ -804,7 +804,8 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is(compiler: Any, monkeypatch
         one_step(Recorder(step, CPU, print), task, expected)
     torch.testing.assert_close(found.tensors(), expected.tensors(), **EXACT)
     assert said == [
-        "the step cannot be compiled (RuntimeError: the tools are broken): it runs as it is, slower"
+        "compiling the step of 2 clients on batches of 4, once: half a minute or more",
+        "the step cannot be compiled (RuntimeError: the tools are broken): it runs as it is, slower",
     ]
     assert not recorder.compiles
 
@@ -951,7 +952,7 @@ def test_channels_last_and_fused_steps_are_plain_steps() -> None:
     options: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01}
     data = [task.clients[0].batch(np.arange(i, i + 4)) for i in range(3)]
     plain = local_sgd(task.model, task.loss, data, 0.1, after(3), **options)
-    moved = [sequential._channels_last(batch) for batch in data]
+    moved = [channels_last(batch) for batch in data]
     assert moved[0][0].is_contiguous(memory_format=torch.channels_last)
     fused = local_sgd(last, task.loss, moved, 0.1, after(3), fused=True, **options)
     torch.testing.assert_close(fused, plain, **EXACT)

@@ -78,8 +78,9 @@ def run(
     end its curves are drawn there, unless `draw` is False. With `messages`, every message that a client
     sends is kept in that folder, for `cfedavg inspect`.
 
+    >>> import torch
     >>> clients = [(torch.ones(8, 3) * i, torch.tensor([i % 2] * 8)) for i in range(4)]
-    >>> task = Task(nn.Linear(3, 2), clients, test=clients[0])
+    >>> task = Task(torch.nn.Linear(3, 2), clients, test=clients[0])
     >>> result = run(Config(rounds=2, compressor="topk(0.5)"), task)
     >>> len(result.rows), result.final["clients"]
     (2, 4)
