@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.engines import choose_engine
-from cfedavg.engines.choice import cannot_batch
+from cfedavg.engines.probes import cannot_batch
 from cfedavg.plan import Plan
 from cfedavg.stack.recorder import Recorder
 from cfedavg.state import State
@@ -181,6 +181,59 @@ RAGGED = [
 def test_ragged_clients(name: str, work: dict[str, Any], engine: str, device: str) -> None:
     """12 to 24 samples: the short batches of epochs come at different times and in different sizes."""
     agree(images(seeded(MODELS[name]), ragged=3), engine, device, batch_size=7, eta_local=0.05, **work)
+
+
+class Viewed(nn.Module):
+    """Reshapes by `view`, which wants channels where PyTorch has them by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 4, 3), nn.Linear(400, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.conv(x)).view(-1, 400))  # type: ignore[no-any-return]
+
+
+class Smoothed(nn.Module):
+    """Puts a new buffer in the place of the old one, shares it, and has a parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(8, 3), nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("again", self.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear(x - self.mean)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_that_views(engine: str, device: str) -> None:
+    agree(images(seeded(Viewed)), engine, device, local_epochs=1, batch_size=5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_buffers_that_are_replaced_and_parameters_that_are_not_used(engine: str, device: str) -> None:
+    task = Task(seeded(Smoothed), blobs().clients, test=blobs().test)
+    agree(task, engine, device, local_steps="3", batch_size=8, weight_decay=0.1, compressor="none")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_mixes_samples_only_once_it_has_learned(engine: str) -> None:
+    """All zeros at the start, so that the variance over the batch shows nowhere."""
+
+    def spread(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]) + logits.var(0).sum()
+
+    model = nn.Linear(8, 3)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    task = Task(model, blobs().clients, test=blobs().test, loss=spread)
+    agree(task, engine, "cpu", local_epochs=2, batch_size=9)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,16 @@ class Diverged(InputError):
         self.t, self.clients = t, clients
 
 
+def first_line(error: Exception) -> str:
+    """An error in a few words.
+
+    >>> first_line(ValueError("no such thing\\nand more"))
+    'ValueError: no such thing'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
 def rows_in_words(rows: list[int], noun: str = "row") -> str:
     """`client 3`, `clients 3, 5 and 9 more`.
 

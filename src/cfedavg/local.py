@@ -27,15 +27,20 @@ class Vectors:
         self.model = model
         self.layout = Layout.of(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        buffers = list(_travelling_buffers(model))
-        self._buffers = [buffer for _, buffer in buffers]
-        travelling = {id(buffer) for buffer in self._buffers}
-        self._still = [(b, b.clone()) for b in model.buffers() if id(b) not in travelling]
+        travelling = list(_travelling_buffers(model))
+        found = [model.get_buffer(name) for name in travelling]
+        known = {id(buffer) for buffer in found}
+        self._still = [(name, b.clone()) for name, b in model.named_buffers() if id(b) not in known]
         self.buffer_layout = Layout(
-            tuple(name for name, _ in buffers),
-            tuple(tuple(buffer.shape) for buffer in self._buffers),
-            tuple(str(buffer.dtype).removeprefix("torch.") for buffer in self._buffers),
+            tuple(travelling),
+            tuple(tuple(buffer.shape) for buffer in found),
+            tuple(str(buffer.dtype).removeprefix("torch.") for buffer in found),
         )
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        """Looked up by name every time: some modules put new tensors in the place of the old ones."""
+        return [self.model.get_buffer(name) for name in self.buffer_layout.names]
 
     def identity(self) -> int:
         """A number that two models share if they have the same schema and the same frozen values."""
@@ -58,19 +63,21 @@ class Vectors:
         for buffer, part in zip(self._buffers, self.buffer_layout.slices(), strict=True):
             values = b[part].view_as(buffer)
             buffer.copy_(values if buffer.is_floating_point() else values.round())
-        for buffer, original in self._still:
-            buffer.copy_(original)
+        for name, original in self._still:
+            self.model.get_buffer(name).copy_(original)
 
 
-def _travelling_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    saved = set(model.state_dict())
+def _travelling_buffers(model: nn.Module) -> Iterator[str]:
+    """The names of the buffers that travel; a shared one has the first of its names."""
+    saved, seen = set(model.state_dict()), set[int]()
     for prefix, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own and not any(p.requires_grad for p in own):
             continue
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
-            if name in saved:
-                yield name, buffer
+            if name in saved and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield name
 
 
 def batches(samples: Samples, batch_size: int, seed: int, t: int, client: int) -> Iterator[Batch]:

@@ -174,6 +174,9 @@ class Loop:
                 self._book(folder, rows, unbooked, 0 if due else self.engine.behind)
                 if folder and due:
                     self._save(folder, state)
+        except Exception:
+            self._book(folder, rows, unbooked, 0)  # those rounds were good
+            raise
         except KeyboardInterrupt:
             if folder:
                 with _deaf():

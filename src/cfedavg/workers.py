@@ -26,6 +26,7 @@ from cfedavg.engines import BlockEngine, Ranks, choose_device, choose_engine
 from cfedavg.engines.choice import is_small
 from cfedavg.engines.ranks import RankLost
 from cfedavg.errors import InputError
+from cfedavg.files import write_atomic
 from cfedavg.local import after, batches, local_sgd, to_device
 from cfedavg.plan import Plan
 from cfedavg.state import State
@@ -122,14 +123,25 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
     """Waits until all are about to join. Joining itself cannot be broken off, this can."""
     while not all((folder / process.name).exists() for process in processes):
         if any(process.exitcode is not None for process in processes):
+            if (problem := folder / "problem").exists():
+                raise InputError(
+                    f"--workers: another process cannot read the task ({problem.read_text()}): "
+                    "define its classes and functions in a module that can be imported"
+                )
             raise RankLost("a process that did not start")
         time.sleep(0.01)
 
 
 def _joined(rank: int, size: int, folder: Path) -> Ranks:
     """Member of a group on this machine, which nobody outside can reach."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return Ranks(rank, size, FileStore(str(folder / "store"), size))
+    try:
+        return Ranks(rank, size, FileStore(str(folder / "store"), size))
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        if before is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
 def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
@@ -139,8 +151,12 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     try:
-        (folder / f"rank {rank}").touch()
         config, task, messages = pickle.loads(job)
+    except Exception as error:
+        write_atomic(folder / "problem", str(error).encode())
+        os._exit(FOLLOWED)
+    try:
+        (folder / f"rank {rank}").touch()
         serve(config, task, _joined(rank, size, folder), messages)
     except InputError:
         os._exit(FOLLOWED)  # rank 0 says what there is to say: a rank is lost, or it has the same error

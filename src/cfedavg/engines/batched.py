@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from cfedavg.engines.base import Trained
-from cfedavg.engines.common import explained, seed_generators
+from cfedavg.engines.common import PRECISIONS, explained, seed_generators
+from cfedavg.engines.probes import cannot_batch, masks_hold, means, unused
 from cfedavg.errors import InputError
 from cfedavg.local import Vectors, to_device
 from cfedavg.plan import Plan
 from cfedavg.stack.pool import Pool
 from cfedavg.stack.recorder import Recorder
-from cfedavg.stack.rules import Rules
 from cfedavg.stack.step import Sgd, Stack, Step
 from cfedavg.stack.timetable import Timetable, Turn, rounded_up
-from cfedavg.task import Batch, Loss, Task
+from cfedavg.task import Batch, Task
 
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
 
@@ -34,9 +34,20 @@ class Batched:
         self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
         config = plan.config
         dots = config.precision if device.type == "cuda" and config.precision != "float64" else None
+        if dots and (problem := cannot_batch(task, dots="float32")):
+            dots = None
+            say(f"torch's own convolutions, which are slower, since the model does not take ours ({problem})")
         self.model = copy.deepcopy(vectors.model).train()
         sgd = Sgd(config.momentum, config.weight_decay)
-        self.step = Step(self.model, task.loss, sgd, dots=dots, autocast=config.precision == "bf16")
+        half = config.precision == "bf16"
+        self.step = Step(
+            self.model,
+            task.loss,
+            sgd,
+            dots=dots,
+            autocast=half,
+            unused=unused(task, PRECISIONS[config.precision]),
+        )
         self.recorder = Recorder(self.step, device, say)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
         self.pool = Pool(task.clients, device, self.dtype)
@@ -184,36 +195,6 @@ class Batched:
 
     def _here(self, batch: Batch) -> Batch:
         return to_device(batch, self.device, self.dtype)
-
-
-def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
-    """Whether a batch of n samples, one of which does not count, trains like one of n - 1 samples."""
-    model = copy.deepcopy(model).double().cpu()
-    batch = to_device(batch, torch.device("cpu"), torch.float64)
-    try:
-        fewer = tree_map(lambda leaf: leaf[: n - 1], batch)
-        after = [_after(model, loss, fewer, None), _after(model, loss, batch, torch.arange(n) < n - 1)]
-        return all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(*after, strict=True))
-    except Exception:  # not a batch of rows, or one sample is too few
-        return False
-
-
-def means(model: nn.Module, loss: Loss, batch: Batch, n: int) -> int:
-    """How many means over n rows a step takes."""
-    rules = Rules(torch.ones(n, dtype=torch.bool, device=next(model.parameters()).device), steady=True)
-    with rules, torch.no_grad():
-        loss(copy.deepcopy(model), batch)
-    return rules.means
-
-
-def _after(model: nn.Module, loss: Loss, batch: Batch, valid: Tensor | None) -> list[Tensor]:
-    """The loss, the gradients and the buffers after a step without dropout."""
-    trained = copy.deepcopy(model)
-    with Rules(valid, steady=True):
-        value = loss(trained, batch)
-    value.backward()  # type: ignore[no-untyped-call]
-    grads = [p.grad for p in trained.parameters() if p.grad is not None]
-    return [each.detach().double() for each in (value, *grads, *trained.buffers())]
 
 
 def _stacked(tensor: Tensor, n: int, *, last: bool) -> Tensor:

@@ -26,6 +26,7 @@ from cfedavg.algorithm import average, feed_back, local_update, server_update
 from cfedavg.engines.base import Trained, Trainer
 from cfedavg.engines.common import (
     PRECISIONS,
+    model_of,
     next_iterate,
     reproducible,
     seed_generators,
@@ -33,6 +34,7 @@ from cfedavg.engines.common import (
     weighted_mean,
 )
 from cfedavg.engines.ledger import Ledger, dense_bytes
+from cfedavg.engines.probes import takes_channels_last
 from cfedavg.engines.ranks import Ranks
 from cfedavg.errors import Diverged, InputError, NotFinite
 from cfedavg.evaluate import Part, evaluate_batches, summary
@@ -44,7 +46,7 @@ from cfedavg.plan import Plan
 from cfedavg.residuals import InMemory, Residuals, stochastic_bf16
 from cfedavg.stack.pool import whole
 from cfedavg.state import State
-from cfedavg.task import Task
+from cfedavg.task import Batch, Task
 from cfedavg.tensors import norm2, rows_norms2
 
 COUNTERS = 4  # threads that count bytes
@@ -77,17 +79,20 @@ class BlockEngine:
         plan: Plan,
         task: Task,
         device: torch.device,
-        make_trainer: Callable[[Vectors], Trainer],
+        make_trainer: Callable[[Vectors, Callable[[Batch], Batch]], Trainer],
         messages: Path | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.plan, self.task, self.device, self.ranks = plan, task, device, ranks or Ranks()
         self.dtype = PRECISIONS[plan.config.precision]
         model: Any = copy.deepcopy(task.model).to(device, self.dtype)
-        self.vectors = Vectors(model.to(memory_format=torch.channels_last))
+        self._blank = copy.deepcopy(model)  # what a user gets is made of it: no traces of training
+        last = takes_channels_last(task, self.dtype)
+        self.vectors = Vectors(model.to(memory_format=torch.channels_last) if last else model)
+        self._prepare = channels_last if last else _as_it_is
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages, owner=self.ranks.rank == 0)
-        self.trainer = make_trainer(self.vectors)
+        self.trainer = make_trainer(self.vectors, self._prepare)
         # A GPU leaves the processor free to count; a CPU has better things to do at the same time.
         self._counters = ThreadPoolExecutor(COUNTERS) if device.type == "cuda" else None
         self.behind = 1 if self._counters else 0
@@ -108,7 +113,7 @@ class BlockEngine:
             _raise(t, parts)
             x_next, b_next = self._combined(state, parts)
         if not bool(torch.isfinite(x_next).all()):
-            arrived = sorted(i for part in parts for i in part.clients)
+            arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
             raise Diverged(t, arrived, "the model made from the updates")
         z, eta_sum = next_iterate(plan, state)
         down = dense_bytes(state.x, self.layout) + dense_bytes(state.b, self.vectors.buffer_layout)
@@ -242,7 +247,7 @@ class BlockEngine:
         with self._setting():
             seed_generators(self.device, self.plan.config.seed, t, self.plan.m)  # no client has this number
             where, share = (self.device, self.dtype), (self.ranks.rank, self.ranks.size)
-            return evaluate_batches(self.vectors.model, self._judge, *where, *share, channels_last)
+            return evaluate_batches(self.vectors.model, self._judge, *where, *share, self._prepare)
 
     @cached_property
     def _judge(self) -> Task:
@@ -252,10 +257,7 @@ class BlockEngine:
         return replace(self.task, test=whole(self.task.test, self.device, self.dtype))
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
-        self.vectors.write(x, b)
-        model: Any = copy.deepcopy(self.vectors.model).cpu()
-        made: nn.Module = model.to(memory_format=torch.contiguous_format)
-        return made
+        return model_of(self._blank, x, b)
 
     @contextmanager
     def _setting(self) -> Iterator[None]:
@@ -293,11 +295,13 @@ class BlockEngine:
 
     def close(self) -> None:
         """Sends the other ranks home."""
-        with self.ranks.together():
-            self._tell("stop", None)
-            self._answers(None)  # everyone has heard it, so that connections may be closed
-        if self._counters:
-            self._counters.shutdown()
+        try:
+            with self.ranks.together():
+                self._tell("stop", None)
+                self._answers(None)  # everyone has heard it, so that connections may be closed
+        finally:
+            if self._counters:
+                self._counters.shutdown()
 
     def _tell(self, command: str, state: State | None) -> None:
         if self.ranks.size == 1:
@@ -363,6 +367,10 @@ def _portable(error: Exception) -> Exception:
     except Exception:  # whatever a class of somebody else's does
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 def _raise(t: int, parts: Sequence[Any]) -> None:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from cfedavg.config import Config
 from cfedavg.engines.base import Engine, Trainer, choose_device
 from cfedavg.engines.batched import Batched
 from cfedavg.engines.blocks import BlockEngine
+from cfedavg.engines.common import PRECISIONS
+from cfedavg.engines.probes import cannot_batch
 from cfedavg.engines.ranks import Ranks
 from cfedavg.engines.reference import ReferenceEngine
 from cfedavg.engines.sequential import Sequential
 from cfedavg.errors import InputError
 from cfedavg.layout import Layout
-from cfedavg.local import Vectors, to_device
+from cfedavg.local import Vectors
 from cfedavg.plan import Plan
-from cfedavg.stack.step import Sgd, Stack, Step
-from cfedavg.task import Task
+from cfedavg.task import Batch, Task
 
-ENGINES = ("auto", "batched", "sequential", "reference")
 SMALL = 100_000  # parameters; see `is_small`
-CPU = torch.device("cpu")
 
 
 def choose_engine(
@@ -47,10 +43,10 @@ def choose_engine(
         return _reference(config, plan, task, device, messages, ranks)
     batched, why = _trainer(config, task, device, ranks.size)
 
-    def make(vectors: Vectors) -> Trainer:
+    def make(vectors: Vectors, prepare: Callable[[Batch], Batch]) -> Trainer:
         if batched:
             return Batched(plan, task, vectors, device, say)
-        return Sequential(plan, task, vectors, device)
+        return Sequential(plan, task, vectors, device, prepare)
 
     engine = BlockEngine(plan, task, device, make, messages, ranks)
     name = "batched" if batched else "sequential"
@@ -79,7 +75,7 @@ def _trainer(config: Config, task: Task, device: torch.device, processes: int) -
         return False, "on a CPU a model of this size is fastest one client after another"
     if config.engine == "auto" and device.type == "cpu" and processes > 1:
         return False, "one client after another, the number of processes changes no bit"
-    if (problem := cannot_batch(task)) is not None:
+    if (problem := cannot_batch(task, PRECISIONS[config.precision])) is not None:
         return (
             False,
             f"clients cannot step together, for torch.func.vmap does not handle the task ({problem})",
@@ -98,29 +94,3 @@ def is_small(model: nn.Module) -> bool:
     """
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
     return not convolves and Layout.of(model).d <= SMALL
-
-
-def cannot_batch(task: Task) -> str | None:
-    """Why vmap cannot take the task's steps, found by taking one with two clients; None if it can."""
-    model = copy.deepcopy(task.model).train()
-    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-    samples = task.clients[0]
-    step = Step(model, task.loss, Sgd())
-    try:
-        with torch.random.fork_rng(devices=[]):  # dropout must not draw from the user's generator
-            batch = to_device(samples.batch(np.arange(min(2, len(samples)))), CPU, dtype)
-            batch = tree_map(lambda leaf: torch.stack([leaf, leaf]), batch)
-            step(_twice(model, dtype), batch, None, None, torch.tensor(0.0, dtype=dtype))
-    except Exception as error:
-        if "more than 1 value per channel" in str(error):
-            return (
-                None  # a batch of one sample under BatchNorm: the run itself will say so, if it comes to that
-            )
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:160]
-    return None
-
-
-def _twice(model: nn.Module, dtype: torch.dtype) -> Stack:
-    """The stack of two equal clients."""
-    trained = [torch.stack([p.detach(), p.detach()]) for p in model.parameters() if p.requires_grad]
-    return Stack(trained, [], [torch.stack([b, b]) for b in model.buffers()], torch.zeros(2, dtype=dtype))

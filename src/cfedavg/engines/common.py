@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cfedavg.errors import InputError
 from cfedavg.keys import Purpose, key, signed
+from cfedavg.local import Vectors
 from cfedavg.plan import Plan
 from cfedavg.state import State
 
@@ -55,6 +57,13 @@ def explained(error: ValueError, client: int) -> ValueError:
         f"--batch-size leaves client {client} a last batch of one sample, from which BatchNorm "
         "cannot take a variance: choose another size, or a model with GroupNorm"
     )
+
+
+def model_of(blank: nn.Module, x: Tensor, b: Tensor) -> nn.Module:
+    """A copy of the blank model, on the CPU, with these parameters and buffers."""
+    vectors = Vectors(copy.deepcopy(blank))
+    vectors.write(x, b)
+    return vectors.model.cpu()
 
 
 def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float], otherwise: Tensor) -> Tensor:

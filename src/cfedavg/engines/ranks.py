@@ -116,6 +116,8 @@ def _whole() -> Iterator[None]:
         signal.signal(number, lambda *what: caught.append(what))
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise RankLost(f"a process of the run is gone ({str(error).splitlines()[0][:160]})") from None
     finally:

@@ -15,6 +15,7 @@ from cfedavg.algorithm import average, feed_back, local_update, server_update
 from cfedavg.engines.common import (
     PRECISIONS,
     explained,
+    model_of,
     next_iterate,
     reproducible,
     seed_generators,
@@ -55,6 +56,7 @@ class ReferenceEngine:
         self.plan, self.task, self.device = plan, task, device
         self.dtype = PRECISIONS[plan.config.precision]
         self.vectors = Vectors(copy.deepcopy(task.model).to(device, self.dtype))
+        self._blank = copy.deepcopy(self.vectors.model)  # what a user gets is made of it
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages)
 
@@ -162,8 +164,7 @@ class ReferenceEngine:
         """Nothing to close."""
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
-        self.vectors.write(x, b)
-        return copy.deepcopy(self.vectors.model).cpu()
+        return model_of(self._blank, x, b)
 
 
 def _mean_norm2(g: list[Tensor]) -> float:

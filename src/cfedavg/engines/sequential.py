@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from cfedavg.engines.base import Trained
 from cfedavg.engines.common import explained, seed_generators
-from cfedavg.local import Vectors, after, batches, channels_last, local_sgd, to_device
+from cfedavg.local import Vectors, after, batches, local_sgd, to_device
 from cfedavg.plan import Plan
-from cfedavg.task import Task
+from cfedavg.task import Batch, Task
 
 
 class Sequential:
-    """Trains each client in one model, whose weights and images lie channels-last."""
+    """Trains each client in one model; `prepare` lays out a batch as the model's weights are."""
 
-    def __init__(self, plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> None:
-        self.plan, self.task, self.device = plan, task, device
+    def __init__(
+        self,
+        plan: Plan,
+        task: Task,
+        vectors: Vectors,
+        device: torch.device,
+        prepare: Callable[[Batch], Batch],
+    ) -> None:
+        self.plan, self.task, self.device, self.prepare = plan, task, device, prepare
         self.vectors = Vectors(copy.deepcopy(vectors.model))
         self.dtype = next(p.dtype for p in self.vectors.model.parameters() if p.requires_grad)
         self.half = plan.config.precision == "bf16"
@@ -45,7 +52,7 @@ class Sequential:
             work = local_sgd(
                 self.vectors.model,
                 self.task.loss,
-                (channels_last(to_device(batch, self.device, self.dtype)) for batch in data),
+                (self.prepare(to_device(batch, self.device, self.dtype)) for batch in data),
                 self.plan.rates.eta_local(t),
                 after(self.plan.steps.at(t, client)),
                 momentum=config.momentum,

@@ -6,15 +6,18 @@ on recorded as a CUDA graph, which one launch plays. Where one of these fails, w
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cfedavg.errors import first_line
 from cfedavg.stack.step import Stack, Step
 from cfedavg.task import Batch
 
@@ -84,16 +87,22 @@ class Recorder:
             active = None if partial else rest.pop(0)
             self.step(again, batch, valid, active, rest.pop(0))
 
+        before = _python_generators()
         try:
             # Frozen parameters and tensors that the loss brings along become constants of the list.
             fake = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
-            return fake(*stack.tensors(), *inputs)
+            listed = fake(*stack.tensors(), *inputs)
         except (torch.OutOfMemoryError, ValueError):  # a ValueError is BatchNorm's, of a batch of one sample
             raise
         except Exception as error:
-            self.say(f"the step cannot be written down ({_first_line(error)}): it runs as it is, slower")
+            self.say(f"the step cannot be written down ({first_line(error)}): it runs as it is, slower")
             self.compiles = False
             return flat
+        if _python_generators() != before:  # a list would draw once and for all
+            self.say("the model draws with Python's or NumPy's generator: its step runs as it is, slower")
+            self.compiles = self.records = False
+            return flat
+        return listed
 
     def _compiled(self, listed: Any) -> Any:
         run: Any = None
@@ -111,7 +120,7 @@ class Recorder:
             except Exception as error:
                 if run is listed:
                     raise
-                self.say(f"the step cannot be compiled ({_first_line(error)}): it runs as it is, slower")
+                self.say(f"the step cannot be compiled ({first_line(error)}): it runs as it is, slower")
                 run, self.compiles = listed, False
                 run(*tensors)
 
@@ -127,7 +136,7 @@ class Recorder:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.say(f"the step cannot be recorded ({_first_line(error)}): it is launched piece by piece")
+            self.say(f"the step cannot be recorded ({first_line(error)}): it is launched piece by piece")
             self.records = False
             return run
 
@@ -139,5 +148,6 @@ class Recorder:
         return play
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]
+def _python_generators() -> tuple[Any, ...]:
+    words: Any = np.random.get_state()
+    return random.getstate(), words[1].tobytes(), *words[2:]

@@ -8,7 +8,7 @@ On a GPU that list is compiled and then recorded as a CUDA graph, so a step cost
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,14 @@ class _Objective(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model = model
+        # Not as a module of its own, for then its tensors would be ours to swap.
+        self.judge: Callable[[Batch], Tensor] = lambda batch: loss(model, batch)
 
-    def forward(self, batch: Batch) -> Tensor:
-        return self.loss(self.model, batch)
+    def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and the buffers after it: some modules put new ones in the place of the old."""
+        value: Tensor = self.judge(batch)
+        return value, list(self.buffers())
 
 
 @dataclass(frozen=True)
@@ -76,20 +80,31 @@ class Step:
     """Steps of a model under a loss. Call it with a Stack, which it changes, and the clients' batches."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, sgd: Sgd, *, dots: str | None = None, autocast: bool = False
+        self,
+        model: nn.Module,
+        loss: Loss,
+        sgd: Sgd,
+        *,
+        dots: str | None = None,
+        autocast: bool = False,
+        unused: Collection[str] = (),
     ) -> None:
+        """Parameters that the loss does not use stay as they are, without weight decay, as in torch.optim."""
         self.objective = _Objective(model, loss)
         self.trainable = [name for name, p in self.objective.named_parameters() if p.requires_grad]
         self.buffers = [name for name, _ in self.objective.named_buffers()]
         self.sgd, self.dots, self.autocast = sgd, dots, autocast
+        self.used = [name.removeprefix("model.") not in unused for name in self.trainable]
 
     def one(self, parameters: list[Tensor], buffers: list[Tensor], batch: Batch, valid: Tensor | None) -> Any:
         """The loss of one client, and its buffers after the step."""
         swapped = dict(zip(self.trainable + self.buffers, [*parameters, *buffers], strict=True))
         device = parameters[0].device.type
         with Rules(valid, self.dots), torch.autocast(device, torch.bfloat16, enabled=self.autocast):
-            loss = functional_call(self.objective, swapped, (batch,))
-        return loss.to(parameters[0].dtype), buffers
+            loss, after = functional_call(self.objective, swapped, (batch,))
+        return loss.to(parameters[0].dtype), [
+            new.to(old.dtype) for new, old in zip(after, buffers, strict=True)
+        ]
 
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
@@ -117,6 +132,8 @@ class Step:
     def _descend(self, stack: Stack, grads: Sequence[Tensor], active: Tensor | None, eta: Tensor) -> None:
         """torch.optim.SGD, client by client."""
         for i, (p, g) in enumerate(zip(stack.parameters, grads, strict=True)):
+            if not self.used[i]:
+                continue
             if self.sgd.weight_decay:
                 g = g + self.sgd.weight_decay * p
             if self.sgd.momentum:

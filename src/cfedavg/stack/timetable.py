@@ -98,7 +98,10 @@ class Rows:
     def __init__(self, timetable: Timetable, device: torch.device) -> None:
         self.timetable, self.device = timetable, device
         n, most = len(timetable.clients), int(timetable.samples.max())
-        self.length = max(1, 2**24 // (n * max(most, timetable.batch_size)))
+        epochs = max(1, 2**24 // (n * most))  # of all clients, in one table
+        self.length = max(
+            1, min(2**24 // (n * timetable.batch_size), epochs * int(timetable.per_epoch.min()))
+        )
         self.start, self.table = -1, torch.empty(0)
 
     def at(self, turn: Turn) -> Tensor:
@@ -122,28 +125,33 @@ class Rows:
         return self.table
 
     def _table(self, start: int, stop: int) -> Tensor:
-        """(steps, clients, batch)."""
+        """(steps, clients, batch). A client that is done repeats its last epoch, which nobody looks at."""
         table = self.timetable
-        samples, per_epoch = (self._here(each) for each in (table.samples, table.per_epoch))
+        last = np.maximum(table.steps - 1, 0) // table.per_epoch
+        first, final = (np.minimum(k // table.per_epoch, last) for k in (start, stop - 1))
+        orders = self._orders(first, final)
+        samples, per_epoch = self._here(table.samples), self._here(table.per_epoch)
         k = torch.arange(start, stop, device=self.device)[:, None]
-        epoch, batch = k // per_epoch, k % per_epoch
-        first = start // int(table.per_epoch.max())
-        orders = self._orders(range(first, (stop - 1) // int(table.per_epoch.min()) + 1))
-        width = torch.arange(min(table.batch_size, orders.shape[2]), device=self.device)
+        epoch, batch = torch.minimum(k // per_epoch, self._here(last)), k % per_epoch
+        width = torch.arange(min(table.batch_size, orders.shape[1]), device=self.device)
         place = torch.minimum(batch[..., None] * table.batch_size + width, samples[:, None] - 1)
-        client = torch.arange(len(table.clients), device=self.device)
-        at = (client * orders.shape[1] + epoch - first)[..., None] * orders.shape[2] + place
-        return orders.view(-1)[at]
+        row = self._here(np.cumsum(final - first + 1) - (final - first + 1) - first) + epoch
+        return orders.view(-1)[row[..., None] * orders.shape[1] + place]
 
-    def _orders(self, epochs: range) -> Tensor:
-        """(clients, epochs, samples): each client's rows in the order of each epoch, as by `permutation`."""
+    def _orders(self, first: np.ndarray, final: np.ndarray) -> Tensor:
+        """(epochs, samples): the rows of client 0 in the order of each of its epochs, then of client 1, ...
+
+        Those from its `first` to its `final` epoch, each as by `permutation`.
+        """
         table, batch = self.timetable, int(Purpose.BATCH)
-        clients = keys(table.seed, table.t, np.asarray(table.clients, np.int64), batch)
-        words = self._here(keys(clients[:, None], np.asarray(epochs, np.int64)[None], 0, batch))
+        counts = final - first + 1
+        owner = np.repeat(np.arange(len(counts)), counts)
+        epoch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        clients = keys(table.seed, table.t, np.asarray(table.clients, np.int64)[owner], batch)
+        words = self._here(keys(clients, epoch, 0, batch))
         row = torch.arange(int(table.samples.max()), device=self.device)
-        draws = bits(words[..., None], row)
         # Rows that a client does not have come last; stable, so even if a draw is that large.
-        draws = torch.where(row < self._here(table.samples)[:, None, None], draws, _LAST)
+        draws = torch.where(row < self._here(table.samples[owner])[:, None], bits(words[:, None], row), _LAST)
         return draws.sort(dim=-1, stable=True).indices
 
     def _here(self, array: np.ndarray) -> Tensor:
