@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -1087,3 +1088,54 @@ def test_clients_of_a_block_drop_differently() -> None:
     (block,) = engine.trainer.train(0, start.x, start.b, [0, 1])  # type: ignore[attr-defined]
     assert isinstance(engine.trainer, Batched)  # type: ignore[attr-defined]
     assert not torch.equal(block.x_K[0], block.x_K[1])
+
+
+class Coin(nn.Module):
+    """Uses its second layer in half of its steps, as Python's generator says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return self.second(y) if random.random() < 0.5 else y
+
+
+def test_a_model_that_draws_with_pythons_generator_is_asked_every_step() -> None:
+    said: list[str] = []
+    task = Task(seeded(Coin), [blobs().clients[0]] * 2)
+    config = Config(clients=2, engine="batched", device="cpu", local_steps="20", batch_size=8)
+    engine = choose_engine(config, Plan(config, task), task, say=said.append)
+    engine.round(engine.start())
+    assert any("draws with Python's or NumPy's generator" in sentence for sentence in said)
+    random.seed(0)
+    drawn = [random.random() for _ in range(40)]
+    random.seed(0)
+    engine.round(engine.start())
+    assert drawn.index(random.random()) == 20  # one draw a step; all clients of a block share it
+
+
+class Padded(Dataset[Any]):
+    """Sentences of different lengths: a batch is as wide as its longest."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        width = max(self.lengths[row] for row in rows)
+        return torch.ones(len(rows), width, 8), torch.zeros(len(rows), dtype=torch.int64)
+
+
+def test_batches_of_different_shapes_are_for_one_client_after_another() -> None:
+    model = nn.Sequential(Mean(), nn.Linear(8, 3))
+    task = Task(model, [Padded([3, 4, 2]), Padded([5, 7, 6])])
+    assert "equal size" in str(cannot_batch(task))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)

@@ -6,6 +6,7 @@ them. Those of the commands at the end are spawned, as they always are outside o
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -189,6 +190,27 @@ def test_messages_are_kept(tmp_path: Path) -> None:
         kept.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert kept[0] == kept[1]
     assert len(kept[0]) == 2 * 5 + 1
+
+
+class Homely:
+    """A metric that only the process which made it can read, like one defined in a notebook."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+    def __reduce__(self) -> Any:
+        return _home, ()
+
+
+def _home() -> Homely:
+    if multiprocessing.parent_process() is not None:
+        raise AttributeError("Can't get attribute 'Homely' on <module '__main__'>")
+    return Homely()
+
+
+def test_a_task_that_another_process_cannot_read() -> None:
+    with pytest.raises(InputError, match=r"another process cannot read the task .*Homely.*can be imported"):
+        run(BASE.replace(workers=2, rounds=1), dataclasses.replace(blobs(), metric=Homely()))
 
 
 # --- stop and go on -------------------------------------------------------------------------------------
