@@ -31,7 +31,7 @@ from cfedavg.engines.probes import cannot_batch, masks_hold
 from cfedavg.keys import Purpose, key, keys, signed
 from cfedavg.local import after, batches, channels_last, local_sgd
 from cfedavg.plan import Plan
-from cfedavg.stack import ops, pool, rules
+from cfedavg.stack import operators, ops, pool, rules
 from cfedavg.stack import recorder as recorder_module
 from cfedavg.stack.convolution import DOTS, convolve
 from cfedavg.stack.pool import Hosted, Pool, Resident
@@ -309,7 +309,7 @@ def test_attention(name: str, caught: list[bool]) -> None:
 
 
 def test_attention_of_groups_of_heads_is_left_to_torch() -> None:
-    assert rules.attention(*[torch.zeros(1, 2, 3, 4)] * 3, enable_gqa=True) is NotImplemented
+    assert operators.attention(*[torch.zeros(1, 2, 3, 4)] * 3, enable_gqa=True) is NotImplemented
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
