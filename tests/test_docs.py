@@ -66,3 +66,24 @@ def test_table_of_the_error_feedback_runs(p: int, cell: str, name: str, feedback
         f"| {worst:.1f} | {in_bytes(statistics.mean(total))} |"
     )
     assert line in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["cfedavg, none", "cfedavg, topk(0.99)", "plain PyTorch", "pfl-research 0.6.0"]
+)
+def test_table_of_the_peers_on_a_cpu(name: str) -> None:
+    lines = [json.loads(line) for line in (ROOT / "results/speed/cpu.jsonl").read_text().splitlines()]
+    seconds = {
+        who: [statistics.median(line["seconds_per_round"]) for line in lines if line["contender"] == who]
+        for who in (name, "pfl-research 0.6.0")
+    }
+    ratios = [
+        theirs / mine for mine, theirs in zip(seconds[name], seconds["pfl-research 0.6.0"], strict=True)
+    ]
+    row = next(
+        line
+        for line in (ROOT / "docs/benchmarks.md").read_text().splitlines()
+        if line.startswith(f"| {name} |")
+    )
+    assert f"| {statistics.median(seconds[name]):.2f} |" in row
+    assert name.startswith("pfl") or f"{statistics.median(ratios):.2f}" in row
