@@ -1134,6 +1134,10 @@ def test_batches_of_different_shapes_are_for_one_client_after_another() -> None:
     model = nn.Sequential(Mean(), nn.Linear(8, 3))
     task = Task(model, [Padded([3, 4, 2]), Padded([5, 7, 6])])
     assert "equal size" in str(cannot_batch(task))
+    alike = Task(model, [Padded([9, 4, 4]), Padded([5, 4, 4])])  # the last two of each, which are tried, fit
+    config = Config(clients=2, engine="batched", device="cpu", local_epochs=1, batch_size=3)
+    with pytest.raises(InputError, match=r"batches differ in shape .* or take --engine sequential"):
+        run(config, alike)
 
 
 class Mean(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cfedavg.errors import InputError, first_line
 from cfedavg.local import to_device
 from cfedavg.task import Batch, Samples
 from cfedavg.tensors import free_memory
@@ -46,7 +47,14 @@ class Hosted:
     def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
         some = np.arange(len(rows)) if clients is None else clients
         each = [self.clients[c].batch(at) for c, at in zip(some, rows.cpu().numpy(), strict=True)]
-        return to_device(tree_map(lambda *leaves: torch.stack(leaves), *each), self.device, self.dtype)
+        try:
+            stacked = tree_map(lambda *leaves: torch.stack(leaves), *each)
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"--engine batched: the clients' batches differ in shape ({first_line(error)}); "
+                "pad them to one shape, or take --engine sequential"
+            ) from None
+        return to_device(stacked, self.device, self.dtype)
 
 
 class Pool:
