@@ -17,7 +17,6 @@ from torch import Tensor
 from cfedavg.errors import InputError
 from cfedavg.residuals import InMemory, OnDisk, Residuals
 from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
-from cfedavg.tensors import norm2 as norm2
 
 FORMAT = "cfedavg checkpoint 2"
 

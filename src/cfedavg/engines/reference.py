@@ -32,8 +32,9 @@ from cfedavg.metrics import Record, Reply, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.residuals import stochastic_bf16
-from cfedavg.state import State, norm2
+from cfedavg.state import State
 from cfedavg.task import Task
+from cfedavg.tensors import norm2
 
 
 @dataclass(frozen=True)
