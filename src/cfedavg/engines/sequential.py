@@ -66,7 +66,7 @@ class Sequential:
 def keep_memory() -> None:
     """Tells glibc to keep freed memory: without it every large tensor is mapped and unmapped anew.
 
-    That costs a step of the paper's CNN a third of its time. The process's memory stays at its peak.
+    That costs a step of the paper's CNN a quarter of its time. The process's memory stays at its peak.
     """
     trim, top, mapped = -1, -2, -3
     try:
