@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
-from cfedavg.engines import choose_engine, sequential
+from cfedavg.engines import blocks, choose_engine, sequential
 from cfedavg.engines.batched import Batched
 from cfedavg.engines.probes import cannot_batch, masks_hold
 from cfedavg.keys import Purpose, key, keys, signed
@@ -757,12 +757,12 @@ def trained(config: Config, task: Task, said: list[str]) -> Tensor:
 
 
 def test_blocks_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, config, said, blocks = blobs(m=7), Config(local_steps="1..4", precision="float64"), [], []
+    task, config, said, sizes = blobs(m=7), Config(local_steps="1..4", precision="float64"), [], []
     expected = trained(config, task, [])
     real, fits = Recorder.__call__, 2
 
     def cramped(self: Recorder, stack: Stack, *args: Any) -> None:
-        blocks.append(len(stack.losses))
+        sizes.append(len(stack.losses))
         if len(stack.losses) > fits:
             raise torch.OutOfMemoryError
         real(self, stack, *args)
@@ -773,9 +773,47 @@ def test_blocks_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> N
         "7 clients at once do not fit into the memory of cpu: going on with 4",
         "4 clients at once do not fit into the memory of cpu: going on with 2",
     ]
-    assert max(blocks[2:]) == 2
+    assert max(sizes[2:]) == 2
     fits = 0
     with pytest.raises(InputError, match="not even one client fits into its memory"):
+        trained(config, task, said)
+
+
+def test_updates_that_do_not_fit_are_compressed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, config, said, pieces = blobs(m=7), Config(compressor="topk(0.9)", drop_rate=0.3), [], []
+    expected = trained(config, task, [])
+    real = blocks.feed_back
+
+    def cramped(g: Tensor, *args: Any) -> Any:
+        pieces.append(len(g))
+        if len(g) > 3:
+            raise torch.OutOfMemoryError
+        return real(g, *args)
+
+    monkeypatch.setattr(blocks, "feed_back", cramped)
+    assert torch.equal(trained(config, task, said), expected)
+    assert pieces == [7, 4, 2, 2, 2, 1]
+    assert len(said) == 1  # which engine; training was not disturbed
+
+
+def test_residuals_that_do_not_fit_take_their_room_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, config, said = blobs(m=7), Config(precision="float64"), []
+    expected = trained(config, task, [])
+    real, fits = blocks.BlockEngine._kept, 2
+
+    def cramped(self: Any, *args: Any) -> Any:
+        if self.trainer.block > fits:
+            raise torch.OutOfMemoryError
+        return real(self, *args)
+
+    monkeypatch.setattr(blocks.BlockEngine, "_kept", cramped)
+    torch.testing.assert_close(trained(config, task, said), expected, rtol=1e-12, atol=1e-14)
+    assert said[1:] == [
+        "7 clients at once do not fit into the memory of cpu: going on with 4",
+        "4 clients at once do not fit into the memory of cpu: going on with 2",
+    ]
+    fits = 0
+    with pytest.raises(InputError, match="keep --residuals on disk"):
         trained(config, task, said)
 
 
@@ -997,7 +1035,7 @@ def resumes(config: Config, task: Task, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "broken"
     run(config, task, out=whole)
     with pytest.raises(KeyboardInterrupt):
-        run(config, task, out=out, observer=Stop(2, KeyboardInterrupt))
+        run(config, task, out=out, observer=Stop(1, KeyboardInterrupt))
     assert rows_without_time(out)[-1]["round"] < config.rounds - 1
     assert (out / "checkpoint.safetensors").exists()
     run(config, task, out=out, resume=True)

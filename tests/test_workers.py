@@ -74,9 +74,10 @@ def task(m: int = 7) -> Task:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    """No worker outlives its run, and none keeps a test waiting."""
-    timer = threading.Timer(LIMIT, lambda: [child.kill() for child in multiprocessing.active_children()])
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No worker outlives its run, and none keeps a test waiting; on a GPU they compile first."""
+    limit = LIMIT * (10 if request.node.get_closest_marker("gpu") else 1)
+    timer = threading.Timer(limit, lambda: [child.kill() for child in multiprocessing.active_children()])
     timer.start()
     yield
     late = not timer.is_alive()
@@ -173,7 +174,17 @@ def test_ranks_change_no_bit_in_float64() -> None:
 @pytest.mark.usefixtures("forked")
 def test_blocks_agree_closely() -> None:
     """Many clients at once: how they are cut into blocks shows in the last bits, and nowhere else."""
-    config = BASE.replace(engine="batched", precision="float64", rounds=3, compressor="topk(0.8)")
+    assert_close_rows(BASE.replace(device="cpu"))
+
+
+@pytest.mark.gpu
+def test_two_ranks_share_a_gpu() -> None:
+    """Real processes: what is forked cannot use CUDA."""
+    assert_close_rows(BASE.replace(device="cuda"))
+
+
+def assert_close_rows(config: Config) -> None:
+    config = config.replace(engine="batched", precision="float64", rounds=3, compressor="topk(0.8)")
     one, two = (run(config.replace(workers=n), blobs()).rows for n in (1, 2))
     for row, expected in zip(two, one, strict=True):
         for name in expected.keys() - {"seconds"}:

@@ -54,12 +54,28 @@ class Trained:
     b_K: Tensor  # (n, buffers)
     loss: Tensor  # (n,): the mean over the client's steps
 
+    def part(self, start: int, stop: int) -> Trained:
+        """Some of the clients."""
+        rows = slice(start, stop)
+        return Trained(self.clients[rows], self.K[rows], self.x_K[rows], self.b_K[rows], self.loss[rows])
+
 
 class Trainer(Protocol):
     """Does the local work of clients, block after block."""
 
     def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         """K_i steps of each client from x and b, in round t; the clients stay in their order."""
+
+    def shrink(self) -> None:
+        """Trains fewer clients at once, since memory is short; an InputError where it is one already."""
+
+
+def too_large(device: torch.device) -> InputError:
+    """What is said of a model of which not even one client can be trained."""
+    return InputError(
+        f"--device {device}: not even one client fits into its memory; "
+        "lower --batch-size, keep --residuals on disk, or take a smaller model"
+    )
 
 
 def choose_device(name: str) -> torch.device:

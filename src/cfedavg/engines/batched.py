@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from cfedavg.engines.base import Trained
+from cfedavg.engines.base import Trained, too_large
 from cfedavg.engines.common import PRECISIONS, explained, seed_generators
 from cfedavg.engines.probes import cannot_batch, masks_hold, means, unused
-from cfedavg.errors import InputError
 from cfedavg.local import Vectors, to_device
 from cfedavg.plan import Plan
 from cfedavg.stack.pool import Pool
@@ -66,18 +65,16 @@ class Batched:
             try:
                 trained = self._train(t, x, b, block)
             except torch.OutOfMemoryError:
-                self._halve(len(block))
+                self.block = len(block)
+                self.shrink()
                 continue
             yield trained
             left = left[len(block) :]
 
-    def _halve(self, n: int) -> None:
+    def shrink(self) -> None:
+        n, self.block = self.block, -(-self.block // 2)
         if n == 1:
-            raise InputError(
-                f"--device {self.device}: not even one client fits into its memory; "
-                "lower --batch-size or take a smaller model"
-            ) from None
-        self.block = -(-n // 2)
+            raise too_large(self.device) from None
         self._stack = None
         self.recorder.forget()
         self.pool.clear()

@@ -76,6 +76,7 @@ class BlockEngine:
         self._counters = ThreadPoolExecutor(COUNTERS) if device.type == "cuda" else None
         self.behind = 1 if self._counters else 0
         self.crew = Crew(self.ranks)
+        self._together = plan.m  # clients whose updates are compressed at once
 
     def start(self) -> State:
         x, b = self.vectors.read()
@@ -106,15 +107,33 @@ class BlockEngine:
         mine = self.ranks.mine(busy)
         kept: dict[int, Tensor] = {}
         for block in self.trainer.train(t, state.x, state.b, mine):
-            kept |= self._block(state, block, sent)
+            kept |= self._pieces(state, block, sent)
         residuals = state.residuals
         if plan.config.error_feedback and not sent.diverged:
             residuals = residuals.updated(kept)
         sent.norms2 = list(residuals.norms2.values())
         return residuals, sent
 
+    def _pieces(self, state: State, block: Trained, sent: Sent) -> dict[int, Tensor]:
+        """Lines 10 to 15 for a block, in pieces that memory has room for."""
+        kept: dict[int, Tensor] = {}
+        done = 0
+        while done < len(block.clients):
+            piece = block.part(done, done + self._together)
+            n = len(piece.clients)
+            try:
+                kept |= self._block(state, piece, sent)
+                done += n
+                continue
+            except torch.OutOfMemoryError:
+                pass  # only after this line are the tensors of the attempt gone
+            if n == 1:
+                self.trainer.shrink()
+            self._together = -(-n // 2) if n > 1 else self.plan.m
+        return kept
+
     def _block(self, state: State, block: Trained, sent: Sent) -> dict[int, Tensor]:
-        """Lines 10 to 15 for a block; a reply that gets lost goes back into the residual whole."""
+        """Lines 10 to 15; a reply that gets lost goes back into the residual whole."""
         plan, t, n = self.plan, state.t, len(block.clients)
         K = torch.tensor(block.K, device=self.device)[:, None]
         g = local_update(state.x, block.x_K, K, plan.rates.update)
@@ -133,15 +152,18 @@ class BlockEngine:
         g2, p2, noise2 = (rows_norms2(each) for each in (g, p, e_next))
         lost = [plan.lost(t, i) for i in block.clients]
         counts = payload.counts()
+        if any(lost):
+            e_next = torch.where(torch.tensor(lost, device=self.device)[:, None], p, e_next)
+        kept = self._kept(t, block.clients, e_next)
+        g_sum = g.double().sum(0) + (0 if sent.g_sum is None else sent.g_sum)
+        # What has been handed on stays so: from here on no memory of any size is asked for.
+        self._deliver(t, block, payload, sent)
+        sent.g_sum = g_sum
         sent.replies += [
             Reply(client, block.K[i], loss[i], g2[i], p2[i], noise2[i], counts[i], 0, lost[i])
             for i, client in enumerate(block.clients)
         ]
-        self._deliver(t, block, payload, sent)
-        sent.g_sum = g.double().sum(0) + (0 if sent.g_sum is None else sent.g_sum)
-        if any(lost):
-            e_next = torch.where(torch.tensor(lost, device=self.device)[:, None], p, e_next)
-        return self._kept(t, block.clients, e_next)
+        return kept
 
     def _deliver(self, t: int, block: Trained, payload: Payload, sent: Sent) -> None:
         """Hands the payloads on: to the server's side of this process, or to rank 0; and has them counted."""

@@ -51,9 +51,9 @@ class Crew:
     def answers(self, mine: Any) -> list[Any]:
         """Everybody's, beginning with one's own."""
         with self.ranks.together():
-            found = self.ranks.gather(mine)
+            found = self.ranks.gather(None)  # one's own need not travel, and may hold what cannot
             self._waiting = False
-        return found
+        return [mine, *found[1:]]
 
     def dismiss(self) -> None:
         """Sends them home."""

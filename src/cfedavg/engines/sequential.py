@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cfedavg.engines.base import Trained
+from cfedavg.engines.base import Trained, too_large
 from cfedavg.engines.common import explained, seed_generators
 from cfedavg.local import Vectors, after, batches, local_sgd, to_device
 from cfedavg.plan import Plan
@@ -40,6 +40,9 @@ class Sequential:
                 yield self._train(t, x, b, client)
             except ValueError as error:
                 raise explained(error, client) from None
+
+    def shrink(self) -> None:
+        raise too_large(self.device)
 
     def _train(self, t: int, x: Tensor, b: Tensor, client: int) -> Trained:
         config = self.plan.config

@@ -209,6 +209,3 @@ def multi_head(*args: Any, **kwargs: Any) -> Any:
     """F.multi_head_attention_forward takes the fused kernels only if nobody asks for the weights."""
     out, weights = F.multi_head_attention_forward(*args, **kwargs | {"need_weights": True})
     return out, weights if kwargs.get("need_weights", True) else None
-
-
-# Where attention drops weights, by whom its arguments are named.
