@@ -14,7 +14,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: install  ## top-k 0.99 with error feedback beside uncompressed FedAvg, on the MNIST subset
 	rm -rf runs/demo
-	$(BIN)/cfedavg sweep --config experiments/demo.toml --vary "compressor=none|topk(0.99) >> bf16" --out runs/demo
+	$(BIN)/cfedavg sweep --config configs/demo.toml --vary "compressor=none|topk(0.99) >> bf16" --out runs/demo
 
 # One thread for each of the test workers: small tensors gain nothing from more.
 test: lint  ## what CI runs

@@ -88,6 +88,8 @@ def test_two_rounds_by_hand() -> None:
     assert row["delta_norm2"] == pytest.approx((g**2).sum().item() / 3)
     assert row["alpha"] == pytest.approx((g**2).sum().item() / 3 / (g.mean(0) ** 2).sum().item())
     assert row["error_norm2"] == pytest.approx((e**2).sum().item() / 3)
+    assert row["delta_norm"] == pytest.approx(g.norm(dim=1).sum().item() / 3)
+    assert row["error_norm"] == pytest.approx(e.norm(dim=1).sum().item() / 3)
     snr = (p**2).sum(1) / (e**2).sum(1)
     assert row["snr_min"] == pytest.approx(snr.min().item())
     assert row["snr_mean"] == pytest.approx(snr.mean().item())

@@ -636,7 +636,7 @@ def tree_stack(trees: list[Any]) -> Any:
 
 
 def stacked(model: nn.Module, n: int) -> Stack:
-    parameters = [torch.stack([p.detach()] * n) for p in model.parameters()]
+    parameters = [torch.stack([p.detach()] * n) for p in model.parameters() if p.requires_grad]
     buffers = [torch.stack([b] * n) for b in model.buffers()]
     momenta = [torch.zeros_like(p) for p in parameters]
     return Stack(parameters, momenta, buffers, torch.zeros(n, dtype=DOUBLE))
@@ -847,6 +847,34 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is(compiler: Any, monkeypatch
         "the step cannot be compiled (RuntimeError: the tools are broken): it runs as it is, slower",
     ]
     assert not recorder.compiles
+
+
+def test_a_step_is_compiled_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that differ in what is sent, or in their data, share it; other steps, and constants, do not."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(recorder_module, "_COMPILED", {})
+    monkeypatch.setattr(torch, "compile", lambda listed, **_: compiled.append(listed) or listed)
+
+    def play(model: nn.Module, sgd: Sgd, n: int = 2) -> Stack:
+        task, stack = images(model.double(), m=n), stacked(model, n)
+        recorder = Recorder(Step(model, task.loss, sgd), CPU, lambda text: None)
+        recorder.compiles = True
+        one_step(recorder, task, stack)
+        return stack
+
+    found = [play(seeded(mlp), Sgd()) for _ in range(3)]
+    assert len(compiled) == 1
+    torch.testing.assert_close(found[2].tensors(), found[0].tensors(), **EXACT)
+    play(seeded(mlp), Sgd(weight_decay=0.1))
+    play(seeded(mlp), Sgd(), n=3)
+    assert len(compiled) == 3
+    for scale in (1.0, 2.0):  # a frozen parameter is a constant of the list
+        model = seeded(mlp)
+        first = next(model.parameters())
+        first.data.mul_(scale)
+        first.requires_grad_(False)
+        play(model, Sgd())
+    assert len(compiled) == 5
 
 
 def test_a_step_that_cannot_be_recorded_is_launched_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:

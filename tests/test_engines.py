@@ -69,7 +69,7 @@ def slack(name: str, reference: dict[str, Any]) -> float:
     For fp32, which cuts off less than a unit in the last place of float32, the root is about 2^25: the
     metric is off by up to 2^-22. For coarser compressors 1e-9 is more.
     """
-    snr = reference["snr_mean"] if name in ("snr_min", "snr_mean", "error_norm2") else None
+    snr = reference["snr_mean"] if name in ("snr_min", "snr_mean", "error_norm2", "error_norm") else None
     return max(1e-9, 2**-47 * math.sqrt(snr or 0.0))
 
 

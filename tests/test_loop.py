@@ -157,7 +157,8 @@ def test_folder_holds_what_it_promises(tmp_path: Path) -> None:
     row = rows_without_time(tmp_path / "r")[0]
     promised = {
         "round", "test_accuracy", "test_loss", "train_loss", "uplink_bytes", "downlink_bytes",
-        "coordinates_sent", "model_sizes_sent", "delta_norm2", "error_norm2", "alpha", "snr_min", "snr_mean",
+        "coordinates_sent", "model_sizes_sent", "delta_norm2", "error_norm2", "delta_norm", "error_norm",
+        "alpha", "snr_min", "snr_mean",
         "local_steps_min", "local_steps_mean", "local_steps_max", "clients", "lost", "simulated_seconds",
     }  # fmt: skip
     assert promised <= set(row)

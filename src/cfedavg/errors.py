@@ -5,6 +5,13 @@ class InputError(ValueError):
     """Bad input. The message names the option or field, what was wrong and what would be right."""
 
 
+class CannotResume(InputError):
+    """A run cannot go on from what its folder holds, which is left as it is."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"--resume: {why}")
+
+
 class NotFinite(ArithmeticError):
     """NaN or Inf in an update; `rows` are the rows of the block that hold one."""
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from cfedavg.config import Config, flag, read_config
-from cfedavg.errors import InputError
+from cfedavg.errors import CannotResume, InputError
 from cfedavg.files import make_folder, sync, write_atomic
 from cfedavg.metrics import Record
 from cfedavg.residuals import InMemory, OnDisk, sweep
@@ -59,13 +59,13 @@ class Folder:
         state, rows = start, list[Record]()
         if begun:
             if not (self.path / CONFIG).exists():
-                raise InputError(f"--resume: {self.path / CONFIG} is missing, so the run cannot go on")
-            _check_same(read_config(self.path / CONFIG), config, self.path)
+                raise CannotResume(f"{self.path / CONFIG} is missing, so the run cannot go on")
+            _check_same(_config_of(self.path), config, self.path)
         if begun and (self.path / CHECKPOINT).exists():
             state, rows = self._restore(identity, start)
             if state.t > config.rounds:
-                raise InputError(
-                    f"--resume: --rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
+                raise CannotResume(
+                    f"--rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
                 )
         # Nothing was changed up to here, so that a refused resume leaves everything as it was.
         sweep(self.residuals, state.residuals)
@@ -81,8 +81,8 @@ class Folder:
             state.residuals.check()
         rows = read_rows(self.path / METRICS)[: state.t]
         if [row.get("round") for row in rows] != list(range(state.t)):
-            raise InputError(
-                f"--resume: {self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
+            raise CannotResume(
+                f"{self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
                 "which the checkpoint needs; start again"
             )
         return state, rows
@@ -131,13 +131,20 @@ def as_line(row: Record) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
+def _config_of(path: Path) -> Config:
+    try:
+        return read_config(path / CONFIG)
+    except InputError as error:
+        raise CannotResume(str(error)) from None
+
+
 def _check_same(old: Config, new: Config, path: Path) -> None:
     for item in dataclasses.fields(Config):
         before, now = getattr(old, item.name), getattr(new, item.name)
         if before == now or (item.name in MAY_CHANGE and not _horizon(item.name, new)):
             continue
-        raise InputError(
-            f"--resume: {flag(item.name)} is {now!r}, but the run in {path} has {before!r}; "
+        raise CannotResume(
+            f"{flag(item.name)} is {now!r}, but the run in {path} has {before!r}; "
             "leave it out or start another run"
         )
 

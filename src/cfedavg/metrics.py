@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
         "coordinates_sent": sent,
         "model_sizes_sent": sent / (d * len(steps)),
         "delta_norm2": delta_norm2,
+        "delta_norm": math.fsum(math.sqrt(r.g2) for r in replies) / n if n else None,
         "alpha": finite(delta_norm2 / mean_g2) if delta_norm2 and mean_g2 else None,
         "snr_min": finite(min(snr, default=math.inf)),
         "snr_mean": finite(math.fsum(snr) / n if n else math.inf),
@@ -54,6 +55,19 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
         "local_steps_max": max(steps),
         "clients": len(steps),
         "lost": sum(r.lost for r in replies),
+    }
+
+
+def residual_norms(norms2: Iterable[float], m: int) -> Record:
+    """The residual columns: means over all m clients, of whom those without a residual have none.
+
+    >>> residual_norms([4.0, 16.0], m=4)
+    {'error_norm2': 5.0, 'error_norm': 1.5}
+    """
+    known = list(norms2)
+    return {
+        "error_norm2": math.fsum(known) / m,
+        "error_norm": math.fsum(map(math.sqrt, known)) / m,
     }
 
 

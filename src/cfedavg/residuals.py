@@ -10,7 +10,6 @@ these is deleted, so a run can be killed between any two steps and go on from it
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from cfedavg.errors import InputError
+from cfedavg.errors import CannotResume, InputError
 from cfedavg.files import exists, sync
 from cfedavg.keys import bits
 from cfedavg.tensors import UNREADABLE, checksum, free_memory, norms2, read_tensors, save_tensors
@@ -43,10 +42,6 @@ class Residuals(ABC):
         if client not in self.norms2:
             return torch.zeros_like(like)
         return self.stored(client, like.shape).to(like.device, like.dtype)
-
-    def mean_norm2(self, m: int) -> float:
-        """The mean of |e_i|^2 over all m clients."""
-        return math.fsum(self.norms2.values()) / m
 
     @abstractmethod
     def stored(self, client: int, shape: torch.Size) -> Tensor:
@@ -210,7 +205,7 @@ class OnDisk(Residuals):
         """Whether all files are there, before a run goes on with them; what they hold shows when read."""
         for path in sorted(self.paths()):
             if not exists(path):
-                raise InputError(f"--resume: the residual file {path} is missing; start the run again")
+                raise CannotResume(f"the residual file {path} is missing; start the run again")
 
     def flush(self) -> None:
         if not self.fresh:

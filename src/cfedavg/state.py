@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfedavg.errors import InputError
+from cfedavg.errors import CannotResume, InputError
 from cfedavg.residuals import InMemory, OnDisk, Residuals
 from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 
@@ -70,18 +70,16 @@ def load(path: Path, identity: int, like: State, folder: Path) -> State:
     try:
         tensors, about = read_tensors(path)
         if about["format"] != FORMAT:
-            raise InputError(f"--resume: {path} was written by another version ({about['format']})")
+            raise CannotResume(f"{path} was written by another version ({about['format']})")
         if about["identity"] != identity or not _fits(tensors, like):
-            raise InputError(
-                f"--resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
-            )
+            raise CannotResume(f"{path} holds another model: names, shapes, dtypes or frozen values differ")
         if about.pop("checksum") != checksum(tensors, about) or about["t"] < 0:
             raise ValueError("its checksum is wrong")
         return _state(about, tensors, like.x.device, folder)
     except InputError:
         raise
     except UNREADABLE as error:
-        raise InputError(f"--resume: the checkpoint {path} is damaged ({error}); start again") from None
+        raise CannotResume(f"the checkpoint {path} is damaged ({error}); start again") from None
 
 
 def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, folder: Path) -> State:

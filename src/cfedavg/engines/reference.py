@@ -28,7 +28,7 @@ from cfedavg.evaluate import evaluate
 from cfedavg.keys import Purpose, key, signed
 from cfedavg.layout import Layout
 from cfedavg.local import Vectors, after, batches, local_sgd, to_device
-from cfedavg.metrics import Record, Reply, summarise
+from cfedavg.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.residuals import stochastic_bf16
@@ -86,7 +86,7 @@ class ReferenceEngine:
             [s.reply for s in sent], len(sampled) - len(sent), self.layout.d, _mean_norm2([s.g for s in sent])
         )
         record["downlink_bytes"] = down * len(sampled)
-        record["error_norm2"] = residuals.mean_norm2(plan.m)
+        record |= residual_norms(residuals.norms2.values(), plan.m)
         took = {s.reply.client: (s.reply.K, s.reply.up_bytes) for s in sent}
         record["simulated_seconds"] = simulated_seconds(plan, took, sampled, down)
         z, eta_sum = next_iterate(plan, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from torch import Tensor
 from cfedavg.algorithm import average, server_update
 from cfedavg.engines.common import simulated_seconds, weighted_mean
 from cfedavg.errors import Diverged
-from cfedavg.metrics import Record, Reply, summarise
+from cfedavg.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.state import State
@@ -72,7 +71,7 @@ def record(
     mean_g2 = norm2(total / len(replies)) if total is not None else 0.0
     found = summarise(replies, len(sampled) - len(replies), d, mean_g2)
     found["downlink_bytes"] = down * len(sampled)
-    found["error_norm2"] = math.fsum(n for part in parts for n in part.norms2) / plan.m
+    found |= residual_norms((n for part in parts for n in part.norms2), plan.m)
     took = {reply.client: (reply.K, reply.up_bytes) for reply in replies}
     found["simulated_seconds"] = simulated_seconds(plan, took, sampled, down)
     return found

@@ -113,7 +113,7 @@ class Recorder:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of the compiler, about itself
                     if run is None:
-                        run = torch.compile(listed, fullgraph=True, dynamic=False)
+                        run = _shared(listed, tensors)
                     run(*tensors)
             except torch.OutOfMemoryError:
                 raise
@@ -121,6 +121,7 @@ class Recorder:
                 if run is listed:
                     raise
                 self.say(f"the step cannot be compiled ({first_line(error)}): it runs as it is, slower")
+                _COMPILED.clear()  # whoever comes next shall try for himself
                 run, self.compiles = listed, False
                 run(*tensors)
 
@@ -146,6 +147,19 @@ class Recorder:
             graph.replay()
 
         return play
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def _shared(listed: Any, tensors: tuple[Tensor, ...]) -> Any:
+    """The list compiled; one of the same operators, of a run before this one in the process, serves again."""
+    if any(node.op == "get_attr" for node in listed.graph.nodes):  # constants, which the text does not show
+        return torch.compile(listed, fullgraph=True, dynamic=False)
+    key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+    if key not in _COMPILED:
+        _COMPILED[key] = torch.compile(listed, fullgraph=True, dynamic=False)
+    return _COMPILED[key]
 
 
 def _python_generators() -> tuple[Any, ...]:
