@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from cfedavg.config import DATA, Config, flag, read_config
+from cfedavg.config import DATA, Config, flag, kinds, read_config
 from cfedavg.errors import InputError
 from cfedavg.files import exists
 
@@ -48,7 +48,7 @@ def takes_config(
 
     The command receives `given`: the fields whose option was typed, so that they can win over a file.
     """
-    hints = get_type_hints(Config)
+    hints = kinds()
     fields = [f for f in dataclasses.fields(Config) if names is None or f.name in names]
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
@@ -173,6 +173,63 @@ def _report(runs: list[Path], out: Path) -> None:
         table.add_row(*(row[i] for i in shown))
     console.print(table)
     console.print(f"{made.headline}\n{made.page}  {made.picture}", **PLAIN)
+
+
+@app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="experiments, or TOML files of your own; none: list them", metavar="NAME..."),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="smoke: minutes on a laptop; small: an hour or so; paper: its own settings")
+    ] = "small",
+    seeds: Annotated[int, typer.Option(help="runs of each cell, with seeds 0, 1, ...", min=1, max=20)] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of cells and figures", show_default="runs/reproduce/SCALE")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on where an earlier call stopped")] = False,
+    minutes: Annotated[
+        float, typer.Option(help="stop after as many, to go on with --resume", show_default="no limit", min=0)
+    ] = float("inf"),
+    only: Annotated[
+        list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
+    ] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="a folder with the parquet files of the data sets, or a folder of each")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    precision: Annotated[str, typer.Option(help="of the local steps: float32, tf32 or bf16")] = "float32",
+) -> None:
+    """Make the paper's figures again: train what is missing, cell by cell, and draw.
+
+    For instance: cfedavg reproduce fig1-mnist --scale smoke
+    """
+    from cfedavg.reproduce import command
+
+    how = {"device": device, "precision": precision} | ({"data_dir": data_dir} if data_dir else {})
+    console = Console()
+    if not names:
+        command.show_all(console)
+        return
+    if _ranks() > 1:
+        raise InputError("start `cfedavg run` with torchrun; reproduce uses one process")
+    grid = command.open_grid(names, scale, seeds, out, only, resume, console)
+    command.carry_out(grid, how, minutes, console)
+
+
+@app.command()
+def claims(
+    folder: Annotated[Path, typer.Argument(help="--out of `cfedavg reproduce`", metavar="FOLDER")],
+    out: Annotated[Path | None, typer.Option(help="a Markdown file for the whole table")] = None,
+    words: Annotated[
+        Path | None, typer.Option(help="a TOML file with title, intro and, by claim, [why]; for --out")
+    ] = None,
+) -> None:
+    """Hold the paper's claims against what was reproduced: verdicts with the numbers that decide."""
+    from cfedavg.reproduce import command
+
+    command.judge(folder, out, words, Console())
 
 
 PARTITION = {name.name for name in dataclasses.fields(Config) if name.metadata["group"] == DATA} | {"seed"}

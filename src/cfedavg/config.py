@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -109,7 +110,7 @@ class Config:
     checkpoint_every: int = option(10, RUN, "rounds between checkpoints; 0: only at the end and on Ctrl-C")
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Config).items():
+        for name, kind in kinds().items():
             object.__setattr__(self, name, _typed(name, getattr(self, name), kind))
         self._check_exclusive()
         self._check_numbers()
@@ -188,6 +189,12 @@ class Config:
             if name not in known:
                 raise InputError(f"{where} has an unknown key {name!r}; known are {', '.join(sorted(known))}")
         return cls(**table)
+
+
+@cache
+def kinds() -> dict[str, Any]:
+    """The type of every field."""
+    return get_type_hints(Config)
 
 
 def read_config(path: Path) -> Config:

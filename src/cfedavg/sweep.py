@@ -6,10 +6,10 @@ import itertools
 import re
 import tomllib
 from collections.abc import Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 from cfedavg.compress import parse
-from cfedavg.config import Config
+from cfedavg.config import Config, kinds
 from cfedavg.errors import InputError
 from cfedavg.schedule import SCHEDULES
 from cfedavg.spec import build
@@ -42,10 +42,10 @@ def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
 def _axis(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("-", "_")
-    kinds = get_type_hints(Config)
-    if not equals or name not in kinds:
+    known = kinds()
+    if not equals or name not in known:
         raise InputError(f"--vary: {text!r} must be field=value|value, with a field of the configuration")
-    return name, [_value(part.strip(), kinds[name]) for part in values.split("|")]
+    return name, [_value(part.strip(), known[name]) for part in values.split("|")]
 
 
 def _value(text: str, kind: Any) -> Any:

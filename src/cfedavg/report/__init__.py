@@ -1,7 +1,8 @@
 """Run folders turned into pictures, a summary table and one page to look at.
 
 `read` takes a folder in, `groups` joins runs that differ only in their seed, `table` says what came out,
-`panels` says what to draw, `figures` draws it and `page` puts everything into one file.
+`panels` says what to draw and `pens` in which colours, `figures` draws it and `page` puts everything into
+one file. `grid` draws panels in rows and columns, as a paper does.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from matplotlib.ticker import (
     LogLocator,
     MaxNLocator,
     NullLocator,
-    PercentFormatter,
 )
 
 from cfedavg.report.groups import Curve
@@ -24,6 +23,11 @@ from cfedavg.report.panels import Panel
 from cfedavg.units import in_bytes, in_time, time_unit
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
+_SENT: dict[str, tuple[str, Callable[[float], str]]] = {
+    "uplink_bytes": ("uplink bytes of all clients so far", in_bytes),
+    "client_bytes": ("bytes that a client has sent so far", in_bytes),
+    "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
+}
 _STEPS = [1, 2, 5, 10]
 _FAR = 6.0  # how much longer the slowest run may take on a linear axis of time
 _TIMES = [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30] + [
@@ -37,23 +41,28 @@ _WIDE = 30.0  # the span from which numbers of a linear axis lie flat on the flo
 def drawable(text: str) -> str:
     """The text with a `?` for what the font lacks; matplotlib would draw a box and warn."""
     font = get_font(findfont(FontProperties()))
-    return "".join(letter if font.get_char_index(ord(letter)) else "?" for letter in text)
+    return "".join(letter if letter == "\n" or font.get_char_index(ord(letter)) else "?" for letter in text)
 
 
-def finish_axes(axes: Axes, panel: Panel, drawn: Sequence[Curve]) -> None:
-    """Everything around the lines."""
+def finish_axes(
+    axes: Axes,
+    panel: Panel,
+    drawn: Sequence[Curve],
+    in_column: Sequence[Curve] = (),
+    in_row: Sequence[Curve] = (),
+) -> None:
+    """Everything around the lines; those of axes that share x are `in_column`, and y `in_row`."""
     title = drawable(panel.title)
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, parse_math=False)
+    axes.set_ylabel(drawable(panel.side), fontsize=9, color=MUTED, parse_math=False)
     _frame(axes)
     if not drawn:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.text(
-            0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", color=MUTED, fontsize=9
-        )
+        axes.grid(False)  # the ticks themselves may be shared with axes that have lines
+        axes.tick_params(labelbottom=False, labelleft=False)
+        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
         return
-    _set_x(axes, panel.x, drawn)
-    _set_y(axes, panel, [value for line in drawn for value in line.mean])
+    _set_x(axes, panel.x, in_column or drawn)
+    _set_y(axes, panel, [value for line in in_row or drawn for value in line.mean])
     _name_styles(axes, panel)
 
 
@@ -73,11 +82,11 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
         name = "communication rounds"
         axes.set_xlim(0, max(1.03 * high, 2))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=_STEPS))
-    elif x == "uplink_bytes":
-        name = "uplink bytes of all clients so far"
+    elif x in _SENT:
+        name, text = _SENT[x]
         if low > 0:
             axes.set_xscale("log")
-            _log_ticks(axes.xaxis, low, high, in_bytes)
+            _log_ticks(axes.xaxis, low, high, text)
     else:
         name = f"simulated time so far{_time_ticks(axes, drawn)}"
     axes.set_xlabel(name, fontsize=9, color=MUTED)
@@ -104,7 +113,7 @@ def _set_y(axes: Axes, panel: Panel, values: list[float]) -> None:
         axes.set_yscale("log")
         _log_ticks(axes.yaxis, low, high, None)
     elif panel.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.6g}%"))
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
     if axes.get_yscale() != "log":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))

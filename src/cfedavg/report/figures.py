@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -20,10 +22,8 @@ from cfedavg.report.axes import INK, MUTED, drawable, finish_axes
 from cfedavg.report.groups import Curve, Group, curve
 from cfedavg.report.labels import shortened
 from cfedavg.report.panels import Panel
+from cfedavg.report.pens import COLOURS, PLAIN, Pen
 
-# Okabe and Ito's colours, told apart with any colour vision; their yellow is too pale for a line on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_PLAIN = "#555555"  # for the uncompressed run that others are measured against
 _DPI = 180
 _LETTERS_PER_INCH = 13
 
@@ -42,65 +42,86 @@ def _draw(
     panels: Sequence[Panel], groups: Sequence[Group], *, columns: int, width: float, height: float
 ) -> bytes:
     handles, labels = _legend(groups, longest=int(width * _LETTERS_PER_INCH) - 5)
-    legend_columns = _legend_columns(labels, width)
-    legend_height = 0.24 * math.ceil(len(labels) / legend_columns)
+    abreast = legend_columns(labels, width)
+    legend_height = 0.24 * math.ceil(len(labels) / abreast)
     rows = max(1, math.ceil(len(panels) / columns))
     figure = new_figure(width, rows * height + legend_height)
-    colours = colours_of(groups)
+    pens = list(map(Pen, colours_of(groups)))
     for place, panel in enumerate(panels, 1):
-        draw_on(figure.add_subplot(rows, columns, place), panel, groups, colours)
+        axes = figure.add_subplot(rows, columns, place)
+        finish_axes(axes, panel, draw_lines(axes, panel, groups, pens))
     if not panels:
         figure.text(0.5, 0.4, "no rounds recorded yet", ha="center", color=MUTED, fontsize=10)
-    legend = figure.legend(
-        handles, labels, loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=9,
-        labelcolor=INK, handlelength=1.6, columnspacing=1.6, labelspacing=0.35, borderpad=0.1,
-        borderaxespad=0.9,
-    )  # fmt: skip
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a `$` in a label is a dollar
+    add_legend(
+        figure, handles, labels, abreast, loc="outside upper left", borderaxespad=0.9, handlelength=1.6
+    )
     return as_png(figure)
 
 
-def draw_on(axes: Axes, panel: Panel, groups: Sequence[Group], colours: Sequence[str]) -> None:
+def add_legend(
+    figure: Figure, handles: Sequence[Artist], labels: Sequence[str], columns: int, **place: Any
+) -> None:
+    """A legend without a frame; where it stands is said as to `Figure.legend`."""
+    legend = figure.legend(
+        handles, labels, ncols=columns, frameon=False, fontsize=9, labelcolor=INK, columnspacing=1.6,
+        labelspacing=0.35, borderpad=0.1, **place,
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a `$` in a label is a dollar
+
+
+def draw_lines(axes: Axes, panel: Panel, groups: Sequence[Group], pens: Sequence[Pen]) -> list[Curve]:
     """The lines of a panel, the first group on top and the uncompressed one behind all."""
     drawn: list[Curve] = []
     for series in panel.series:
-        for order, (group, colour) in enumerate(zip(groups, colours, strict=True)):
+        for order, (group, pen) in enumerate(zip(groups, pens, strict=True)):
             line = curve(group, panel.x, series.key)
             if panel.log:
                 line = Curve(*(part[line.mean > 0] for part in line))
             if len(line.x):
                 depth = len(groups) if group.is_plain() else order
-                _draw_curve(axes, line, colour, series.dashed, banded=len(group.runs) > 1, depth=depth)
+                pen = dataclasses.replace(pen, dashed=pen.dashed or series.dashed)
+                _draw_curve(axes, line, pen, banded=len(group.runs) > 1, depth=depth)
                 drawn.append(line)
-    finish_axes(axes, panel, drawn)
+    return drawn
 
 
-def _draw_curve(axes: Axes, line: Curve, colour: str, dashed: bool, *, banded: bool, depth: int) -> None:
-    style = (0, (3.5, 1.8)) if dashed else "solid"
+def _draw_curve(axes: Axes, line: Curve, pen: Pen, *, banded: bool, depth: int) -> None:
     marker = "o" if len(line.x) == 1 else ""  # a line through one point would be invisible
     axes.plot(
-        line.x, line.mean, color=colour, linestyle=style, linewidth=1.7, marker=marker, markersize=5,
-        markerfacecolor="white" if dashed else colour, solid_capstyle="round", zorder=4 - depth / 1000,
+        line.x, line.mean, color=pen.colour, linestyle=_stroke(pen), linewidth=1.7, marker=marker,
+        markersize=5, markerfacecolor="white" if pen.dashed else pen.colour, solid_capstyle="round",
+        zorder=4 - depth / 1000,
     )  # fmt: skip
     if banded:
-        axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0, zorder=2)
+        axes.fill_between(line.x, line.low, line.high, color=pen.colour, alpha=0.18, linewidth=0, zorder=2)
+    if pen.crossed:
+        axes.plot(line.x[-1], line.mean[-1], "x", color=pen.colour, markersize=7, mew=1.8, zorder=5)
+
+
+def pen_handle(pen: Pen) -> Line2D:
+    """What stands for a line in a legend."""
+    return Line2D([], [], color=pen.colour, linestyle=_stroke(pen), linewidth=2.4)
+
+
+def _stroke(pen: Pen) -> Any:
+    return (0, (3.5, 1.8)) if pen.dashed else "solid"
 
 
 def colours_of(groups: Sequence[Group]) -> list[str]:
     """One colour for each group, the same in all panels."""
     lone_plain = len(groups) > 1 and sum(group.is_plain() for group in groups) == 1
     others = len(groups) - lone_plain
-    if others <= len(_COLOURS):
-        free = iter(_COLOURS)
+    if others <= len(COLOURS):
+        free = iter(COLOURS)
     else:  # too many to name by colour: a scale at least keeps their order
         viridis = matplotlib.colormaps["viridis"]
         free = iter([to_hex(viridis(0.9 * i / (others - 1))) for i in range(others)])
-    return [_PLAIN if lone_plain and group.is_plain() else next(free) for group in groups]
+    return [PLAIN if lone_plain and group.is_plain() else next(free) for group in groups]
 
 
 def _legend(groups: Sequence[Group], longest: int) -> tuple[list[Artist], list[str]]:
-    handles: list[Artist] = [Line2D([], [], color=colour, linewidth=2.4) for colour in colours_of(groups)]
+    handles: list[Artist] = [pen_handle(Pen(colour)) for colour in colours_of(groups)]
     labels = [drawable(shortened(group.label, longest)) for group in groups]
     if any(len(group.runs) > 1 for group in groups):
         handles.append(Patch(facecolor="#BBBBBB", linewidth=0))
@@ -108,13 +129,16 @@ def _legend(groups: Sequence[Group], longest: int) -> tuple[list[Artist], list[s
     return handles, labels
 
 
-def _legend_columns(labels: Sequence[str], width: float) -> int:
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """As many as the longest label leaves room for."""
     longest = max(map(len, labels), default=0) + 5
     return max(1, min(len(labels), int(width * _LETTERS_PER_INCH / longest)))
 
 
-def new_figure(width: float, height: float) -> Figure:
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04)
+def new_figure(width: float, height: float, top: float = 0.0, bottom: float = 0.0) -> Figure:
+    """An empty figure; the axes leave free so many inches at the top and the bottom."""
+    rect = (0.0, bottom / height, 1.0, 1 - (top + bottom) / height)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04, rect=rect)
     return Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout=layout)
 
 

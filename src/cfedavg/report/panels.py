@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cfedavg.report.groups import Group, curve
+from cfedavg.report.pens import Pen
 from cfedavg.units import in_words, is_share
 
 
@@ -29,6 +30,27 @@ class Panel:
     x: str = "rounds"
     log: bool | None = False  # None: where the numbers span more than a linear axis shows
     percent: bool = False
+    side: str = ""  # along the y axis
+    empty: str = "nothing recorded"  # instead of lines
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one pair of axes shows: a pen for each group."""
+
+    panel: Panel
+    groups: Sequence[Group]
+    pens: Sequence[Pen]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the panels: two lines and the legend above them, the note below."""
+
+    title: str
+    subtitle: str
+    legend: Sequence[tuple[str, Pen]]
+    note: str = ""
 
 
 def panels_for(groups: Sequence[Group], metric: str) -> list[Panel]:

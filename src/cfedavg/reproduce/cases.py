@@ -1,0 +1,165 @@
+"""Claims split into cases: how each goes, what they come to together, and the numbers as text.
+
+A case, such as one p and one compressor, goes as claimed (1), against the claim (-1), or decides nothing (0).
+A claim holds if some case goes as claimed and none against it; if none goes as claimed, it does not hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cfedavg.reproduce.results import Missing, Results, Sample
+
+HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
+MARKS = {1: "✓", 0: "≈", -1: "✗"}
+DATASETS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+COMPRESSORS = {"topk": "top-k", "rd": "random dropping"}
+_NAMES = {**DATASETS, "none": "no compression"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict, the numbers it is from, and the cells these are from."""
+
+    verdict: str
+    numbers: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing the paper says, in our words, and how it is checked."""
+
+    name: str
+    text: str
+    where: str  # in the paper
+    ran: str
+    figure: str  # the experiment or study that shows it
+    criterion: str
+    judge: Callable[[Results], Finding | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One part of a claim: where it belongs, what was measured, and how it goes."""
+
+    group: str
+    label: str
+    text: str
+    outcome: int
+
+
+Outcome = tuple[int, str]
+Verdict = tuple[str, str]
+Judge = Callable[[Results], Verdict]
+
+
+def finding(judge: Judge, results: Results) -> Finding | None:
+    """What a judge finds, or None if the cells are missing."""
+    look = Results(results.found)
+    try:
+        verdict, numbers = judge(look)
+    except Missing:
+        return None
+    return Finding(verdict, numbers, tuple(look.shown))
+
+
+def weigh(results: Results, items: Iterable[tuple[Any, ...]], one: Callable[..., Outcome]) -> Verdict:
+    """Judges every item of which the cells are there; Missing if there is none."""
+    cases: list[Case] = []
+    absent: list[tuple[str, str]] = []
+    for item in items:
+        group, label = spelt(item[0]), " ".join(map(spelt, item[1:]))
+        before = dict(results.shown)
+        try:
+            outcome, text = one(*item)
+            cases.append(Case(group, label, text, outcome))
+        except Missing:
+            results.shown = before
+            absent.append((group, label))
+    if not cases:
+        raise Missing
+    return decide([case.outcome for case in cases]), tell(cases) + _not_run(cases, absent)
+
+
+def decide(outcomes: Iterable[int]) -> str:
+    """
+    >>> decide([1, 0, 1]), decide([1, -1]), decide([0, 0])
+    ('holds', 'holds in part', 'does not hold')
+    """
+    found = set(outcomes)
+    return FAILS if 1 not in found else PARTLY if -1 in found else HOLDS
+
+
+def tell(cases: Iterable[Case]) -> str:
+    """The numbers of all cases, those of a group together."""
+    return "; ".join(
+        f"{group}: " + ", ".join(f"{c.label} {c.text} {MARKS[c.outcome]}".strip() for c in its)
+        for group, its in itertools.groupby(cases, key=lambda case: case.group)
+    )
+
+
+def _not_run(cases: Iterable[Case], absent: Iterable[tuple[str, str]]) -> str:
+    """A group that is missing as a whole is named once."""
+    there = {case.group for case in cases}
+    names = dict.fromkeys(f"{group} {label}".strip() if group in there else group for group, label in absent)
+    return f" (not run: {', '.join(names)})" if names else ""
+
+
+def spelt(part: Any) -> str:
+    """
+    >>> spelt(10), spelt("rd0.99"), spelt("cifar10"), spelt("0.9"), spelt("deadline")
+    ('p=10', 'random dropping 0.99', 'CIFAR-10', 'comp 0.9', 'deadline')
+    """
+    if isinstance(part, int):
+        return f"p={part}"
+    for short, name in COMPRESSORS.items():
+        if part.startswith(short):
+            return f"{name} {part.removeprefix(short)}".strip()
+    return f"comp {part}" if part[0] == "0" else _NAMES.get(part, part)
+
+
+def yes(condition: bool) -> int:
+    return 1 if condition else -1
+
+
+def larger(factor: float) -> int:
+    """Much larger is twice; anything smaller speaks against it."""
+    return 1 if factor >= 2 else 0 if factor >= 1 else -1
+
+
+# Numbers as text
+
+
+def percent(sample: Sample) -> str:
+    """
+    >>> percent(Sample((0.9912,))), percent(Sample((0.5, 0.1), diverged=1))
+    ('99.12', '30.00 ± 28.28 (1 of 2 diverged)')
+    """
+    spread = f" ± {100 * sample.std:.2f}" if len(sample.values) > 1 else ""
+    note = f" ({sample.diverged} of {len(sample.values)} diverged)" if sample.diverged else ""
+    return number(100 * sample.mean, ".2f") + spread + note
+
+
+def number(value: float, form: str = ".3g") -> str:
+    """
+    >>> number(1234567.0), number(2.0, ".1f"), number(math.inf)
+    ('1.2e+06', '2.0', '∞')
+    """
+    if math.isinf(value):
+        return "∞"
+    return f"{value:.2g}" if form == ".3g" and abs(value) >= 1e4 else f"{value:{form}}"
+
+
+def against(a: Sample, b: Sample) -> str:
+    return f"{percent(a)} against {percent(b)}"
+
+
+def span(values: Sequence[float]) -> str:
+    """The smallest and the largest."""
+    low, high = min(values), max(values)
+    return number(low) if low == high else f"{number(low)} to {number(high)}"

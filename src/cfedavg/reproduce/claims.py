@@ -1,0 +1,60 @@
+"""What the paper claims, held against archived results: verdicts come from numbers, never from a pen.
+
+`said` holds the claims, each with a criterion that says which number decides; `judges` decide, case by case;
+`cases` adds the cases up to a verdict; `results` says what is measured in a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cfedavg.reproduce.archive import Entry
+from cfedavg.reproduce.cases import MARKS, Claim, Finding
+from cfedavg.reproduce.results import Results
+from cfedavg.reproduce.said import CLAIMS
+
+__all__ = ["CLAIMS", "RULES", "Claim", "Finding", "Judged", "Results", "as_markdown", "judge_all"]
+
+Judged = Sequence[tuple[Claim, Finding | None]]
+
+NOT_RUN = "not run yet"
+RULES = f"""\
+Accuracies are in percent, means over the last 5 rounds unless it says otherwise, ± the standard deviation
+over seeds where there are several. One is *ahead* of another, and that *behind*, if they differ by more than
+half a point and by more than two standard errors (from the spread over seeds of both, pooled; for single
+seeds, from how their curves zigzag). One is *as good* as another if it is at most half a point lower; if it
+is lower but not behind, that is undecided. A run *trains* if it ends at 30% (three times chance) or more, and
+with at least half of what the run without compression gains over chance. A run that diverged counts as
+chance. Each case is marked {MARKS[1]} as claimed, {MARKS[0]} no difference or undecided, or {MARKS[-1]}
+against the claim; a claim holds if some case goes as claimed and none against it, and does not hold if none
+goes as claimed."""
+
+
+def judge_all(found: Mapping[str, Entry]) -> list[tuple[Claim, Finding | None]]:
+    """Every claim with what was found, or None where its cells are missing."""
+    results = Results(found)
+    return [(claim, claim.judge(results)) for claim in CLAIMS]
+
+
+def as_markdown(judged: Judged, why: Mapping[str, str] | None = None) -> str:
+    """The rules and a table of all claims; `why` explains verdicts, by the claim's name."""
+    rows = [_row(claim, found, (why or {}).get(claim.name, "")) for claim, found in judged]
+    head = ["claim", "what was run", "figure", "what came out", "verdict and why"]
+    lines = [head, ["---"] * len(head), *rows]
+    return f"{RULES}\n\n" + "".join(f"| {' | '.join(map(_plain, line))} |\n" for line in lines)
+
+
+def _row(claim: Claim, found: Finding | None, why: str) -> list[str]:
+    verdict = f"**{found.verdict}**" if found else NOT_RUN
+    return [
+        f"{claim.text} ({claim.where})",
+        f"{claim.ran}. *Decides:* {claim.criterion}",
+        f"`{claim.figure}`",
+        found.numbers if found else NOT_RUN,
+        f"{verdict}: {why}" if why else verdict,
+    ]
+
+
+def _plain(text: str) -> str:
+    """Text that stays in its cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,119 @@
+"""What `cfedavg reproduce` does, and shows."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cfedavg.errors import InputError
+from cfedavg.files import write_atomic
+from cfedavg.reproduce import archive, claims, studies
+from cfedavg.reproduce.experiment import SCALES
+from cfedavg.reproduce.grid import CELLS, Grid
+from cfedavg.units import in_time
+
+
+def show_all(console: Console) -> None:
+    """A list of what there is."""
+    table = Table("name", "in the paper", "what", "cells", title="cfedavg reproduce NAME...")
+    for study in map(studies.find, studies.names()):
+        table.add_row(study.name, study.paper, study.title, str(len(study.cells("paper", 1))))
+    console.print(table)
+
+
+def open_grid(
+    names: list[str],
+    scale: str,
+    seeds: int,
+    out: Path | None,
+    only: list[str] | None,
+    resume: bool,
+    console: Console,
+) -> Grid:
+    """The grid with what is done of it; nothing has been written yet."""
+    if scale not in SCALES:
+        raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
+    chosen = [studies.find(name) for name in dict.fromkeys(names)]
+    grid = Grid(chosen, scale, seeds, out or Path("runs/reproduce") / scale, only or ("*",))
+    grid.look(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
+    begun = len(grid.found) + sum(grid.started(name) > 0 for name in grid.missing)
+    if begun and grid.missing and not resume:
+        raise InputError(
+            f"--out: {grid.out} holds {begun} of the {len(grid.cells)} cells, done or begun; "
+            "add --resume to go on, or choose another folder"
+        )
+    return grid
+
+
+def carry_out(grid: Grid, how: Mapping[str, Any], minutes: float, console: Console) -> None:
+    """Measures what is missing, then draws all there is."""
+    _show_state(grid, console)
+    try:
+        done = grid.measure(how, _command(grid, how), minutes, console)
+    finally:
+        for picture in grid.draw():
+            console.print(f"drawn: {picture}, and its table beside it", highlight=False, soft_wrap=True)
+    if not done:
+        console.print(
+            f"the time is over: {len(grid.missing)} cells are left; --resume goes on", highlight=False
+        )
+
+
+def _show_state(grid: Grid, console: Console) -> None:
+    """Which cells are done, which are begun, and how long the rest may take."""
+    begun = {name: grid.started(name) for name in grid.missing}
+    for name, rounds in begun.items():
+        if rounds:
+            of = grid.cells[name][1].get("rounds", "?")
+            console.print(f"{name}: begun, {rounds} of {of} rounds", highlight=False)
+    left = grid.seconds_left()
+    console.print(
+        f"{len(grid.found)} of {len(grid.cells)} cells are done"
+        + (f"; the others take about {in_time(left)}" if grid.missing and left else ""),
+        highlight=False,
+    )
+
+
+def _command(grid: Grid, how: Mapping[str, Any]) -> str:
+    """How to make the cell again, wherever the data is."""
+    words = ["cfedavg", "reproduce", *(study.name for study in grid.studies)]
+    words += ["--scale", grid.scale, "--seeds", str(grid.seeds)]
+    words += ["--device", str(how["device"]), "--precision", str(how["precision"])]
+    return shlex.join(words) + (" --data-dir DIR" if "data_dir" in how else "")
+
+
+def judge(folder: Path, out: Path | None, words: Path | None, console: Console) -> None:
+    """Every claim with its verdict; the numbers go into the file."""
+    found = archive.read_all(folder / CELLS)
+    if not found:
+        raise InputError(f"{folder} holds no cells; make some with `cfedavg reproduce NAME --out {folder}`")
+    judged = claims.judge_all(found)
+    table = Table("claim", "verdict", "what came out")
+    for claim, finding in judged:
+        if finding:
+            table.add_row(claim.text, finding.verdict, finding.numbers)
+    console.print(table)
+    missing = sum(finding is None for _, finding in judged)
+    console.print(f"{len(judged) - missing} claims judged from {len(found)} cells, {missing} not run yet")
+    if out:
+        write_atomic(out, page(judged, words).encode())
+        console.print(f"written to {out}", highlight=False)
+
+
+def page(judged: claims.Judged, words: Path | None) -> str:
+    """The claims as Markdown, with words of one's own around them."""
+    try:
+        table = tomllib.loads(words.read_text(encoding="utf-8")) if words else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"--words: cannot read {words} ({error})") from None
+    why = table.get("why", {})
+    if unknown := why.keys() - {claim.name for claim, _ in judged}:
+        raise InputError(f"--words: there is no claim {min(unknown)!r} to explain")
+    title, intro = table.get("title", "The claims of the paper"), table.get("intro", "").strip()
+    return f"# {title}\n\n{intro}\n\n{claims.as_markdown(judged, why)}"

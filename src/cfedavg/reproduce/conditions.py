@@ -1,0 +1,153 @@
+"""Do the paper's own settings satisfy the conditions that its theorems put on the rates?
+
+The conditions need L, the largest curvature anywhere. The curvature at one model, the largest eigenvalue of
+the Hessian there, bounds it from below: if a condition is broken with that, it is broken with L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from torch import nn
+
+from cfedavg import Config, Task, run
+from cfedavg.data.tasks import build_task
+from cfedavg.metrics import finite
+from cfedavg.report.axes import MUTED
+from cfedavg.report.figures import as_png, new_figure
+from cfedavg.report.pens import BLUE, GREEN, VERMILION
+from cfedavg.reproduce.archive import Entry, rounded
+from cfedavg.reproduce.problem import finish_axes
+from cfedavg.task import Batch, Loss
+from cfedavg.theory import Condition, rate_conditions
+
+TITLE = "The theorems' rate conditions at the paper's own settings"
+
+# The paper's MNIST setting: 600 samples a client, 10 epochs in batches of 64.
+_PAPER = {"eta_local": 0.1, "eta": 1.0, "batch_size": 64, "K": 100, "compressor": "topk(0.9)"}
+# What is done here, to get at a trained model, gamma and alpha: fewer clients, fewer steps, few rounds.
+_SCALES: dict[str, dict[str, Any]] = {
+    "smoke": {"model": "mlp", "clients": 10, "rounds": 2, "steps": 5, "samples": 200, "iterations": 8},
+    "small": {"model": "cnn", "clients": 10, "rounds": 2, "steps": 5, "samples": 200, "iterations": 8},
+    "paper": {"model": "cnn", "clients": 10, "rounds": 6, "steps": 10, "samples": 500, "iterations": 12},
+}
+_NAMES = ("η_L ≤ 1/(8LK)", "η η_L < 1/(KL)", "η η_L K (L²h + 1 + L) ≤ 1")
+_COLOURS = (BLUE, GREEN, VERMILION)
+
+
+def cells(scale: str, seeds: int) -> dict[str, dict[str, Any]]:
+    """The first model and a trained one, for clients with all digits and with one."""
+    return {
+        f"conditions-p{p}-{at}-seed{seed}": {**_PAPER, **_SCALES[scale], "p": p, "at": at, "seed": seed}
+        for seed in range(seeds)
+        for p in (10, 1)
+        for at in ("start", "trained")
+    }
+
+
+def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """The largest eigenvalue for f and for a client, gamma and alpha of a short run, the conditions."""
+    start = settings["at"] == "start"
+    task = build_task(_config(settings))
+    result = run(_config(settings).replace(rounds=1 if start else settings["rounds"]), task, draw=False)
+    model, row = task.model if start else result.model, result.final
+    values: dict[str, Any] = {"gamma": row["snr_min"], "alpha": row["alpha"]}
+    for name, batch in (("global", _everyone(task, settings["samples"])), ("client", _first(task, settings))):
+        eigenvalue, added = largest_eigenvalue(model, task.loss, batch, settings["iterations"])
+        say(f"{name}: L is at least {eigenvalue:.4g}; the last iteration added {added:.2g} of it")
+        values |= {name: eigenvalue, f"{name}_residual": added}
+    values["L"] = max(values["global"], values["client"])
+    conditions = _conditions(settings, values)
+    return {name: rounded(value) for name, value in values.items()} | {
+        "ratios": [rounded(finite(each.value / each.limit)) for each in conditions]
+    }
+
+
+def _config(settings: Mapping[str, Any]) -> Config:
+    same = ("model", "clients", "batch_size", "eta_local", "eta", "compressor", "seed")
+    return Config(
+        **{name: settings[name] for name in same}, classes_per_client=settings["p"],
+        local_steps=str(settings["steps"]), rounds=settings["rounds"], eval_every=settings["rounds"],
+        device="cpu", workers=1,
+    )  # fmt: skip
+
+
+def _conditions(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Condition, ...]:
+    """At the paper's rates and K, with what was measured."""
+    rates = settings["eta_local"], settings["eta"], settings["K"]
+    return rate_conditions(*rates, values["L"], values["gamma"], values["alpha"], "sum")
+
+
+def _everyone(task: Task, samples: int) -> Batch:
+    """As many samples of each client: f, as far as they tell."""
+    rows = np.arange(samples // len(task.clients))
+    images, labels = zip(*(client.batch(rows) for client in task.clients), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def _first(task: Task, settings: Mapping[str, Any]) -> Batch:
+    """Samples of the first client: its F_i."""
+    return task.clients[0].batch(np.arange(settings["samples"]))
+
+
+def largest_eigenvalue(model: nn.Module, loss: Loss, batch: Batch, iterations: int) -> tuple[float, float]:
+    """The Hessian's largest, in magnitude, by power iteration, and how much of it the last iteration added.
+
+    |Hv| for a unit vector v never exceeds it and never falls, so that it may be stopped at any time; also
+    where the largest two are of opposite sign, between which v itself would waver.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    slopes = torch.autograd.grad(loss(model, batch), parameters, create_graph=True)
+    gradient = torch.cat([slope.reshape(-1) for slope in slopes])
+    v = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0))
+    before, found = 0.0, float(v.norm())
+    for _ in range(iterations):
+        parts = torch.autograd.grad(gradient, parameters, v / v.norm(), retain_graph=True)
+        v = torch.cat([part.reshape(-1) for part in parts])
+        before, found = found, float(v.norm())
+    return found, 1 - before / found
+
+
+def table(found: Mapping[str, Entry]) -> list[list[str]]:
+    """A row for each cell: L, the largest eta_L by the first condition, and value / limit of each."""
+    head = ["p", "model", "L at least", "largest η_L", *(f"times over: {name}" for name in _NAMES)]
+    return [head, *(_row(entry) for entry in found.values())]
+
+
+def _row(entry: Entry) -> list[str]:
+    s, v = entry.settings, entry.values
+    allowed = s["eta_local"] / v["ratios"][0]
+    where = f"{s['model']}, {s['at']}, seed {s['seed']}"
+    return [str(s["p"]), where, f"{v['L']:.3g}", f"{allowed:.2g}", *map(_times, v["ratios"])]
+
+
+def _times(ratio: float | None) -> str:
+    return "infinitely" if ratio is None else f"{ratio:.3g}"
+
+
+def figure(found: Mapping[str, Entry]) -> bytes:
+    """A dot for each condition and cell: how many times its limit the value is."""
+    drawing = new_figure(7.2, 1.6 + 0.32 * max(2, len(found)))
+    axes = drawing.add_subplot()
+    entries = list(found.values())
+    for number, (name, colour) in enumerate(zip(_NAMES, _COLOURS, strict=True)):
+        ratios = [entry.values["ratios"][number] for entry in entries]
+        drawn = [(ratio, place) for place, ratio in enumerate(ratios) if ratio is not None]
+        axes.plot(*zip(*drawn, strict=True) if drawn else ([], []), "o", color=colour, label=name)
+    _finish(axes, entries)
+    drawing.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=MUTED)
+    return as_png(drawing)
+
+
+def _finish(axes: Axes, entries: list[Entry]) -> None:
+    axes.set_xscale("log")
+    axes.axvline(1, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2, label="the limit")
+    finish_axes(axes, "the paper's η_L = 0.1, η = 1, K = 100 against the theorems", "value / limit", "")
+    labels = [f"p = {e.settings['p']}, {e.settings['at']}" for e in entries]
+    axes.set_yticks(range(len(entries)), labels)
+    axes.set_ylim(max(1, len(entries)) - 0.5, -0.5)  # the first on top
+    axes.set_xlim(left=0.3)

@@ -1,0 +1,175 @@
+"""An experiment: a grid of runs over p, lines of a figure and seeds, as a TOML file describes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cfedavg.compress import parse
+from cfedavg.config import EXCLUSIVE, Config
+from cfedavg.errors import InputError
+from cfedavg.reproduce.archive import Entry
+
+SCALES = ("smoke", "small", "paper")
+DRAWINGS = ("curves", "budget", "norms")
+# How and where a cell is run; whatever these are, it is the same cell.
+MACHINE = {"data_dir", "device", "engine", "workers", "precision", "residuals", "checkpoint_every"}
+_KEYS = {"like", "title", "paper", "draw", "columns", "base", "p", "line", "scale"}
+
+
+Found = Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a figure: what it changes, and what it changes besides at one of the scales."""
+
+    name: str
+    label: str
+    changes: Mapping[str, Any]
+    at: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is run for a figure and how it is drawn; without p, all clients get what `base` says."""
+
+    name: str
+    title: str
+    paper: str  # where it stands there
+    draw: str
+    columns: tuple[str, ...]
+    base: Mapping[str, Any]
+    p: tuple[int | None, ...]
+    lines: tuple[Line, ...]
+    scales: Mapping[str, Mapping[str, Any]]
+
+    def cells(self, scale: str, seeds: int) -> dict[str, dict[str, Any]]:
+        """The settings of every cell, by name; all of the first seed come first."""
+        return {
+            f"{self.stem(p, line)}-seed{seed}": settings_of(self._config(scale, p, line, seed))
+            for seed in range(seeds)
+            for p, line in self.pairs()
+        }
+
+    def pairs(self) -> Iterator[tuple[int | None, Line]]:
+        return ((p, line) for p in self.p for line in self.lines)
+
+    def stem(self, p: int | None, line: Line) -> str:
+        """What the names of a line's cells begin with; experiments share the cells that agree in it."""
+        share = "" if p is None else f"-p{p}"
+        return f"{self.base.get('dataset', 'embedded')}{share}-{line.name}"
+
+    def entries(self, found: Found, p: int | None, line: Line) -> list[Entry]:
+        """The cells of a line that are there, in the order of their seeds."""
+        stem = self.stem(p, line)
+        mine = [entry for name, entry in found.items() if name.rpartition("-seed")[0] == stem]
+        return sorted(mine, key=lambda entry: int(entry.settings["seed"]))
+
+    def _config(self, scale: str, p: int | None, line: Line, seed: int) -> Config:
+        made = Config.from_dict(self.base, self.name).replace(**self.scales.get(scale, {}))
+        if p is not None:
+            made = made.replace(classes_per_client=p)
+        return made.replace(**{**line.changes, **line.at.get(scale, {}), "seed": seed})
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """A configuration as a cell keeps it: what decides the result, and the precision."""
+    table = dataclasses.asdict(config)
+    left_out = MACHINE - {"precision"}
+    return {name: value for name, value in table.items() if value is not None and name not in left_out}
+
+
+def names() -> list[str]:
+    """The experiments that come with the package."""
+    return sorted(path.stem for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def load(name: str) -> Experiment:
+    """The experiment of this name, or the one in a file of the user's."""
+    return from_table(Path(name).stem, _table(name))
+
+
+def from_table(name: str, table: Mapping[str, Any]) -> Experiment:
+    """From TOML; one sentence says what is wrong."""
+    where = f"experiment {name}"
+    for key in table:
+        if key not in _KEYS:
+            raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(_KEYS))}")
+    draw = table.get("draw", "curves")
+    if draw not in DRAWINGS:
+        raise InputError(f"{where}: draw is {draw!r}; it must be {' or '.join(DRAWINGS)}")
+    if strange := set(table.get("scale", {})) - set(SCALES):
+        raise InputError(f"{where}: scale.{min(strange)} is none of {', '.join(SCALES)}")
+    if not table.get("line"):
+        raise InputError(f"{where} has no [[line]]: give at least one, with name, label and what it changes")
+    made = Experiment(
+        name,
+        table.get("title", name),
+        table.get("paper", ""),
+        draw,
+        tuple(table.get("columns", ("test_accuracy",))),
+        table.get("base", {}),
+        tuple(table.get("p", (None,))),
+        tuple(_line(each, where) for each in table["line"]),
+        table.get("scale", {}),
+    )
+    _check(made, where)
+    return made
+
+
+def _line(table: Mapping[str, Any], where: str) -> Line:
+    rest = dict(table)
+    try:
+        name, label = rest.pop("name"), rest.pop("label")
+    except KeyError as error:
+        raise InputError(f"{where}: a [[line]] has no {error.args[0]}") from None
+    return Line(name, label, rest, {scale: rest.pop(scale) for scale in SCALES if scale in rest})
+
+
+def _check(experiment: Experiment, where: str) -> None:
+    """Every cell of every scale is a configuration, and no two have one name."""
+    stems = [experiment.stem(p, line) for p, line in experiment.pairs()]
+    if len(set(stems)) < len(stems):
+        raise InputError(f"{where}: two lines have the same name")
+    for scale in SCALES:
+        try:
+            for settings in experiment.cells(scale, 1).values():
+                parse(settings["compressor"], "compressor")
+        except TypeError as error:  # dataclasses.replace, of a field that there is not
+            raise InputError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
+        except InputError as error:
+            raise InputError(f"{where}, scale {scale}: {error}") from None
+
+
+def _table(name: str) -> dict[str, Any]:
+    """The TOML of an experiment, on top of that of the experiment it is `like`."""
+    own = Path(name).suffix == ".toml"
+    if not own and name not in names():
+        raise InputError(f"there is no experiment {name!r}; there are {', '.join(names())}")
+    try:
+        text = Path(name).read_text() if own else (_folder() / f"{name}.toml").read_text()
+        table = tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the experiment {name} ({error})") from None
+    if "like" not in table:
+        return table
+    model = _table(table.pop("like"))
+    table["base"] = _on_top(model.get("base", {}), table.get("base", {}))
+    table["scale"] = model.get("scale", {}) | table.get("scale", {})
+    return model | table
+
+
+def _on_top(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, those above winning, and taking back what they exclude."""
+    gone = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
+    return {name: value for name, value in below.items() if name not in gone} | above
+
+
+def _folder() -> Any:
+    return resources.files("cfedavg") / "experiments"

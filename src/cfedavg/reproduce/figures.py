@@ -1,0 +1,198 @@
+"""The paper's figures, from the cells that have been run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from cfedavg.config import Config
+from cfedavg.report.groups import Group
+from cfedavg.report.panels import Cell, Frame, Panel, Series
+from cfedavg.report.pens import BLUE, COLOURS, GREEN, ORANGE, PINK, PLAIN, SKY, VERMILION, Pen
+from cfedavg.report.read import Run
+from cfedavg.reproduce.archive import Entry
+from cfedavg.reproduce.experiment import Experiment, Found, Line
+from cfedavg.reproduce.results import diverged
+from cfedavg.units import in_words, is_share
+
+Pair = tuple[int | None, Line]
+
+# The compressors of the paper: a hue for each kind, the darker shade for what sends less.
+_COMPRESSORS = {
+    "none": PLAIN, "topk(0.9)": SKY, "topk(0.99)": BLUE, "rd(0.9)": ORANGE, "rd(0.99)": VERMILION,
+}  # fmt: skip
+_PAPERS = [{"compressor": name} for name in _COMPRESSORS]
+_OTHERS = (GREEN, PINK, "#882255", "#999933")
+# From light to dark, as the clients' data grow more different.
+_SHARES = {10: "#A6A61F", 5: "#35A06F", 2: "#31688E", 1: "#440154"}
+
+_ACCURACY = "test_accuracy"
+
+
+# Cells and groups
+
+
+def groups_of(experiment: Experiment, found: Found, p: int | None) -> list[Group]:
+    """One group for each line, of all its seeds; one without runs where there are no cells yet."""
+    return [_group(experiment, found, (p, line)) for line in experiment.lines]
+
+
+def _group(experiment: Experiment, found: Found, pair: Pair) -> Group:
+    label = pair[1].label
+    return Group(label, tuple(_run(entry, label) for entry in experiment.entries(found, *pair)))
+
+
+def _run(entry: Entry, label: str) -> Run:
+    """A cell as the report takes it: rows instead of columns, with the bytes of one client besides."""
+    config = Config.from_dict(entry.settings, entry.name)
+    columns = {key: values for key, values in entry.values.items() if isinstance(values, list)}
+    sent = columns.get("uplink_bytes", [])
+    columns["client_bytes"] = [None if each is None else each / config.clients for each in sent]
+    lines = itertools.zip_longest(*columns.values())
+    rows = [{"round": t} | dict(zip(columns, values, strict=True)) for t, values in enumerate(lines)]
+    return Run(Path(entry.name), config, rows, label)
+
+
+def _diverged(experiment: Experiment, found: Found, pair: Pair) -> int:
+    """How many seeds left the finite numbers."""
+    return sum(map(diverged, experiment.entries(found, *pair)))
+
+
+# Pictures
+
+
+def draw(experiment: Experiment, found: Found, note: str = "") -> bytes:
+    """A PNG in the paper's layout."""
+    from cfedavg.report.grid import draw_grid  # matplotlib takes a while to import
+
+    rows = {"curves": _curves, "budget": _budget, "norms": _norms}[experiment.draw](experiment, found)
+    legend = _norms_legend if experiment.draw == "norms" else _legend
+    frame = Frame(experiment.title, _subtitle(experiment, found), legend(experiment, found), note)
+    return draw_grid(rows, frame, share_y=experiment.draw == "norms")
+
+
+def _curves(experiment: Experiment, found: Found) -> list[list[Cell]]:
+    """A row for each p, a column for each number."""
+    return [
+        [_all_lines(experiment, found, p, key, "rounds") for key in experiment.columns]
+        for p in experiment.p
+    ]  # fmt: skip
+
+
+def _budget(experiment: Experiment, found: Found) -> list[list[Cell]]:
+    """What a client has sent, in the paper's unit and beside it in bytes."""
+    units = ("model_sizes_sent", "client_bytes")
+    return [[_all_lines(experiment, found, p, _ACCURACY, x) for x in units] for p in experiment.p]
+
+
+def _all_lines(experiment: Experiment, found: Found, p: int | None, key: str, x: str) -> Cell:
+    """One number of all lines at one p."""
+    panel = Panel(
+        key, "" if p is None else f"p = {p}", (Series(key, ""),), "", x,
+        log=None if key.endswith("loss") else False, percent=is_share(key), side=in_words(key),
+    )  # fmt: skip
+    pens = [((p, line), pen_of(experiment, line)) for line in experiment.lines]
+    return _cell(experiment, found, panel, pens)
+
+
+def _norms(experiment: Experiment, found: Found) -> list[list[Cell]]:
+    """A column for each line; the squared norms of the paper's captions above those of its text."""
+    return [
+        [_all_shares(experiment, found, place, square) for place in range(len(experiment.lines))]
+        for square in ("2", "")
+    ]
+
+
+def _all_shares(experiment: Experiment, found: Found, place: int, square: str) -> Cell:
+    """The norms of one line at every p."""
+    line = experiment.lines[place]
+    title = f"({ascii_lowercase[place % 26]}) {line.label}".replace(", ", "\n") if square else ""
+    side = "" if place else "squared norms" if square else "norms"
+    series = (Series(f"delta_norm{square}", ""), Series(f"error_norm{square}", "", dashed=True))
+    pens = [((p, line), _share_pen(experiment, p)) for p in experiment.p]
+    return _cell(experiment, found, Panel("norms", title, series, "", log=True, side=side), pens)
+
+
+def _cell(experiment: Experiment, found: Found, panel: Panel, pens: Sequence[tuple[Pair, Pen]]) -> Cell:
+    groups = [_group(experiment, found, pair) for pair, _ in pens]
+    if not any(group.runs for group in groups):
+        panel = dataclasses.replace(panel, empty="not run yet")
+    marked = [dataclasses.replace(pen, crossed=_diverged(experiment, found, pair) > 0) for pair, pen in pens]
+    return Cell(panel, groups, marked)
+
+
+# Colours
+
+
+def pen_of(experiment: Experiment, line: Line) -> Pen:
+    """The same for the same line in every experiment, whatever has been run; dashed without feedback."""
+    feedback = {**experiment.base, **line.changes}.get("error_feedback", True)
+    return Pen(_colour(experiment, line), dashed=not feedback)
+
+
+def _colour(experiment: Experiment, line: Line) -> str:
+    """By the compressor where nothing else is special; other lines take theirs in the experiment's order."""
+    special = _special(experiment, line)
+    if special in _PAPERS:
+        return _COMPRESSORS[special["compressor"]]
+    others = [other for each in experiment.lines if (other := _special(experiment, each)) not in _PAPERS]
+    return _OTHERS[others.index(special) % len(_OTHERS)]
+
+
+def _special(experiment: Experiment, line: Line) -> dict[str, Any]:
+    """The compressor, and what else, feedback aside, the line does in another way than the experiment."""
+    changes = {key: value for key, value in line.changes.items() if experiment.base.get(key) != value}
+    changes.pop("error_feedback", None)
+    return {"compressor": experiment.base.get("compressor")} | changes
+
+
+# Words around the panels
+
+
+def _legend(experiment: Experiment, found: Found) -> list[tuple[str, Pen]]:
+    """The lines of which something has been run."""
+    return [
+        (line.label, pen_of(experiment, line))
+        for line in experiment.lines
+        if any(experiment.entries(found, p, line) for p in experiment.p)
+    ]
+
+
+def _norms_legend(experiment: Experiment, found: Found) -> list[tuple[str, Pen]]:
+    shares = [
+        (f"p = {p}", _share_pen(experiment, p))
+        for p in experiment.p
+        if p is not None and any(experiment.entries(found, p, line) for line in experiment.lines)
+    ]
+    kinds = [("updates ‖g‖", Pen(PLAIN)), ("residuals ‖e‖", Pen(PLAIN, dashed=True))]
+    return [*shares, *kinds]
+
+
+def _share_pen(experiment: Experiment, p: int | None) -> Pen:
+    """The paper's four have their own; others take theirs in the experiment's order."""
+    free = COLOURS[experiment.p.index(p) % len(COLOURS)]
+    return Pen(PLAIN if p is None else _SHARES.get(p, free))
+
+
+def _subtitle(experiment: Experiment, found: Found) -> str:
+    """Where it stands in the paper, and how to read bands and crosses."""
+    pairs = list(experiment.pairs())
+    crosses = any(_diverged(experiment, found, pair) for pair in pairs)
+    seeds = _seeds([len(experiment.entries(found, *pair)) for pair in pairs])
+    return " · ".join(filter(None, [experiment.paper, seeds, "× where a seed diverged" if crosses else ""]))
+
+
+def _seeds(counts: Iterable[int]) -> str:
+    """
+    >>> _seeds([3, 0, 2]), _seeds([1, 1]), _seeds([0])
+    ('mean of 2 to 3 seeds, shaded from the lowest to the highest', 'one seed', '')
+    """
+    some = sorted(filter(None, counts))
+    if not some or some[-1] == 1:
+        return "one seed" if some else ""
+    count = f"{some[-1]}" if some[0] == some[-1] else f"{some[0]} to {some[-1]}"
+    return f"mean of {count} seeds, shaded from the lowest to the highest"

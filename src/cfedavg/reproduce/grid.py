@@ -1,0 +1,201 @@
+"""The cells of studies, measured one after another: stopped at any moment, it goes on where it was."""
+
+from __future__ import annotations
+
+import fnmatch
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from cfedavg import __version__
+from cfedavg.display import Display
+from cfedavg.errors import InputError
+from cfedavg.files import make_folder, write_atomic
+from cfedavg.metrics import Record
+from cfedavg.reproduce import archive
+from cfedavg.reproduce.archive import Damaged, Entry
+from cfedavg.reproduce.studies import Settings, Study, same
+from cfedavg.reproduce.tables import as_markdown
+from cfedavg.reproduce.training import rounds_done
+from cfedavg.units import in_time
+
+CELLS, WORK = "cells", "work"
+
+
+class TimeUp(KeyboardInterrupt):
+    """The time that was given is over; a run saves its state, as after Ctrl-C."""
+
+
+class Watch(Display):
+    """Shows a cell as it goes, and stops it when the time is over."""
+
+    def __init__(self, console: Console, rounds: int, title: str, until: float) -> None:
+        super().__init__(console, rounds, title)
+        self.until = until
+
+    def row(self, row: Record) -> None:
+        super().row(row)
+        if time.monotonic() > self.until:
+            raise TimeUp
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells of some studies at one scale, in a folder; those of other names in it are left alone."""
+
+    studies: Sequence[Study]
+    scale: str
+    seeds: int
+    out: Path
+    only: Sequence[str] = ("*",)  # patterns of names
+    found: dict[str, Entry] = field(default_factory=dict)
+
+    @cached_property
+    def cells(self) -> dict[str, tuple[Study, Settings]]:
+        """Each cell once, whatever number of studies it belongs to."""
+        made = {
+            name: (study, settings)
+            for study in self.studies
+            for name, settings in study.cells(self.scale, self.seeds).items()
+        }
+        chosen = {n: cell for n, cell in made.items() if any(fnmatch.fnmatch(n, each) for each in self.only)}
+        if not chosen:
+            raise InputError(f"--only: no cell is named {' or '.join(self.only)}; one is {next(iter(made))}")
+        return chosen
+
+    def look(self, say: Callable[[str], None]) -> None:
+        """Finds what is done already. A damaged cell is not trusted: it counts as missing."""
+        for name, (_, settings) in self.cells.items():
+            path = self.out / CELLS / f"{name}.json"
+            if not path.exists():
+                continue
+            try:
+                entry = archive.read(path)
+            except Damaged as error:
+                say(f"{error}: the cell is done again")
+                continue
+            if not same(entry.settings, settings):
+                differs = _difference(entry.settings, settings)
+                raise InputError(
+                    f"--out: {path} holds a cell of other settings ({differs}); choose another folder"
+                )
+            self.found[name] = entry
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self.cells if name not in self.found]
+
+    def started(self, name: str) -> int:
+        """How many rounds of a cell are done that is not complete."""
+        return rounds_done(self.out / WORK / name)
+
+    def seconds_left(self) -> float | None:
+        """From the time that cells of the same study took, or else all cells."""
+        took: dict[str, list[float]] = {}
+        for name, entry in self.found.items():
+            took.setdefault(self.cells[name][0].name, []).append(entry.made["seconds"])
+        every = [seconds for each in took.values() for seconds in each]
+        if not every:
+            return None
+        means = {name: sum(each) / len(each) for name, each in took.items()}
+        return sum(means.get(self.cells[name][0].name, sum(every) / len(every)) for name in self.missing)
+
+    def measure(self, how: Mapping[str, Any], command: str, minutes: float, console: Console) -> bool:
+        """Does the missing cells while there is time, but at least a round; whether all are done."""
+        until = time.monotonic() + 60 * minutes
+        for folder in (CELLS, WORK):
+            make_folder(self.out / folder, "--out")
+        for number, name in enumerate(self.missing):
+            if number and time.monotonic() > until:
+                return False
+            try:
+                self._cell(name, how, command, until, console)
+            except TimeUp:
+                return False
+            left = self.seconds_left()
+            console.print(
+                f"{name}: done, {len(self.found)} of {len(self.cells)} cells"
+                + (f", about {in_time(left)} left" if self.missing and left else ""),
+                highlight=False,
+            )
+        return True
+
+    def _cell(self, name: str, how: Mapping[str, Any], command: str, until: float, console: Console) -> None:
+        study, settings = self.cells[name]
+        work, began = self.out / WORK / name, time.monotonic()
+        title = f"{len(self.found) + 1}/{len(self.cells)} {name}"
+        if self.scale == "smoke":  # to start processes would take longer than such a cell
+            how = {"workers": 1, **how}
+        with Watch(console, settings.get("rounds", 1), title, until) as watch:
+            values = study.measure(settings, work, how, watch)
+        made = {"command": command, "seconds": round(time.monotonic() - began, 1), **machine(how)}
+        entry = Entry(name, settings | _precision(how, settings), values, made)
+        archive.write(self.out / CELLS, entry)
+        self.found[name] = archive.read(self.out / CELLS / f"{name}.json")
+        shutil.rmtree(work, ignore_errors=True)
+
+    def draw(self) -> list[Path]:
+        """The figure and the table of every study of which something is there."""
+        there = {path.stem: path for path in (self.out / CELLS).glob("*.json")}
+        made = []
+        for study in self.studies:
+            names = [name for name in study.cells(self.scale, _MANY) if name in there]
+            found = {name: self.found.get(name) or archive.read(there[name]) for name in names}
+            if not found:
+                continue
+            rows = study.table(found)
+            write_atomic(self.out / f"{study.name}.png", study.figure(found, self._note(found.values())))
+            write_atomic(self.out / f"{study.name}.md", f"# {study.title}\n\n{as_markdown(rows)}".encode())
+            made.append(self.out / f"{study.name}.png")
+        return made
+
+    def _note(self, entries: Iterable[Entry]) -> str:
+        """Where the numbers are from, for under the figure."""
+        made = [entry.made for entry in entries]
+        versions = sorted({each["version"] for each in made})
+        hardware = sorted({each["hardware"] for each in made})
+        return f"scale {self.scale}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
+
+
+_MANY = 20  # seeds that a figure shows, if there are as many
+
+
+def machine(how: Mapping[str, Any]) -> dict[str, str]:
+    """By what a cell was computed."""
+    device = str(how.get("device", "auto"))
+    cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    hardware = torch.cuda.get_device_name() if cuda else processor()
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hardware": hardware,
+    }
+
+
+def processor() -> str:
+    """The processor's name, as Linux knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.machine()
+
+
+def _precision(how: Mapping[str, Any], settings: Settings) -> Settings:
+    """Of the local steps, where there are any: not part of what a cell is, but worth knowing."""
+    return {"precision": how["precision"]} if "precision" in settings and "precision" in how else {}
+
+
+def _difference(found: Settings, wanted: Settings) -> str:
+    name = next(key for key in {**found, **wanted} if found.get(key) != wanted.get(key))
+    return f"{name} is {found.get(name)!r}, here {wanted.get(name)!r}"

@@ -1,0 +1,282 @@
+"""How the claims about training are decided."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from functools import partial
+
+from cfedavg.reproduce import results as seen
+from cfedavg.reproduce.cases import (
+    COMPRESSORS,
+    FAILS,
+    HOLDS,
+    PARTLY,
+    Outcome,
+    Verdict,
+    against,
+    larger,
+    number,
+    percent,
+    spelt,
+    weigh,
+    yes,
+)
+from cfedavg.reproduce.results import GROWS, Missing, Results, column, compare
+
+LEVELS = (10, 5, 2, 1)  # p
+MILD, HARSH = ("topk0.9", "rd0.9"), ("topk0.99", "rd0.99")
+LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
+DECAYING = ("topk0.99-decaying1", "topk0.99-decaying25")
+BARE = {"cifar10": HARSH}  # the lines that were run without error feedback too, if not all
+SLOW = 1.5  # as fast: within this many times the rounds
+SAVED = 0.985  # about 99%
+
+
+# Accuracy
+
+
+def converges(dataset: str, results: Results) -> Verdict:
+    return weigh(
+        results, itertools.product(LEVELS, LINES), partial(_trains, results, dataset, reference="none")
+    )
+
+
+def _trains(results: Results, dataset: str, p: int, line: str, reference: str) -> Outcome:
+    """Whether no seed diverges and the accuracy rises above the bar."""
+    ends, start = results.finals(dataset, p, line), results.sample(dataset, p, line, seen.first)
+    good = ends.mean >= results.bar(dataset, p, reference) and ends.mean > start.mean and not ends.diverged
+    return yes(good), percent(ends)
+
+
+def as_good(dataset: str, results: Results) -> Verdict:
+    """Top-k beside no compression."""
+
+    def one(p: int, line: str) -> Outcome:
+        a, b = (results.finals(dataset, p, name) for name in (line, "none"))
+        return seen.as_good(a, b), against(a, b)
+
+    return weigh(results, itertools.product(LEVELS, ("topk0.9", "topk0.99")), one)
+
+
+def as_fast(dataset: str, results: Results) -> Verdict:
+    """The rounds to 95% of what no compression ends with."""
+
+    def one(p: int, line: str) -> Outcome:
+        reach = seen.rounds_to(0.95 * results.finals(dataset, p, "none").mean)
+        a, b = (results.sample(dataset, p, name, reach).mean for name in (line, "none"))
+        return yes(math.isfinite(a) and a <= SLOW * b + 1), f"{number(a)} against {number(b)}"
+
+    return weigh(results, itertools.product(LEVELS, ("topk0.9", "topk0.99")), one)
+
+
+def topk_ahead(dataset: str, results: Results) -> Verdict:
+    def one(p: int, comp: str) -> Outcome:
+        a, b = (results.finals(dataset, p, kind + comp) for kind in COMPRESSORS)
+        return compare(a, b), against(a, b)
+
+    return weigh(results, itertools.product(LEVELS, ("0.9", "0.99")), one)
+
+
+def lower_comp_faster(dataset: str, results: Results) -> Verdict:
+    def one(p: int, kind: str) -> Outcome:
+        a, b = (results.sample(dataset, p, kind + comp, seen.curve) for comp in ("0.9", "0.99"))
+        return compare(a, b), against(a, b)
+
+    return weigh(results, itertools.product(LEVELS, COMPRESSORS), one)
+
+
+def rd_worsens(dataset: str, results: Results) -> Verdict:
+    def one(p: int) -> Outcome:
+        a, b = (results.finals(dataset, p, line) for line in ("rd0.9", "rd0.99"))
+        return compare(a, b), f"from {percent(a)} to {percent(b)}"
+
+    return weigh(results, ((p,) for p in LEVELS), one)
+
+
+def rd_fails(dataset: str, results: Results) -> Verdict:
+    def one(p: int) -> Outcome:
+        ends, bar = results.finals(dataset, p, "rd0.99"), results.bar(dataset, p)
+        return yes(ends.mean < bar), f"{percent(ends)}, training begins at {100 * bar:.2f}"
+
+    return weigh(results, [(1,)], one)
+
+
+def zigzag_grows(dataset: str, results: Results) -> Verdict:
+    """Without compression; p = 10 and p = 1 must be there, those between count where they are."""
+    size = {p: results.sample(dataset, p, "none", seen.zigzag) for p in (10, 1)}
+    for p in (5, 2):
+        try:
+            size[p] = results.sample(dataset, p, "none", seen.zigzag)
+        except Missing:
+            continue
+    means = [size[p].mean for p in LEVELS if p in size]
+    steady = all(a < b for a, b in itertools.pairwise(means))
+    verdict = FAILS if means[-1] <= means[0] else HOLDS if steady else PARTLY
+    return verdict, "; ".join(f"p={p}: {percent(size[p])}" for p in LEVELS if p in size)
+
+
+def smoother(dataset: str, results: Results) -> Verdict:
+    """Zigzag at p = 1 with compression and without; a line that does not train is flat for another reason."""
+
+    def one(p: int, line: str) -> Outcome:
+        a, b = (results.sample(dataset, p, name, seen.zigzag) for name in (line, "none"))
+        if results.finals(dataset, p, line).mean < results.bar(dataset, p):
+            return 0, f"{percent(a)} (does not train)"
+        return yes(a.mean < b.mean), against(a, b)
+
+    return weigh(results, itertools.product([1], LINES), one)
+
+
+def beats_none(dataset: str, results: Results) -> Verdict:
+    def one(p: int, line: str) -> Outcome:
+        a, b = (results.finals(dataset, p, name) for name in (line, "none"))
+        return yes(compare(a, b) > 0), against(a, b)
+
+    return weigh(results, itertools.product([1], ("rd0.9", "topk0.99")), one)
+
+
+# Error feedback
+
+
+def feedback_helps(dataset: str, results: Results, levels: Iterable[int] = LEVELS) -> Verdict:
+    def one(p: int, line: str) -> Outcome:
+        a, b = (results.finals(dataset, p, name) for name in (line, f"{line}-noef"))
+        return compare(a, b), against(a, b)
+
+    return weigh(results, itertools.product(levels, BARE.get(dataset, LINES)), one)
+
+
+def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
+    """The gap at p = 1 beyond that at p = 10, by more than their margins allow."""
+
+    def one(line: str) -> Outcome:
+        pairs = {p: [results.finals(dataset, p, line + end) for end in ("", "-noef")] for p in (10, 1)}
+        gaps = {p: a.mean - b.mean for p, (a, b) in pairs.items()}
+        error = math.hypot(*(seen.standard_error(a, b) for a, b in pairs.values()))
+        grows = gaps[1] - gaps[10] > max(seen.CLOSE, 2 * error)
+        return yes(grows), f"{100 * gaps[10]:.2f} at p=10, {100 * gaps[1]:.2f} at p=1"
+
+    return weigh(results, ((line,) for line in BARE.get(dataset, LINES)), one)
+
+
+# Residuals
+
+
+def bounded(dataset: str, results: Results) -> Verdict:
+    def one(p: int, line: str) -> Outcome:
+        growth = results.sample(dataset, p, line, seen.residual_growth).mean
+        return yes(growth <= GROWS), f"×{number(growth, '.2f')}"
+
+    return weigh(results, itertools.product(LEVELS, MILD), one)
+
+
+def several_times(dataset: str, results: Results) -> Verdict:
+    def one(p: int, line: str) -> Outcome:
+        plain = results.sample(dataset, p, line, seen.residual_ratio).mean
+        squared = results.sample(dataset, p, line, partial(seen.residual_ratio, norm="norm2")).mean
+        return yes(1 <= plain <= 10), f"{number(plain, '.2f')} (squared {number(squared, '.2f')})"
+
+    return weigh(results, itertools.product(LEVELS, MILD), one)
+
+
+def larger_at_low_p(dataset: str, results: Results) -> Verdict:
+    def one(line: str) -> Outcome:
+        return _factor(*(results.sample(dataset, p, line, seen.residual).mean for p in (1, 10)))
+
+    return weigh(results, ((line,) for line in LINES), one)
+
+
+def larger_at_high_comp(dataset: str, results: Results) -> Verdict:
+    def one(p: int, kind: str) -> Outcome:
+        return _factor(*(results.sample(dataset, p, kind + c, seen.residual).mean for c in ("0.99", "0.9")))
+
+    return weigh(results, itertools.product(LEVELS, COMPRESSORS), one)
+
+
+def _factor(a: float, b: float) -> Outcome:
+    """How many times b is in a; two runs that both diverged show no difference."""
+    factor = 1.0 if a == b else a / b if b else math.inf
+    return larger(factor), f"{number(a)} against {number(b)}"
+
+
+def keeps_growing(lines: Iterable[str], dataset: str, results: Results) -> Verdict:
+    """The lines of which it is said decide; others that grow are named."""
+
+    def one(p: int, line: str) -> Outcome:
+        growth = results.sample(dataset, p, line, seen.residual_growth).mean
+        return yes(growth > GROWS), f"×{number(growth, '.2f')}"
+
+    verdict, numbers = weigh(results, itertools.product(LEVELS, lines := tuple(lines)), one)
+    others = _growing(dataset, results, [line for line in LINES if line not in lines])
+    return verdict, numbers + (f"; also growing: {', '.join(others)}" if others else "")
+
+
+def _growing(dataset: str, results: Results, lines: Iterable[str]) -> list[str]:
+    found = []
+    for p, line in itertools.product(LEVELS, lines):
+        try:
+            growth = results.sample(dataset, p, line, seen.residual_growth).mean
+        except Missing:
+            continue
+        if growth > GROWS:
+            found.append(f"p={p} {spelt(line)} ×{number(growth, '.2f')}")
+    return found
+
+
+# Communication
+
+
+def spares_uplink(dataset: str, results: Results) -> Verdict:
+    def mean_of(p: int, line: str, name: str) -> float:
+        return results.sample(dataset, p, line, lambda entry: seen.mean(column(entry, name))).mean
+
+    def one(p: int) -> Outcome:
+        a, b = (results.finals(dataset, p, line) for line in ("topk0.99", "none"))
+        saved = 1 - mean_of(p, "topk0.99", "uplink_bytes") / mean_of(p, "none", "uplink_bytes")
+        left_out = 1 - mean_of(p, "topk0.99", "model_sizes_sent")
+        text = f"{100 * saved:.2f}% of bytes and {100 * left_out:.2f}% of coordinates saved, {against(a, b)}"
+        return min(yes(saved >= SAVED), seen.as_good(a, b)), text
+
+    return weigh(results, ((p,) for p in LEVELS), one)
+
+
+def better_at_equal_uplink(dataset: str, results: Results) -> Verdict:
+    """Compressors beside no compression, and no compression beside a single local step, at p = 5."""
+
+    def one(line: str) -> Outcome:
+        pair = (line, "one-step" if line == "none" else "none")
+        budget = min(results.sample(dataset, 5, name, seen.sent).mean for name in pair)
+        a, b = (results.sample(dataset, 5, name, seen.accuracy_at(budget)) for name in pair)
+        return compare(a, b), f"{against(a, b)} at {number(budget)} model sizes"
+
+    return weigh(results, ((line,) for line in (*LINES, "none")), one)
+
+
+# Local steps and rates
+
+
+def ragged_steps(results: Results) -> Verdict:
+    def one(p: int, line: str) -> Outcome:
+        a, b = (results.finals("mnist", p, name) for name in (line, "k50"))
+        steps = results.sample("mnist", p, line, lambda e: seen.mean(column(e, "local_steps_mean"))).mean
+        return seen.as_good(a, b), f"{against(a, b)} (K is {steps:.1f} on average)"
+
+    return weigh(results, itertools.product((10, 2, 1), ("k5..95", "deadline")), one)
+
+
+def decaying_converges(results: Results) -> Verdict:
+    return weigh(
+        results,
+        itertools.product((10, 2, 1), DECAYING),
+        partial(_trains, results, "mnist", reference="topk0.99"),
+    )
+
+
+def decaying_slower(results: Results) -> Verdict:
+    def one(p: int, line: str) -> Outcome:
+        a, b = (results.sample("mnist", p, name, seen.curve) for name in (line, "topk0.99"))
+        return -compare(a, b), against(a, b)
+
+    return weigh(results, itertools.product((10, 2, 1), DECAYING), one)

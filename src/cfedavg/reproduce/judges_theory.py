@@ -1,0 +1,128 @@
+"""How the claims of the theory are decided."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Mapping
+
+from cfedavg.reproduce import results as seen
+from cfedavg.reproduce.archive import Entry
+from cfedavg.reproduce.cases import DATASETS, Outcome, Verdict, number, span, weigh, yes
+from cfedavg.reproduce.judges import LEVELS, LINES
+from cfedavg.reproduce.results import Missing, Results, column
+from cfedavg.theory import h
+
+NEAR = 0.25  # slopes no further apart than this are the same
+USEFUL = 10  # times what it bounds
+CONDITIONS = ("eta_L <= 1/(8LK)", "eta eta_L < 1/(KL)", "eta eta_L K (L²h + 1 + L) <= 1")
+
+
+def slopes(study: str, keys: Mapping[str, str], fits: Callable[[float], bool], results: Results) -> Verdict:
+    """Slopes that a small study has fitted, by label and by the name that the study gives them."""
+    cells = results.study(study)
+    numbers = importlib.import_module(f"cfedavg.reproduce.{study}").verdict_numbers(cells)
+
+    def one(label: str) -> Outcome:
+        slope, error = (numbers.get(keys[label] + end) for end in ("", "_se"))
+        if slope is None:
+            raise Missing
+        return yes(fits(slope)), f"{slope:.2f} ± {error:.2f}"
+
+    return weigh(results, ((label,) for label in keys), one)
+
+
+def falls_as_inverse(slope: float) -> bool:
+    return abs(slope + 1) <= NEAR
+
+
+def does_not_grow(slope: float) -> bool:
+    return slope <= NEAR
+
+
+def stays(slope: float) -> bool:
+    return abs(slope) <= NEAR
+
+
+def lemma_holds(results: Results) -> Verdict:
+    """The bound over what it bounds, in every run with error feedback."""
+
+    def one(line: str) -> Outcome:
+        ratios = [_bound(entry) for entry in _runs(results, line)]
+        return yes(min(ratios) >= 1), f"the bound is {span(ratios)} times the sum"
+
+    return weigh(results, ((line,) for line in LINES), one)
+
+
+def lemma_is_tight(results: Results) -> Verdict:
+    def one(line: str) -> Outcome:
+        ratios = [_bound(entry) for entry in _runs(results, line)]
+        gammas = [_gamma(entry) for entry in _runs(results, line)]
+        return yes(max(ratios) <= USEFUL), f"{span(ratios)} times, γ measured {span(gammas)}"
+
+    return weigh(results, ((line,) for line in LINES), one)
+
+
+def loss_is_a_fraction(results: Results) -> Verdict:
+    def one(line: str) -> Outcome:
+        shares = [_share(entry) for entry in _runs(results, line)]
+        return yes(max(shares) < 1), span(shares)
+
+    return weigh(results, ((line,) for line in LINES), one)
+
+
+def _runs(results: Results, line: str) -> list[Entry]:
+    """Of all data sets and p, those that stayed finite and in which something was held back."""
+    found = []
+    for dataset, p in itertools.product(DATASETS, LEVELS):
+        try:
+            found += results.line(dataset, p, line)
+        except Missing:
+            continue
+    whole = [entry for entry in found if not seen.diverged(entry) and sum(column(entry, "error_norm2")) > 0]
+    if not whole:
+        raise Missing
+    return whole
+
+
+def _gamma(entry: Entry) -> float:
+    """The lowest SNR of any client in any round."""
+    return min(column(entry, "snr_min"), default=math.inf)
+
+
+def _share(entry: Entry) -> float:
+    """Residuals over updates, both squared, averaged over clients and added up over rounds."""
+    updates = math.fsum(column(entry, "delta_norm2"))
+    return math.fsum(column(entry, "error_norm2")) / updates if updates else math.inf
+
+
+def _bound(entry: Entry) -> float:
+    """Lemma 1's bound over the residuals. As h is proportional to alpha, alpha |mean g|² is mean |g_i|²."""
+    return h(_gamma(entry), 1.0) / _share(entry)
+
+
+def long_enough(results: Results) -> Verdict:
+    """T beside mK, for the first line of each data set."""
+
+    def one(dataset: str) -> Outcome:
+        entry = results.line(dataset, 10, "none")[0]
+        rounds = entry.settings["rounds"]
+        work = entry.settings["clients"] * seen.mean(column(entry, "local_steps_mean"))
+        return yes(rounds >= work), f"T = {rounds}, mK = {number(work, '.0f')}"
+
+    return weigh(results, ((dataset,) for dataset in DATASETS), one)
+
+
+def rate_conditions(results: Results) -> Verdict:
+    """Each condition's value over its limit; a cell has the three in `ratios`, null for infinite."""
+    cells = [entry.values.get("ratios") or () for entry in results.study("conditions").values()]
+    triples = [[math.inf if ratio is None else ratio for ratio in each] for each in cells if each]
+
+    def one(condition: str) -> Outcome:
+        ratios = [each[CONDITIONS.index(condition)] for each in triples]
+        if not ratios:
+            raise Missing
+        return yes(max(ratios) <= 1), f"{span(ratios)} times the limit"
+
+    return weigh(results, ((condition,) for condition in CONDITIONS), one)

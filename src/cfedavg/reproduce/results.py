@@ -1,0 +1,221 @@
+"""What archived cells say, in the numbers that claims are decided by.
+
+A run that left the finite numbers has failed: in every measure it gets the worst there is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cfedavg.reproduce.archive import Entry
+
+CHANCE = 0.1  # of guessing one of ten classes
+CLOSE = 0.005  # half a point of accuracy
+LAST = 5  # rounds that make up the final accuracy
+TAIL = 20  # rounds at the end that say how a curve zigzags and how large the residuals are
+GROWS = 1.2  # a residual keeps growing if it is this much larger at the end than in the middle
+SLACK = 1.05  # a hundredth of the coordinates, rounded and sent 100 times, is not exactly one model
+
+
+class Missing(Exception):
+    """A judge asked for a cell that is not there, or for a column that the cell does not have."""
+
+
+def column(entry: Entry, name: str) -> list[float]:
+    """What was measured, without the rounds in which nothing was."""
+    return [value for value in entry.values.get(name) or () if value is not None]
+
+
+def diverged(entry: Entry) -> bool:
+    return "diverged" in entry.values
+
+
+def final(entry: Entry) -> float:
+    """The accuracy at the end, as the mean of the last five rounds."""
+    return CHANCE if diverged(entry) else mean(column(entry, "test_accuracy")[-LAST:])
+
+
+def first(entry: Entry) -> float:
+    """The accuracy after the first round that was evaluated."""
+    return (column(entry, "test_accuracy") or [CHANCE])[0]
+
+
+def curve(entry: Entry) -> float:
+    """The accuracy averaged over all rounds: high if a run is fast, and ends high."""
+    return CHANCE if diverged(entry) else mean(column(entry, "test_accuracy"))
+
+
+def zigzag(entry: Entry) -> float:
+    """How far the accuracy strays from a straight line through its last 20 rounds (standard deviation).
+
+    From a line, because a curve that still rises steadily does not zigzag.
+    """
+    if diverged(entry):
+        return math.inf
+    seen = column(entry, "test_accuracy")[-TAIL:]
+    if len(seen) < 3:
+        return 0.0
+    slope, start = statistics.linear_regression(range(len(seen)), seen)
+    return math.sqrt(math.fsum((y - start - slope * x) ** 2 for x, y in enumerate(seen)) / (len(seen) - 2))
+
+
+def rounds_to(accuracy: float) -> Callable[[Entry], float]:
+    """A measure: the rounds until the accuracy is first this high, infinite if it never is."""
+
+    def measure(entry: Entry) -> float:
+        seen = () if diverged(entry) else entry.values.get("test_accuracy") or ()
+        return next((t for t, each in enumerate(seen, 1) if each is not None and each >= accuracy), math.inf)
+
+    return measure
+
+
+def accuracy_at(budget: float) -> Callable[[Entry], float]:
+    """A measure: the accuracy when a client has sent this many model sizes."""
+
+    def measure(entry: Entry) -> float:
+        spent, reached = 0.0, CHANCE
+        sizes, seen = (entry.values.get(name) or () for name in ("model_sizes_sent", "test_accuracy"))
+        for size, accuracy in zip(sizes, seen, strict=False):
+            spent += size or 0.0
+            if spent <= SLACK * budget:
+                reached = reached if accuracy is None else accuracy
+        return CHANCE if diverged(entry) else reached
+
+    return measure
+
+
+def sent(entry: Entry) -> float:
+    """The model sizes that a client sends in the whole run."""
+    return math.fsum(column(entry, "model_sizes_sent"))
+
+
+def residual(entry: Entry) -> float:
+    """The clients' mean |e_i| over the last 20 rounds."""
+    return math.inf if diverged(entry) else mean(column(entry, "error_norm")[-TAIL:])
+
+
+def residual_ratio(entry: Entry, norm: str = "norm") -> float:
+    """Residuals over updates, both as means of the last 20 rounds; `norm2` takes squared norms."""
+    if diverged(entry):
+        return math.inf
+    update = mean(column(entry, f"delta_{norm}")[-TAIL:])
+    return mean(column(entry, f"error_{norm}")[-TAIL:]) / update if update else math.inf
+
+
+def residual_growth(entry: Entry) -> float:
+    """The mean residual of the last fifth of the rounds over that of the fifth in the middle."""
+    if diverged(entry):
+        return math.inf
+    seen = column(entry, "error_norm")
+    fifth = max(1, len(seen) // 5)
+    start = (len(seen) - fifth) // 2
+    middle = mean(seen[start : start + fifth])
+    return mean(seen[-fifth:]) / middle if middle else 1.0
+
+
+def mean(values: Sequence[float]) -> float:
+    if not values:
+        raise Missing
+    return statistics.fmean(values)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measure's value for each seed. `wobble` is the standard error of a seed that is alone."""
+
+    values: tuple[float, ...]
+    wobble: float = 0.0
+    diverged: int = 0
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float:
+        """Over seeds; 0 where it cannot be told."""
+        several = len(self.values) > 1 and all(map(math.isfinite, self.values))
+        return statistics.stdev(self.values) if several else 0.0
+
+
+def standard_error(a: Sample, b: Sample) -> float:
+    """Of the difference of two means, from the spread of both pooled.
+
+    >>> standard_error(Sample((1.0, 3.0)), Sample((1.0, 3.0))) == math.sqrt(2)
+    True
+    """
+    n, m = len(a.values), len(b.values)
+    if n + m == 2:
+        return math.hypot(a.wobble, b.wobble)
+    pooled = ((n - 1) * a.std**2 + (m - 1) * b.std**2) / (n + m - 2)
+    return math.sqrt(pooled * (1 / n + 1 / m))
+
+
+def margin(a: Sample, b: Sample) -> float:
+    """Accuracies that differ by no more than this are close: half a point or two standard errors."""
+    return max(CLOSE, 2 * standard_error(a, b))
+
+
+def compare(a: Sample, b: Sample) -> int:
+    """1 if a is ahead of b, 0 if they are close, -1 if a is behind.
+
+    >>> compare(Sample((0.99,)), Sample((0.98,))), compare(Sample((0.99,)), Sample((0.987,)))
+    (1, 0)
+    """
+    difference = a.mean - b.mean
+    return 0 if abs(difference) <= margin(a, b) else 1 if difference > 0 else -1
+
+
+def as_good(a: Sample, b: Sample) -> int:
+    """1 if a is at most half a point below b, -1 if it is behind or diverged, 0 if that cannot be told.
+
+    >>> as_good(Sample((0.9, 0.94)), Sample((0.94, 0.94))), as_good(Sample((0.9,)), Sample((0.94,)))
+    (0, -1)
+    """
+    if a.diverged or compare(a, b) < 0:
+        return -1
+    return 1 if a.mean >= b.mean - CLOSE else 0
+
+
+class Results:
+    """An archive, asked for lines of figures. It remembers in `shown` which cells it was asked for."""
+
+    def __init__(self, found: Mapping[str, Entry]) -> None:
+        self.found = found
+        self.shown: dict[str, None] = {}
+
+    def line(self, dataset: str, p: int, name: str) -> list[Entry]:
+        """The cells of a line over seeds; Missing if there is none that says anything."""
+        stem = f"{dataset}-p{p}-{name}-seed"
+        cells = [e for n, e in self.found.items() if n.startswith(stem) and n[len(stem) :].isdigit()]
+        cells = [entry for entry in cells if diverged(entry) or column(entry, "test_accuracy")]
+        if not cells:
+            raise Missing
+        self.shown |= dict.fromkeys(entry.name for entry in cells)
+        return cells
+
+    def study(self, name: str) -> dict[str, Entry]:
+        """The cells of one of the small studies; Missing if there is none."""
+        cells = {n: entry for n, entry in self.found.items() if n.startswith(f"{name}-")}
+        if not cells:
+            raise Missing
+        self.shown |= dict.fromkeys(cells)
+        return cells
+
+    def sample(self, dataset: str, p: int, name: str, measure: Callable[[Entry], float]) -> Sample:
+        """A measure of a line, for each seed."""
+        cells = self.line(dataset, p, name)
+        return Sample(tuple(map(measure, cells)), diverged=sum(map(diverged, cells)))
+
+    def finals(self, dataset: str, p: int, name: str) -> Sample:
+        """The final accuracies; where there is one seed, its zigzag says how sure a mean of 5 rounds is."""
+        cells = self.line(dataset, p, name)
+        wobble = 0.0 if diverged(cells[0]) else zigzag(cells[0]) / math.sqrt(LAST)
+        return Sample(tuple(map(final, cells)), wobble, sum(map(diverged, cells)))
+
+    def bar(self, dataset: str, p: int, reference: str = "none") -> float:
+        """The accuracy from which a run has trained: thrice chance, and half of the reference's gain."""
+        return max(3 * CHANCE, (CHANCE + self.finals(dataset, p, reference).mean) / 2)

@@ -1,0 +1,125 @@
+"""The numbers behind the figures, measured as the claims are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from cfedavg.reproduce import results
+from cfedavg.reproduce.archive import Entry
+from cfedavg.reproduce.cases import number, percent
+from cfedavg.reproduce.experiment import Experiment, Found
+from cfedavg.reproduce.results import GROWS, Missing, Sample
+from cfedavg.units import in_bytes
+
+_BUDGETS = (0.1, 1.0, 10.0, 100.0)
+_NOTHING = "–"
+
+Measure = Callable[[Entry], float]
+
+
+def table(experiment: Experiment, found: Found) -> list[list[str]]:
+    """One row for each p and line, a header first; accuracies are in percent, ± over seeds."""
+    columns = _TABLES[experiment.draw]
+    rows = [["p", "line", "seeds", *columns]]
+    for p, line in experiment.pairs():
+        entries = experiment.entries(found, p, line)
+        cells = [column(entries) if entries else _NOTHING for column in columns.values()]
+        rows.append([_NOTHING if p is None else str(p), line.label, _count(entries), *cells])
+    return rows
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """
+    >>> print(as_markdown([["p", "line", "seeds"], ["10", "a|b", "3"]]), end="")
+    | p | line | seeds |
+    | ---: | :--- | ---: |
+    | 10 | a\\|b | 3 |
+    """
+    rule = [":---" if name == "line" else "---:" for name in rows[0]]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [cells[0], rule, *cells[1:]])
+
+
+def _count(entries: Sequence[Entry]) -> str:
+    diverged = sum(map(results.diverged, entries))
+    return f"{len(entries)}" + (f", {diverged} diverged" if diverged else "")
+
+
+def _mean(measure: Measure, text: Callable[[float], str] = number) -> Callable[[Sequence[Entry]], str]:
+    """A column: the mean of a measure over the seeds."""
+
+    def column(entries: Sequence[Entry]) -> str:
+        try:
+            return text(results.mean([measure(entry) for entry in entries]))
+        except Missing:
+            return _NOTHING
+
+    return column
+
+
+def _accuracy(measure: Measure) -> Callable[[Sequence[Entry]], str]:
+    """A column: an accuracy, with its spread over the seeds."""
+
+    def column(entries: Sequence[Entry]) -> str:
+        try:
+            return percent(Sample(tuple(map(measure, entries))))
+        except Missing:
+            return _NOTHING
+
+    return column
+
+
+def _rounds(entries: Sequence[Entry]) -> str:
+    counts = sorted({len(entry.values.get("uplink_bytes") or ()) for entry in entries})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def _last(name: str) -> Measure:
+    """The last number of a column."""
+    return lambda entry: results.mean(results.column(entry, name)[-1:])
+
+
+def _client_bytes(entry: Entry) -> float:
+    clients: int = entry.settings["clients"]
+    return math.fsum(results.column(entry, "uplink_bytes")) / clients
+
+
+def _points(share: float) -> str:
+    return number(100 * share, ".2f")
+
+
+def _at(budget: float) -> Measure:
+    """The accuracy for a budget that the run begins with and uses up."""
+
+    def measure(entry: Entry) -> float:
+        sizes = results.column(entry, "model_sizes_sent")
+        if not sizes or not sizes[0] / results.SLACK <= budget <= math.fsum(sizes) * results.SLACK:
+            raise Missing
+        return results.accuracy_at(budget)(entry)
+
+    return measure
+
+
+def _grows(entries: Sequence[Entry]) -> str:
+    return "yes" if results.mean(list(map(results.residual_growth, entries))) > GROWS else "no"
+
+
+_TABLES: dict[str, dict[str, Callable[[Sequence[Entry]], str]]] = {
+    "curves": {
+        "rounds": _rounds,
+        "accuracy after the last round": _accuracy(_last("test_accuracy")),
+        "mean of the last 5": _accuracy(results.final),
+        "zigzag of the last 20, points": _mean(results.zigzag, _points),
+        "uplink of a client": _mean(_client_bytes, in_bytes),
+        "model sizes sent": _mean(results.sent, lambda sizes: number(sizes, ".4g")),
+    },
+    "budget": {f"accuracy at {budget:g} model sizes": _accuracy(_at(budget)) for budget in _BUDGETS},
+    "norms": {
+        "last ‖g‖²": _mean(_last("delta_norm2")),
+        "last ‖e‖²": _mean(_last("error_norm2")),
+        "‖e‖/‖g‖, last 20 rounds": _mean(results.residual_ratio),
+        "‖e‖, last fifth/middle fifth": _mean(results.residual_growth),
+        "still grows": _grows,
+    },
+}

@@ -1,0 +1,454 @@
+"""Every claim can hold and can fail; what is missing, diverged or null is no reason to crash."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cfedavg.reproduce import experiment, results
+from cfedavg.reproduce.archive import Entry
+from cfedavg.reproduce.cases import FAILS, HOLDS, PARTLY
+from cfedavg.reproduce.claims import CLAIMS, Claim, Finding, Results, as_markdown, judge_all
+from cfedavg.reproduce.results import Sample, compare
+from cfedavg.theory import h
+
+DATASETS = ("mnist", "fashion_mnist", "cifar10")
+STUDIES = ("speedup", "variance", "conditions")
+LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
+BY_NAME = {claim.name: claim for claim in CLAIMS}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A made-up training curve, and what goes with it."""
+
+    final: float
+    pace: float = 2.0  # rounds in which the distance to the final accuracy falls by e
+    zigzag: float = 0.001
+    residual: float = 0.0
+    growing: bool = False
+    bound: float = 2.0  # what Lemma 1 says, over what is
+    rounds: int = 100
+    clients: int = 2
+    sent: float = 1.0  # of the coordinates
+
+    def values(self) -> dict[str, Any]:
+        t = range(self.rounds)
+        rise = [1 - math.exp(-(i + 1) / self.pace) for i in t]
+        error = [self.residual * ((i + 1) / self.rounds if self.growing else 1) for i in t]
+        share = math.fsum(e * e for e in error) / self.rounds
+        gamma = (1 + 1 / math.sqrt(self.bound * share)) ** 2 if share else None
+        return {
+            "test_accuracy": [0.1 + (self.final - 0.1) * r + self.zigzag * (-1) ** i
+                              for i, r in zip(t, rise, strict=True)],
+            "uplink_bytes": [round(1e6 * self.sent * 1.2 if self.sent < 1 else 1e6)] * self.rounds,
+            "model_sizes_sent": [self.sent] * self.rounds,
+            "delta_norm": [1.0] * self.rounds,
+            "delta_norm2": [1.0] * self.rounds,
+            "error_norm": error,
+            "error_norm2": [e * e for e in error],
+            "alpha": [3.0] * self.rounds,
+            "snr_min": [gamma] * self.rounds,
+            "local_steps_mean": [5.0] * self.rounds,
+        }  # fmt: skip
+
+
+@cache
+def values_of(run: Run) -> dict[str, Any]:
+    return run.values()
+
+
+Rule = Callable[[str, int, str], Run]
+NONE = {10: 0.99, 5: 0.98, 2: 0.95, 1: 0.8}
+
+
+def as_claimed(dataset: str, p: int, line: str) -> Run:
+    """A world as the paper describes it, but for claims that exclude one another."""
+    zigzag = {10: 0.001, 5: 0.002, 2: 0.005, 1: 0.03}[p]
+    if line in ("none", "one-step"):
+        slow = line == "one-step"
+        return Run(NONE[p], 200 if slow else 2, zigzag, rounds=500 if slow else 100)
+    if line in ("k50", "k5..95", "deadline"):
+        return Run(NONE[p])
+    gain = 0.07 if p == 1 else 0.0
+    final, pace, residual = {
+        "topk0.9": (NONE[p] + gain, 2, 2),
+        "topk0.99": (NONE[p] + gain - 0.003, 3, 8),
+        "rd0.9": (NONE[p] + gain - 0.015, 4, 2.5),
+        "rd0.99": (NONE[p] - 0.1, 8, 10),
+    }[line.split("-")[0]]
+    gap = {10: 0.02, 5: 0.03, 2: 0.05, 1: 0.2}[p]
+    if "decaying" in line:
+        pace *= 3
+    return Run(
+        final - (gap if line.endswith("-noef") else 0), pace, zigzag / 3,
+        residual * {10: 1, 5: 1.5, 2: 2, 1: 2.5}[p], growing="0.99" in line,
+        sent=1 - float(line.split("-")[0].lstrip("topkrd")),
+    )  # fmt: skip
+
+
+def otherwise(dataset: str, p: int, line: str) -> Run:
+    """A world in which nothing is as claimed, but for claims that exclude one another."""
+    zigzag = {10: 0.03, 5: 0.005, 2: 0.002, 1: 0.001}[p]
+    if line in ("none", "k50", "one-step"):
+        return Run(NONE[p], zigzag=zigzag, clients=100, rounds=500 if line == "one-step" else 100)
+    gap = 0.05 if line.endswith("-noef") else 0
+    return Run(0.12 + gap, zigzag=2 * zigzag, residual=100, growing=True, bound=0.5, clients=100, sent=0.3)
+
+
+def altered(rule: Rule, lines: tuple[str, ...] = LINES, **changes: Any) -> Rule:
+    """The same world, with some lines changed."""
+
+    def changed(dataset: str, p: int, line: str) -> Run:
+        run = rule(dataset, p, line)
+        return replace(run, **changes) if line in lines else run
+
+    return changed
+
+
+GOOD: dict[str, Rule] = {
+    "rd-fails": altered(as_claimed, ("rd0.99",), final=0.2),
+    "equal-uplink": altered(as_claimed, ("rd0.9",), final=0.99),
+    "loss-is-a-fraction": altered(as_claimed, residual=0.5),
+}
+BAD: dict[str, Rule] = {
+    "rd-fails": as_claimed,
+    "smoother": altered(as_claimed, zigzag=0.05),
+    "residual-keeps-growing": altered(as_claimed, growing=False),
+    "decaying-slower": altered(as_claimed, ("topk0.99-decaying1", "topk0.99-decaying25"), pace=3),
+    "lemma1-useful": altered(as_claimed, bound=100.0),
+}
+SLOPES = {"slope_none": -1.0, "slope_topk0.9": -0.9, "slope_rd0.9": -1.1} | {
+    f"slope_{name}_{kind}": slope
+    for name, slope in (("K", -0.5), ("m", -1.1), ("sigma", 0.1)) for kind in ("topk", "rd")
+}  # fmt: skip
+
+
+def world(rule: Rule, seeds: int = 1) -> dict[str, Entry]:
+    """All cells that any claim asks for."""
+    lines = ["none", "one-step", *LINES, *(f"{line}-noef" for line in LINES)]
+    lines += ["k50", "k5..95", "deadline", "topk0.99-decaying1", "topk0.99-decaying25"]
+    return dict(
+        cell(f"{dataset}-p{p}-{line}-seed{seed}", rule(dataset, p, line))
+        for dataset in DATASETS for p in NONE for line in lines for seed in range(seeds)
+    )  # fmt: skip
+
+
+def cell(name: str, run: Run) -> tuple[str, Entry]:
+    return name, Entry(name, {"rounds": run.rounds, "clients": run.clients}, dict(values_of(run)), {})
+
+
+def conditions(ratio: float | None) -> dict[str, Entry]:
+    return {"conditions-x": Entry("conditions-x", {}, {"ratios": [ratio] * 3}, {})}
+
+
+def studies(ratio: float | None) -> dict[str, Entry]:
+    found = {f"{name}-x": Entry(f"{name}-x", {}, {}, {}) for name in ("speedup", "variance")}
+    return found | conditions(ratio)
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], None]:
+    """Puts made-up slopes in place of what the small studies find."""
+
+    def put(numbers: Mapping[str, float]) -> None:
+        errors = {f"{key}_se": 0.05 for key in numbers}
+        for name in ("speedup", "variance"):
+            study = SimpleNamespace(verdict_numbers=lambda found: {**numbers, **errors})
+            monkeypatch.setitem(sys.modules, f"cfedavg.reproduce.{name}", study)
+
+    return put
+
+
+def rule_for(claim: Claim, special: Mapping[str, Rule], rule: Rule) -> Rule:
+    return next((each for name, each in special.items() if claim.name.startswith(name)), rule)
+
+
+def verdict(name: str, found: Mapping[str, Entry]) -> str:
+    finding = BY_NAME[name].judge(Results(found))
+    assert finding is not None
+    return finding.verdict
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_every_claim_can_hold(claim: Claim, fits: Callable[[Mapping[str, float]], None]) -> None:
+    fits(SLOPES)
+    found = world(rule_for(claim, GOOD, as_claimed)) | studies(0.5)
+    finding = claim.judge(Results(found))
+    assert finding is not None
+    assert finding.verdict == HOLDS, finding.numbers
+    assert finding.numbers
+    assert "nan" not in finding.numbers
+    assert finding.cells
+    assert set(finding.cells) <= set(found)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_every_claim_can_fail(claim: Claim, fits: Callable[[Mapping[str, float]], None]) -> None:
+    fits(dict.fromkeys(SLOPES, 0.6))
+    finding = claim.judge(Results(world(rule_for(claim, BAD, otherwise)) | studies(2.0)))
+    assert finding is not None
+    assert finding.verdict == FAILS, finding.numbers
+
+
+def test_a_claim_can_hold_in_part() -> None:
+    half = altered(as_claimed, ("topk0.9",), final=0.5)
+    assert verdict("topk-as-good-mnist", world(half)) == PARTLY
+    assert verdict("zigzag-grows-mnist", world(altered(as_claimed, ("none",), zigzag=0.01))) == FAILS
+
+
+def test_zigzag_that_grows_only_from_end_to_end_holds_in_part() -> None:
+    found = world(as_claimed)
+    found |= [cell("mnist-p5-none-seed0", Run(0.98, zigzag=0.02))]
+    assert verdict("zigzag-grows-mnist", found) == PARTLY
+
+
+def test_a_flat_line_that_does_not_train_is_no_smooth_one() -> None:
+    found = world(altered(as_claimed, final=0.1, zigzag=0.0))
+    assert verdict("smoother-mnist", found) == FAILS
+
+
+def test_no_condition_within_its_limit_where_it_is_infinite() -> None:
+    assert verdict("rate-conditions", conditions(None)) == FAILS
+
+
+def test_one_broken_condition_of_three_is_in_part() -> None:
+    found = conditions(0.5)
+    found["conditions-x"].values["ratios"][2] = 3.0
+    assert verdict("rate-conditions", found) == PARTLY
+
+
+def test_the_small_studies_give_what_is_asked_of_them() -> None:
+    from cfedavg.reproduce import speedup, variance
+
+    cells = speedup.cells("paper", 1)
+    found = {n: Entry(n, s, {"horizon": 1000 / s["m"]}, {}) for n, s in cells.items()}
+    for n, s in variance.cells("paper", 1).items():
+        added = {"extra": 1 / s["m"], "promised": 1.0}
+        found[n] = Entry(n, s, {"topk": added, "rd": added}, {})
+    for name in ("linear-speedup", "variance-K", "variance-m", "variance-sigma"):
+        finding = BY_NAME[name].judge(Results(found))
+        assert finding is not None
+        assert finding.verdict == HOLDS
+        assert "not run" not in finding.numbers
+
+
+def test_what_cannot_be_told_from_chance_decides_nothing() -> None:
+    """Four points behind, with an uncertainty of as much."""
+    noisy = world(altered(as_claimed, ("topk0.9", "none"), zigzag=0.05))
+    noisy |= [cell("mnist-p10-topk0.9-seed0", Run(0.95, zigzag=0.05))]
+    finding = BY_NAME["topk-as-good-mnist"].judge(Results(noisy))
+    assert finding is not None
+    assert finding.numbers.startswith("p=10: top-k 0.9 ")
+    assert finding.numbers.split(",")[0].endswith("≈")
+
+
+def test_uplink_in_bytes_decides_not_coordinates() -> None:
+    found = world(as_claimed)
+    for p in NONE:
+        found[f"mnist-p{p}-topk0.99-seed0"].values["uplink_bytes"] = [20_000] * 100
+    assert verdict("uplink-spared-mnist", found) == FAILS
+
+
+# What is missing, diverged or null
+
+
+def test_without_cells_nothing_is_judged() -> None:
+    judged = judge_all({})
+    assert [claim for claim, _ in judged] == list(CLAIMS)
+    assert all(finding is None for _, finding in judged)
+
+
+def test_what_was_not_run_is_said_and_not_judged() -> None:
+    found = {name: entry for name, entry in world(as_claimed).items() if "-p5-" not in name}
+    del found["mnist-p2-topk0.9-seed0"]
+    finding = BY_NAME["topk-as-good-mnist"].judge(Results(found))
+    assert finding is not None
+    assert finding.verdict == HOLDS
+    assert finding.numbers.endswith("(not run: p=5, p=2 top-k 0.9)")
+    assert "mnist-p2-topk0.99-seed0" in finding.cells
+    assert not any("-p5-" in name for name in finding.cells)
+
+
+@pytest.mark.parametrize("lost", ["none", "topk0.99"])
+def test_without_one_end_a_comparison_is_not_judged(lost: str) -> None:
+    found = {name: entry for name, entry in world(as_claimed).items() if lost not in name.split("-")}
+    assert BY_NAME["uplink-spared-mnist"].judge(Results(found)) is None
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 7])
+def test_diverged_cells_have_failed_and_crash_nothing(
+    rounds: int, fits: Callable[[Mapping[str, float]], None]
+) -> None:
+    fits(SLOPES)
+    found = world(as_claimed) | studies(0.5)
+    for name, entry in found.items():
+        if name.startswith(DATASETS):
+            cut = {column: values[:rounds] for column, values in entry.values.items() if rounds}
+            found[name] = replace(entry, values=cut | {"diverged": "a loss is NaN"})
+    judged = {claim.name: finding for claim, finding in judge_all(found)}
+    good = [
+        name for name, finding in judged.items()
+        if finding and finding.verdict != FAILS and not name.startswith(("linear", "variance", "rate"))
+    ]  # fmt: skip
+    assert set(good) <= {"rd-fails-fashion", "rd-fails-cifar10", "long-enough"} | {
+        name for name in judged if name.startswith("residual-keeps-growing")
+    }
+    assert judged["converges-mnist"] is not None
+    assert "(1 of 1 diverged)" in judged["converges-mnist"].numbers
+
+
+def test_one_diverged_seed_is_enough_to_fail() -> None:
+    found = world(as_claimed, seeds=3)
+    found["mnist-p10-topk0.9-seed1"].values["diverged"] = "a loss is NaN"
+    finding = BY_NAME["converges-mnist"].judge(Results(found))
+    assert finding is not None
+    assert finding.verdict == PARTLY
+    assert "(1 of 3 diverged)" in finding.numbers
+
+
+@pytest.mark.parametrize("nulls", ["all", "some", "none there"])
+def test_null_values_crash_nothing(nulls: str, fits: Callable[[Mapping[str, float]], None]) -> None:
+    fits({})
+    found = world(as_claimed) | studies(None)
+    for entry in found.values():
+        for name, values in entry.values.items():
+            if isinstance(values, list):
+                some = [v if nulls == "some" and i % 5 else None for i, v in enumerate(values)]
+                entry.values[name] = [] if nulls == "none there" else some
+    judged = judge_all(found)
+    sure = [finding for claim, finding in judged if finding and claim.figure not in STUDIES]
+    assert bool(sure) == (nulls == "some")
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_short_runs_are_judged_too(rounds: int) -> None:
+    def short(dataset: str, p: int, line: str) -> Run:
+        return replace(as_claimed(dataset, p, line), rounds=rounds)
+
+    judged = judge_all(world(short, seeds=2))
+    assert all(finding for claim, finding in judged if claim.figure not in STUDIES)
+
+
+# Measures
+
+
+def entry(**values: Any) -> Entry:
+    return Entry("mnist-p1-none-seed0", {"rounds": 4}, values, {})
+
+
+def test_a_steady_rise_is_no_zigzag() -> None:
+    rising = [0.1 + 0.01 * i for i in range(40)]
+    assert results.zigzag(entry(test_accuracy=rising)) == pytest.approx(0, abs=1e-12)
+    up_and_down = [0.5 + 0.02 * (-1) ** i for i in range(40)]
+    assert results.zigzag(entry(test_accuracy=up_and_down)) == pytest.approx(0.02, rel=0.1)
+
+
+def test_rounds_are_counted_with_those_not_evaluated() -> None:
+    seen = entry(test_accuracy=[None, 0.4, None, 0.8])
+    assert results.rounds_to(0.5)(seen) == 4
+    assert results.rounds_to(0.9)(seen) == math.inf
+
+
+def test_accuracy_at_a_budget() -> None:
+    seen = entry(test_accuracy=[0.4, None, 0.8], model_sizes_sent=[1.0, 1.0, 1.0])
+    assert [results.accuracy_at(budget)(seen) for budget in (0.5, 0.99, 2, 3)] == [0.1, 0.4, 0.4, 0.8]
+
+
+def test_a_diverged_run_is_worth_nothing() -> None:
+    seen = entry(test_accuracy=[0.9], model_sizes_sent=[1.0], error_norm=[1.0], delta_norm=[1.0], diverged="")
+    assert [results.final(seen), results.curve(seen), results.accuracy_at(1)(seen)] == [0.1] * 3
+    worst = [results.zigzag, results.rounds_to(0.5), results.residual, results.residual_growth]
+    assert [measure(seen) for measure in worst] == [math.inf] * 4
+
+
+def test_growth_and_ratio_of_residuals() -> None:
+    line = [float(i + 1) for i in range(100)]
+    seen = entry(error_norm=line, delta_norm=[2.0] * 100)
+    assert results.residual_growth(seen) == pytest.approx(90.5 / 50.5)
+    assert results.residual_ratio(seen) == pytest.approx(90.5 / 2)
+
+
+def test_the_spread_over_seeds_widens_what_is_close() -> None:
+    apart = Sample((0.90, 0.96)), Sample((0.86, 0.92))
+    assert compare(*apart) == 0
+    assert compare(Sample((0.93, 0.931)), Sample((0.89, 0.891))) == 1
+    assert compare(Sample((0.89,), wobble=0.001), Sample((0.93,), wobble=0.001)) == -1
+    assert compare(Sample((0.89,), wobble=0.02), Sample((0.93,), wobble=0.02)) == 0
+
+
+def test_lines_are_not_mistaken_for_one_another() -> None:
+    found = Results(world(as_claimed, seeds=2))
+    assert [e.name for e in found.line("mnist", 1, "topk0.9")] == [
+        "mnist-p1-topk0.9-seed0",
+        "mnist-p1-topk0.9-seed1",
+    ]
+
+
+def test_the_bound_of_lemma_1_is_that_of_its_definition() -> None:
+    from cfedavg.reproduce.judges_theory import _bound
+
+    seen = entry(snr_min=[4.0, 2.0], alpha=[3.0, 5.0], delta_norm2=[1.0, 2.0], error_norm2=[0.5, 0.25])
+    right = math.fsum(h(2.0, a) * d / a for a, d in ((3.0, 1.0), (5.0, 2.0)))
+    assert _bound(seen) == pytest.approx(right / 0.75)
+
+
+# The table
+
+
+def test_names_and_figures() -> None:
+    names = [claim.name for claim in CLAIMS]
+    assert len(set(names)) == len(names)
+    assert {claim.figure for claim in CLAIMS} <= {*experiment.names(), *STUDIES}
+    for claim in CLAIMS:
+        assert all((claim.text, claim.where, claim.ran, claim.criterion))
+
+
+def test_every_cell_that_a_claim_asks_for_is_in_an_experiment() -> None:
+    tables = [experiment._table(name) for name in experiment.names()]  # `load` checks, which takes seconds
+    there = {
+        f"{table['base']['dataset']}-p{p}-{line['name']}-seed0"
+        for table in tables for p in table["p"] for line in table["line"]
+    }  # fmt: skip
+    asked = Results(world(as_claimed))
+    used = {n for claim in CLAIMS for n in getattr(claim.judge(asked), "cells", ())}
+    assert used
+    assert used <= there
+
+
+def rows(text: str) -> list[list[str]]:
+    """The table's cells; a pipe that is escaped does not end one."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [line.replace("\\|", "¦").strip("|").split("|") for line in lines]
+
+
+def test_markdown_is_a_table(fits: Callable[[Mapping[str, float]], None]) -> None:
+    fits(SLOPES)
+    strange = {CLAIMS[0].name: "since a | b\nand c"}
+    text = as_markdown(judge_all(world(as_claimed, seeds=2) | studies(0.5)), strange)
+    table = rows(text)
+    assert len(table) == len(CLAIMS) + 2
+    assert {len(row) for row in table} == {5}
+    assert table[1] == [" --- "] * 5
+    assert table[2][4] == " **holds**: since a ¦ b and c "
+    assert "±" in table[2][3]
+    assert text.endswith("|\n")
+
+
+def test_markdown_says_what_was_not_run() -> None:
+    assert all(row[3:] == [" not run yet "] * 2 for row in rows(as_markdown(judge_all({})))[2:])
+
+
+def test_a_finding_of_ones_own_is_written_down() -> None:
+    text = as_markdown([(CLAIMS[0], Finding(PARTLY, "1 | 2", ("a",)))])
+    assert rows(text)[2][3:] == [" 1 ¦ 2 ", " **holds in part** "]

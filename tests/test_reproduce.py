@@ -1,0 +1,373 @@
+"""Experiments, the archive of their cells, and the grid that fills it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cfedavg import Config, InputError
+from cfedavg.cli import app
+from cfedavg.reproduce import archive, experiment, studies
+from cfedavg.reproduce.archive import Damaged, Entry
+from cfedavg.reproduce.command import carry_out, open_grid
+from cfedavg.reproduce.grid import CELLS, WORK, Grid
+from cfedavg.reproduce.training import COLUMNS
+
+# --- the experiments of the package ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", experiment.SCALES)
+def test_a_cell_has_one_meaning(scale: str) -> None:
+    """Experiments share cells by their names: whoever has one of a name means the same run."""
+    seen: dict[str, Any] = {}
+    for name in experiment.names():
+        for cell, settings in experiment.load(name).cells(scale, 2).items():
+            assert seen.setdefault(cell, settings) == settings, (name, cell)
+    assert len(seen) > 200
+
+
+def test_the_paper_scale_is_the_papers() -> None:
+    for name in ("fig1-mnist", "fig4-fashion", "fig6-mnist", "fig9-fashion", "fig1-cifar10", "fig3-cifar10"):
+        for cell, settings in experiment.load(name).cells("paper", 1).items():
+            config = Config.from_dict(settings)
+            assert (config.clients, config.batch_size, config.local_epochs) == (100, 64, 10), cell
+            assert (config.eta_local, config.eta, config.schedule) == (0.1, 1.0, "constant"), cell
+            assert config.rounds == (200 if "cifar" in name else 100), cell
+            assert ">>" not in config.compressor, cell  # values in fp32
+            assert config.model == ("resnet18" if "cifar" in name else "cnn"), cell
+
+
+def test_which_cells_there_are() -> None:
+    cells = experiment.load("fig1-mnist").cells("paper", 3)
+    assert len(cells) == 4 * 5 * 3
+    assert list(cells)[:2] == ["mnist-p10-none-seed0", "mnist-p10-topk0.9-seed0"]
+    assert cells["mnist-p1-rd0.99-seed2"]["classes_per_client"] == 1
+    without = experiment.load("fig6-mnist").cells("paper", 1)["mnist-p5-topk0.99-noef-seed0"]
+    assert without["error_feedback"] is False
+    one = experiment.load("fig2-mnist").cells("paper", 1)["mnist-p5-one-step-seed0"]
+    assert (one["local_steps"], one["rounds"], "local_epochs" in one) == ("1", 500, False)
+
+
+def test_work_is_equal_where_it_is_compared() -> None:
+    cells = experiment.load("steps").cells("paper", 1)
+    assert cells["mnist-p2-k50-seed0"]["eta"] == cells["mnist-p2-k5..95-seed0"]["eta"] == 50
+    assert Config.from_dict(cells["mnist-p2-k5..95-seed0"]).per_client("local_steps").mean() == 50
+    speed = Config.from_dict(cells["mnist-p2-deadline-seed0"]).per_client("steps_per_second")
+    assert (speed.low + speed.high - 1) / 2 == pytest.approx(50, abs=0.5)  # rounded down, half a step less
+
+
+LINE = {"name": "a", "label": "A", "compressor": "none"}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "key": ({"line": [LINE], "colour": "red"}, "unknown key 'colour'"),
+    "drawing": ({"line": [LINE], "draw": "pie"}, "draw is 'pie'; it must be curves or budget or norms"),
+    "scale": ({"line": [LINE], "scale": {"huge": {}}}, "scale.huge is none of smoke, small, paper"),
+    "no line": ({}, "has no \\[\\[line\\]\\]"),
+    "no label": ({"line": [{"name": "a"}]}, "a \\[\\[line\\]\\] has no label"),
+    "twice": ({"line": [LINE, LINE]}, "two lines have the same name"),
+    "field": ({"line": [LINE | {"colour": 1}]}, "unexpected keyword argument 'colour'"),
+    "base": ({"line": [LINE], "base": {"colour": 1}}, "unknown key 'colour'"),
+    "value": ({"line": [LINE], "scale": {"small": {"rounds": 0}}}, "scale small: --rounds is 0"),
+    "compressor": ({"line": [LINE | {"compressor": "zip"}]}, "compressor.*zip"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_experiments(name: str) -> None:
+    table, words = BAD[name]
+    with pytest.raises(InputError, match=f"experiment mine.*{words}"):
+        experiment.from_table("mine", table)
+
+
+def test_an_unknown_experiment_lists_those_that_exist() -> None:
+    for name in ("fig99", "../fig1-mnist"):
+        with pytest.raises(
+            InputError, match=r"no experiment .*; there are fig1-cifar10, fig1-mnist.*speedup"
+        ):
+            studies.find(name)
+    with pytest.raises(InputError, match=r"cannot read the experiment nowhere\.toml"):
+        studies.find("nowhere.toml")
+
+
+# --- the archive ----------------------------------------------------------------------------------------
+
+numbers = st.none() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
+tables = st.dictionaries(st.text(max_size=8), st.lists(numbers, max_size=4) | numbers | st.text(max_size=5))
+
+
+@given(settings=tables, values=tables)
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, settings: Any, values: Any
+) -> None:
+    entry = Entry("cell-p2-seed0", settings, values, {"seconds": 1.5})
+    assert archive.read(archive.write(tmp_path_factory.getbasetemp(), entry)) == entry
+
+
+def test_every_change_of_a_byte_is_noticed(tmp_path: Path) -> None:
+    entry = Entry(
+        "cell", {"rounds": 3}, {"test_accuracy": [0.1, 0.25, None], "bytes": [12, 3, 45]}, {"a": "b"}
+    )
+    path = archive.write(tmp_path, entry)
+    good = path.read_bytes()
+    for place in range(len(good)):
+        for bit in (0, 4):
+            path.write_bytes(good[:place] + bytes([good[place] ^ (1 << bit)]) + good[place + 1 :])
+            with suppress(Damaged):
+                assert archive.read(path) == entry  # white space
+    path.write_bytes(good[:-20])
+    with pytest.raises(Damaged):
+        archive.read(path)
+    other = tmp_path / "other.json"
+    other.write_bytes(good)
+    with pytest.raises(Damaged):  # a good cell under another's name
+        archive.read(other)
+
+
+# --- the grid -------------------------------------------------------------------------------------------
+
+MINE = """
+title = "Mine"
+p = [2, 1]
+
+[base]
+model = "linear"
+clients = 4
+local_steps = "2"
+batch_size = 8
+rounds = 4
+
+[[line]]
+name = "none"
+label = "none"
+compressor = "none"
+
+[[line]]
+name = "rd"
+label = "RD"
+compressor = "rd(0.9)"
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE)
+    return str(path)
+
+
+HOW = {"device": "cpu", "precision": "float32"}
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def carried_out(
+    name: str, out: Path, minutes: float = math.inf, seeds: int = 1, **more: Any
+) -> tuple[Grid, str]:
+    """The grid after a call, and what the call said."""
+    console = quiet()
+    grid = open_grid([name], "paper", seeds, out, more.pop("only", None), more.pop("resume", False), console)
+    carry_out(grid, HOW, minutes, console)
+    assert isinstance(console.file, io.StringIO)
+    return grid, console.file.getvalue()
+
+
+def values(out: Path) -> dict[str, Any]:
+    return {name: entry.values for name, entry in archive.read_all(out / CELLS).items()}
+
+
+def test_a_grid_from_its_first_cell_to_its_picture(mine: str, tmp_path: Path) -> None:
+    grid, said = carried_out(mine, tmp_path / "out", seeds=2)
+    assert not grid.missing
+    assert "0 of 8 cells are done" in said
+    assert "embedded-p1-rd-seed1: done, 8 of 8 cells" in said
+    entry = archive.read(tmp_path / "out" / CELLS / "embedded-p2-rd-seed1.json")
+    assert entry.settings == grid.cells[entry.name][1]
+    assert [len(entry.values[key]) for key in COLUMNS if key in entry.values] == [4] * (len(COLUMNS) - 1)
+    assert entry.made["command"] == (
+        "cfedavg reproduce mine --scale paper --seeds 2 --device cpu --precision float32"
+    )
+    assert entry.made.keys() == {"command", "seconds", "version", "torch", "python", "hardware"}
+    assert (tmp_path / "out" / "mine.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "mine.md").read_text().count("\n|") >= 5
+    assert not list((tmp_path / "out" / WORK).iterdir())
+    _, said = carried_out(mine, tmp_path / "out", seeds=2)  # nothing is left to do: it only draws
+    assert "8 of 8 cells are done" in said
+
+
+def test_pieces_come_to_the_same_as_the_whole(mine: str, tmp_path: Path) -> None:
+    carried_out(mine, tmp_path / "whole")
+    stops = 0
+    while True:
+        grid, said = carried_out(mine, tmp_path / "pieces", minutes=1e-9, resume=stops > 0)
+        if not grid.missing:
+            break
+        stops += 1
+        assert "the time is over: " in said
+        assert stops < 40
+    assert stops >= 4  # several times within one cell
+    assert values(tmp_path / "pieces") == values(tmp_path / "whole")
+
+
+def test_only_some_cells(mine: str, tmp_path: Path) -> None:
+    grid, _ = carried_out(mine, tmp_path, only=["*-p1-*", "*-p2-none-*"])
+    assert list(grid.found) == [
+        "embedded-p2-none-seed0", "embedded-p1-none-seed0", "embedded-p1-rd-seed0"
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="--only: no cell is named p3; one is embedded-p2-none-seed0"):
+        carried_out(mine, tmp_path, only=["p3"], resume=True)
+
+
+def damage_cell(out: Path) -> None:
+    path = out / CELLS / "embedded-p2-rd-seed0.json"
+    path.write_text(path.read_text().replace('"test_accuracy": [0.', '"test_accuracy": [0.9', 1))
+
+
+def empty_cell(out: Path) -> None:
+    (out / CELLS / "embedded-p2-rd-seed0.json").write_text("")
+
+
+@pytest.mark.parametrize("damage", [damage_cell, empty_cell])
+def test_a_damaged_cell_is_done_again(damage: Callable[[Path], None], mine: str, tmp_path: Path) -> None:
+    carried_out(mine, tmp_path / "out")
+    good = values(tmp_path / "out")
+    damage(tmp_path / "out")
+    with pytest.raises(Damaged):
+        values(tmp_path / "out")
+    with pytest.raises(InputError, match="holds 3 of the 4 cells, done or begun; add --resume"):
+        carried_out(mine, tmp_path / "out")
+    _, said = carried_out(mine, tmp_path / "out", resume=True)
+    assert "embedded-p2-rd-seed0.json is damaged: the cell is done again" in said
+    assert values(tmp_path / "out") == good
+
+
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "config.toml", "metrics.jsonl"])
+def test_a_damaged_folder_of_a_cell_is_begun_again(name: str, mine: str, tmp_path: Path) -> None:
+    only = ["*-p2-rd-*"]
+    carried_out(mine, tmp_path / "good", only=only)
+    carried_out(mine, tmp_path / "out", minutes=1e-9, only=only)
+    (tmp_path / "out" / WORK / "embedded-p2-rd-seed0" / name).write_bytes(b'{"round": 7}\n')
+    _, said = carried_out(mine, tmp_path / "out", resume=True, only=only)
+    assert "embedded-p2-rd-seed0 is done again from its first round (--resume: " in said
+    assert values(tmp_path / "out") == values(tmp_path / "good")
+
+
+def test_cells_of_other_settings_are_left_alone(mine: str, tmp_path: Path) -> None:
+    carried_out(mine, tmp_path / "out")
+    before = values(tmp_path / "out")
+    Path(mine).write_text(MINE.replace("rounds = 4", "rounds = 5"))
+    with pytest.raises(InputError, match=r"holds a cell of other settings \(rounds is 4, here 5\); choose"):
+        carried_out(mine, tmp_path / "out", resume=True)
+    assert values(tmp_path / "out") == before
+
+
+def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
+    Path(mine).write_text(MINE.replace("rounds = 4", "rounds = 4\neta_local = 1e38"))
+    grid, _ = carried_out(mine, tmp_path / "out", only=["*-p2-none-*"])
+    found = grid.found["embedded-p2-none-seed0"].values
+    assert "is NaN or infinite" in found["diverged"]
+    assert all(len(column) < 4 for name, column in found.items() if name != "diverged")
+
+
+def test_a_small_study_in_the_grid(tmp_path: Path) -> None:
+    console = quiet()
+    grid = open_grid(["conditions"], "smoke", 1, tmp_path, None, False, console)
+    carry_out(grid, HOW, math.inf, console)
+    assert not grid.missing
+    assert (tmp_path / "conditions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_left(tmp_path: Path) -> None:
+    grid = Grid([studies.find("fig1-mnist"), studies.find("fig4-fashion")], "paper", 1, tmp_path)
+    assert grid.seconds_left() is None
+    names = list(grid.cells)
+    grid.found[names[0]] = Entry(names[0], {}, {}, {"seconds": 10.0})
+    assert grid.seconds_left() == 10.0 * 39
+    grid.found[names[-1]] = Entry(names[-1], {}, {}, {"seconds": 20.0})
+    assert grid.seconds_left() == 10.0 * 19 + 20.0 * 19
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def invoked(*words: str) -> Any:
+    return CliRunner().invoke(app, ["reproduce", *words], catch_exceptions=True)
+
+
+def test_without_a_name_all_are_listed() -> None:
+    found = invoked()
+    assert found.exit_code == 0
+    assert all(name in found.output for name in studies.names())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fig99"], "there is no experiment 'fig99'; there are fig1-cifar10"),
+        (["fig1-mnist", "--scale", "huge"], "--scale is 'huge': it must be smoke or small or paper"),
+        (["fig1-mnist", "--scale", "paper", "--data-dir", "nowhere"], "--data-dir: nowhere is not a folder"),
+        (["fig1-mnist", "--precision", "int8"], "--precision is 'int8'"),
+    ],
+)
+def test_bad_input(words: list[str], sentence: str, tmp_path: Path) -> None:
+    found = invoked(*words, "--out", str(tmp_path))
+    assert isinstance(found.exception, InputError)
+    assert sentence in str(found.exception)
+
+
+def judged(*words: str) -> Any:
+    return CliRunner().invoke(app, ["claims", *words], catch_exceptions=True)
+
+
+def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
+    """Some lines of the paper's at one p: claims about others are not judged."""
+    (tmp_path / "out" / CELLS).mkdir(parents=True)
+    cells = experiment.load("fig1-mnist").cells("paper", 1)
+    for line, best in (("none", 0.98), ("rd0.9", 0.97), ("rd0.99", 0.6)):
+        name, values = f"mnist-p10-{line}-seed0", {"test_accuracy": [0.5, best, best, best, best, best]}
+        archive.write(tmp_path / "out" / CELLS, Entry(name, cells[name], values, {}))
+    words = tmp_path / "words.toml"
+    words.write_text('title = "Mine"\nintro = "So it is."\n[why]\nrd-worsens-mnist = "it sends less."\n')
+    found = judged(str(tmp_path / "out"), "--out", str(tmp_path / "c.md"), "--words", str(words))
+    assert found.exit_code == 0, found.exception
+    assert "judged from 3 cells" in found.output
+    text = (tmp_path / "c.md").read_text()
+    assert text.startswith("# Mine\n\nSo it is.\n\n")
+    (line,) = (line for line in text.splitlines() if "it sends less." in line)
+    assert "p=10: from 97.00 to 60.00" in line
+    assert "**holds**: it sends less." in line
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("title = ", "--words: cannot read"), ('[why]\nnone-such = "x"', "there is no claim 'none-such'")],
+)
+def test_bad_words(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / CELLS).mkdir()
+    archive.write(tmp_path / CELLS, Entry("a-seed0", {}, {}, {}))
+    (tmp_path / "words.toml").write_text(text)
+    found = judged(str(tmp_path), "--words", str(tmp_path / "words.toml"), "--out", str(tmp_path / "c.md"))
+    assert sentence in str(found.exception)
+    assert not (tmp_path / "c.md").exists()
+
+
+def test_claims_of_nothing(tmp_path: Path) -> None:
+    assert "holds no cells; make some with `cfedavg reproduce" in str(judged(str(tmp_path)).exception)
+
+
+def test_cells_hold_json_proper(mine: str, tmp_path: Path) -> None:
+    carried_out(mine, tmp_path, only=["*-p2-none-*"])
+    (path,) = (tmp_path / CELLS).iterdir()
+    table = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(text))
+    assert table["values"].keys() <= {*COLUMNS, "diverged"}

@@ -1,0 +1,249 @@
+"""The small studies: a problem with known constants, the search for T, fits, and what they draw."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from cfedavg.reproduce import conditions, speedup, variance
+from cfedavg.reproduce.archive import Entry
+from cfedavg.reproduce.problem import Bowl, Point, gradient_norm2, power_law, tilted
+
+STUDIES = (speedup, variance, conditions)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def bowl(**changes: Any) -> Bowl:
+    given_by = {"m": 6, "L": 3.0, "sigma_L": 4.0, "sigma_G": 2.0, "start": 1.0, "d": 20, "samples": 30}
+    return Bowl(**{**given_by, "seed": 0, **changes})
+
+
+def ignore(text: str) -> None:
+    pass
+
+
+# The problem
+
+
+@given(st.lists(st.floats(-8, 8), min_size=1, max_size=6), st.floats(0.01, 10))
+def test_gradient_in_closed_form_is_autograds(at: list[float], L: float) -> None:
+    model = Point(torch.tensor(at, dtype=torch.float64), L)
+    (automatic,) = torch.autograd.grad(tilted(model, torch.zeros(1, len(at))), [model.x])
+    assert torch.allclose(model.gradient(), automatic, rtol=1e-9, atol=1e-9)
+    assert gradient_norm2(model, None).item() == pytest.approx(automatic.square().sum().item())
+
+
+@given(st.floats(-20, 20), st.floats(-20, 20), st.floats(0.01, 10))
+def test_gradient_is_lipschitz_with_L(x: float, y: float, L: float) -> None:
+    slopes = [Point(torch.tensor([at], dtype=torch.float64), L).gradient().item() for at in (x, y)]
+    assert abs(slopes[0] - slopes[1]) <= L * abs(x - y) * (1 + 1e-9) + 1e-12
+
+
+def test_no_smaller_L_would_do_and_the_bowl_is_not_convex() -> None:
+    model = Point(torch.tensor([0.0, math.pi], dtype=torch.float64), 3.0)
+    curvature = torch.autograd.functional.hessian(
+        lambda x: (x.square() / 2 + 2 * (1 - x.cos())).sum(), model.x.detach()
+    )
+    (slope,) = torch.autograd.grad(model.gradient().sum(), [model.x])
+    assert torch.allclose(slope, curvature.diagonal())
+    assert slope.tolist() == pytest.approx([3.0, -1.0])
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 9), st.floats(0.1, 50), st.floats(0.1, 50), st.integers(0, 99))
+def test_sigmas_are_exact(m: int, sigma_L: float, sigma_G: float, seed: int) -> None:
+    pulls = bowl(m=m, sigma_L=sigma_L, sigma_G=sigma_G, seed=seed).pulls().double()
+    apart = pulls.mean(1)
+    inside = (pulls - apart[:, None]).square().sum(-1).mean(1)
+    assert inside.sqrt().tolist() == pytest.approx([sigma_L] * m, rel=1e-4)
+    assert math.sqrt(apart.square().sum(-1).mean()) == pytest.approx(sigma_G, rel=1e-4)
+    assert apart.mean(0).norm() < 1e-5 * (sigma_L + sigma_G)
+
+
+def test_global_gradient_is_the_mean_of_the_clients() -> None:
+    task = bowl().task()
+    losses = [task.loss(task.model, client.batch(np.arange(len(client)))) for client in task.clients]
+    (automatic,) = torch.autograd.grad(torch.stack(losses).mean(), list(task.model.parameters()))
+    assert isinstance(task.model, Point)
+    assert torch.allclose(task.model.gradient(), automatic, atol=1e-4)
+
+
+def test_client_alone_is_not_pulled_aside() -> None:
+    assert bowl(m=1).pulls().mean(1).norm() < 1e-5
+
+
+# The search and the fits
+
+
+@given(st.floats(1, 1000), st.floats(0, 1000), st.floats(0.05, 20), st.integers(1, 2000))
+def test_search_finds_the_horizon(c1: float, c2: float, target: float, first: int) -> None:
+    def level(T: int) -> float:
+        return c1 / math.sqrt(T) + c2 / T
+
+    right = float(speedup.solve(c1, c2, np.array([1.0]), target)[0])
+    found = speedup.horizon(level, target, first)
+    if right > 8:  # below, T is rounded too coarsely
+        assert found == pytest.approx(right, rel=0.06)
+    else:
+        assert found <= 12
+
+
+def test_search_tries_few() -> None:
+    tried: list[int] = []
+    assert speedup.horizon(lambda T: tried.append(T) or 100 / T, 1.5, 50) == pytest.approx(200 / 3)
+    assert tried == [50, 100]
+
+
+def test_search_ends_where_one_round_is_enough() -> None:
+    assert speedup.horizon(lambda T: 1 / T, 2.0, 8) == 1.0
+
+
+@given(st.floats(-3, 3), st.floats(0.1, 10))
+def test_power_law_is_found(slope: float, factor: float) -> None:
+    x = [1.0, 2.0, 4.0, 16.0]
+    fit = power_law(x, [factor * at**slope for at in x])
+    assert fit is not None
+    assert fit.slope == pytest.approx(slope, abs=1e-9)
+    assert fit.se < 1e-6
+
+
+def test_standard_error_covers_the_truth() -> None:
+    generator, x = np.random.default_rng(0), 2.0 ** np.arange(7)
+    fits = [power_law(x, np.exp(0.1 * generator.standard_normal(7)) / x) for _ in range(400)]
+    off = [(fit.slope + 1) / fit.se for fit in fits if fit is not None]
+    assert np.mean(np.abs(off) < 2.571) == pytest.approx(0.95, abs=0.03)  # t of 5 degrees of freedom
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [([1, 2], [1, 2]), ([2, 2, 2], [1, 2, 3]), ([1, 2, 3], [1, 0, 2]), ([], [])]
+)
+def test_no_power_law_without_enough_to_fit(x: list[float], y: list[float]) -> None:
+    assert power_law(x, y) is None
+
+
+@given(st.floats(1, 1e4), st.floats(0, 1e5))
+def test_rate_is_found_again(c1: float, c2: float) -> None:
+    m = [2**i for i in range(7)]
+    T = speedup.solve(c1, c2, 2.0 * np.array(m), 20.0)
+    found = speedup.Line("none", m, T.tolist(), [2] * 7, 20.0).rate()
+    assert found == (pytest.approx(c1, rel=1e-3, abs=0.1), pytest.approx(c2, rel=1e-3, abs=1.0))
+
+
+@pytest.mark.parametrize("curvature", [[1.0, -7.0, 2.0], [7.0, -7.0, 1.0]])
+def test_largest_eigenvalue_of_a_quadratic(curvature: list[float]) -> None:
+    def loss(model: nn.Module, batch: None) -> torch.Tensor:
+        (weights,) = model.parameters()
+        return (torch.tensor(curvature) * weights.square()).sum() / 2
+
+    model = nn.Linear(3, 1, bias=False)
+    found = [conditions.largest_eigenvalue(model, loss, None, n) for n in (1, 2, 3, 30)]
+    assert found[-1] == (pytest.approx(7.0, rel=1e-5), pytest.approx(0.0, abs=1e-5))
+    assert [value for value, _ in found] == sorted(value for value, _ in found)
+    assert found[2][1] == pytest.approx(1 - found[1][0] / found[2][0])
+
+
+# The studies
+
+
+@pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+def test_cells(study: ModuleType, scale: str) -> None:
+    one, two = study.cells(scale, 1), study.cells(scale, 2)
+    prefix = study.__name__.split(".")[-1]
+    assert all(name.startswith(f"{prefix}-") and "/" not in name for name in two)
+    assert len(two) == 2 * len(one)
+    assert {name: two[name] for name in one} == one
+    assert len({repr(sorted(each.items())) for each in two.values()}) == len(two)
+
+
+def test_enough_clients_and_no_horizon_below_mK_to_begin_with() -> None:
+    first = [(s["first"], s["m"] * s["K"]) for s in speedup.cells("paper", 1).values()]
+    assert {mK for _, mK in first} == {2 * 2**i for i in range(7)}
+    assert all(mK <= T for T, mK in first)
+
+
+def entries(study: ModuleType, fake: Any) -> dict[str, Entry]:
+    return {name: Entry(name, s, fake(s), {}) for name, s in study.cells("paper", 2).items()}
+
+
+def fake_speedup(s: dict[str, Any]) -> dict[str, Any]:
+    return {"horizon": 6000 / s["m"] * (1.01 if s["seed"] else 0.99)}
+
+
+def fake_variance(s: dict[str, Any]) -> dict[str, Any]:
+    extra = s["K"] * (1 + s["sigma_G"] ** 2) / s["m"] * (1.01 if s["seed"] else 0.99)
+    return {name: {"extra": extra, "promised": 1.0} for name in variance.COMPRESSORS}
+
+
+def fake_conditions(s: dict[str, Any]) -> dict[str, Any]:
+    return {"L": 5.0, "ratios": [400.0, 50.0, None if s["at"] == "start" else 1000.0]}
+
+
+FAKES = [(speedup, fake_speedup), (variance, fake_variance), (conditions, fake_conditions)]
+
+
+@pytest.mark.parametrize(("study", "fake"), FAKES)
+def test_figure_and_table_of_all_some_and_none(study: ModuleType, fake: Any) -> None:
+    found = entries(study, fake)
+    pictures, rows = set(), []
+    for size in (len(found), len(found) // 3, 0):
+        part = dict(list(found.items())[:size])
+        picture, table = study.figure(part), study.table(part)
+        assert picture.startswith(PNG)
+        assert all(len(row) == len(table[0]) for row in table)
+        pictures.add(picture)
+        rows.append(len(table))
+    assert len(pictures) == 3
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] == 1
+
+
+def test_speedup_verdict() -> None:
+    numbers = speedup.verdict_numbers(entries(speedup, fake_speedup))
+    assert numbers["slope_none"] == pytest.approx(-1, abs=0.01)
+    assert 0 < numbers["slope_rd0.9_se"] < 0.01
+    assert numbers["T_at_least_mK_topk0.9"] == 0  # 6000 / 64 is less than 128
+    assert numbers["T_over_mK_topk0.9"] == pytest.approx(6000 / 64 / 128 * 0.99)
+
+
+def test_variance_verdict() -> None:
+    numbers = variance.verdict_numbers(entries(variance, fake_variance))
+    assert numbers["slope_K_topk"] == pytest.approx(1)
+    assert numbers["slope_K_iid_rd"] == pytest.approx(1)
+    assert numbers["slope_m_rd"] == pytest.approx(-1)
+    assert 1 < numbers["slope_sigma_topk"] < 2
+    assert numbers["times_iid_topk"] == pytest.approx(101)
+
+
+def test_conditions_table_says_how_far_over() -> None:
+    head, first, *_ = conditions.table(entries(conditions, fake_conditions))
+    assert dict(zip(head, first, strict=True))["largest η_L"] == "0.00025"
+    assert first[-1] == "infinitely"
+
+
+@pytest.mark.parametrize(
+    ("study", "name", "shorter"),
+    [
+        (speedup, "speedup-m4-topk0.9-seed0", {"first": 16, "target": 600.0}),
+        (variance, "variance-K4-m4-g2.5-seed0", {"rounds": 8}),
+        (conditions, "conditions-p1-trained-seed0", {"steps": 2, "iterations": 2}),
+    ],
+)
+def test_measure_twice_is_the_same(study: ModuleType, name: str, shorter: dict[str, Any]) -> None:
+    cell = study.cells("smoke", 2)[name] | shorter
+    first = study.measure(cell, ignore)
+    assert study.measure(cell, ignore) == first
+    assert study.measure({**cell, "seed": 1}, ignore) != first
+
+
+def test_more_clients_need_fewer_rounds() -> None:
+    found = [speedup.measure(speedup.cells("smoke", 1)[f"speedup-m{m}-none-seed0"], ignore) for m in (1, 4)]
+    assert found[0]["horizon"] > 2 * found[1]["horizon"]
