@@ -177,7 +177,8 @@ def carried_out(
 ) -> tuple[Grid, str]:
     """The grid after a call, and what the call said."""
     console = quiet()
-    grid = open_grid([name], "paper", seeds, out, more.pop("only", None), more.pop("resume", False), console)
+    only, rounds, resume = (more.pop(key, None) for key in ("only", "rounds", "resume"))
+    grid = open_grid([name], "paper", seeds, out, only, rounds, bool(resume), console)
     carry_out(grid, HOW, minutes, console)
     assert isinstance(console.file, io.StringIO)
     return grid, console.file.getvalue()
@@ -227,6 +228,16 @@ def test_only_some_cells(mine: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(InputError, match="--only: no cell is named p3; one is embedded-p2-none-seed0"):
         carried_out(mine, tmp_path, only=["p3"], resume=True)
+
+
+def test_the_beginning_of_runs(mine: str, tmp_path: Path) -> None:
+    carried_out(mine, tmp_path / "whole")
+    grid, _ = carried_out(mine, tmp_path / "cut", rounds=3)
+    assert {entry.settings["rounds"] for entry in grid.found.values()} == {3}
+    assert "--rounds 3" in next(iter(grid.found.values())).made["command"]
+    whole = values(tmp_path / "whole")["embedded-p1-rd-seed0"]
+    cut = values(tmp_path / "cut")["embedded-p1-rd-seed0"]
+    assert cut == {name: column[:3] for name, column in whole.items()}
 
 
 def damage_cell(out: Path) -> None:
@@ -282,7 +293,7 @@ def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
 
 def test_a_small_study_in_the_grid(tmp_path: Path) -> None:
     console = quiet()
-    grid = open_grid(["conditions"], "smoke", 1, tmp_path, None, False, console)
+    grid = open_grid(["conditions"], "smoke", 1, tmp_path, None, 1, False, console)
     carry_out(grid, HOW, math.inf, console)
     assert not grid.missing
     assert (tmp_path / "conditions.png").read_bytes().startswith(b"\x89PNG")

@@ -195,6 +195,9 @@ def reproduce(
     only: Annotated[
         list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
     ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="only so many of each run", show_default="all", min=1)
+    ] = None,
     data_dir: Annotated[
         str | None, typer.Option(help="a folder with the parquet files of the data sets, or a folder of each")
     ] = None,
@@ -214,7 +217,7 @@ def reproduce(
         return
     if _ranks() > 1:
         raise InputError("start `cfedavg run` with torchrun; reproduce uses one process")
-    grid = command.open_grid(names, scale, seeds, out, only, resume, console)
+    grid = command.open_grid(names, scale, seeds, out, only, rounds, resume, console)
     command.carry_out(grid, how, minutes, console)
 
 

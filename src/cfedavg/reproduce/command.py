@@ -33,6 +33,7 @@ def open_grid(
     seeds: int,
     out: Path | None,
     only: list[str] | None,
+    rounds: int | None,
     resume: bool,
     console: Console,
 ) -> Grid:
@@ -40,7 +41,7 @@ def open_grid(
     if scale not in SCALES:
         raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
     chosen = [studies.find(name) for name in dict.fromkeys(names)]
-    grid = Grid(chosen, scale, seeds, out or Path("runs/reproduce") / scale, only or ("*",))
+    grid = Grid(chosen, scale, seeds, out or Path("runs/reproduce") / scale, only or ("*",), rounds)
     grid.look(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
     begun = len(grid.found) + sum(grid.started(name) > 0 for name in grid.missing)
     if begun and grid.missing and not resume:
@@ -84,6 +85,7 @@ def _command(grid: Grid, how: Mapping[str, Any]) -> str:
     """How to make the cell again, wherever the data is."""
     words = ["cfedavg", "reproduce", *(study.name for study in grid.studies)]
     words += ["--scale", grid.scale, "--seeds", str(grid.seeds)]
+    words += ["--rounds", str(grid.rounds)] if grid.rounds else []
     words += ["--device", str(how["device"]), "--precision", str(how["precision"])]
     return shlex.join(words) + (" --data-dir DIR" if "data_dir" in how else "")
 

@@ -56,13 +56,14 @@ class Grid:
     seeds: int
     out: Path
     only: Sequence[str] = ("*",)  # patterns of names
+    rounds: int | None = None  # of a run at most
     found: dict[str, Entry] = field(default_factory=dict)
 
     @cached_property
     def cells(self) -> dict[str, tuple[Study, Settings]]:
         """Each cell once, whatever number of studies it belongs to."""
         made = {
-            name: (study, settings)
+            name: (study, self._cut(settings))
             for study in self.studies
             for name, settings in study.cells(self.scale, self.seeds).items()
         }
@@ -70,6 +71,12 @@ class Grid:
         if not chosen:
             raise InputError(f"--only: no cell is named {' or '.join(self.only)}; one is {next(iter(made))}")
         return chosen
+
+    def _cut(self, settings: Settings) -> Settings:
+        """The beginning of a run, where all of it takes too long."""
+        if self.rounds is None or "rounds" not in settings:
+            return settings
+        return settings | {"rounds": min(self.rounds, settings["rounds"])}
 
     def look(self, say: Callable[[str], None]) -> None:
         """Finds what is done already. A damaged cell is not trusted: it counts as missing."""
