@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install demo test test-all lint bench bench-peers bench-many fuzz clean
+.PHONY: install demo test test-all lint bench bench-peers bench-many claims fuzz clean
 
 install: $(INSTALLED)
 
@@ -40,6 +40,10 @@ bench-peers: install  ## us, pfl-research, plain PyTorch and Flower at the same 
 bench-many: install  ## ten thousand clients: memory and disk over the rounds (some 20 GB in runs/many)
 	rm -rf runs/many
 	$(BIN)/python bench/many.py --out runs/many
+
+claims: install  ## figures, tables and docs/claims.md again, from the cells in results/paper alone
+	$(BIN)/cfedavg reproduce --draw --scale paper --out results/paper
+	$(BIN)/cfedavg claims results/paper --words docs/claims.toml --out docs/claims.md
 
 fuzz: install  ## ten million mutated messages: only WireError, no growing memory
 	$(BIN)/python bench/fuzz.py

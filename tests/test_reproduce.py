@@ -337,6 +337,17 @@ def test_bad_input(words: list[str], sentence: str, tmp_path: Path) -> None:
     assert sentence in str(found.exception)
 
 
+def test_drawing_trains_nothing(mine: str, tmp_path: Path) -> None:
+    carried_out(mine, tmp_path, only=["*-p2-none-*"])
+    (tmp_path / "mine.png").unlink()
+    before = (tmp_path / "mine.md").read_bytes()
+    found = invoked(mine, "--draw", "--scale", "paper", "--out", str(tmp_path))
+    assert found.exit_code == 0, found.exception
+    assert (tmp_path / "mine.png").exists()
+    assert (tmp_path / "mine.md").read_bytes() == before
+    assert list(values(tmp_path)) == ["embedded-p2-none-seed0"]
+
+
 def judged(*words: str) -> Any:
     return CliRunner().invoke(app, ["claims", *words], catch_exceptions=True)
 

@@ -189,6 +189,9 @@ def reproduce(
         Path | None, typer.Option(help="folder of cells and figures", show_default="runs/reproduce/SCALE")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on where an earlier call stopped")] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="train nothing: draw what is there; without names, everything")
+    ] = False,
     minutes: Annotated[
         float, typer.Option(help="stop after as many, to go on with --resume", show_default="no limit", min=0)
     ] = float("inf"),
@@ -212,6 +215,9 @@ def reproduce(
 
     how = {"device": device, "precision": precision} | ({"data_dir": data_dir} if data_dir else {})
     console = Console()
+    if draw:
+        command.draw(names, scale, out, console)
+        return
     if not names:
         command.show_all(console)
         return

@@ -38,10 +38,8 @@ def open_grid(
     console: Console,
 ) -> Grid:
     """The grid with what is done of it; nothing has been written yet."""
-    if scale not in SCALES:
-        raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
     chosen = [studies.find(name) for name in dict.fromkeys(names)]
-    grid = Grid(chosen, scale, seeds, out or Path("runs/reproduce") / scale, only or ("*",), rounds)
+    grid = Grid(chosen, scale, seeds, _folder(out, scale), only or ("*",), rounds)
     grid.look(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
     begun = len(grid.found) + sum(grid.started(name) > 0 for name in grid.missing)
     if begun and grid.missing and not resume:
@@ -52,14 +50,30 @@ def open_grid(
     return grid
 
 
+def _folder(out: Path | None, scale: str) -> Path:
+    if scale not in SCALES:
+        raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
+    return out or Path("runs/reproduce") / scale
+
+
+def draw(names: list[str] | None, scale: str, out: Path | None, console: Console) -> None:
+    """Figures and tables of the cells that are there."""
+    chosen = [studies.find(name) for name in names or studies.names()]
+    _show_pictures(Grid(chosen, scale, 1, _folder(out, scale)), console)
+
+
+def _show_pictures(grid: Grid, console: Console) -> None:
+    for picture in grid.draw():
+        console.print(f"drawn: {picture}, and its table beside it", highlight=False, soft_wrap=True)
+
+
 def carry_out(grid: Grid, how: Mapping[str, Any], minutes: float, console: Console) -> None:
     """Measures what is missing, then draws all there is."""
     _show_state(grid, console)
     try:
         done = grid.measure(how, _command(grid, how), minutes, console)
     finally:
-        for picture in grid.draw():
-            console.print(f"drawn: {picture}, and its table beside it", highlight=False, soft_wrap=True)
+        _show_pictures(grid, console)
     if not done:
         console.print(
             f"the time is over: {len(grid.missing)} cells are left; --resume goes on", highlight=False

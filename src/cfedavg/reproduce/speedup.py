@@ -33,7 +33,7 @@ _BOWL = {"L": 3.0, "sigma_L": 32.0, "sigma_G": 6.0, "start": 2.5, "d": 100, "sam
 _K = 2
 # The most clients and, for them all alike, the number of samples m*K*T with which the search begins. The
 # target is one that so many samples reach: T >= m*K then holds for all m.
-_SCALES = {"smoke": (4, 128), "small": (16, 4096), "paper": (64, 16384)}
+_SCALES = {"smoke": (4, 64), "small": (16, 4096), "paper": (64, 16384)}
 _TARGET = 22.0  # with 16384 samples; it goes with 1/sqrt(samples)
 _LOOKS = 1000  # evaluations in a run
 

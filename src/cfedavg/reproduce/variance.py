@@ -88,7 +88,7 @@ def level(result: Result) -> float:
 
 
 def _theory(settings: Mapping[str, Any], compressor: str, result: Result) -> dict[str, Any]:
-    """The mean alpha_t; h with the guaranteed gamma; the bound's extra term; the last condition's value."""
+    """The mean alpha_t, h with the guaranteed gamma, the bound's extra term, and each condition's ratio."""
     alpha = statistics.fmean(row["alpha"] for row in result.rows[len(result.rows) // 4 :])
     gamma = parse(compressor).gamma(Layout.of(result.model))
     L, rate, factor = settings["L"], settings["eta"] * settings["eta_local"], h(gamma, alpha)
