@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "report": {"config", "errors", "files", "units", "__init__"},
     "display": {"loop", "metrics", "units"},
     "inspection": {"compress", "errors", "files", "layout", "payload", "wire"},
+    "federation": set(),
     "reproduce": {"compress", "config", "data", "display", "errors", "files", "folder", "layout", "local",
                   "loop", "metrics", "models", "report", "task", "theory", "units", "__init__"},
     "cli": {"compress", "config", "data", "display", "errors", "files", "inspection", "layout", "loop",
