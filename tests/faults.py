@@ -33,7 +33,7 @@ RATES = {
 class Whole:
     """Selects the largest of some whole numbers."""
 
-    def shrink(self, p: np.ndarray, stamp: Stamp) -> tuple[bytes, np.ndarray]:
+    def shrink(self, p: np.ndarray, request: Request) -> tuple[bytes, np.ndarray]:
         kept = np.zeros_like(p)
         places = np.argsort(-np.abs(p), kind="stable")[:KEPT]
         kept[places] = p[places]

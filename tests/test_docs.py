@@ -39,8 +39,8 @@ def test_links_and_pictures_exist() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda f: f.stem)
-def test_experiments_are_valid(file: Path) -> None:
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda f: f.stem)
+def test_configs_are_valid(file: Path) -> None:
     assert isinstance(read_config(file), Config)
 
 

@@ -25,6 +25,7 @@ from cfedavg.errors import Diverged
 from cfedavg.folder import Folder
 from cfedavg.loop import Observer
 from tests.conftest import blobs
+from tests.disk import Killed
 
 run = partial(run_and_draw, draw=False)  # the pictures would take longer than these runs
 BASE = Config(
@@ -73,10 +74,6 @@ class Stop(Observer):
     def row(self, row: dict[str, Any]) -> None:
         if row["round"] == self.at:
             raise self.how
-
-
-class Killed(BaseException):
-    """Like SIGKILL: nothing after it runs."""
 
 
 @pytest.mark.parametrize("at", range(7))

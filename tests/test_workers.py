@@ -37,7 +37,8 @@ from cfedavg.engines import RankLost
 from cfedavg.errors import Diverged
 from cfedavg.plan import Plan
 from tests.conftest import blobs
-from tests.test_loop import Killed, Stop, rows_without_time
+from tests.disk import Killed
+from tests.test_loop import Stop, rows_without_time
 
 run = partial(run_and_draw, draw=False)
 HERE = os.getpid()

@@ -46,9 +46,12 @@ def exists(path: Path) -> bool:
 
 
 def make_folder(path: Path, option: str) -> None:
-    """Makes a folder and checks that files can be written there."""
+    """Makes a folder, durably, and checks that files can be written there."""
     try:
+        new = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        for each in new:  # a power cut would take the folder back, and all that is in it
+            sync(each.parent)
         probe = path / f".{os.getpid()}.probe"
         probe.touch()
         probe.unlink()

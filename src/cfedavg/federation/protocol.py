@@ -50,7 +50,7 @@ class Request:
 class Codec(Protocol):
     """A client's compressor and wire."""
 
-    def shrink(self, p: Any, stamp: Stamp) -> tuple[bytes, Any]:
+    def shrink(self, p: Any, request: Request) -> tuple[bytes, Any]:
         """The message to send of p, and what is left of p."""
 
     def restored(self, e: Any, message: bytes) -> Any:
@@ -129,7 +129,7 @@ def _ahead(told: Stamp, request: Request) -> bool:
 
 def answer(client: Client, request: Request, g: Any, codec: Codec) -> tuple[Client, bytes]:
     """The state to store, and then the message to send, after the local work of a request to train."""
-    message, e = codec.shrink(client.e + g, request.stamp)
+    message, e = codec.shrink(client.e + g, request)
     log = {**client.log, request.stamp: message}
     return replace(client, e=e, log=log, seen=request.stamp), message
 

@@ -1,0 +1,127 @@
+"""A disk that fails: killed before any step, and what was not synced taken back."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+
+from cfedavg.folder import Folder
+
+
+class Killed(BaseException):
+    """Like SIGKILL: nothing after it runs."""
+
+
+class Disk:
+    """Counts what a run does to its files and dies before step `n`, or in the midst of it.
+
+    A power cut then takes back a share of what was not synced: names in a folder, bytes in a file.
+    """
+
+    def __init__(self, n: float) -> None:
+        self.n, self.steps = n, 0
+        self.undo: list[tuple[Path, Callable[[], None]]] = []  # the folder whose sync makes it final
+        self.synced: dict[Path, int] = {}  # bytes of the file that are safe
+        self.dirty: set[Path] = set()
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > self.n:
+            raise Killed
+
+    def dying(self) -> bool:
+        return self.steps == self.n
+
+    def save_file(self, real: Any, tensors: Any, path: Path, metadata: Any = None) -> None:
+        self.step()
+        real(tensors, path, metadata)
+        self._written(path)
+
+    def write_bytes(self, real: Any, path: Path, data: bytes) -> None:
+        self.step()
+        real(path, data)
+        self._written(path)
+
+    def append(self, real: Any, folder: Folder, row: Any) -> None:
+        self.step()
+        real(folder, row)
+        self.dirty.add(folder.path / "metrics.jsonl")
+
+    def _written(self, path: Path) -> None:
+        self.dirty.add(path)
+        self.synced[path] = 0
+        if self.dying():  # the kill came while it was being written
+            os.truncate(path, path.stat().st_size // 2)
+
+    def replace(self, real: Any, path: Path, target: Path) -> None:
+        self.step()
+        self.undo.append((target.parent, partial(self._put, target, _bytes(target))))
+        real(path, target)
+        self.synced[target] = self.synced.pop(path, 0)
+        self.dirty.discard(target)
+        if path in self.dirty:
+            self.dirty.remove(path)
+            self.dirty.add(target)
+
+    def unlink(self, real: Any, path: Path, missing_ok: bool = False) -> None:
+        self.step()
+        if path.exists():
+            self.undo.append((path.parent, partial(self._put, path, _bytes(path))))
+        real(path, missing_ok=missing_ok)
+
+    def fsync(self, real: Any, handle: int) -> None:
+        self.step()
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if path.is_dir():
+            self.undo = [(folder, back) for folder, back in self.undo if folder != path]
+        else:
+            self.dirty.discard(path)
+            self.synced[path] = path.stat().st_size
+
+    def mkdir(self, real: Any, path: Path, *args: Any, **more: Any) -> None:
+        self.step()
+        if not path.exists():
+            self.undo.append((path.parent, partial(shutil.rmtree, path, ignore_errors=True)))
+        real(path, *args, **more)
+
+    @staticmethod
+    def _put(path: Path, data: bytes | None) -> None:
+        if data is None:
+            path.unlink(missing_ok=True)
+        elif path.parent.exists():
+            path.write_bytes(data)
+
+    def cut_power(self, share: float, draw: random.Random) -> None:
+        for path in sorted(self.dirty):
+            if path.exists() and draw.random() < share:
+                os.truncate(path, max(self.synced.get(path, 0), path.stat().st_size // 2))
+        for _, back in reversed(self.undo):
+            if draw.random() < share:
+                back()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        places = [("cfedavg.tensors.save_file", self.save_file), ("os.fsync", self.fsync)]
+        places += [(f"pathlib.Path.{name}", getattr(self, name)) for name in
+                   ("write_bytes", "replace", "unlink", "mkdir")]  # fmt: skip
+        places += [("cfedavg.folder.Folder.append", self.append)]
+        with pytest.MonkeyPatch.context() as patch:
+            for place, mine in places:
+                real = resolve_name(place)
+                patch.setattr(
+                    place, lambda *args, _mine=mine, _real=real, **more: _mine(_real, *args, **more)
+                )
+            yield
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None

@@ -1,0 +1,285 @@
+"""States on disk: kept, refused, and the law after a crash at any step of a federation of files."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cfedavg import InputError, parse
+from cfedavg.algorithm import average, server_update
+from cfedavg.errors import NotFinite
+from cfedavg.federation.codec import Wire
+from cfedavg.federation.protocol import (
+    NEVER,
+    Client,
+    Request,
+    Resend,
+    Server,
+    Stamp,
+    answer,
+    ended,
+    receive,
+    request_of,
+)
+from cfedavg.federation.store import FILE, ClientStore, Kept, Served, ServerStore
+from cfedavg.layout import Layout
+from cfedavg.wire import decode
+from tests.disk import Disk, Killed
+
+D = 40
+LAYOUT = Layout.flat(D)
+NAMES = ("north", "south")
+
+
+def wire(number: int, compressor: str = "topk(0.9)") -> Wire:
+    return Wire(parse(compressor), LAYOUT, number)
+
+
+def update(number: int, t: int) -> Tensor:
+    """Whole numbers, so that sums are exact."""
+    return torch.from_numpy(np.random.default_rng([number, t]).integers(-50, 50, D)).float()
+
+
+# --- a federation of files ------------------------------------------------------------------------------
+
+
+def stores(root: Path) -> tuple[ServerStore, dict[str, ClientStore]]:
+    return ServerStore(root / "server", "f", LAYOUT), {n: ClientStore(root, "f", n, LAYOUT) for n in NAMES}
+
+
+def client_round(store: ClientStore, number: int, request: Request) -> bytes:
+    """What a client does about a request; it sends what it has stored."""
+    kept = store.load()
+    client, action = receive(kept.client, request, wire(number))
+    if isinstance(action, Resend):
+        return action.message
+    client, message = answer(client, request, update(number, request.t), wire(number))
+    store.save(replace(kept, client=client))
+    return message
+
+
+def play(root: Path, rounds: int) -> None:
+    """The rounds that are left. It may end anywhere, and be called again."""
+    server_store, client_stores = stores(root)
+    with server_store.locked():
+        served = server_store.load()
+        if served is None:
+            served = Served(Server(torch.zeros(D)))
+            server_store.save(served)
+        while served.server.t < rounds:
+            served = server_round(served, server_store, client_stores)
+
+
+def server_round(served: Served, store: ServerStore, clients: dict[str, ClientStore]) -> Served:
+    server, messages = served.server, {}
+    for number, (name, its) in enumerate(clients.items()):
+        with its.locked():
+            messages[name] = client_round(its, number, request_of(server, name))
+    payloads = [decode(message, layout=LAYOUT).map(torch.from_numpy) for message in messages.values()]
+    # The sum, not the mean: exact.
+    delta = average(server.x, [(payload, [1.0]) for payload in payloads]) * len(payloads)
+    after = Served(ended(server, list(messages), server_update(server.x, delta, 1.0)), served.met)
+    store.save(after)
+    return after
+
+
+def assert_law(root: Path) -> None:
+    """Over all clients: what was computed is in the model, in residuals, or logged and not yet applied."""
+    server_store, client_stores = stores(root)
+    served = server_store.load()
+    assert served is not None
+    made, owed = torch.zeros(D), torch.zeros(D)
+    for number, (name, store) in enumerate(client_stores.items()):
+        client = store.load().client
+        rounds = 0 if client.seen == NEVER else client.seen.number
+        made += sum((update(number, t) for t in range(rounds)), torch.zeros(D))
+        owed += client.e
+        for stamp, message in client.log.items():
+            if stamp > served.server.applied.get(name, NEVER):
+                owed = wire(number).restored(owed, message)
+    assert torch.equal(made, served.server.x + owed)
+
+
+ROUNDS = 4
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 0.5], ids=["killed", "power cut", "half a power cut"])
+def test_a_crash_at_any_step(tmp_path: Path, share: float) -> None:
+    """Killed before each thing done to a file, and again later; at the end nothing shows it."""
+    counter = Disk(math.inf)
+    with counter.at_work():
+        play(tmp_path / "whole", ROUNDS)
+    expected = contents(tmp_path / "whole")
+    assert counter.steps > 40
+    for n in range(counter.steps):
+        root, draw = tmp_path / f"{n}", random.Random(n)
+        for at in (n, draw.randrange(counter.steps)):
+            disk = Disk(at)
+            with disk.at_work(), suppress(Killed):
+                play(root, ROUNDS)
+            disk.cut_power(share, draw)
+            if (root / "server" / FILE).exists():
+                assert_law(root)
+        play(root, ROUNDS)
+        assert_law(root)
+        assert contents(root) == expected, n
+
+
+def contents(root: Path) -> Any:
+    """Model, residuals and logs, and how far all have come."""
+    server_store, client_stores = stores(root)
+    served = server_store.load()
+    assert served is not None
+    clients = [store.load().client for store in client_stores.values()]
+    return served.server.x.tolist(), served.server.stamp, [(c.e.tolist(), c.log, c.seen) for c in clients]
+
+
+def killed_while_it_plays(root: Path, rounds: int, after: float) -> None:
+    """A process that plays, and SIGKILL after some seconds."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            play(root, rounds)
+        os._exit(0)
+    time.sleep(after)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_again_and_again(tmp_path: Path, kills: int) -> None:
+    draw, rounds = random.Random(0), 10 * kills
+    progress = []
+    for _ in range(kills):
+        killed_while_it_plays(tmp_path, rounds, draw.uniform(0.0, 0.08))
+        if (tmp_path / "server" / FILE).exists():
+            assert_law(tmp_path)
+            progress.append(contents(tmp_path)[1].number)
+    assert len(set(progress)) > kills / 4  # it was killed in the midst of work
+    last = progress[-1]
+    play(tmp_path, last + 3)
+    play(tmp_path / "undisturbed", last + 3)
+    assert contents(tmp_path) == contents(tmp_path / "undisturbed")
+
+
+# --- what is kept, and what is refused ------------------------------------------------------------------
+
+
+def saved(tmp_path: Path) -> tuple[ClientStore, Kept]:
+    store = ClientStore(tmp_path, "fed/1", "node ü", LAYOUT)
+    log = {Stamp(1, 3): b"abc", Stamp(2, 1): b"\x00\xff"}
+    kept = Kept(Client(torch.arange(float(D)), log, Stamp(2, 1), Stamp(1, 2), forgotten=1), incarnation=77)
+    with store.locked():
+        store.save(kept)
+    return store, kept
+
+
+def test_a_client_comes_back_as_it_was(tmp_path: Path) -> None:
+    store, kept = saved(tmp_path)
+    found = store.load()
+    assert torch.equal(found.client.e, kept.client.e)
+    assert replace(found.client, e=None) == replace(kept.client, e=None)
+    assert found.incarnation == 77
+    assert not list(store.folder.glob(".*"))
+
+
+def test_without_a_file_it_is_a_new_incarnation(tmp_path: Path) -> None:
+    stores = [ClientStore(tmp_path, "f", "a", LAYOUT) for _ in range(2)]
+    first, second = (store.load() for store in stores)
+    assert first.incarnation != second.incarnation
+    assert not first.client.e.any()
+    served = Served(Server(torch.zeros(D))).meets("a", 1).meets("a", 1).meets("a", 2)
+    assert served.met == {"a": [1, 2]}
+
+
+def test_a_server_comes_back_as_it_was(tmp_path: Path) -> None:
+    store = ServerStore(tmp_path, "f", LAYOUT)
+    assert store.load() is None
+    server = Server(torch.arange(float(D)), 7, Stamp(2, 9), {"a": Stamp(2, 8), "b": Stamp(1, 4)})
+    with store.locked():
+        store.save(Served(server, {"a": [5, 6]}))
+    found = store.load()
+    assert found is not None
+    assert torch.equal(found.server.x, server.x)
+    assert replace(found.server, x=None) == replace(server, x=None)
+    assert found.met == {"a": [5, 6]}
+
+
+def test_states_of_others_are_refused(tmp_path: Path) -> None:
+    store, _ = saved(tmp_path)
+    for other, words in (
+        (ClientStore(tmp_path, "fed/1", "node ü", Layout.flat(D + 1)), "is of another model"),
+        (ClientStore(tmp_path, "fed/2", "node ü", LAYOUT), "is of another federation: 'fed/1', here 'fed/2'"),
+        (ClientStore(tmp_path, "fed/1", "node 2", LAYOUT), "is of another identity: 'node ü', here 'node 2'"),
+    ):
+        other.folder = store.folder  # a folder that was copied
+        with pytest.raises(InputError, match=words):
+            other.load()
+    server = ServerStore(store.folder, "fed/1", LAYOUT)
+    with pytest.raises(InputError, match="is of another kind: 'client', here 'server'"):
+        server.load()
+
+
+def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
+    for name in ("../../etc", "/etc", "a/b", "."):
+        folder = ClientStore(tmp_path, name, name, LAYOUT).folder
+        assert tmp_path in folder.parents or name == "."
+        assert len(folder.relative_to(tmp_path).parts) <= 2
+
+
+def test_damage_is_never_taken_for_a_state(tmp_path: Path) -> None:
+    store, _ = saved(tmp_path)
+    path = store.folder / FILE
+    good = path.read_bytes()
+    draw = random.Random(0)
+    damaged = [good[:100], b"", good + b"x"]
+    for _ in range(60):
+        place = draw.randrange(len(good))
+        damaged.append(good[:place] + bytes([good[place] ^ (1 << draw.randrange(8))]) + good[place + 1 :])
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=r"is damaged .*; move it away to go on as a new client"):
+            store.load()
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    client, server = ClientStore(tmp_path, "f", "a", LAYOUT), ServerStore(tmp_path / "s", "f", LAYOUT)
+    with (
+        client.locked(),
+        pytest.raises(InputError, match="another process answers for this client"),
+        client.locked(),
+    ):
+        pass
+    with server.locked(), pytest.raises(InputError, match="another server works in"), server.locked():
+        pass
+    with client.locked():  # free again
+        pass
+
+
+# --- the codec ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk(0.9)", "rd(0.7)", "topk(0.5) >> bf16", "qsgd(16)"])
+def test_what_is_sent_and_what_is_left_make_up_the_whole(compressor: str) -> None:
+    p = torch.randn(D, generator=torch.Generator().manual_seed(1))
+    codec, request = wire(3, compressor), Request(Stamp(1, 2), 5, Stamp(1, 2), frozenset())
+    message, e = codec.shrink(p, request)
+    torch.testing.assert_close(codec.restored(e, message), p)
+    if ">>" not in compressor and "qsgd" not in compressor:
+        assert torch.equal(codec.restored(e, message), p)
+    assert codec.shrink(p, request)[0] == message  # drawn from the round, not from a stream
+    with pytest.raises(NotFinite):
+        codec.shrink(p * math.nan, request)
