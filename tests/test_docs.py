@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 
 from cfedavg.config import Config, read_config
+from cfedavg.reproduce import archive, claims, studies
+from cfedavg.reproduce.command import of_scale
+from cfedavg.reproduce.command import page as page_of
+from cfedavg.reproduce.grid import CELLS
+from cfedavg.reproduce.tables import as_markdown
 from cfedavg.units import in_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -87,3 +92,33 @@ def test_table_of_the_peers_on_a_cpu(name: str) -> None:
     )
     assert f"| {statistics.median(seconds[name]):.2f} |" in row
     assert name.startswith("pfl") or f"{statistics.median(ratios):.2f}" in row
+
+
+PAPER = ROOT / "results" / "paper"
+
+
+def test_tables_are_made_of_the_cells() -> None:
+    """`make claims` again would change no number."""
+    found, seen = archive.read_all(PAPER / CELLS), set[str]()
+    for study in map(studies.find, studies.names()):
+        own = {name: found[name] for name in study.cells("paper", 20) if name in found}
+        seen |= own.keys()
+        path = PAPER / f"{study.name}.md"
+        assert path.exists() == (PAPER / f"{study.name}.png").exists() == bool(own), study.name
+        if own:
+            assert path.read_text() == f"# {study.title}\n\n{as_markdown(study.table(own))}", study.name
+    assert seen == found.keys()
+
+
+def test_claims_are_made_of_the_cells() -> None:
+    found = archive.read_all(PAPER / CELLS)
+    assert of_scale(found, "paper") == found
+    judged = claims.judge_all(found)
+    assert (ROOT / "docs" / "claims.md").read_text() == page_of(judged, ROOT / "docs" / "claims.toml")
+
+
+def test_cells_say_how_they_were_made() -> None:
+    for entry in archive.read_all(PAPER / CELLS).values():
+        assert entry.made.keys() == {"command", "seconds", "version", "torch", "python", "hardware"}
+        assert entry.made["command"].startswith("cfedavg reproduce ")
+        assert "/" not in entry.made["command"].replace("--data-dir DIR", "")

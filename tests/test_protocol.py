@@ -25,7 +25,7 @@ from cfedavg.federation.protocol import (
     request_of,
     restored,
 )
-from tests.faults import CLIENTS, RATES, ROUNDS, Broken, Rules, Whole, World
+from tests.faults import RATES, Broken, Rules, Whole, World
 
 FEW, ALL = 300, 10_000
 
@@ -197,9 +197,3 @@ def test_a_server_from_a_backup_starts_a_generation_and_clients_count_what_is_lo
     assert after.e.tolist() == (client.e + sent).tolist()  # of round 3 nothing is lost
     again, _ = receive(after, request_of(server, "a"), Whole())
     assert again.forgotten == 1  # it is counted once
-
-
-def test_numbers_of_the_simulation() -> None:
-    """As docs/protocol.md says."""
-    assert (CLIENTS, ROUNDS) == (4, 25)
-    assert RATES["reply lost"] == RATES["reply twice"] == 0.3

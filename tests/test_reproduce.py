@@ -79,6 +79,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "base": ({"line": [LINE], "base": {"colour": 1}}, "unknown key 'colour'"),
     "value": ({"line": [LINE], "scale": {"small": {"rounds": 0}}}, "scale small: --rounds is 0"),
     "compressor": ({"line": [LINE | {"compressor": "zip"}]}, "compressor.*zip"),
+    "line's name": ({"line": [LINE | {"name": "a/b"}]}, "named 'a/b': use letters"),
+    "no table": ({"line": [LINE], "base": 3}, "is not as docs/reproduce.md describes it"),
+    "no list": ({"line": [LINE], "p": 5}, "is not as docs/reproduce.md describes it"),
+    "one line": ({"line": LINE}, "is not as docs/reproduce.md describes it"),
+    "no scale": ({"line": [LINE], "scale": 1}, "is not as docs/reproduce.md describes it"),
 }
 
 
@@ -87,6 +92,13 @@ def test_bad_experiments(name: str) -> None:
     table, words = BAD[name]
     with pytest.raises(InputError, match=f"experiment mine.*{words}"):
         experiment.from_table("mine", table)
+
+
+def test_an_experiment_like_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(f'like = "{path}"')
+    with pytest.raises(InputError, match="is like itself"):
+        studies.find(str(path))
 
 
 def test_an_unknown_experiment_lists_those_that_exist() -> None:
@@ -197,7 +209,7 @@ def test_a_grid_from_its_first_cell_to_its_picture(mine: str, tmp_path: Path) ->
     assert entry.settings == grid.cells[entry.name][1]
     assert [len(entry.values[key]) for key in COLUMNS if key in entry.values] == [4] * (len(COLUMNS) - 1)
     assert entry.made["command"] == (
-        "cfedavg reproduce mine --scale paper --seeds 2 --device cpu --precision float32"
+        "cfedavg reproduce mine.toml --scale paper --seeds 2 --device cpu --precision float32"
     )
     assert entry.made.keys() == {"command", "seconds", "version", "torch", "python", "hardware"}
     assert (tmp_path / "out" / "mine.png").read_bytes().startswith(b"\x89PNG")
@@ -272,6 +284,29 @@ def test_a_damaged_folder_of_a_cell_is_begun_again(name: str, mine: str, tmp_pat
     _, said = carried_out(mine, tmp_path / "out", resume=True, only=only)
     assert "embedded-p2-rd-seed0 is done again from its first round (--resume: " in said
     assert values(tmp_path / "out") == values(tmp_path / "good")
+
+
+def test_a_begun_cell_is_not_thrown_away(mine: str, tmp_path: Path) -> None:
+    """Asked for in another precision, or for fewer rounds than are done, it stays as it is."""
+    only, console = ["*-p2-rd-*"], quiet()
+    for _ in range(2):
+        carried_out(mine, tmp_path, minutes=1e-9, only=only, resume=True)
+    work = tmp_path / WORK / "embedded-p2-rd-seed0"
+    before = (work / "metrics.jsonl").read_bytes()
+    grid = open_grid([mine], "paper", 1, tmp_path, only, None, True, console)
+    with pytest.raises(InputError, match="--resume: --precision is 'float64', but the run in"):
+        carry_out(grid, HOW | {"precision": "float64"}, math.inf, console)
+    with pytest.raises(InputError, match=r"--resume: --rounds is 1, but the run in .* has done 2"):
+        carried_out(mine, tmp_path, only=only, rounds=1, resume=True)
+    assert (work / "metrics.jsonl").read_bytes() == before
+
+
+def test_damaged_cells_are_not_drawn(mine: str, tmp_path: Path) -> None:
+    carried_out(mine, tmp_path, only=["*-none-*"])
+    (tmp_path / CELLS / "embedded-p1-none-seed0.json").write_text("{}")
+    found = invoked(mine, "--draw", "--scale", "paper", "--out", str(tmp_path))
+    assert found.exit_code == 0, found.exception
+    assert "| 1 | none | 0 |" in (tmp_path / "mine.md").read_text()
 
 
 def test_cells_of_other_settings_are_left_alone(mine: str, tmp_path: Path) -> None:
@@ -368,7 +403,7 @@ def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
     assert text.startswith("# Mine\n\nSo it is.\n\n")
     (line,) = (line for line in text.splitlines() if "it sends less." in line)
     assert "p=10: from 97.00 to 60.00" in line
-    assert "**holds**: it sends less." in line
+    assert "**holds where it was run**: it sends less." in line
 
 
 @pytest.mark.parametrize(
@@ -377,7 +412,8 @@ def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
 )
 def test_bad_words(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / CELLS).mkdir()
-    archive.write(tmp_path / CELLS, Entry("a-seed0", {}, {}, {}))
+    name, settings = next(iter(experiment.load("fig1-mnist").cells("paper", 1).items()))
+    archive.write(tmp_path / CELLS, Entry(name, settings, {}, {}))
     (tmp_path / "words.toml").write_text(text)
     found = judged(str(tmp_path), "--words", str(tmp_path / "words.toml"), "--out", str(tmp_path / "c.md"))
     assert sentence in str(found.exception)
@@ -385,7 +421,15 @@ def test_bad_words(text: str, sentence: str, tmp_path: Path) -> None:
 
 
 def test_claims_of_nothing(tmp_path: Path) -> None:
-    assert "holds no cells; make some with `cfedavg reproduce" in str(judged(str(tmp_path)).exception)
+    assert "holds no cells of the scale paper; make some with" in str(judged(str(tmp_path)).exception)
+
+
+def test_cells_of_another_scale_are_not_the_papers(tmp_path: Path) -> None:
+    (tmp_path / CELLS).mkdir()
+    name, settings = next(iter(experiment.load("fig1-mnist").cells("smoke", 1).items()))
+    archive.write(tmp_path / CELLS, Entry(name, settings, {"test_accuracy": [0.1, 0.2]}, {}))
+    assert "no cells of the scale paper" in str(judged(str(tmp_path)).exception)
+    assert judged(str(tmp_path), "--scale", "smoke").exit_code == 0
 
 
 def test_cells_hold_json_proper(mine: str, tmp_path: Path) -> None:

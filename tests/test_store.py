@@ -234,10 +234,12 @@ def test_states_of_others_are_refused(tmp_path: Path) -> None:
 
 
 def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
-    for name in ("../../etc", "/etc", "a/b", "."):
-        folder = ClientStore(tmp_path, name, name, LAYOUT).folder
-        assert tmp_path in folder.parents or name == "."
-        assert len(folder.relative_to(tmp_path).parts) <= 2
+    names = ("../../etc", "/etc", "a/b", ".", "..", "", "k" * 300, "ü")
+    folders = [ClientStore(tmp_path, name, name, LAYOUT).folder for name in names]
+    assert all(folder.parent.parent == tmp_path for folder in folders)
+    assert len(set(folders)) == len(names)
+    with ClientStore(tmp_path, "k" * 300, "..", LAYOUT).locked():
+        pass
 
 
 def test_damage_is_never_taken_for_a_state(tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def reproduce(
 @app.command()
 def claims(
     folder: Annotated[Path, typer.Argument(help="--out of `cfedavg reproduce`", metavar="FOLDER")],
+    scale: Annotated[str, typer.Option(help="of which cells are judged: smoke, small or paper")] = "paper",
     out: Annotated[Path | None, typer.Option(help="a Markdown file for the whole table")] = None,
     words: Annotated[
         Path | None, typer.Option(help="a TOML file with title, intro and, by claim, [why]; for --out")
@@ -238,7 +239,7 @@ def claims(
     """Hold the paper's claims against what was reproduced: verdicts with the numbers that decide."""
     from cfedavg.reproduce import command
 
-    command.judge(folder, out, words, Console())
+    command.judge(folder, scale, out, words, Console())
 
 
 PARTITION = {name.name for name in dataclasses.fields(Config) if name.metadata["group"] == DATA} | {"seed"}

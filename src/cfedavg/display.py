@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,7 +34,7 @@ class Display(Observer):
             self._progress = Progress(*columns, console=console)
             self._bar = self._progress.add_task(title, total=rounds, line="")
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         if self._progress:
             self._progress.start()
         return self

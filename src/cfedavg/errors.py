@@ -6,7 +6,7 @@ class InputError(ValueError):
 
 
 class CannotResume(InputError):
-    """A run cannot go on from what its folder holds, which is left as it is."""
+    """What a run left is damaged, or parts of it are missing; it is left as it is."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"--resume: {why}")

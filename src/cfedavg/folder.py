@@ -22,7 +22,7 @@ CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safete
 RESIDUALS = "residuals"
 
 # What may change when a run goes on; everything else decides the result.
-MAY_CHANGE = {"rounds", "device", "checkpoint_every", "residuals", "workers"}
+MAY_CHANGE = {"data_dir", "rounds", "device", "checkpoint_every", "residuals", "workers"}
 
 
 class Folder:
@@ -64,8 +64,8 @@ class Folder:
         if begun and (self.path / CHECKPOINT).exists():
             state, rows = self._restore(identity, start)
             if state.t > config.rounds:
-                raise CannotResume(
-                    f"--rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
+                raise InputError(
+                    f"--resume: --rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
                 )
         # Nothing was changed up to here, so that a refused resume leaves everything as it was.
         sweep(self.residuals, state.residuals)
@@ -143,8 +143,8 @@ def _check_same(old: Config, new: Config, path: Path) -> None:
         before, now = getattr(old, item.name), getattr(new, item.name)
         if before == now or (item.name in MAY_CHANGE and not _horizon(item.name, new)):
             continue
-        raise CannotResume(
-            f"{flag(item.name)} is {now!r}, but the run in {path} has {before!r}; "
+        raise InputError(
+            f"--resume: {flag(item.name)} is {now!r}, but the run in {path} has {before!r}; "
             "leave it out or start another run"
         )
 

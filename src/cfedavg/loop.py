@@ -175,7 +175,8 @@ class Loop:
                 if folder and due:
                     self._save(folder, state)
         except Exception:
-            self._book(folder, rows, unbooked, 0)  # those rounds were good
+            with suppress(KeyboardInterrupt):
+                self._book(folder, rows, unbooked, 0)  # those rounds were good
             raise
         except KeyboardInterrupt:
             if folder:

@@ -70,9 +70,11 @@ def load(path: Path, identity: int, like: State, folder: Path) -> State:
     try:
         tensors, about = read_tensors(path)
         if about["format"] != FORMAT:
-            raise CannotResume(f"{path} was written by another version ({about['format']})")
+            raise InputError(f"--resume: {path} was written by another version ({about['format']})")
         if about["identity"] != identity or not _fits(tensors, like):
-            raise CannotResume(f"{path} holds another model: names, shapes, dtypes or frozen values differ")
+            raise InputError(
+                f"--resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
+            )
         if about.pop("checksum") != checksum(tensors, about) or about["t"] < 0:
             raise ValueError("its checksum is wrong")
         return _state(about, tensors, like.x.device, folder)

@@ -7,6 +7,7 @@ same when a node restarts; never a number that the network gave it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class ClientStore:
     """The state of one client of one federation, for a model of this layout."""
 
     def __init__(self, root: Path, federation: str, identity: str, layout: Layout) -> None:
-        self.folder = root / quote(federation, safe="") / quote(identity, safe="")
+        self.folder = root / _short(federation) / _short(identity)
         self.layout, self.about = layout, {"federation": federation, "identity": identity}
 
     @contextmanager
@@ -134,10 +134,11 @@ class ServerStore:
 def _locked(folder: Path, sentence: str) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(sentence) from None
         yield
-    except BlockingIOError:
-        raise InputError(sentence) from None
     finally:
         os.close(handle)
 
@@ -162,6 +163,11 @@ def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any]) -> None:
         if about.get(name) != value:
             what = "model" if name == "schema" else name
             raise InputError(f"{path} is of another {what}: {about.get(name)!r}, here {value!r}")
+
+
+def _short(name: str) -> str:
+    """A folder's name for any name: keys are long, and hold characters that mean something to a disk."""
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def _bytes(message: bytes) -> Tensor:

@@ -1,7 +1,8 @@
 """Claims split into cases: how each goes, what they come to together, and the numbers as text.
 
-A case, such as one p and one compressor, goes as claimed (1), against the claim (-1), or decides nothing (0).
-A claim holds if some case goes as claimed and none against it; if none goes as claimed, it does not hold.
+A case, such as one p and one compressor, goes as claimed (1), against the claim (-1), shows no difference (0)
+or cannot be told (None). A claim holds if some case goes as claimed and none against it, and does not hold if
+none of those that can be told goes as claimed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cfedavg.reproduce.results import Missing, Results, Sample
+from cfedavg.reproduce.results import Missing, Results, Sample, Undecided
 
-HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
-MARKS = {1: "✓", 0: "≈", -1: "✗"}
+HOLDS, PARTLY, FAILS, UNDECIDED = "holds", "holds in part", "does not hold", "undecided"
+WHERE_RUN = "holds where it was run"
+MARKS = {1: "✓", 0: "≈", -1: "✗", None: "?"}
 DATASETS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 COMPRESSORS = {"topk": "top-k", "rd": "random dropping"}
 _NAMES = {**DATASETS, "none": "no compression"}
@@ -50,10 +52,10 @@ class Case:
     group: str
     label: str
     text: str
-    outcome: int
+    outcome: int | None
 
 
-Outcome = tuple[int, str]
+Outcome = tuple[int | None, str]
 Verdict = tuple[str, str]
 Judge = Callable[[Results], Verdict]
 
@@ -78,21 +80,28 @@ def weigh(results: Results, items: Iterable[tuple[Any, ...]], one: Callable[...,
         try:
             outcome, text = one(*item)
             cases.append(Case(group, label, text, outcome))
+        except Undecided as error:
+            cases.append(Case(group, label, str(error), None))
         except Missing:
             results.shown = before
             absent.append((group, label))
     if not cases:
         raise Missing
-    return decide([case.outcome for case in cases]), tell(cases) + _not_run(cases, absent)
+    verdict = decide([case.outcome for case in cases])
+    if absent and verdict == HOLDS:
+        verdict = WHERE_RUN
+    return verdict, tell(cases) + _not_run(cases, absent)
 
 
-def decide(outcomes: Iterable[int]) -> str:
+def decide(outcomes: Iterable[int | None]) -> str:
     """
-    >>> decide([1, 0, 1]), decide([1, -1]), decide([0, 0])
-    ('holds', 'holds in part', 'does not hold')
+    >>> decide([1, 0, None]), decide([1, -1]), decide([0, None]), decide([None])
+    ('holds', 'holds in part', 'does not hold', 'undecided')
     """
-    found = set(outcomes)
-    return FAILS if 1 not in found else PARTLY if -1 in found else HOLDS
+    found = set(outcomes) - {None}
+    if 1 in found:
+        return PARTLY if -1 in found else HOLDS
+    return FAILS if found else UNDECIDED
 
 
 def tell(cases: Iterable[Case]) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
 from cfedavg.reproduce import archive, claims, studies
+from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import SCALES
 from cfedavg.reproduce.grid import CELLS, Grid
 from cfedavg.units import in_time
@@ -39,7 +40,7 @@ def open_grid(
 ) -> Grid:
     """The grid with what is done of it; nothing has been written yet."""
     chosen = [studies.find(name) for name in dict.fromkeys(names)]
-    grid = Grid(chosen, scale, seeds, _folder(out, scale), only or ("*",), rounds)
+    grid = Grid(chosen, scale, seeds, _folder(out, scale), names, only or ("*",), rounds)
     grid.look(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
     begun = len(grid.found) + sum(grid.started(name) > 0 for name in grid.missing)
     if begun and grid.missing and not resume:
@@ -97,18 +98,21 @@ def _show_state(grid: Grid, console: Console) -> None:
 
 def _command(grid: Grid, how: Mapping[str, Any]) -> str:
     """How to make the cell again, wherever the data is."""
-    words = ["cfedavg", "reproduce", *(study.name for study in grid.studies)]
+    words = ["cfedavg", "reproduce", *(Path(name).name for name in grid.given)]
     words += ["--scale", grid.scale, "--seeds", str(grid.seeds)]
     words += ["--rounds", str(grid.rounds)] if grid.rounds else []
     words += ["--device", str(how["device"]), "--precision", str(how["precision"])]
     return shlex.join(words) + (" --data-dir DIR" if "data_dir" in how else "")
 
 
-def judge(folder: Path, out: Path | None, words: Path | None, console: Console) -> None:
+def judge(folder: Path, scale: str, out: Path | None, words: Path | None, console: Console) -> None:
     """Every claim with its verdict; the numbers go into the file."""
-    found = archive.read_all(folder / CELLS)
+    found = of_scale(archive.read_all(folder / CELLS), scale)
     if not found:
-        raise InputError(f"{folder} holds no cells; make some with `cfedavg reproduce NAME --out {folder}`")
+        raise InputError(
+            f"{folder} holds no cells of the scale {scale}; make some with "
+            f"`cfedavg reproduce NAME --scale {scale} --out {folder}`"
+        )
     judged = claims.judge_all(found)
     table = Table("claim", "verdict", "what came out")
     for claim, finding in judged:
@@ -122,6 +126,23 @@ def judge(folder: Path, out: Path | None, words: Path | None, console: Console) 
         console.print(f"written to {out}", highlight=False)
 
 
+def of_scale(found: dict[str, Entry], scale: str) -> dict[str, Entry]:
+    """The cells that are what their names say at this scale; of a run, the beginning may be all there is."""
+    if scale not in SCALES:
+        raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
+    wanted = {n: s for study in map(studies.find, studies.names()) for n, s in study.cells(scale, 20).items()}
+    return {
+        name: entry
+        for name, entry in found.items()
+        if name in wanted and studies.same(entry.settings, wanted[name] | _begun(entry, wanted[name]))
+    }
+
+
+def _begun(entry: Entry, wanted: dict[str, Any]) -> dict[str, Any]:
+    rounds = entry.settings.get("rounds", 0)
+    return {"rounds": rounds} if "dataset" in wanted and rounds <= wanted["rounds"] else {}
+
+
 def page(judged: claims.Judged, words: Path | None) -> str:
     """The claims as Markdown, with words of one's own around them."""
     try:
@@ -129,6 +150,10 @@ def page(judged: claims.Judged, words: Path | None) -> str:
     except (OSError, ValueError) as error:
         raise InputError(f"--words: cannot read {words} ({error})") from None
     why = table.get("why", {})
+    if not isinstance(why, dict) or not all(
+        isinstance(text, str) for text in (*why.values(), table.get("intro", ""))
+    ):
+        raise InputError(f"--words: {words} must hold texts: title, intro and, by claim, [why]")
     if unknown := why.keys() - {claim.name for claim, _ in judged}:
         raise InputError(f"--words: there is no claim {min(unknown)!r} to explain")
     title, intro = table.get("title", "The claims of the paper"), table.get("intro", "").strip()

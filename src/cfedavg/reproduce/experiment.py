@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -97,6 +98,15 @@ def load(name: str) -> Experiment:
 
 def from_table(name: str, table: Mapping[str, Any]) -> Experiment:
     """From TOML; one sentence says what is wrong."""
+    try:
+        return _from_table(name, table)
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # a number where a table should be, and the like
+        raise InputError(f"experiment {name} is not as docs/reproduce.md describes it ({error})") from None
+
+
+def _from_table(name: str, table: Mapping[str, Any]) -> Experiment:
     where = f"experiment {name}"
     for key in table:
         if key not in _KEYS:
@@ -129,6 +139,8 @@ def _line(table: Mapping[str, Any], where: str) -> Line:
         name, label = rest.pop("name"), rest.pop("label")
     except KeyError as error:
         raise InputError(f"{where}: a [[line]] has no {error.args[0]}") from None
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        raise InputError(f"{where}: a [[line]] is named {name!r}: use letters, digits, dots and dashes")
     return Line(name, label, rest, {scale: rest.pop(scale) for scale in SCALES if scale in rest})
 
 
@@ -147,8 +159,10 @@ def _check(experiment: Experiment, where: str) -> None:
             raise InputError(f"{where}, scale {scale}: {error}") from None
 
 
-def _table(name: str) -> dict[str, Any]:
+def _table(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """The TOML of an experiment, on top of that of the experiment it is `like`."""
+    if name in above:
+        raise InputError(f"experiment {name} is like itself")
     own = Path(name).suffix == ".toml"
     if not own and name not in names():
         raise InputError(f"there is no experiment {name!r}; there are {', '.join(names())}")
@@ -159,7 +173,7 @@ def _table(name: str) -> dict[str, Any]:
         raise InputError(f"cannot read the experiment {name} ({error})") from None
     if "like" not in table:
         return table
-    model = _table(table.pop("like"))
+    model = _table(str(table.pop("like")), (*above, name))
     table["base"] = _on_top(model.get("base", {}), table.get("base", {}))
     table["scale"] = model.get("scale", {}) | table.get("scale", {})
     return model | table

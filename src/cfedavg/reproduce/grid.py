@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import platform
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +24,7 @@ from cfedavg.files import make_folder, write_atomic
 from cfedavg.metrics import Record
 from cfedavg.reproduce import archive
 from cfedavg.reproduce.archive import Damaged, Entry
+from cfedavg.reproduce.experiment import MACHINE
 from cfedavg.reproduce.studies import Settings, Study, same
 from cfedavg.reproduce.tables import as_markdown
 from cfedavg.reproduce.training import rounds_done
@@ -39,10 +42,15 @@ class Watch(Display):
 
     def __init__(self, console: Console, rounds: int, title: str, until: float) -> None:
         super().__init__(console, rounds, title)
-        self.until = until
+        self.until, self.seconds = until, 0.0
+
+    def begin(self, rows: list[Record]) -> None:
+        super().begin(rows)
+        self.seconds = math.fsum(row["seconds"] for row in rows)
 
     def row(self, row: Record) -> None:
         super().row(row)
+        self.seconds += row["seconds"]
         if time.monotonic() > self.until:
             raise TimeUp
 
@@ -55,6 +63,7 @@ class Grid:
     scale: str
     seeds: int
     out: Path
+    given: Sequence[str] = ()  # the names of the studies, as they were typed
     only: Sequence[str] = ("*",)  # patterns of names
     rounds: int | None = None  # of a run at most
     found: dict[str, Entry] = field(default_factory=dict)
@@ -74,7 +83,7 @@ class Grid:
 
     def _cut(self, settings: Settings) -> Settings:
         """The beginning of a run, where all of it takes too long."""
-        if self.rounds is None or "rounds" not in settings:
+        if self.rounds is None or "dataset" not in settings:  # a small study's rounds belong to it
             return settings
         return settings | {"rounds": min(self.rounds, settings["rounds"])}
 
@@ -143,7 +152,8 @@ class Grid:
             how = {"workers": 1, **how}
         with Watch(console, settings.get("rounds", 1), title, until) as watch:
             values = study.measure(settings, work, how, watch)
-        made = {"command": command, "seconds": round(time.monotonic() - began, 1), **machine(how)}
+        seconds = max(watch.seconds, time.monotonic() - began)  # rounds of earlier calls count
+        made = {"command": command, "seconds": round(seconds, 1), **machine(how)}
         entry = Entry(name, settings | _precision(how, settings), values, made)
         archive.write(self.out / CELLS, entry)
         self.found[name] = archive.read(self.out / CELLS / f"{name}.json")
@@ -151,11 +161,9 @@ class Grid:
 
     def draw(self) -> list[Path]:
         """The figure and the table of every study of which something is there."""
-        there = {path.stem: path for path in (self.out / CELLS).glob("*.json")}
-        made = []
+        there, made = _whole(self.out / CELLS), []
         for study in self.studies:
-            names = [name for name in study.cells(self.scale, _MANY) if name in there]
-            found = {name: self.found.get(name) or archive.read(there[name]) for name in names}
+            found = {name: there[name] for name in study.cells(self.scale, _MANY) if name in there}
             if not found:
                 continue
             rows = study.table(found)
@@ -172,6 +180,15 @@ class Grid:
         return f"scale {self.scale}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
 
 
+def _whole(folder: Path) -> dict[str, Entry]:
+    """The cells in a folder that are not damaged."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        with suppress(Damaged):
+            found[path.stem] = archive.read(path)
+    return found
+
+
 _MANY = 20  # seeds that a figure shows, if there are as many
 
 
@@ -179,7 +196,8 @@ def machine(how: Mapping[str, Any]) -> dict[str, str]:
     """By what a cell was computed."""
     device = str(how.get("device", "auto"))
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    hardware = torch.cuda.get_device_name() if cuda else processor()
+    index = torch.device(device).index if device != "auto" else None
+    hardware = torch.cuda.get_device_name(index) if cuda else processor()
     return {
         "version": __version__,
         "torch": torch.__version__,
@@ -204,5 +222,6 @@ def _precision(how: Mapping[str, Any], settings: Settings) -> Settings:
 
 
 def _difference(found: Settings, wanted: Settings) -> str:
-    name = next(key for key in {**found, **wanted} if found.get(key) != wanted.get(key))
+    keys = [key for key in {**found, **wanted} if key not in MACHINE]
+    name = next(key for key in keys if found.get(key) != wanted.get(key))
     return f"{name} is {found.get(name)!r}, here {wanted.get(name)!r}"

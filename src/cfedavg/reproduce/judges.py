@@ -23,7 +23,7 @@ from cfedavg.reproduce.cases import (
     weigh,
     yes,
 )
-from cfedavg.reproduce.results import GROWS, Missing, Results, column, compare
+from cfedavg.reproduce.results import GROWS, Missing, Results, Undecided, column, compare
 
 LEVELS = (10, 5, 2, 1)  # p
 MILD, HARSH = ("topk0.9", "rd0.9"), ("topk0.99", "rd0.99")
@@ -81,7 +81,7 @@ def topk_ahead(dataset: str, results: Results) -> Verdict:
 
 def lower_comp_faster(dataset: str, results: Results) -> Verdict:
     def one(p: int, kind: str) -> Outcome:
-        a, b = (results.sample(dataset, p, kind + comp, seen.curve) for comp in ("0.9", "0.99"))
+        a, b = (results.curves(dataset, p, kind + comp) for comp in ("0.9", "0.99"))
         return compare(a, b), against(a, b)
 
     return weigh(results, itertools.product(LEVELS, COMPRESSORS), one)
@@ -123,7 +123,7 @@ def smoother(dataset: str, results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
         a, b = (results.sample(dataset, p, name, seen.zigzag) for name in (line, "none"))
         if results.finals(dataset, p, line).mean < results.bar(dataset, p):
-            return 0, f"{percent(a)} (does not train)"
+            return None, f"{percent(a)} (does not train)"
         return yes(a.mean < b.mean), against(a, b)
 
     return weigh(results, itertools.product([1], LINES), one)
@@ -196,7 +196,7 @@ def larger_at_high_comp(dataset: str, results: Results) -> Verdict:
 
 
 def _factor(a: float, b: float) -> Outcome:
-    """How many times b is in a; two runs that both diverged show no difference."""
+    """How many times b is in a."""
     factor = 1.0 if a == b else a / b if b else math.inf
     return larger(factor), f"{number(a)} against {number(b)}"
 
@@ -218,7 +218,7 @@ def _growing(dataset: str, results: Results, lines: Iterable[str]) -> list[str]:
     for p, line in itertools.product(LEVELS, lines):
         try:
             growth = results.sample(dataset, p, line, seen.residual_growth).mean
-        except Missing:
+        except (Missing, Undecided):
             continue
         if growth > GROWS:
             found.append(f"p={p} {spelt(line)} ×{number(growth, '.2f')}")
@@ -237,7 +237,7 @@ def spares_uplink(dataset: str, results: Results) -> Verdict:
         saved = 1 - mean_of(p, "topk0.99", "uplink_bytes") / mean_of(p, "none", "uplink_bytes")
         left_out = 1 - mean_of(p, "topk0.99", "model_sizes_sent")
         text = f"{100 * saved:.2f}% of bytes and {100 * left_out:.2f}% of coordinates saved, {against(a, b)}"
-        return min(yes(saved >= SAVED), seen.as_good(a, b)), text
+        return seen.as_good(a, b) if saved >= SAVED else -1, text
 
     return weigh(results, ((p,) for p in LEVELS), one)
 
@@ -248,7 +248,7 @@ def better_at_equal_uplink(dataset: str, results: Results) -> Verdict:
     def one(line: str) -> Outcome:
         pair = (line, "one-step" if line == "none" else "none")
         budget = min(results.sample(dataset, 5, name, seen.sent).mean for name in pair)
-        a, b = (results.sample(dataset, 5, name, seen.accuracy_at(budget)) for name in pair)
+        a, b = (results.at_budget(dataset, 5, name, budget) for name in pair)
         return compare(a, b), f"{against(a, b)} at {number(budget)} model sizes"
 
     return weigh(results, ((line,) for line in (*LINES, "none")), one)
@@ -276,7 +276,7 @@ def decaying_converges(results: Results) -> Verdict:
 
 def decaying_slower(results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
-        a, b = (results.sample("mnist", p, name, seen.curve) for name in (line, "topk0.99"))
+        a, b = (results.curves("mnist", p, name) for name in (line, "topk0.99"))
         return -compare(a, b), against(a, b)
 
     return weigh(results, itertools.product((10, 2, 1), DECAYING), one)

@@ -11,7 +11,7 @@ from cfedavg.reproduce import results as seen
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import DATASETS, Outcome, Verdict, number, span, weigh, yes
 from cfedavg.reproduce.judges import LEVELS, LINES
-from cfedavg.reproduce.results import Missing, Results, column
+from cfedavg.reproduce.results import Missing, Results, Undecided, column
 from cfedavg.theory import h
 
 NEAR = 0.25  # slopes no further apart than this are the same
@@ -27,7 +27,7 @@ def slopes(study: str, keys: Mapping[str, str], fits: Callable[[float], bool], r
     def one(label: str) -> Outcome:
         slope, error = (numbers.get(keys[label] + end) for end in ("", "_se"))
         if slope is None:
-            raise Missing
+            raise Undecided("cannot be fitted")
         return yes(fits(slope)), f"{slope:.2f} ± {error:.2f}"
 
     return weigh(results, ((label,) for label in keys), one)

@@ -1,6 +1,6 @@
 """What archived cells say, in the numbers that claims are decided by.
 
-A run that left the finite numbers has failed: in every measure it gets the worst there is.
+A run that left the finite numbers has failed: its accuracy counts as chance, its residuals decide nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ SLACK = 1.05  # a hundredth of the coordinates, rounded and sent 100 times, is n
 
 class Missing(Exception):
     """A judge asked for a cell that is not there, or for a column that the cell does not have."""
+
+
+class Undecided(Exception):
+    """Cells are there, and do not say; why not is the message."""
 
 
 def column(entry: Entry, name: str) -> list[float]:
@@ -94,26 +98,31 @@ def sent(entry: Entry) -> float:
 
 def residual(entry: Entry) -> float:
     """The clients' mean |e_i| over the last 20 rounds."""
-    return math.inf if diverged(entry) else mean(column(entry, "error_norm")[-TAIL:])
+    _stayed_finite(entry)
+    return mean(column(entry, "error_norm")[-TAIL:])
 
 
 def residual_ratio(entry: Entry, norm: str = "norm") -> float:
     """Residuals over updates, both as means of the last 20 rounds; `norm2` takes squared norms."""
-    if diverged(entry):
-        return math.inf
+    _stayed_finite(entry)
     update = mean(column(entry, f"delta_{norm}")[-TAIL:])
     return mean(column(entry, f"error_{norm}")[-TAIL:]) / update if update else math.inf
 
 
 def residual_growth(entry: Entry) -> float:
     """The mean residual of the last fifth of the rounds over that of the fifth in the middle."""
-    if diverged(entry):
-        return math.inf
+    _stayed_finite(entry)
     seen = column(entry, "error_norm")
     fifth = max(1, len(seen) // 5)
     start = (len(seen) - fifth) // 2
     middle = mean(seen[start : start + fifth])
     return mean(seen[-fifth:]) / middle if middle else 1.0
+
+
+def _stayed_finite(entry: Entry) -> None:
+    """Of a run that did not, the size of residuals says nothing about compression."""
+    if diverged(entry):
+        raise Undecided("diverged")
 
 
 def mean(values: Sequence[float]) -> float:
@@ -169,15 +178,15 @@ def compare(a: Sample, b: Sample) -> int:
     return 0 if abs(difference) <= margin(a, b) else 1 if difference > 0 else -1
 
 
-def as_good(a: Sample, b: Sample) -> int:
-    """1 if a is at most half a point below b, -1 if it is behind or diverged, 0 if that cannot be told.
+def as_good(a: Sample, b: Sample) -> int | None:
+    """1 if a is at most half a point below b, -1 if it is behind or diverged, None if that cannot be told.
 
     >>> as_good(Sample((0.9, 0.94)), Sample((0.94, 0.94))), as_good(Sample((0.9,)), Sample((0.94,)))
-    (0, -1)
+    (None, -1)
     """
     if a.diverged or compare(a, b) < 0:
         return -1
-    return 1 if a.mean >= b.mean - CLOSE else 0
+    return 1 if a.mean >= b.mean - CLOSE else None
 
 
 class Results:
@@ -211,10 +220,23 @@ class Results:
         return Sample(tuple(map(measure, cells)), diverged=sum(map(diverged, cells)))
 
     def finals(self, dataset: str, p: int, name: str) -> Sample:
-        """The final accuracies; where there is one seed, its zigzag says how sure a mean of 5 rounds is."""
+        """The final accuracies."""
+        return self._accuracy(self.line(dataset, p, name), final, LAST)
+
+    def curves(self, dataset: str, p: int, name: str) -> Sample:
+        """The accuracies averaged over all rounds."""
         cells = self.line(dataset, p, name)
-        wobble = 0.0 if diverged(cells[0]) else zigzag(cells[0]) / math.sqrt(LAST)
-        return Sample(tuple(map(final, cells)), wobble, sum(map(diverged, cells)))
+        return self._accuracy(cells, curve, max(1, len(column(cells[0], "test_accuracy"))))
+
+    def at_budget(self, dataset: str, p: int, name: str, budget: float) -> Sample:
+        """The accuracies, of one round each, for a budget."""
+        return self._accuracy(self.line(dataset, p, name), accuracy_at(budget), 1)
+
+    @staticmethod
+    def _accuracy(cells: list[Entry], measure: Callable[[Entry], float], rounds: int) -> Sample:
+        """Where there is one seed, its zigzag says how sure a mean over so many rounds is."""
+        wobble = 0.0 if diverged(cells[0]) else zigzag(cells[0]) / math.sqrt(rounds)
+        return Sample(tuple(map(measure, cells)), wobble, sum(map(diverged, cells)))
 
     def bar(self, dataset: str, p: int, reference: str = "none") -> float:
         """The accuracy from which a run has trained: thrice chance, and half of the reference's gain."""

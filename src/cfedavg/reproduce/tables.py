@@ -9,7 +9,7 @@ from cfedavg.reproduce import results
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import number, percent
 from cfedavg.reproduce.experiment import Experiment, Found
-from cfedavg.reproduce.results import GROWS, Missing, Sample
+from cfedavg.reproduce.results import GROWS, Missing, Sample, Undecided
 from cfedavg.units import in_bytes
 
 _BUDGETS = (0.1, 1.0, 10.0, 100.0)
@@ -52,7 +52,7 @@ def _mean(measure: Measure, text: Callable[[float], str] = number) -> Callable[[
     def column(entries: Sequence[Entry]) -> str:
         try:
             return text(results.mean([measure(entry) for entry in entries]))
-        except Missing:
+        except (Missing, Undecided):
             return _NOTHING
 
     return column
@@ -101,8 +101,7 @@ def _at(budget: float) -> Measure:
     return measure
 
 
-def _grows(entries: Sequence[Entry]) -> str:
-    return "yes" if results.mean(list(map(results.residual_growth, entries))) > GROWS else "no"
+_GROWN = _mean(results.residual_growth, lambda growth: "yes" if growth > GROWS else "no")
 
 
 _TABLES: dict[str, dict[str, Callable[[Sequence[Entry]], str]]] = {
@@ -120,6 +119,6 @@ _TABLES: dict[str, dict[str, Callable[[Sequence[Entry]], str]]] = {
         "last ‖e‖²": _mean(_last("error_norm2")),
         "‖e‖/‖g‖, last 20 rounds": _mean(results.residual_ratio),
         "‖e‖, last fifth/middle fifth": _mean(results.residual_growth),
-        "still grows": _grows,
+        "still grows": _GROWN,
     },
 }

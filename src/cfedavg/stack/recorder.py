@@ -22,6 +22,7 @@ from cfedavg.stack.step import Stack, Step
 from cfedavg.task import Batch
 
 Play = Callable[[list[Tensor]], Any]
+_COMPILED: dict[Any, Any] = {}
 
 
 class Recorder:
@@ -55,10 +56,9 @@ class Recorder:
         """What to do the first time: run, so that everything is loaded; the second time is recorded."""
         tensors = stack.tensors()
         listed = self._list(stack, inputs, leaves, tree, kind)
-        run = self._compiled(listed) if self.compiles else listed
-        if self.compiles:
-            n, width = inputs[0].shape[:2]
-            self.say(f"compiling the step of {n} clients on batches of {width}, once: half a minute or more")
+        n, width = inputs[0].shape[:2]
+        step = f"the step of {n} clients on batches of {width}"
+        run = self._compiled(listed, step) if self.compiles else listed
         if not self.records:
             return lambda given: run(*tensors, *given)
 
@@ -104,7 +104,7 @@ class Recorder:
             return flat
         return listed
 
-    def _compiled(self, listed: Any) -> Any:
+    def _compiled(self, listed: Any, step: str) -> Any:
         run: Any = None
 
         def compiled(*tensors: Tensor) -> None:
@@ -113,7 +113,7 @@ class Recorder:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of the compiler, about itself
                     if run is None:
-                        run = _shared(listed, tensors)
+                        run = self._shared(listed, tensors, step)
                     run(*tensors)
             except torch.OutOfMemoryError:
                 raise
@@ -126,6 +126,18 @@ class Recorder:
                 run(*tensors)
 
         return compiled
+
+    def _shared(self, listed: Any, tensors: tuple[Tensor, ...], step: str) -> Any:
+        """The list compiled; one of the same operators, of a run before in this process, serves again."""
+        constants = any(node.op == "get_attr" for node in listed.graph.nodes)  # which the text does not show
+        key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+        if not constants and key in _COMPILED:
+            return _COMPILED[key]
+        self.say(f"compiling {step}, once: half a minute or more")
+        made = torch.compile(listed, fullgraph=True, dynamic=False)
+        if not constants:
+            _COMPILED[key] = made
+        return made
 
     def _recorded(self, run: Play, given: list[Tensor]) -> Play:
         """A CUDA graph of the step with inputs of its own, into which those given are copied."""
@@ -147,19 +159,6 @@ class Recorder:
             graph.replay()
 
         return play
-
-
-_COMPILED: dict[Any, Any] = {}
-
-
-def _shared(listed: Any, tensors: tuple[Tensor, ...]) -> Any:
-    """The list compiled; one of the same operators, of a run before this one in the process, serves again."""
-    if any(node.op == "get_attr" for node in listed.graph.nodes):  # constants, which the text does not show
-        return torch.compile(listed, fullgraph=True, dynamic=False)
-    key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
-    if key not in _COMPILED:
-        _COMPILED[key] = torch.compile(listed, fullgraph=True, dynamic=False)
-    return _COMPILED[key]
 
 
 def _python_generators() -> tuple[Any, ...]:
