@@ -130,24 +130,27 @@ def _times(ratio: float | None) -> str:
 
 
 def figure(found: Mapping[str, Entry]) -> bytes:
-    """A dot for each condition and cell: how many times its limit the value is."""
-    drawing = new_figure(7.2, 1.6 + 0.32 * max(2, len(found)))
+    """A dot for each condition and cell, all seeds in one row: how many times its limit the value is."""
+    rows = list(dict.fromkeys(map(_where, found.values())))
+    drawing = new_figure(7.2, 1.6 + 0.32 * max(2, len(rows)))
     axes = drawing.add_subplot()
-    entries = list(found.values())
     for number, (name, colour) in enumerate(zip(_NAMES, _COLOURS, strict=True)):
-        ratios = [entry.values["ratios"][number] for entry in entries]
-        drawn = [(ratio, place) for place, ratio in enumerate(ratios) if ratio is not None]
+        dots = [(e.values["ratios"][number], rows.index(_where(e))) for e in found.values()]
+        drawn = [(ratio, row) for ratio, row in dots if ratio is not None]
         axes.plot(*zip(*drawn, strict=True) if drawn else ([], []), "o", color=colour, label=name)
-    _finish(axes, entries)
+    _finish(axes, rows)
     drawing.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=MUTED)
     return as_png(drawing)
 
 
-def _finish(axes: Axes, entries: list[Entry]) -> None:
+def _where(entry: Entry) -> str:
+    return f"p = {entry.settings['p']}, {entry.settings['at']}"
+
+
+def _finish(axes: Axes, rows: list[str]) -> None:
     axes.set_xscale("log")
     axes.axvline(1, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2, label="the limit")
     finish_axes(axes, "the paper's η_L = 0.1, η = 1, K = 100 against the theorems", "value / limit", "")
-    labels = [f"p = {e.settings['p']}, {e.settings['at']}" for e in entries]
-    axes.set_yticks(range(len(entries)), labels)
-    axes.set_ylim(max(1, len(entries)) - 0.5, -0.5)  # the first on top
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)  # the first on top
     axes.set_xlim(left=0.3)
