@@ -52,9 +52,14 @@ def open_grid(
 
 
 def _folder(out: Path | None, scale: str) -> Path:
+    usual = Path("runs/reproduce") / _known(scale)
+    return out or usual
+
+
+def _known(scale: str) -> str:
     if scale not in SCALES:
         raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
-    return out or Path("runs/reproduce") / scale
+    return scale
 
 
 def draw(names: list[str] | None, scale: str, out: Path | None, console: Console) -> None:
@@ -128,9 +133,8 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
 
 def of_scale(found: dict[str, Entry], scale: str) -> dict[str, Entry]:
     """The cells that are what their names say at this scale; of a run, the beginning may be all there is."""
-    if scale not in SCALES:
-        raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
-    wanted = {n: s for study in map(studies.find, studies.names()) for n, s in study.cells(scale, 20).items()}
+    every = [study.cells(_known(scale), 20) for study in map(studies.find, studies.names())]
+    wanted = {name: settings for cells in every for name, settings in cells.items()}
     return {
         name: entry
         for name, entry in found.items()

@@ -153,7 +153,8 @@ class Grid:
         with Watch(console, settings.get("rounds", 1), title, until) as watch:
             values = study.measure(settings, work, how, watch)
         seconds = max(watch.seconds, time.monotonic() - began)  # rounds of earlier calls count
-        made = {"command": command, "seconds": round(seconds, 1), **machine(how)}
+        device = how["device"] if "dataset" in settings else "cpu"  # small studies know no other
+        made = {"command": command, "seconds": round(seconds, 1), **machine(device)}
         entry = Entry(name, settings | _precision(how, settings), values, made)
         archive.write(self.out / CELLS, entry)
         self.found[name] = archive.read(self.out / CELLS / f"{name}.json")
@@ -192,9 +193,8 @@ def _whole(folder: Path) -> dict[str, Entry]:
 _MANY = 20  # seeds that a figure shows, if there are as many
 
 
-def machine(how: Mapping[str, Any]) -> dict[str, str]:
+def machine(device: str) -> dict[str, str]:
     """By what a cell was computed."""
-    device = str(how.get("device", "auto"))
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     index = torch.device(device).index if device != "auto" else None
     hardware = torch.cuda.get_device_name(index) if cuda else processor()
