@@ -55,7 +55,7 @@ def finish_axes(
     title = drawable(panel.title)
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, parse_math=False)
     axes.set_ylabel(drawable(panel.side), fontsize=9, color=MUTED, parse_math=False)
-    _frame(axes)
+    frame(axes)
     if not drawn:
         axes.grid(False)  # the ticks themselves may be shared with axes that have lines
         axes.tick_params(labelbottom=False, labelleft=False)
@@ -66,7 +66,8 @@ def finish_axes(
     _name_styles(axes, panel)
 
 
-def _frame(axes: Axes) -> None:
+def frame(axes: Axes) -> None:
+    """A quiet one: a line below, a faint grid, no ticks."""
     axes.set_facecolor("white")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

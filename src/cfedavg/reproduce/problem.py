@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor, nn
 
 from cfedavg import Task
-from cfedavg.report.axes import GRID, INK, MUTED
+from cfedavg.report.axes import INK, MUTED, frame
 from cfedavg.report.pens import BLUE, PLAIN, VERMILION
 
 METRIC = "test_gradient_norm2"  # what a run calls `gradient_norm2` below
@@ -128,12 +128,7 @@ def finish_axes(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlabel(x, fontsize=9, color=MUTED)
     axes.set_ylabel(y, fontsize=9, color=MUTED)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#AEB5BD")
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
+    frame(axes)
 
 
 def mark(axis: Axis, values: Iterable[float]) -> None:
