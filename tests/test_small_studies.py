@@ -210,8 +210,6 @@ def test_speedup_verdict() -> None:
     numbers = speedup.verdict_numbers(entries(speedup, fake_speedup))
     assert numbers["slope_none"] == pytest.approx(-1, abs=0.01)
     assert 0 < numbers["slope_rd0.9_se"] < 0.01
-    assert numbers["T_at_least_mK_topk0.9"] == 0  # 6000 / 64 is less than 128
-    assert numbers["T_over_mK_topk0.9"] == pytest.approx(6000 / 64 / 128 * 0.99)
 
 
 def test_variance_verdict() -> None:
@@ -220,7 +218,6 @@ def test_variance_verdict() -> None:
     assert numbers["slope_K_iid_rd"] == pytest.approx(1)
     assert numbers["slope_m_rd"] == pytest.approx(-1)
     assert 1 < numbers["slope_sigma_topk"] < 2
-    assert numbers["times_iid_topk"] == pytest.approx(101)
 
 
 def test_conditions_table_says_how_far_over() -> None:

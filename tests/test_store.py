@@ -162,6 +162,7 @@ def killed_while_it_plays(root: Path, rounds: int, after: float) -> None:
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_again_and_again(tmp_path: Path, kills: int) -> None:
     draw, rounds = random.Random(0), 10 * kills
+    play(tmp_path / "before", 1)  # loads the coders: whoever loads them himself is killed before a round
     progress = []
     for _ in range(kills):
         killed_while_it_plays(tmp_path, rounds, draw.uniform(0.0, 0.08))

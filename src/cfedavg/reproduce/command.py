@@ -69,7 +69,10 @@ def draw(names: list[str] | None, scale: str, out: Path | None, console: Console
 
 
 def _show_pictures(grid: Grid, console: Console) -> None:
-    for picture in grid.draw():
+    pictures = grid.draw()
+    if not pictures:
+        console.print(f"nothing to draw: {grid.out} holds none of these cells", highlight=False)
+    for picture in pictures:
         console.print(f"drawn: {picture}, and its table beside it", highlight=False, soft_wrap=True)
 
 

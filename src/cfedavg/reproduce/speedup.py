@@ -157,16 +157,12 @@ def lines(found: Mapping[str, Entry]) -> list[Line]:
 
 
 def verdict_numbers(found: Mapping[str, Entry]) -> dict[str, float]:
-    """Slopes with standard errors, over all m and over few, C1 and C2, and the least T / (mK)."""
+    """The slopes over all m, slope_none and the like, with their _se."""
     numbers: dict[str, float] = {}
     for line in lines(found):
-        name = short(line.compressor)
-        for key, fit in ((f"slope_{name}", line.fit()), (f"slope_few_{name}", line.fit(FEW))):
-            if fit:
-                numbers |= {key: fit.slope, f"{key}_se": fit.se}
-        numbers[f"C1_{name}"], numbers[f"C2_{name}"] = line.rate()
-        numbers[f"T_over_mK_{name}"] = min(line.over_mK())
-        numbers[f"T_at_least_mK_{name}"] = float(min(line.over_mK()) >= 1)
+        if fit := line.fit():
+            key = f"slope_{short(line.compressor)}"
+            numbers |= {key: fit.slope, f"{key}_se": fit.se}
     return numbers
 
 

@@ -162,22 +162,13 @@ _KEYS = {"K": "K", "K, IID": "K_iid", "m": "m", "sigma_G": "sigma"}
 
 
 def verdict_numbers(found: Mapping[str, Entry]) -> dict[str, float]:
-    """slope_K_topk and the like with their _se; promised_ with the bound's exponent; and how often IID."""
+    """The exponents found, slope_K_topk and the like, with their _se."""
     numbers: dict[str, float] = {}
     for line in lines(found):
-        key = f"{_KEYS[line.over]}_{line.name}"
-        for kind, fit in (("slope", line.fit()), ("promised", line.promise())):
-            if fit:
-                numbers |= {f"{kind}_{key}": fit.slope, f"{kind}_{key}_se": fit.se}
-        if line.over == "sigma_G" and (times := _times_iid(line)):
-            numbers[f"times_iid_{line.name}"] = times
+        if fit := line.fit():
+            key = f"slope_{_KEYS[line.over]}_{line.name}"
+            numbers |= {key: fit.slope, f"{key}_se": fit.se}
     return numbers
-
-
-def _times_iid(line: Line) -> float | None:
-    """The extra variance of the most different clients, over that of equal ones."""
-    points = list(line.points())
-    return points[-1][1] / points[0][1] if points[0][0] == 0 < points[0][1] else None
 
 
 def table(found: Mapping[str, Entry]) -> list[list[str]]:
