@@ -1,7 +1,9 @@
 """A federation in which everything goes wrong, driven by the machines of `protocol`, with the law checked.
 
-Updates are whole numbers and payloads pure selections, so that every sum is exact and the law is checked
-bit for bit, for every client, after everything that happens. A schedule is drawn from its seed.
+All that is computed can be told apart wherever it goes: a mass is one whole number in base 4, with a digit
+for each update and coordinate, and the n-th update of the world is a 1 in each of its coordinates. So what is
+in the model, in a residual or on the way is exact, and shows what is there twice, as a 2, and what is
+nowhere. A schedule is drawn from its seed.
 """
 
 from __future__ import annotations
@@ -10,52 +12,95 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from cfedavg.federation import protocol
-from cfedavg.federation.protocol import Client, Request, Resend, Server, Stamp, Train
+from cfedavg.federation.protocol import (
+    NEVER,
+    Client,
+    Mark,
+    Outdated,
+    Request,
+    Resend,
+    Server,
+    Stamp,
+    Train,
+    mark_of,
+)
 
 D, KEPT = 6, 2
 ROUNDS, CLIENTS = 25, 4
 LATE = 5  # rounds
-# How often each of these happens: to a message, to a client's round, to a server's round.
+# How often each of these happens: to a message, to a client's work on a request, to a server's round.
 RATES = {
     "request lost": 0.15, "request twice": 0.15, "request late": 0.15,
     "reply lost": 0.3, "reply twice": 0.3, "reply late": 0.2, "reply broken": 0.05, "not finite": 0.05,
     "client killed before it stored": 0.05, "client killed before it sent": 0.05,
+    "disk gone": 0.03, "old disk": 0.08,
     "server killed before it dispatched": 0.03, "server killed while it waited": 0.05,
-    "server killed before it stored": 0.05, "no quorum": 0.1,
+    "server killed before it stored": 0.05, "no quorum": 0.1, "server from backup": 0.05,
 }  # fmt: skip
 
+UPDATES = 200  # in a world, at most
+ONES = (4 ** (UPDATES * D) - 1) // 3  # a 1 in every digit
+TWOS = 2 * ONES
+EACH = (4**D - 1) // 3  # a 1 in every coordinate of the first update
+COLUMN = 3 * (ONES // EACH)  # all digits of the first coordinate
 
-class Whole:
-    """Selects the largest of some whole numbers."""
 
-    def shrink(self, p: np.ndarray, request: Request) -> tuple[bytes, np.ndarray]:
-        kept = np.zeros_like(p)
-        places = np.argsort(-np.abs(p), kind="stable")[:KEPT]
-        kept[places] = p[places]
-        return kept.tobytes(), p - kept
+def update(n: int) -> int:
+    return EACH << 2 * D * n
 
-    def restored(self, e: np.ndarray, message: bytes) -> np.ndarray:
-        return e + np.frombuffer(message, np.int64)
+
+def places(mass: int) -> int:
+    """A 1 for every digit that is not 0."""
+    return (mass | mass >> 1) & ONES
+
+
+def read(message: bytes) -> int:
+    return int.from_bytes(message, "little")
+
+
+class Digits:
+    """Selects some coordinates, by chance."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+
+    def shrink(self, p: int, request: Request) -> tuple[bytes, int]:
+        kept = sum(p & COLUMN << 2 * i for i in self.chance.sample(range(D), KEPT))
+        return kept.to_bytes(UPDATES * D // 4, "little"), p - kept
+
+    def restored(self, e: int, message: bytes) -> int:
+        return e + read(message)
+
+
+class Reply(NamedTuple):
+    """An answer under way, with the round in which it arrives."""
+
+    due: int
+    name: str
+    incarnation: int
+    stamp: Stamp
+    message: bytes
+
+    @property
+    def mark(self) -> Mark:
+        return mark_of(self.stamp, self.incarnation, self.message)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is in it, by client: the sum of its payloads, and the stamps of all of them."""
+    """What is in it, by client: the sum of its payloads, and the marks of all of them."""
 
-    sums: dict[str, np.ndarray]
-    holds: frozenset[tuple[str, Stamp]] = frozenset()
+    sums: dict[str, int]
+    holds: frozenset[tuple[str, Mark]] = frozenset()
 
-    def with_(self, taken: list[tuple[str, Stamp, bytes]]) -> Model:
-        sums, holds = dict(self.sums), set(self.holds)
-        for name, stamp, message in taken:
-            sums[name] = sums[name] + np.frombuffer(message, np.int64)
-            holds.add((name, stamp))
-        return Model(sums, frozenset(holds))
+    def with_(self, taken: list[Reply]) -> Model:
+        sums = dict(self.sums)
+        for reply in taken:
+            sums[reply.name] += read(reply.message)
+        return Model(sums, self.holds | {(reply.name, reply.mark) for reply in taken})
 
 
 @dataclass
@@ -73,8 +118,22 @@ class Broken(AssertionError):
 
 
 @dataclass
+class Fate:
+    """What only an observer of everything knows of a client."""
+
+    made: int = 0  # the sum of all g
+    lost: Counter[str] = field(default_factory=Counter)  # what may be nowhere, by cause: X is in it
+    doubt: bool = False  # whether its disk, or the model, is not what came last
+    last: Stamp = NEVER  # the last request that any of its incarnations and copies answered
+    states: list[Client] = field(default_factory=list)  # all that were ever on its disk
+
+    def may_lose(self, mass: int, cause: str) -> None:
+        self.lost[cause] += mass & ~self.lost.total()
+
+
+@dataclass
 class World:
-    """The disks of all, the network, and what only an observer of everything knows."""
+    """The disks of all, the network, and the fates."""
 
     seed: int
     rules: Rules = field(default_factory=Rules)
@@ -82,21 +141,27 @@ class World:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
+        self.codec = Digits(self.chance)
         self.names = [f"client {i}" for i in range(CLIENTS)]
-        zero = {name: np.zeros(D, np.int64) for name in self.names}
-        self.clients = {name: Client(zero[name]) for name in self.names}  # on their disks
-        self.disk = Server(Model(zero))
+        self.fates = {name: Fate() for name in self.names}
+        self.incarnations, self.updates, self.generation = 0, 0, 1
+        self.clients = {name: self.fresh() for name in self.names}  # on their disks
+        self.disk = Server(Model(dict.fromkeys(self.names, 0)))
+        self.backups = [self.disk]
         self.server = self.disk
-        self.made = dict(zero)  # the sum of all g
         self.faults: Counter[str] = Counter()
         self.requests: list[tuple[int, str, Request]] = []  # under way, with the round in which they arrive
-        self.replies: list[tuple[int, str, Stamp, bytes]] = []
+        self.replies: list[Reply] = []
         self.now, self.applied = 0, 0
 
     def happens(self, fault: str) -> bool:
         found = self.chance.random() < self.rates[fault]
         self.faults[fault] += found
         return found
+
+    def fresh(self) -> Client:
+        self.incarnations += 1
+        return Client(self.incarnations, 0)
 
     def run(self) -> World:
         for self.now in range(ROUNDS):
@@ -105,49 +170,69 @@ class World:
         return self
 
     def settle(self) -> None:
-        """Rounds without a fault, after which everything is quiet: all logs are empty or delivered."""
+        """Rounds without a fault, after which everything is quiet: all that was sent is delivered."""
         self.rates = dict.fromkeys(self.rates, 0.0)
         for _ in range(LATE + 3):
             self.now += 1
             self.round(everyone=True)
-        for name, client in self.clients.items():
-            undelivered = [stamp for stamp in client.log if (name, stamp) not in self.disk.x.holds]
-            if undelivered:
-                raise Broken(f"{name} still does not know of {undelivered}")
+        for name in self.names:
+            fate = self.fates[name]
+            whole = fate.made == self.total(name) + fate.lost.total()  # with X as it is, no more and no less
+            if self.on_the_way(name) or fate.doubt or not whole:
+                raise Broken(f"seed {self.seed}: {name} is not quiet")
 
     def round(self, *, everyone: bool = False) -> None:
+        if self.happens("server from backup"):
+            self.restore()
         if self.happens("server killed before it dispatched"):
             self.restart()
         asked = self.names if everyone else self.chance.sample(self.names, 3)
         for name in asked:
             self.send_request(name, protocol.request_of(self.server, name))
-        if self.rules.store_late:
-            self.disk = self.server
         self.clients_work()
         if self.happens("server killed while it waited"):
             self.restart()
             return
+        if self.rules.store_late:
+            self.store(self.server)
         taken = self.collect(asked)
         if self.happens("no quorum"):
             taken = []
         self.end(taken)
 
-    def end(self, taken: list[tuple[str, Stamp, bytes]]) -> None:
+    def end(self, taken: list[Reply]) -> None:
         """Aggregates, stores, and goes on from there."""
-        x_next = self.server.x.with_(taken)
-        after = protocol.ended(self.server, [name for name, _, _ in taken], x_next)
+        marks = {reply.name: reply.mark for reply in taken}
+        after = protocol.ended(self.server, marks, self.server.x.with_(taken))
         if self.happens("server killed before it stored"):
             self.restart()
             return
         if not self.rules.store_late:
-            self.disk = self.rules.stored(self.disk, after)
+            self.store(self.rules.stored(self.disk, after))
         self.server = after
         self.applied += len(taken)
-        self.check()
+
+    def store(self, server: Server) -> None:
+        self.disk = server
+        self.backups.append(server)
+        for name in self.names:
+            self.check(name)
 
     def restart(self) -> None:
         """The server comes back with what is on its disk, and repeats the round."""
         self.server = self.disk
+
+    def restore(self) -> None:
+        """The server comes back with any state that was ever on its disk, in a new generation."""
+        backup = self.chance.choice(self.backups)
+        more = backup.x.holds - self.disk.x.holds
+        for name, fate in self.fates.items():
+            fate.may_lose(self.disk.x.sums[name] & ~backup.x.sums[name], "server from backup")
+            # A model that did not lead to the last one: the client may have taken back what it holds.
+            fate.doubt |= any(its == name for its, _ in more)
+        self.generation += 1
+        self.store(protocol.restored(backup, self.generation))
+        self.restart()
 
     def send_request(self, name: str, request: Request) -> None:
         if self.happens("request lost"):
@@ -161,49 +246,106 @@ class World:
             return
         for _ in range(1 + self.happens("reply twice")):
             late = self.chance.randint(1, LATE) if self.happens("reply late") else 0
-            self.replies.append((self.now + late, name, stamp, message))
+            incarnation = self.clients[name].incarnation
+            self.replies.append(Reply(self.now + late, name, incarnation, stamp, message))
 
     def clients_work(self) -> None:
         due = [each for each in self.requests if each[0] <= self.now]
         self.requests = [each for each in self.requests if each[0] > self.now]
         self.chance.shuffle(due)
         for _, name, request in due:
+            self.disk_fails(name)
             self.client_works(name, request)
-            self.check()
+            self.check(name)
+
+    def disk_fails(self, name: str) -> None:
+        if self.happens("disk gone"):
+            self.put_disk(name, self.fresh(), "disk gone")
+        if self.fates[name].states and self.happens("old disk"):
+            self.put_disk(name, self.chance.choice(self.fates[name].states), "old disk")
+
+    def put_disk(self, name: str, client: Client, cause: str) -> None:
+        fate = self.fates[name]
+        # What was sent before may have gone into a model that is no more.
+        fate.may_lose(mass(self.clients[name]) & ~client.e, cause)
+        fate.doubt = True
+        self.clients[name] = client
+        self.check(name)
 
     def client_works(self, name: str, request: Request) -> None:
-        client, action = self.rules.receive(self.clients[name], request, Whole())
+        client, action = self.rules.receive(self.clients[name], request, self.codec)
+        if isinstance(action, Outdated):
+            client, action = self.start_anew(name, request)
         if isinstance(action, Resend):
             self.send_reply(name, request.stamp, action.message)
         if not isinstance(action, Train) or self.happens("not finite"):
             return
-        g = np.array([self.chance.randint(-50, 50) for _ in range(D)])
-        after, message = protocol.answer(client, request, g, Whole())
+        g = update(self.updates)
+        after, message = protocol.answer(client, request, g, self.codec)
         if self.happens("client killed before it stored"):
             return
-        self.clients[name] = after
-        self.made[name] = self.made[name] + g
+        self.updates += 1
+        self.answered(name, after, g)
         if not self.happens("client killed before it sent"):
             self.send_reply(name, request.stamp, message)
 
-    def collect(self, asked: list[str]) -> list[tuple[str, Stamp, bytes]]:
+    def start_anew(self, name: str, request: Request) -> Any:
+        fate = self.fates[name]
+        if not fate.doubt:
+            raise Broken(f"seed {self.seed}, round {self.now}: {name} has to start anew without a cause")
+        fate.may_lose(mass(self.clients[name]), "started anew")
+        return self.rules.receive(self.fresh(), request, self.codec)
+
+    def answered(self, name: str, after: Client, g: int) -> None:
+        """Stored; whoever answers the present server, and as the first of its name, is past all doubt."""
+        fate = self.fates[name]
+        self.clients[name] = after
+        fate.states.append(after)
+        fate.made += g
+        if after.seen > fate.last and after.seen.generation == self.disk.stamp.generation:
+            fate.doubt = False
+            there = places(self.total(name))  # and safe from what has been
+            fate.lost = Counter({cause: lost & ~there for cause, lost in fate.lost.items()})
+        fate.last = max(fate.last, after.seen)
+
+    def collect(self, asked: list[str]) -> list[Reply]:
         """The replies that arrive in this round and are taken."""
-        due = [each for each in self.replies if each[0] <= self.now]
-        self.replies = [each for each in self.replies if each[0] > self.now]
+        due = [reply for reply in self.replies if reply.due <= self.now]
+        self.replies = [reply for reply in self.replies if reply.due > self.now]
         self.chance.shuffle(due)
-        taken: list[tuple[str, Stamp, bytes]] = []
-        for _, name, stamp, message in due:
-            names = [each[0] for each in taken]
-            objection = self.rules.objection(self.server, asked, names, name, stamp)
+        taken: list[Reply] = []
+        for reply in due:
+            names = [each.name for each in taken]
+            objection = self.rules.objection(self.server, asked, names, reply.name, reply.stamp)
             if not objection and not self.happens("reply broken"):
-                taken.append((name, stamp, message))
+                taken.append(reply)
         return taken
 
-    def check(self) -> None:
-        """The law, bit for bit."""
-        holds = self.disk.x.holds
-        for name, client in self.clients.items():
-            on_the_way = [m for stamp, m in client.log.items() if (name, stamp) not in holds]
-            U = sum((np.frombuffer(m, np.int64) for m in on_the_way), np.zeros(D, np.int64))
-            if not np.array_equal(self.made[name], self.disk.x.sums[name] + client.e + U):
-                raise Broken(f"seed {self.seed}, round {self.now}: {name}")
+    def on_the_way(self, name: str) -> int:
+        """U: what was sent and is not in the durable model."""
+        client = self.clients[name]
+        if client.sent is None:
+            return 0
+        mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+        return 0 if (name, mark) in self.disk.x.holds else read(client.sent.message)
+
+    def total(self, name: str) -> int:
+        """A + e + U."""
+        return self.disk.x.sums[name] + self.clients[name].e + self.on_the_way(name)
+
+    def check(self, name: str) -> None:
+        """The law, bit for bit: of all that was computed, each part is in one place, or lost by a fault."""
+        fate, total = self.fates[name], self.total(name)
+        wrong = {
+            "twice in the model": self.disk.x.sums[name] & TWOS,
+            "twice": not fate.doubt and total & TWOS,
+            "never computed": places(total) & ~fate.made,
+            "lost": fate.made & ~places(total) & ~fate.lost.total(),
+        }
+        if any(wrong.values()):
+            raise Broken(f"seed {self.seed}, round {self.now}: {name}, {[w for w in wrong if wrong[w]]}")
+
+
+def mass(client: Client) -> int:
+    """What is on a client's disk."""
+    return client.e + (read(client.sent.message) if client.sent else 0)

@@ -24,18 +24,24 @@ from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import (
     NEVER,
     Client,
+    Mark,
+    Outdated,
     Request,
     Resend,
+    Sent,
     Server,
     Stamp,
     answer,
     ended,
+    mark_of,
     receive,
     request_of,
+    restored,
 )
-from cfedavg.federation.store import FILE, ClientStore, Kept, Served, ServerStore
+from cfedavg.federation.store import FILE, ClientStore, Served, ServerStore, new_generation
 from cfedavg.layout import Layout
-from cfedavg.wire import decode
+from cfedavg.tensors import checksum, read_tensors, save_tensors
+from cfedavg.wire import decode, read_header
 from tests.disk import Disk, Killed
 
 D = 40
@@ -59,15 +65,16 @@ def stores(root: Path) -> tuple[ServerStore, dict[str, ClientStore]]:
     return ServerStore(root / "server", "f", LAYOUT), {n: ClientStore(root, "f", n, LAYOUT) for n in NAMES}
 
 
-def client_round(store: ClientStore, number: int, request: Request) -> bytes:
+def client_round(store: ClientStore, number: int, request: Request) -> tuple[int, bytes]:
     """What a client does about a request; it sends what it has stored."""
-    kept = store.load()
-    client, action = receive(kept.client, request, wire(number))
+    client, action = receive(store.load(), request, wire(number))
+    if isinstance(action, Outdated):
+        client, action = receive(store.fresh(), request, wire(number))
     if isinstance(action, Resend):
-        return action.message
+        return client.incarnation, action.message
     client, message = answer(client, request, update(number, request.t), wire(number))
-    store.save(replace(kept, client=client))
-    return message
+    store.save(client)
+    return client.incarnation, message
 
 
 def play(root: Path, rounds: int) -> None:
@@ -83,32 +90,35 @@ def play(root: Path, rounds: int) -> None:
 
 
 def server_round(served: Served, store: ServerStore, clients: dict[str, ClientStore]) -> Served:
-    server, messages = served.server, {}
+    server, taken, payloads = served.server, {}, []
     for number, (name, its) in enumerate(clients.items()):
         with its.locked():
-            messages[name] = client_round(its, number, request_of(server, name))
-    payloads = [decode(message, layout=LAYOUT).map(torch.from_numpy) for message in messages.values()]
+            incarnation, message = client_round(its, number, request_of(server, name))
+        taken[name] = mark_of(server.stamp, incarnation, message)
+        payloads.append(decode(message, layout=LAYOUT).map(torch.from_numpy))
+        served = served.meets(name, incarnation)
     # The sum, not the mean: exact.
     delta = average(server.x, [(payload, [1.0]) for payload in payloads]) * len(payloads)
-    after = Served(ended(server, list(messages), server_update(server.x, delta, 1.0)), served.met)
+    after = replace(served, server=ended(server, taken, server_update(server.x, delta, 1.0)))
     store.save(after)
     return after
 
 
 def assert_law(root: Path) -> None:
-    """Over all clients: what was computed is in the model, in residuals, or logged and not yet applied."""
+    """Over all clients: what was computed is in the model, in residuals, or sent and not yet applied."""
     server_store, client_stores = stores(root)
     served = server_store.load()
     assert served is not None
     made, owed = torch.zeros(D), torch.zeros(D)
     for number, (name, store) in enumerate(client_stores.items()):
-        client = store.load().client
+        client = store.load()
         rounds = 0 if client.seen == NEVER else client.seen.number
         made += sum((update(number, t) for t in range(rounds)), torch.zeros(D))
         owed += client.e
-        for stamp, message in client.log.items():
-            if stamp > served.server.applied.get(name, NEVER):
-                owed = wire(number).restored(owed, message)
+        if client.sent is not None:
+            mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+            if mark != served.server.applied.get(name):
+                owed = wire(number).restored(owed, client.sent.message)
     assert torch.equal(made, served.server.x + owed)
 
 
@@ -138,12 +148,12 @@ def test_a_crash_at_any_step(tmp_path: Path, share: float) -> None:
 
 
 def contents(root: Path) -> Any:
-    """Model, residuals and logs, and how far all have come."""
+    """Model, residuals and last answers, and how far all have come."""
     server_store, client_stores = stores(root)
     served = server_store.load()
     assert served is not None
-    clients = [store.load().client for store in client_stores.values()]
-    return served.server.x.tolist(), served.server.stamp, [(c.e.tolist(), c.log, c.seen) for c in clients]
+    clients = [store.load() for store in client_stores.values()]
+    return served.server.x.tolist(), served.server.stamp, [(c.e.tolist(), c.sent, c.seen) for c in clients]
 
 
 def killed_while_it_plays(root: Path, rounds: int, after: float) -> None:
@@ -176,32 +186,85 @@ def test_a_process_that_is_killed_again_and_again(tmp_path: Path, kills: int) ->
     assert contents(tmp_path) == contents(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("fault", ["old", "gone"])
+def test_a_client_whose_file_is_old_or_gone_starts_anew(tmp_path: Path, fault: str) -> None:
+    """It loses its residual, and nothing comes into the model twice."""
+    server_store, client_stores = stores(tmp_path)
+    play(tmp_path, 2)
+    path = client_stores["north"].folder / FILE
+    old = path.read_bytes()
+    play(tmp_path, 4)
+    lost = client_stores["north"].load().e
+    if fault == "old":
+        path.write_bytes(old)
+    else:
+        path.unlink()
+    play(tmp_path, 6)
+    served = server_store.load()
+    assert served is not None
+    assert [len(served.met[name]) for name in NAMES] == [2, 1]
+    made = sum((update(number, t) for number in range(2) for t in range(6)), torch.zeros(D))
+    left = sum((store.load().e for store in client_stores.values()), torch.zeros(D))
+    assert torch.equal(made, served.server.x + left + lost)
+
+
+def test_a_server_from_a_backup_goes_on(tmp_path: Path) -> None:
+    """What clients were told that it has is lost with it; they go on as they are, and count it."""
+    server_store, client_stores = stores(tmp_path)
+    play(tmp_path, 2)
+    backup = server_store.load()
+    assert backup is not None
+    play(tmp_path, 4)
+    generation = new_generation(backup.server)
+    server_store.save(replace(backup, server=restored(backup.server, generation)))
+    play(tmp_path, 6)
+    served = server_store.load()
+    assert served is not None
+    assert served.server.stamp == Stamp(generation, 5)
+    for name, store in client_stores.items():
+        assert store.load().forgotten == 1
+        assert len(served.met[name]) == 1
+
+
 # --- what is kept, and what is refused ------------------------------------------------------------------
 
 
-def saved(tmp_path: Path) -> tuple[ClientStore, Kept]:
+def saved(tmp_path: Path) -> tuple[ClientStore, Client]:
     store = ClientStore(tmp_path, "fed/1", "node ü", LAYOUT)
-    log = {Stamp(1, 3): b"abc", Stamp(2, 1): b"\x00\xff"}
-    kept = Kept(Client(torch.arange(float(D)), log, Stamp(2, 1), Stamp(1, 2), forgotten=1), incarnation=77)
+    client = Client(
+        incarnation=2**63 - 1,
+        e=torch.arange(float(D)),
+        sent=Sent(Stamp(2, 1), b"\x00\xff"),
+        seen=Stamp(2, 1),
+        told=Stamp(1, 2),
+        forgotten=1,
+        agreed={9: 3, 10: 0},
+    )
     with store.locked():
-        store.save(kept)
-    return store, kept
+        store.save(client)
+    return store, client
 
 
 def test_a_client_comes_back_as_it_was(tmp_path: Path) -> None:
-    store, kept = saved(tmp_path)
-    found = store.load()
-    assert torch.equal(found.client.e, kept.client.e)
-    assert replace(found.client, e=None) == replace(kept.client, e=None)
-    assert found.incarnation == 77
+    store, client = saved(tmp_path)
+    for each in (client, replace(client, sent=None)):
+        store.save(each)
+        found = store.load()
+        assert torch.equal(found.e, each.e)
+        assert replace(found, e=None) == replace(each, e=None)
     assert not list(store.folder.glob(".*"))
 
 
 def test_without_a_file_it_is_a_new_incarnation(tmp_path: Path) -> None:
-    stores = [ClientStore(tmp_path, "f", "a", LAYOUT) for _ in range(2)]
-    first, second = (store.load() for store in stores)
-    assert first.incarnation != second.incarnation
-    assert not first.client.e.any()
+    store, old = saved(tmp_path)
+    path = store.folder / FILE
+    path.unlink()
+    found = [store.load(), store.load(), store.fresh(), old]
+    assert len({client.incarnation for client in found}) == 4
+    for client in found[:3]:
+        assert torch.equal(client.e, torch.zeros(D))
+        assert replace(client, e=None) == Client(client.incarnation, None)
+    assert not path.exists()  # nothing is kept before it has answered
     served = Served(Server(torch.zeros(D))).meets("a", 1).meets("a", 1).meets("a", 2)
     assert served.met == {"a": [1, 2]}
 
@@ -209,14 +272,59 @@ def test_without_a_file_it_is_a_new_incarnation(tmp_path: Path) -> None:
 def test_a_server_comes_back_as_it_was(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     assert store.load() is None
-    server = Server(torch.arange(float(D)), 7, Stamp(2, 9), {"a": Stamp(2, 8), "b": Stamp(1, 4)})
+    applied = {"a": Mark(Stamp(2, 8), 5, 2**64 - 1), "b": mark_of(Stamp(1, 4), 2**63 - 1, b"")}
+    server = Server(torch.arange(float(D)), 7, Stamp(2, 9), applied)
     with store.locked():
         store.save(Served(server, {"a": [5, 6]}))
     found = store.load()
     assert found is not None
     assert torch.equal(found.server.x, server.x)
     assert replace(found.server, x=None) == replace(server, x=None)
-    assert found.met == {"a": [5, 6]}
+    assert (found.met, found.extra, found.facts) == ({"a": [5, 6]}, {}, {})
+
+
+def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
+    """Tensors of any shape, also those that share memory or have gaps, and facts."""
+    store, x = ServerStore(tmp_path, "f", LAYOUT), torch.arange(float(D))
+    extra = {
+        "m.weight": torch.arange(6.0).view(2, 3).T,
+        "x": x,  # names of its own
+        "extra.v": x[::2],
+        "counter": torch.tensor(3),
+        "empty": torch.zeros(0, 2),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    facts = {"optimiser": "FedAdam", "beta": 0.9, "best": None, "rounds": {2: [1, 2], 10: []}}
+    served = Served(Server(x), extra=extra, facts=facts).meets("a", 1)
+    with store.locked():
+        store.save(served)
+    found = store.load()
+    assert found is not None
+    assert found.extra.keys() == extra.keys()
+    assert all(torch.equal(found.extra[name], tensor) for name, tensor in extra.items())
+    assert all(found.extra[name].dtype == tensor.dtype for name, tensor in extra.items())
+    assert found.facts == facts | {"rounds": {"2": [1, 2], "10": []}}  # as JSON has it
+    assert torch.equal(found.server.x, x)
+
+
+def test_a_new_generation_is_above_all_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(torch.zeros(D))
+    first = new_generation(server)
+    assert first > 1_700_000_000
+    assert Stamp(first, 1).sequence < 2**64
+    monkeypatch.setattr(time, "time", lambda: first + 1.5)
+    assert new_generation(server) == first + 1  # the same backup again, later
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that was set back
+    assert new_generation(restored(server, first)) == first + 1
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    store, _ = saved(tmp_path)
+    tensors, about = read_tensors(store.folder / FILE)
+    about = {name: value for name, value in about.items() if name != "checksum"} | {"format": 1}
+    save_tensors(tensors, store.folder / FILE, {**about, "checksum": checksum(tensors, about)})
+    with pytest.raises(InputError, match="is of another format: 1, here 2"):
+        store.load()
 
 
 def test_states_of_others_are_refused(tmp_path: Path) -> None:
@@ -278,8 +386,10 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compressor", ["none", "topk(0.9)", "rd(0.7)", "topk(0.5) >> bf16", "qsgd(16)"])
 def test_what_is_sent_and_what_is_left_make_up_the_whole(compressor: str) -> None:
     p = torch.randn(D, generator=torch.Generator().manual_seed(1))
-    codec, request = wire(3, compressor), Request(Stamp(1, 2), 5, Stamp(1, 2), frozenset())
+    codec, request = wire(3, compressor), Request(Stamp(7, 2), 5, None)
     message, e = codec.shrink(p, request)
+    header = read_header(message)
+    assert (header.client, header.sequence, header.round) == (3, 7 * 2**32 + 2, 5)
     torch.testing.assert_close(codec.restored(e, message), p)
     if ">>" not in compressor and "qsgd" not in compressor:
         assert torch.equal(codec.restored(e, message), p)

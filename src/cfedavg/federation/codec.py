@@ -33,7 +33,7 @@ class Wire:
             payload.numpy(),
             self.layout,
             client=self.client,
-            sequence=request.stamp.number,
+            sequence=request.stamp.sequence,
             round=request.t,
         )
         return message, subtract(p, payload)

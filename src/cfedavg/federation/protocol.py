@@ -4,27 +4,28 @@ Error feedback is bookkeeping. For every client, at every moment:
 
     sum of g  =  A + e + U + X
 
-g: updates that it computed; A: what of them is in the server's durable model; e: its residual; U: what it
-has logged and is neither in the durable model nor back in e; X: what was thrown away on purpose, by cause.
+g: updates that it computed; A: what of them is in the server's durable model; e: its residual; U: its last
+payload, while that is neither in the durable model nor back in e; X: what faults of a disk took, by cause.
 
 The server keeps its side by three rules. It makes a number durable before the round that goes by it is
 dispatched; a restart repeats that round, with the same model and number, and no other ever has the number.
 It takes only replies to the present number, one from each client. It makes the model and the list of what is
 in it durable, in one step, before the next dispatch.
 
-The client keeps its side by two. It makes the residual after a round and the payload that it is about to
-send durable, in one step, before it sends. And it does not take a payload for delivered before the server
-has said so: each request names the client's payloads that are in the model; those that are decided and not
-named are void, and go back into the residual. docs/protocol.md draws the faults that this survives.
+The client keeps its side by three. It makes the residual after a round and the payload that it is about to
+send durable, in one step, before it sends. It does not take a payload for delivered before the server has
+said so: a request names the client's last answer that is in the model; everything before the request is
+decided, so a payload that is not named is void, and goes back into the residual. And a client that hears of
+an answer in the model which it did not give, or has taken back, is not what it takes itself for, and starts
+anew. docs/protocol.md draws the faults that this survives, and says why.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
-
-LIMIT = 8  # payloads of which a client does not know the fate; then it does not train
 
 
 class Stamp(NamedTuple):
@@ -33,8 +34,29 @@ class Stamp(NamedTuple):
     generation: int
     number: int
 
+    @property
+    def sequence(self) -> int:
+        """Both as one number, for the wire, which has 64 bits for it.
+
+        A number is at most one above the round, for which the wire has 32 bits.
+        """
+        return self.generation << 32 | self.number
+
 
 NEVER, FIRST = Stamp(0, 0), Stamp(1, 1)
+
+
+class Mark(NamedTuple):
+    """One answer of a client: by stamp, by the incarnation that gave it, and by what was in it."""
+
+    stamp: Stamp
+    incarnation: int
+    digest: int
+
+
+def mark_of(stamp: Stamp, incarnation: int, message: bytes) -> Mark:
+    """The mark of an answer, the same on both sides."""
+    return Mark(stamp, incarnation, int.from_bytes(hashlib.sha256(message).digest()[:8], "big"))
 
 
 @dataclass(frozen=True)
@@ -43,8 +65,7 @@ class Request:
 
     stamp: Stamp
     t: int
-    settled: Stamp  # what was dispatched before it is decided
-    applied: frozenset[Stamp]  # of the client's payloads, those in the durable model that it may still hold
+    mark: Mark | None  # the client's last answer that is in the durable model
 
 
 class Codec(Protocol):
@@ -60,15 +81,25 @@ class Codec(Protocol):
 # The client
 
 
+class Sent(NamedTuple):
+    """An answer as it went out."""
+
+    stamp: Stamp
+    message: bytes
+
+
 @dataclass(frozen=True)
 class Client:
-    """What a client keeps, durably: its residual, payloads of unknown fate, and how far it has come."""
+    """What a client keeps, durably: its residual, its last answer, and how far it has come."""
 
+    incarnation: int  # drawn anew where there is no state to go on from
     e: Any
-    log: Mapping[Stamp, bytes] = field(default_factory=dict)
+    sent: Sent | None = None  # the last answer, of which the fate is not known
     seen: Stamp = NEVER  # the last request that it answered
-    told: Stamp = NEVER  # the last of its payloads that the server said it has
+    told: Stamp = NEVER  # the last answer in the model, as the server said then
     forgotten: int = 0  # times that a server came back without what it had said it has
+    # Of each generation in which it answered, the number up to which no model holds what is in e or sent.
+    agreed: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,48 +121,63 @@ class Refuse:
     why: str
 
 
-def receive(client: Client, request: Request, codec: Codec) -> tuple[Client, Train | Resend | Refuse]:
+@dataclass(frozen=True)
+class Outdated:
+    """What this state holds may be in the model: start anew, as another incarnation with e = 0.
+
+    Its disk is an older copy, another copy of the client is at work, or the server went back to a model
+    that holds what this client has taken back.
+    """
+
+
+def receive(
+    client: Client, request: Request, codec: Codec
+) -> tuple[Client, Train | Resend | Refuse | Outdated]:
     """What to do about a request. The state after it need not be stored unless the client then answers."""
-    if request.stamp in client.log:
-        return client, Resend(client.log[request.stamp])
+    if client.sent is not None and request.stamp == client.sent.stamp:
+        return client, Resend(client.sent.message)
     if request.stamp <= client.seen:
         return client, Refuse(f"request {_text(request.stamp)} is older than {_text(client.seen)}, answered")
-    client = _resolved(client, request, codec)
-    if len(client.log) >= LIMIT:
-        return client, Refuse(f"the fate of {len(client.log)} payloads is unknown")
-    return client, Train()
+    if _outdated(client, request.mark):
+        return client, Outdated()
+    return _resolved(client, request, codec), Train()
+
+
+def _outdated(client: Client, mark: Mark | None) -> bool:
+    """Whether a model with this mark may hold what is in the client's residual."""
+    if mark is None or client.seen == NEVER:  # a new client has nothing that anyone could have sent
+        return False
+    if client.sent is not None and mark.stamp == client.sent.stamp:
+        # A predecessor's answer holds nothing of mine; that of a copy of me does.
+        return mark.incarnation == client.incarnation and mark != _mark(client)
+    generation, number = mark.stamp
+    return generation >= min(client.agreed) and number > client.agreed.get(generation, 0)
 
 
 def _resolved(client: Client, request: Request, codec: Codec) -> Client:
-    """Payloads that are in the model leave the log; void ones go back into the residual."""
-    e, log, told = client.e, dict(client.log), client.told
-    for stamp in sorted(client.log):
-        if stamp in request.applied:
-            del log[stamp]
-            told = max(told, stamp)
-        elif stamp < request.settled:
-            e = codec.restored(e, log.pop(stamp))
-    # What was said to be in the model, by a server that was lost, and is not in its backup, is lost with it.
-    lost = client.told > NEVER and _ahead(client.told, request)
-    return replace(
-        client,
-        e=e,
-        log=log,
-        told=max(request.applied, default=NEVER) if lost else told,
-        forgotten=client.forgotten + lost,
-    )
+    """The last answer is in the model, or void and back in the residual."""
+    e, agreed = client.e, dict(client.agreed)
+    held = NEVER if request.mark is None else request.mark.stamp
+    if client.sent is not None:
+        if request.mark != _mark(client):
+            e = codec.restored(e, client.sent.message)
+        if held == client.sent.stamp:
+            agreed[held.generation] = held.number
+    # A generation's models follow from each other: what is not in this one was not in those before.
+    agreed[request.stamp.generation] = request.stamp.number - 1
+    forgotten = client.forgotten + (held < client.told)
+    return replace(client, e=e, sent=None, told=held, forgotten=forgotten, agreed=agreed)
 
 
-def _ahead(told: Stamp, request: Request) -> bool:
-    """Whether a server of a later generation has less than an earlier one had said it has."""
-    return request.stamp.generation > told.generation and told > max(request.applied, default=NEVER)
+def _mark(client: Client) -> Mark | None:
+    """Of its last answer."""
+    return client.sent and mark_of(client.sent.stamp, client.incarnation, client.sent.message)
 
 
 def answer(client: Client, request: Request, g: Any, codec: Codec) -> tuple[Client, bytes]:
     """The state to store, and then the message to send, after the local work of a request to train."""
     message, e = codec.shrink(client.e + g, request)
-    log = {**client.log, request.stamp: message}
-    return replace(client, e=e, log=log, seen=request.stamp), message
+    return replace(client, e=e, sent=Sent(request.stamp, message), seen=request.stamp), message
 
 
 # The server
@@ -144,7 +190,7 @@ class Server:
     x: Any
     t: int = 0
     stamp: Stamp = FIRST  # of the present round; no reply to another is taken
-    applied: Mapping[str, Stamp] = field(default_factory=dict)  # of each client, its last payload in x
+    applied: Mapping[str, Mark] = field(default_factory=dict)  # of each client, its last answer in x
 
 
 def restored(server: Server, generation: int) -> Server:
@@ -156,8 +202,7 @@ def restored(server: Server, generation: int) -> Server:
 
 def request_of(server: Server, client: str) -> Request:
     """What to send to a client in this round."""
-    applied = frozenset({server.applied[client]} if client in server.applied else ())
-    return Request(server.stamp, server.t, server.stamp, applied)
+    return Request(server.stamp, server.t, server.applied.get(client))
 
 
 def objection(
@@ -171,17 +216,13 @@ def objection(
     return "repeated" if client in taken else ""
 
 
-def ended(server: Server, taken: Collection[str], x_next: Any) -> Server:
-    """After a round, with the replies of `taken` in x_next: to be stored before the next dispatch.
+def ended(server: Server, taken: Mapping[str, Mark], x_next: Any) -> Server:
+    """After a round, with the answers of `taken` in x_next: to be stored before the next dispatch.
 
-    A client that has answered has dealt with all that was before, so its last payload is all it may hold.
+    A client that has answered has dealt with all that was before, so its last answer is all it may hold.
     """
-    applied = {**server.applied, **dict.fromkeys(taken, server.stamp)}
-    return Server(x_next, server.t + 1, _after(server.stamp), applied)
-
-
-def _after(stamp: Stamp) -> Stamp:
-    return Stamp(stamp.generation, stamp.number + 1)
+    stamp = Stamp(server.stamp.generation, server.stamp.number + 1)
+    return Server(x_next, server.t + 1, stamp, {**server.applied, **taken})
 
 
 def _text(stamp: Stamp) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +23,14 @@ import torch
 from torch import Tensor
 
 from cfedavg.errors import InputError
-from cfedavg.federation.protocol import Client, Server, Stamp
+from cfedavg.federation.protocol import Client, Mark, Sent, Server, Stamp
 from cfedavg.files import make_folder
 from cfedavg.layout import Layout
 from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 
-FORMAT = 1
+FORMAT = 2
 FILE = "state.safetensors"
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A client's state and its incarnation: a number drawn when there was none on the disk."""
-
-    client: Client
-    incarnation: int
+EXTRA = "extra."
 
 
 class ClientStore:
@@ -52,45 +47,70 @@ class ClientStore:
         with _locked(self.folder, f"another process answers for this client, in {self.folder}"):
             yield
 
-    def load(self) -> Kept:
+    def load(self) -> Client:
         """What is on the disk; a client without anything there starts anew, and says so by its number."""
         path = self.folder / FILE
         if not path.exists():
-            return Kept(Client(torch.zeros(self.layout.d)), secrets.randbits(63))
+            return self.fresh()
         tensors, about = _read(path, "move it away to go on as a new client, without its residual")
         _check(path, about, self.about | {"kind": "client", "schema": self.layout.schema_hash})
-        log = {_stamp(name): tensor.numpy().tobytes() for name, tensor in tensors.items() if name != "e"}
-        client = Client(tensors["e"], log, Stamp(*about["seen"]), Stamp(*about["told"]), about["forgotten"])
-        return Kept(client, about["incarnation"])
+        sent = about["sent"] and Sent(Stamp(*about["sent"]), tensors["sent"].numpy().tobytes())
+        return Client(
+            about["incarnation"],
+            tensors["e"],
+            sent,
+            Stamp(*about["seen"]),
+            Stamp(*about["told"]),
+            about["forgotten"],
+            dict(about["agreed"]),
+        )
 
-    def save(self, kept: Kept) -> None:
+    def fresh(self) -> Client:
+        """A client without a past: its number was never drawn before."""
+        return Client(secrets.randbits(63), torch.zeros(self.layout.d))
+
+    def save(self, client: Client) -> None:
         """Makes the state durable."""
-        client = kept.client
-        messages = {_name(stamp): _bytes(message) for stamp, message in client.log.items()}
+        tensors = {"e": client.e}
+        if client.sent is not None:
+            tensors["sent"] = _bytes(client.sent.message)
         about = self.about | {
             "kind": "client",
             "schema": self.layout.schema_hash,
-            "incarnation": kept.incarnation,
+            "incarnation": client.incarnation,
+            "sent": client.sent and client.sent.stamp,
             "seen": client.seen,
             "told": client.told,
             "forgotten": client.forgotten,
+            "agreed": list(client.agreed.items()),
         }
-        _write(self.folder / FILE, {"e": client.e, **messages}, about)
+        _write(self.folder / FILE, tensors, about)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server's state, and the incarnations of the clients that it has met."""
+    """A server's state, the incarnations of the clients that it has met, and what a driver keeps with it."""
 
     server: Server
     met: dict[str, list[int]] = field(default_factory=dict)
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # what JSON can say
 
     def meets(self, client: str, incarnation: int) -> Served:
         """With this incarnation among those of the client."""
         known = self.met.get(client, [])
         if incarnation in known:
             return self
-        return Served(self.server, {**self.met, client: [*known, incarnation]})
+        return replace(self, met={**self.met, client: [*known, incarnation]})
+
+
+def new_generation(server: Server) -> int:
+    """For a server that comes from a backup: above its own, and above all that other restores took before.
+
+    It is the time in seconds, so those were all lower, unless they were in this very second or the clock was
+    set back. Until the year 2106 it fits into the 32 bits that the wire has for it.
+    """
+    return max(server.stamp.generation + 1, int(time.time()))
 
 
 class ServerStore:
@@ -112,9 +132,10 @@ class ServerStore:
             return None
         tensors, about = _read(path, "restore a backup, with a new generation, or start another federation")
         _check(path, about, self.about | {"kind": "server", "schema": self.layout.schema_hash})
-        applied = {client: Stamp(*stamp) for client, stamp in about["applied"].items()}
-        server = Server(tensors["x"], about["t"], Stamp(*about["stamp"]), applied)
-        return Served(server, about["met"])
+        applied = {client: Mark(Stamp(*stamp), *rest) for client, (stamp, *rest) in about["applied"].items()}
+        server = Server(tensors.pop("x"), about["t"], Stamp(*about["stamp"]), applied)
+        extra = {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
+        return Served(server, about["met"], extra, about["facts"])
 
     def save(self, served: Served) -> None:
         """Makes the state durable."""
@@ -126,8 +147,11 @@ class ServerStore:
             "stamp": server.stamp,
             "applied": dict(server.applied),
             "met": served.met,
+            "facts": served.facts,
         }
-        _write(self.folder / FILE, {"x": server.x}, about)
+        # Copies: a file takes neither views of one memory nor tensors with gaps.
+        extra = {EXTRA + name: tensor.contiguous().clone() for name, tensor in served.extra.items()}
+        _write(self.folder / FILE, {"x": server.x, **extra}, about)
 
 
 @contextmanager
@@ -144,18 +168,23 @@ def _locked(folder: Path, sentence: str) -> Iterator[None]:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    about = {"format": FORMAT, **about}
-    save_tensors(tensors, path, {**about, "checksum": checksum(tensors, about)})
+    about = json.loads(json.dumps({"format": FORMAT, **about}))  # as it will be read, names as text
+    save_tensors(tensors, path, {**about, "checksum": _checksum(tensors, about)})
 
 
 def _read(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         tensors, about = read_tensors(path)
-        if about.pop("checksum") != checksum(tensors, about):
+        if about.pop("checksum") != _checksum(tensors, about):
             raise ValueError("its checksum is wrong")
     except UNREADABLE as error:
         raise InputError(f"{path} is damaged ({error}); {remedy}") from None
     return {name: tensor.clone() for name, tensor in tensors.items()}, about
+
+
+def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
+    """A single number, such as BatchNorm's counter, has no bytes to look at before it is a vector."""
+    return checksum({name: tensor.reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}, about)
 
 
 def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -172,12 +201,3 @@ def _short(name: str) -> str:
 
 def _bytes(message: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(message, np.uint8).copy())
-
-
-def _name(stamp: Stamp) -> str:
-    return f"log.{stamp.generation}.{stamp.number}"
-
-
-def _stamp(name: str) -> Stamp:
-    _, generation, number = name.split(".")
-    return Stamp(int(generation), int(number))
