@@ -361,6 +361,18 @@ def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forked")
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    """One that trains at its top level, as everyone's first script does."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import cfedavg\n"
+        "config = cfedavg.Config(model='linear', clients=4, rounds=2, workers=2, engine='sequential')\n"
+        "print('rounds', len(cfedavg.run(config).rows))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=2 * LIMIT)
+    assert (done.returncode, done.stdout) == (0, "rounds 2\n"), done.stderr
+
+
 def test_one_run_after_another() -> None:
     """The first ends with an error; connections and settings of it are gone when the next one starts."""
     with pytest.raises(Diverged):

@@ -7,15 +7,17 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -81,7 +83,8 @@ def team(config: Config, task: Task | None, size: int, messages: Path | None) ->
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
         job = _packed(config, task, messages)
         for rank in range(1, size):
-            processes.append(_start(rank, size, folder, job))
+            with nullcontext() if task else _no_script():
+                processes.append(_start(rank, size, folder, job))
         try:
             _await(processes, folder)
             ranks = _joined(0, size, folder)
@@ -106,6 +109,20 @@ def _start(rank: int, size: int, folder: Path, job: bytes) -> BaseProcess:
     with _interrupts_held():
         process.start()
     return process
+
+
+@contextmanager
+def _no_script() -> Iterator[None]:
+    """What is started meanwhile does not run the user's script again, as it would to find a class of it.
+
+    A script that calls `run` at its top level would start processes without end.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 @contextmanager
