@@ -1,8 +1,11 @@
-"""Small problems that the tests share."""
+"""What the tests share: small problems, and the command."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 # No test reaches further than this machine; set before anything reads it.
 os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"}
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg import Task
+from cfedavg.cli import main
 
 
 class Point(nn.Module):
@@ -54,3 +58,30 @@ def blobs(m: int = 6, n: int = 20, features: int = 8, classes: int = 3, seed: in
 @pytest.fixture
 def task() -> Task:
     return blobs()
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cfedavg(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process; the texts come back on one line each."""
+    monkeypatch.setattr("cfedavg.cli.signal.signal", lambda *_: None)
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["cfedavg", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return Outcome(code, " ".join(out.split()), " ".join(err.split()))
+
+    return run

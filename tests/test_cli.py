@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from cfedavg import Config, InputError, Layout, __version__, decode
-from cfedavg.cli import main
 from cfedavg.config import flag, read_config
 from cfedavg.sweep import cells
+from tests.conftest import Command
 from tests.golden_cases import FOLDER as GOLDEN
 from tests.golden_cases import NET
 
 SMALL = ["--model", "linear", "--clients", "4", "--rounds", "2", "--local-steps", "2"]
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
-@pytest.fixture
-def cfedavg(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command in this process; the texts come back on one line each."""
-    monkeypatch.setattr("cfedavg.cli.signal.signal", lambda *_: None)
-
-    def run(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["cfedavg", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return Outcome(code, " ".join(out.split()), " ".join(err.split()))
-
-    return run
 
 
 def test_run_writes_everything(cfedavg: Command, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ _HOME = {
     "wire": ("WireError", "decode", "encode"),
 }
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = [
     "Compressor",
     "Config",

@@ -60,7 +60,7 @@ class Config:
         None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client", "10"
     )
     local_epochs: int | None = option(None, LOCAL, "instead: passes over the client's data")
-    deadline: float | None = option(None, LOCAL, "instead: seconds; K_i is what --steps-per-second allows")
+    deadline: float | None = option(None, LOCAL, "instead: seconds; K_i is what the client manages")
     batch_size: int = option(20, LOCAL, "samples of one local step")
     eta_local: float = option(0.1, LOCAL, "local learning rate")
     schedule: str = option(
@@ -121,8 +121,6 @@ class Config:
                 )
         for name in PER_CLIENT:
             self.per_client(name)
-        if self.deadline is not None and self.steps_per_second is None:
-            raise InputError("--deadline needs --steps-per-second, the speed of the simulated clients")
 
     def _check_exclusive(self) -> None:
         for group in EXCLUSIVE:
@@ -170,7 +168,7 @@ class Config:
                 group = item.metadata["group"]
                 lines += ["", f"# {group}"]
             value = getattr(self, item.name)
-            text = f"{item.name} = {_toml(value)}" if value is not None else f"# {item.name} ="
+            text = f"{item.name} = {toml_value(value)}" if value is not None else f"# {item.name} ="
             lines.append(f"{text:<40} # {item.metadata['help']}")
         return "\n".join(lines).lstrip() + "\n"
 
@@ -269,5 +267,6 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A number, text or truth as TOML writes it."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

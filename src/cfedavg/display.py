@@ -51,6 +51,13 @@ class Display(Observer):
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def now(self, text: str) -> None:
+        """What is being waited for, until the next row."""
+        if self._progress:
+            self._progress.update(self._bar, line=text)
+        else:
+            self.say(text)
+
     def row(self, row: Record) -> None:
         self._uplink += row["uplink_bytes"]
         if "test_accuracy" in row:  # not in every row: the last one known stays on show

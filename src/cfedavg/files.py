@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,20 @@ def make_folder(path: Path, option: str) -> None:
         probe.unlink()
     except OSError as error:
         raise InputError(f"{option}: cannot write to the folder {path} ({error.strerror or error})") from None
+
+
+@contextmanager
+def locked(folder: Path, sentence: str) -> Iterator[None]:
+    """One process at a time; another one that holds the folder is an InputError with this sentence."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(sentence) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def sync(path: Path) -> None:

@@ -6,20 +6,20 @@ They are in step with each other whatever happens.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from cfedavg.config import Config, flag, read_config
 from cfedavg.errors import CannotResume, InputError
-from cfedavg.files import make_folder, sync, write_atomic
+from cfedavg.files import locked, make_folder, sync, write_atomic
 from cfedavg.metrics import Record
 from cfedavg.residuals import InMemory, OnDisk, sweep
 from cfedavg.state import State, load, save
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
 RESIDUALS = "residuals"
+FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
 
 # What may change when a run goes on; everything else decides the result.
 MAY_CHANGE = {"data_dir", "rounds", "device", "checkpoint_every", "residuals", "workers"}
@@ -33,34 +33,30 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.residuals = path, path / RESIDUALS
-        self._lock: int | None = None
+        self._lock = ExitStack()
 
     def __enter__(self) -> Folder:
         make_folder(self.path, "--out")
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise InputError(f"--out: another run is writing to {self.path} right now") from None
+        self._lock.enter_context(locked(self.path, f"--out: another run is writing to {self.path} right now"))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
+        self._lock.close()
 
     def begin(
         self, config: Config, identity: int, start: State, *, resume: bool
     ) -> tuple[State, list[Record]]:
         """Where to start from: the last checkpoint if there is one to resume, else `start` with no rows."""
         begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
+        if (self.path / FEDERATION).exists():
+            raise InputError(f"--out: {self.path} holds a federation: choose another folder for a simulation")
         if begun and not resume:
             raise InputError(f"--out: {self.path} holds a run already; add --resume or choose another folder")
         state, rows = start, list[Record]()
         if begun:
             if not (self.path / CONFIG).exists():
                 raise CannotResume(f"{self.path / CONFIG} is missing, so the run cannot go on")
-            _check_same(_config_of(self.path), config, self.path)
+            check_same(_config_of(self.path), config, self.path)
         if begun and (self.path / CHECKPOINT).exists():
             state, rows = self._restore(identity, start)
             if state.t > config.rounds:
@@ -138,7 +134,8 @@ def _config_of(path: Path) -> Config:
         raise CannotResume(str(error)) from None
 
 
-def _check_same(old: Config, new: Config, path: Path) -> None:
+def check_same(old: Config, new: Config, path: Path) -> None:
+    """Whether a run of one configuration may go on with another."""
     for item in dataclasses.fields(Config):
         before, now = getattr(old, item.name), getattr(new, item.name)
         if before == now or (item.name in MAY_CHANGE and not _horizon(item.name, new)):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +17,7 @@ from cfedavg.config import Config
 from cfedavg.engines import RankLost, Ranks, choose_engine
 from cfedavg.errors import Diverged, InputError
 from cfedavg.folder import Folder
+from cfedavg.interrupts import deaf
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
 from cfedavg.residuals import InMemory, OnDisk, Residuals, choose
@@ -85,6 +84,8 @@ def run(
     >>> len(result.rows), result.final["clients"]
     (2, 4)
     """
+    if config.deadline is not None and config.steps_per_second is None:  # a federation has a clock
+        raise InputError("--deadline needs --steps-per-second, the speed of the simulated clients")
     own = task is not None
     if task is None:
         from cfedavg.data.tasks import build_task  # pulls in what only named data sets need
@@ -97,7 +98,7 @@ def run(
     if ranks and config.workers > 1:
         raise InputError("--workers: torchrun has set the number of processes; leave it out")
     if ranks and ranks.rank > 0:
-        with _deaf():  # rank 0 hears interrupts, and decides
+        with deaf():  # rank 0 hears interrupts, and decides
             engine, last = serve(config, task, ranks, kept)
         return Result(config, [], engine.model_at(last.x, last.b), None, None)
     with ExitStack() as stack:
@@ -180,7 +181,7 @@ class Loop:
             raise
         except KeyboardInterrupt:
             if folder:
-                with _deaf():
+                with deaf():
                     self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
                     rows += [row() for row in unbooked[len(unbooked) - (state.t - len(rows)) :]]
                     folder.rewrite(rows)  # the interrupt may have come anywhere between row and file
@@ -268,20 +269,6 @@ class Loop:
         for sentence in broken_conditions(rows):
             self.observer.say(sentence)
         return Result(self.config, rows, model, iterate, folder.path if folder else None)
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Lets no second Ctrl-C break off what the first one asked to save."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers, and only it is interrupted
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def save_model(model: nn.Module, path: Path) -> None:

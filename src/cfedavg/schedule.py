@@ -129,6 +129,9 @@ def _equal_K(s: Setting, schedule: Schedule) -> int:
     return s.K
 
 
+UNKNOWN = 2**53  # K of a real client with a deadline, whose speed nobody knows beforehand
+
+
 class Steps:
     """K_i for each client and round: fixed, drawn from a range, one per client, by epochs or by a deadline.
 
@@ -144,7 +147,7 @@ class Steps:
             self._fixed = [config.local_epochs * steps for steps in per_epoch]
         elif config.deadline is not None:
             # A hair more, since 0.29 s at 100 steps a second is 28.999999999999996 in floating point.
-            self._fixed = [math.floor(min(config.deadline * s * (1 + 1e-12), 2**53)) for s in speed]
+            self._fixed = [math.floor(min(config.deadline * s * (1 + 1e-12), UNKNOWN)) for s in speed]
         elif self._range is not None and self._range.each:
             self._fixed = [int(k) for k in self._range.each]
 
@@ -159,7 +162,7 @@ class Steps:
     def equal(self) -> int | None:
         """K, where all clients do the same number of steps by construction; else None."""
         low, high = self.bounds
-        return low if low == high else None
+        return low if low == high < UNKNOWN else None
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -6,10 +6,8 @@ same when a node restarts; never a number that the network gave it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from cfedavg.errors import InputError
 from cfedavg.federation.protocol import Client, Mark, Sent, Server, Stamp
-from cfedavg.files import make_folder
+from cfedavg.files import locked, make_folder
 from cfedavg.layout import Layout
 from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 
@@ -44,7 +42,7 @@ class ClientStore:
     def locked(self) -> Iterator[None]:
         """One process at a time answers for a client."""
         make_folder(self.folder, "the client's state")
-        with _locked(self.folder, f"another process answers for this client, in {self.folder}"):
+        with locked(self.folder, f"another process answers for this client, in {self.folder}"):
             yield
 
     def load(self) -> Client:
@@ -122,7 +120,7 @@ class ServerStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         make_folder(self.folder, "the server's state")
-        with _locked(self.folder, f"another server works in {self.folder}"):
+        with locked(self.folder, f"another server works in {self.folder}"):
             yield
 
     def load(self) -> Served | None:
@@ -152,19 +150,6 @@ class ServerStore:
         # Copies: a file takes neither views of one memory nor tensors with gaps.
         extra = {EXTRA + name: tensor.contiguous().clone() for name, tensor in served.extra.items()}
         _write(self.folder / FILE, {"x": server.x, **extra}, about)
-
-
-@contextmanager
-def _locked(folder: Path, sentence: str) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(sentence) from None
-        yield
-    finally:
-        os.close(handle)
 
 
 def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:

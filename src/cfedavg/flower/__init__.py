@@ -1,0 +1,33 @@
+"""CFedAvg on Flower: a strategy for the ServerApp and a mod for the ClientApp. Needs `cfedavg[flower]`.
+
+    from cfedavg.flower import CFedAvg, compressed
+
+    app = ClientApp(mods=[compressed])            # the client app, otherwise as it was
+    strategy = CFedAvg(FedAvg(fraction_train=0.5))   # the server app, likewise
+
+Names load when they are first used, so that the command can say what is missing where Flower is.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cfedavg.flower.mod import compressed
+    from cfedavg.flower.strategy import CFedAvg
+
+_HOME = {"CFedAvg": "strategy", "compressed": "mod"}
+
+__all__ = ["CFedAvg", "compressed"]
+
+MISSING = 'Flower is not installed here: pip install "cfedavg[flower]"'
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'cfedavg.flower' has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"cfedavg.flower.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "flwr":
+            raise
+        raise ModuleNotFoundError(MISSING, name="flwr") from None

@@ -1,0 +1,59 @@
+"""The client: local steps on its own part of the data, until it has done K of them or the time is over."""
+
+from __future__ import annotations
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from cfedavg.data.tasks import build_task
+from cfedavg.engines.common import reproducible, seed_generators
+from cfedavg.errors import InputError
+from cfedavg.flower.app.settings import config_of
+from cfedavg.flower.mod import STEPS, compressed
+from cfedavg.local import after, batches, clock, local_sgd
+from cfedavg.plan import Plan
+
+app = ClientApp(mods=[compressed])
+CPU = torch.device("cpu")
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Lines 5 to 9. The number of its part is the node's `partition-id`."""
+    config = config_of(context.run_config)
+    task, client = build_task(config), _part(context, config.clients)
+    plan, t = Plan(config, task), _round(message)
+    task.model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    enough = after(plan.steps.at(t, client)) if config.deadline is None else clock(config.deadline)
+    with reproducible(CPU):
+        seed_generators(CPU, config.seed, t, client)
+        work = local_sgd(
+            task.model,
+            task.loss,
+            batches(task.clients[client], config.batch_size, config.seed, t, client),
+            plan.rates.eta_local(t),
+            enough,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+    metrics = MetricRecord(
+        {"train_loss": float(work.loss), STEPS: work.K, "num-examples": len(task.clients[client])}
+    )
+    arrays = ArrayRecord(task.model.state_dict())
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+def _round(message: Message) -> int:
+    """Counted from 0; Flower counts from 1."""
+    return int(str(message.content.config_records["config"]["server-round"])) - 1
+
+
+def _part(context: Context, clients: int) -> int:
+    """Which part of the data is this node's."""
+    found = context.node_config.get("partition-id")
+    if not isinstance(found, int) or not 0 <= found < clients:
+        raise InputError(
+            f"--node-config: partition-id is {found!r}: it must be a whole number from 0 to {clients - 1}"
+        )
+    return found

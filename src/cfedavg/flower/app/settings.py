@@ -1,0 +1,24 @@
+"""The run configuration of the app: the fields of Config with dashes, and a few of the federation's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from cfedavg.config import Config
+
+# Besides those of Config: where the server writes, and how it waits.
+MORE = ("out", "resume", "round-timeout", "quorum", "min-nodes", "over-selection", "max-norm", "from-backup")
+
+
+def config_of(run_config: Mapping[str, Any]) -> Config:
+    """The configuration of a run; InputError says which key is not in order."""
+    fields = {name.replace("-", "_"): value for name, value in run_config.items() if name not in MORE}
+    return Config.from_dict(fields, "the run config")
+
+
+def run_config_of(config: Config) -> dict[str, Any]:
+    """The other way round; what is None is left out."""
+    found = {item.name.replace("_", "-"): getattr(config, item.name) for item in dataclasses.fields(config)}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,139 @@
+"""A model's arrays, of any framework, as one vector that is compressed and bytes that travel whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cfedavg.errors import InputError
+from cfedavg.layout import Layout
+
+Arrays = Mapping[str, NDArray[Any]]
+
+# Running statistics: each is an average already. What of them is left unsent would add up, round by round.
+STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Form:
+    """Names, shapes and dtypes in order, and which of the arrays are compressed.
+
+    >>> form = Form.of({"w": np.ones((2, 2), np.float32), "n": np.array(3)})
+    >>> x, whole = form.split({"w": np.full((2, 2), 5, np.float32), "n": np.array(4)})
+    >>> x, len(whole)
+    (array([5., 5., 5., 5.], dtype=float32), 8)
+    >>> form.join(x, whole)["n"]
+    array(4)
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    compressed: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, arrays: Arrays, whole: Sequence[str] = STATISTICS) -> Form:
+        """Arrays of float32 are compressed, but for those whose names are like one of `whole`."""
+        chosen = [
+            array.dtype == np.float32 and not any(fnmatchcase(name, pattern) for pattern in whole)
+            for name, array in arrays.items()
+        ]
+        if not any(array.size for array, yes in zip(arrays.values(), chosen, strict=True) if yes):
+            raise InputError("the model has no float32 array to compress, or all are named in `whole`")
+        return cls(
+            tuple(arrays),
+            tuple(array.shape for array in arrays.values()),
+            tuple(array.dtype.name for array in arrays.values()),
+            tuple(chosen),
+        )
+
+    @property
+    def text(self) -> str:
+        return json.dumps([self.names, self.shapes, self.dtypes, self.compressed], separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> Form:
+        names, shapes, dtypes, compressed = json.loads(text)
+        return cls(tuple(names), tuple(map(tuple, shapes)), tuple(dtypes), tuple(compressed))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the vector that is compressed."""
+        rows = [row for row, yes in zip(self._rows(), self.compressed, strict=True) if yes]
+        names, shapes, dtypes = zip(*rows, strict=True)
+        return Layout(names, shapes, dtypes)
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """The length of what travels whole."""
+        return sum(
+            math.prod(shape) * np.dtype(dtype).itemsize
+            for (_, shape, dtype), yes in zip(self._rows(), self.compressed, strict=True)
+            if not yes
+        )
+
+    def _rows(self) -> Iterable[tuple[str, tuple[int, ...], str]]:
+        return zip(self.names, self.shapes, self.dtypes, strict=True)
+
+    def difference(self, arrays: Arrays, *, kinds: bool = True) -> str:
+        """In what these arrays are not of this form; empty if they are. Floats of another width pass.
+
+        Without `kinds`, so does everything that is a mean of such arrays.
+        """
+        if missing := [name for name in self.names if name not in arrays]:
+            return f"{missing[0]!r} is missing"
+        if unknown := [name for name in arrays if name not in self.names]:
+            return f"{unknown[0]!r} is not in the model"
+        for name, shape, dtype in self._rows():
+            if arrays[name].shape != shape:
+                return f"{name!r} is of shape {list(arrays[name].shape)}, not {list(shape)}"
+            if kinds and arrays[name].dtype.kind != np.dtype(dtype).kind:
+                return f"{name!r} is of {arrays[name].dtype}, not {dtype}"
+        return ""
+
+    def split(self, arrays: Arrays) -> tuple[NDArray[np.float32], bytes]:
+        """The vector and the bytes; arrays in another precision are brought back to the model's own."""
+        parts, whole = [], []
+        for (name, _, dtype), yes in zip(self._rows(), self.compressed, strict=True):
+            given = arrays[name]
+            if given.dtype.kind == "f" and np.dtype(dtype).kind in "iu":
+                given = np.rint(given)  # the mean of seven times 10 may come as 9.999999999999998
+            array = np.ascontiguousarray(given, dtype)
+            if yes:
+                parts.append(array.reshape(-1))
+            else:
+                whole.append(array.tobytes())
+        return np.concatenate(parts), b"".join(whole)
+
+    def join(self, x: NDArray[np.float32], whole: bytes) -> dict[str, NDArray[Any]]:
+        """The arrays again."""
+        arrays: dict[str, NDArray[Any]] = {}
+        at = byte = 0
+        for (name, shape, dtype), yes in zip(self._rows(), self.compressed, strict=True):
+            size = math.prod(shape)
+            if yes:
+                arrays[name] = x[at : at + size].reshape(shape)
+                at += size
+            else:
+                arrays[name] = np.frombuffer(whole, dtype, size, byte).reshape(shape)
+                byte += arrays[name].nbytes
+        return arrays
+
+    def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
+        """The weighted mean of what travels whole; whole numbers are rounded to whole numbers."""
+        x = np.zeros(self.layout.d, np.float32)
+        each = [self.join(x, part) for part in parts]
+        made = b""
+        for (name, _, dtype), yes in zip(self._rows(), self.compressed, strict=True):
+            if not yes:
+                mean = np.average([np.asarray(arrays[name], np.float64) for arrays in each], 0, weights)
+                made += (mean if np.dtype(dtype).kind == "f" else np.rint(mean)).astype(dtype).tobytes()
+        return made

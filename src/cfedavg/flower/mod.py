@@ -1,0 +1,152 @@
+"""The client mod: an unchanged Flower client, of any framework, sends compressed updates with error feedback.
+
+It gives the app the model's arrays as they are, takes the trained ones from its reply, and sends what the
+protocol says instead. The residual lives on the node's disk, since every message is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context, Message, MessageType
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common.logger import log
+
+from cfedavg.compress import parse
+from cfedavg.errors import InputError, NotFinite
+from cfedavg.federation.codec import Wire
+from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, receive
+from cfedavg.federation.store import ClientStore
+from cfedavg.flower.form import Form
+from cfedavg.flower.parcel import MOST_METRICS, Packing, number
+from cfedavg.flower.records import (
+    BAD_METRICS,
+    NO_DISK,
+    NOT_FINITE,
+    OTHER_MODEL,
+    REFUSED,
+    Answer,
+    Order,
+    answered,
+    opened,
+    order_of,
+    refused,
+)
+from cfedavg.tensors import norm2
+
+STEPS = "local-steps"  # the metric by which a client reports K_i
+
+
+def compressed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """The mod: `ClientApp(mods=[compressed])`. Messages that are not from our strategy pass unchanged.
+
+    The node keeps its residual in the folder `state-dir` of its --node-config, or in $CFEDAVG_STATE, or in
+    Flower's own folder. A client that reports the metric `local-steps` may do as many as it likes.
+    """
+    order = order_of(message)
+    if order is None:
+        return call_next(message, context)
+    form = Form.from_text(order.form)
+    x, _ = opened(message.content, order, form)
+    if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
+        return call_next(message, context)
+
+    def train() -> Message:
+        try:
+            return call_next(message, context)
+        except InputError as error:  # the app's own; below, one is of the disk
+            raise RuntimeError(str(error)) from error
+
+    store = ClientStore(state_folder(context), order.federation, order.client, form.layout)
+    now = _Round(message, order, form, x, store)
+    try:
+        with store.locked():
+            return now.reply(train)
+    except InputError as error:
+        return refused(NO_DISK, str(error), message)
+
+
+def state_folder(context: Context) -> Path:
+    """Where a node keeps its residuals."""
+    home = os.environ.get("FLWR_HOME") or Path.home() / ".flwr"
+    named = context.node_config.get("state-dir") or os.environ.get("CFEDAVG_STATE")
+    return Path(str(named)) if named else Path(home) / "cfedavg"
+
+
+class _Round:
+    """One request to train, from its arrival to the reply."""
+
+    def __init__(
+        self, message: Message, order: Order, form: Form, x: np.ndarray[Any, Any], store: ClientStore
+    ) -> None:
+        self.message, self.order, self.form, self.x, self.store = message, order, form, x, store
+        self.wire = Wire(parse(order.compressor), form.layout, order.number, order.seed)
+
+    def reply(self, train: Any) -> Message:
+        client, action = self._received(self.store.load())
+        if isinstance(action, Outdated):
+            log(WARNING, "this node's residual is from an old copy of its disk: it starts again without one")
+            client, action = self._received(self.store.fresh())
+        if isinstance(action, Resend):
+            return self._answer(client, action.message)
+        if isinstance(action, Refuse):
+            return refused(REFUSED, action.why, self.message)
+        trained: Message = train()
+        return trained if trained.has_error() else self._sent(client, trained)
+
+    def _received(self, client: Client) -> tuple[Client, Any]:
+        return receive(client, self.order.request, Packing(self.wire, self.order.feedback))
+
+    def _sent(self, client: Client, trained: Message) -> Message:
+        """The answer after the local work: stored first, then sent."""
+        facts = self._facts(trained)
+        if why := self._objection(trained):
+            return refused(OTHER_MODEL, why, self.message)
+        if why := self._complaint(facts):
+            return refused(BAD_METRICS, why, self.message)
+        (record,) = trained.content.array_records.values()
+        x_K, whole = self.form.split({name: array.numpy() for name, array in record.items()})
+        g = torch.from_numpy(x_K - self.x)
+        if self.order.update == "mean":
+            g /= facts["K"]
+        packing = Packing(self.wire, self.order.feedback, {**facts, "g2": norm2(g)}, whole)
+        try:
+            client, sent = answer(client, self.order.request, g, packing)
+        except NotFinite:
+            return refused(NOT_FINITE, "the update, with the residual added, holds NaN or Inf", self.message)
+        self.store.save(client)
+        return self._answer(client, sent)
+
+    def _answer(self, client: Client, sent: bytes) -> Message:
+        return answered(Answer(self.order.request.stamp, client.incarnation, sent), self.message)
+
+    def _objection(self, trained: Message) -> str:
+        """Why a reply cannot be compressed; empty if it can."""
+        records = list(trained.content.array_records.values())
+        if len(records) != 1:
+            return f"the client app replied with {len(records)} ArrayRecords: exactly one is needed"
+        arrays = {name: array.numpy() for name, array in records[0].items()}
+        if found := self.form.difference(arrays):
+            return f"the client app replied with another model: {found}"
+        return ""
+
+    def _complaint(self, facts: dict[str, Any]) -> str:
+        """What is wrong with the metrics of a reply; empty if nothing is."""
+        if self.order.update == "mean" and not (facts["K"] or 0) > 0:
+            return f"update = 'mean' needs the metric {STEPS!r}, the number of local steps, above 0"
+        if (size := len(json.dumps(facts["metrics"]))) > MOST_METRICS:
+            return f"the metrics of the client app take {size:,} bytes: at most {MOST_METRICS:,} travel"
+        return ""
+
+    def _facts(self, trained: Message) -> dict[str, Any]:
+        """What the app reports, and what of it we know by name."""
+        records = {name: dict(record) for name, record in trained.content.metric_records.items()}
+        merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
+        loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)
+        return {"metrics": records, "K": number(merged.get(STEPS)), "loss": number(loss)}

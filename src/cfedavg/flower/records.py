@@ -1,0 +1,137 @@
+"""What travels through Flower, as its records: the order to a client and the client's answer.
+
+A model goes out as one array of numbers and one of bytes, since every array of a message costs requests of
+its own, whose signed headers are longer than what a client sends back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from numpy.typing import NDArray
+
+from cfedavg.federation.protocol import Mark, Request, Stamp
+from cfedavg.flower.form import Form
+from cfedavg.wire import WireError
+
+OURS = "cfedavg"  # the name of our record, in both directions
+
+# Why a client does not answer. Flower's own codes are below 10.
+REFUSED, NOT_FINITE, OTHER_MODEL, NO_DISK, BAD_METRICS = 1001, 1002, 1003, 1004, 1005
+CAUSES = {
+    REFUSED: "out of date",
+    NOT_FINITE: "not finite",
+    OTHER_MODEL: "another model",
+    NO_DISK: "no disk",
+    BAD_METRICS: "metrics",
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a client is told besides the model and the user's own configuration."""
+
+    federation: str
+    client: str  # whom the node has proved to be
+    number: int  # by which its random draws go
+    generation: int
+    stamp: int
+    t: int
+    mark: list[int]  # of its last answer that is in the model; empty if none is
+    form: str
+    arrays: str  # the name of the record with the model
+    compressor: str
+    feedback: bool
+    update: str
+    seed: int
+
+    @property
+    def request(self) -> Request:
+        """As the protocol has it."""
+        mark = Mark(Stamp(*self.mark[:2]), *self.mark[2:]) if self.mark else None
+        return Request(Stamp(self.generation, self.stamp), self.t, mark)
+
+
+def flat(mark: Mark | None) -> list[int]:
+    """A mark as a row of whole numbers."""
+    return [*mark.stamp, mark.incarnation, mark.digest] if mark else []
+
+
+def packed(x: NDArray[np.float32], whole: bytes) -> ArrayRecord:
+    """The model as it travels."""
+    arrays = {"x": Array(x)}
+    if whole:
+        arrays["whole"] = Array(np.frombuffer(whole, np.uint8))
+    return ArrayRecord(arrays)
+
+
+def ordered(content: RecordDict, model: ArrayRecord, order: Order) -> RecordDict:
+    """What goes to a client: all that the user's strategy wanted to send, with the model packed."""
+    made = RecordDict({name: model if name == order.arrays else record for name, record in content.items()})
+    made[OURS] = ConfigRecord(asdict(order))
+    return made
+
+
+def order_of(message: Message) -> Order | None:
+    """The order in a message; None if it is not from our strategy."""
+    record = message.content.config_records.get(OURS)
+    return Order(**dict(record)) if record else None  # type: ignore[arg-type]
+
+
+def opened(content: RecordDict, order: Order, form: Form) -> tuple[NDArray[np.float32], bytes]:
+    """Puts the model's own arrays where the packed ones were, as the client app knows them."""
+    record = content.array_records[order.arrays]
+    x = record["x"].numpy()
+    whole = record["whole"].numpy().tobytes() if "whole" in record else b""
+    arrays = {name: Array(np.array(array)) for name, array in form.join(x, whole).items()}
+    content[order.arrays] = ArrayRecord(arrays)
+    del content[OURS]
+    return x, whole
+
+
+class Answer(NamedTuple):
+    """A client's reply."""
+
+    stamp: Stamp
+    incarnation: int
+    message: bytes
+
+    @property
+    def check(self) -> int:
+        """Of all three: with another incarnation, the client would take back what is in the model."""
+        return zlib.crc32(self.message, zlib.crc32(f"{[*self.stamp, self.incarnation]}".encode()))
+
+
+def answered(answer: Answer, request: Message) -> Message:
+    """The reply that carries an answer."""
+    record = ConfigRecord(
+        {
+            "stamp": list(answer.stamp),
+            "incarnation": answer.incarnation,
+            "message": answer.message,
+            "check": answer.check,
+        }
+    )
+    return Message(RecordDict({OURS: record}), reply_to=request)
+
+
+def answer_of(content: RecordDict) -> Answer:
+    """The answer in a reply; ValueError if there is none, WireError if it is damaged."""
+    record: Mapping[str, Any] = content.config_records.get(OURS, {})
+    match record.get("stamp"), record.get("incarnation"), record.get("message"):
+        case [int(generation), int(number)], int(incarnation), bytes(message) if incarnation >= 0:
+            answer = Answer(Stamp(generation, number), incarnation, message)
+            if record.get("check") != answer.check:
+                raise WireError("the checksum does not fit: the reply was damaged on its way")
+            return answer
+    raise ValueError("the reply is not compressed: the client app needs mods=[cfedavg.flower.compressed]")
+
+
+def refused(code: int, why: str, request: Message) -> Message:
+    """The reply of a client that sends nothing."""
+    return Message(Error(code, why), reply_to=request)

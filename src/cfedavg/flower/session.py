@@ -1,0 +1,335 @@
+"""The rounds of one start of a server: ask, take, average, evaluate, write down."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from logging import INFO, WARNING
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from cfedavg.algorithm import average, server_update
+from cfedavg.compress import decompress
+from cfedavg.errors import InputError, rows_in_words
+from cfedavg.federation.protocol import ended, request_of
+from cfedavg.federation.store import Served
+from cfedavg.flower import inner as memory
+from cfedavg.flower.books import Books, whole_of, with_facts, with_model
+from cfedavg.flower.form import Form
+from cfedavg.flower.nodes import Node, exchange, online, sampled, wait_for
+from cfedavg.flower.records import CAUSES, REFUSED, Order, flat, ordered, packed
+from cfedavg.flower.rows import Outcome, columns_of, node_rows, round_row
+from cfedavg.flower.taking import Door, Rejected, Taken
+from cfedavg.metrics import Record
+
+INNER = "inner/"  # before the names of what a wrapped strategy remembers
+
+if TYPE_CHECKING:
+    from cfedavg.flower.strategy import CFedAvg
+
+
+@dataclass
+class Round:
+    """One round under way: who was asked, how many are needed, what came of it."""
+
+    server_round: int  # as Flower counts, from 1
+    arrays: ArrayRecord
+    began: float
+    nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's number
+    requests: dict[int, Message] = field(default_factory=dict)  # and what they were sent
+    needed: int = 0
+    down_bytes: int = 0
+    taken: dict[str, Taken] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def in_order(self) -> list[Taken]:
+        """By number, whenever they came: the same sum, bit for bit."""
+        return sorted(self.taken.values(), key=lambda taken: taken.node.number)
+
+
+class Session:
+    """Goes from the state that it is given to the last round; every round ends durably."""
+
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None
+
+    def __init__(
+        self, options: CFedAvg, grid: Grid, form: Form, books: Books, served: Served, timeout: float
+    ) -> None:
+        self.options, self.grid, self.form, self.books = options, grid, form, books
+        self.served, self.timeout, self.result = served, timeout, Result()
+        self.door = Door(form, options.compressor, options.max_norm)
+        self.numbers: dict[str, int] = dict(served.facts["numbers"])
+        if options.inner:
+            self._at_first = memory.attributes(options.inner)
+            own = {name[len(INNER) :]: each for name, each in served.extra.items() if name.startswith(INNER)}
+            memory.remind(options.inner, own, served.facts.get("inner", {}))
+
+    def run(self, num_rounds: int) -> Result:
+        t = self.served.server.t
+        if t:
+            log(INFO, "resuming after round %d of %d", t, num_rounds)
+        else:
+            self._evaluated(0, self._arrays())
+        while self.served.server.t < num_rounds:
+            self._round()
+            log(INFO, "round %d/%d: %s", self.served.server.t, num_rounds, _in_words(self.books.rows[-1]))
+        self.books.close(self.served)
+        self.result.arrays = self._arrays()
+        return self.result
+
+    def _arrays(self) -> ArrayRecord:
+        """The model as the app knows it."""
+        arrays = self.form.join(self.served.server.x.numpy(), whole_of(self.served))
+        return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
+
+    def _round(self) -> None:
+        t = self.served.server.t
+        now = Round(t + 1, self._arrays(), time.monotonic())
+        self._collect(now, self._messages(now))
+        self._check_age(now)
+        if len(now.taken) < self.options.quorum * now.needed:
+            log(WARNING, "%d of %d replies: less than the quorum", len(now.taken), now.needed)
+            now.taken.clear()
+        self._aggregate(now)
+        tested = self._evaluated(now.server_round, self._arrays()) | self._asked_clients(now)
+        row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, self.served)
+        row |= {"downlink_bytes": now.down_bytes, **tested, "seconds": time.monotonic() - now.began}
+        nodes = node_rows(t, now.nodes.values(), now.outcomes, now.taken, self.served)
+        self.served = self.books.end_round(self.served, row, nodes)
+
+    # Asking
+
+    def _messages(self, now: Round) -> list[Message]:
+        """The requests of a round. Its number has been durable since the round before ended."""
+        messages = self._packed(now, self._own(now) if self.options.inner is None else self._inner(now))
+        now.needed = now.needed or len(messages)
+        if self.numbers != self.served.facts["numbers"]:  # a client keeps its number, whatever happens
+            self.served = with_facts(self.served, numbers=dict(self.numbers))
+            self.books.store.save(self.served)
+        return messages
+
+    def _own(self, now: Round) -> list[Message]:
+        options, t = self.options, now.server_round - 1
+        nodes = wait_for(self.grid, self.numbers, options.min_nodes, self.timeout)
+        now.needed = max(1, round(options.config.participation * len(nodes)))
+        count = min(len(nodes), math.ceil(now.needed * (1 + options.over_selection)))
+        config = ConfigRecord({**self.train_config, "server-round": now.server_round})
+        content = RecordDict({"arrays": now.arrays, "config": config})
+        chosen = sampled(nodes, count, options.config.seed, t)
+        return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
+
+    def _inner(self, now: Round) -> list[Message]:
+        assert self.options.inner is not None
+        made = self.options.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
+        return list(made)
+
+    def _packed(self, now: Round, messages: Iterable[Message]) -> list[Message]:
+        """Those to nodes that are there, with the model packed, an order, and the round's time to live."""
+        known = {node.id: node for node in online(self.grid, self.numbers)}
+        model = packed(self.served.server.x.numpy(), whole_of(self.served))
+        size, made = sum(len(array.data) for array in model.values()), []
+        for message in messages:
+            node = known.get(message.metadata.dst_node_id)
+            if node is None:
+                continue
+            now.nodes[node.id] = node
+            now.down_bytes += size
+            content = ordered(message.content, model, self._order(node, self._name_of_model(message)))
+            now.requests[node.id] = Message(
+                content,
+                dst_node_id=node.id,
+                message_type=message.metadata.message_type,
+                group_id=str(now.server_round),
+                ttl=self.timeout,
+            )
+            made.append(now.requests[node.id])
+        return made
+
+    def _name_of_model(self, message: Message) -> str:
+        """Under which the app expects it."""
+        records = message.content.array_records
+        names = [name for name, record in records.items() if tuple(record) == self.form.names]
+        if len(names) != 1:
+            raise InputError("the inner strategy must send the model to each client, as one ArrayRecord")
+        return names[0]
+
+    def _order(self, node: Node, arrays: str) -> Order:
+        config, request = self.options.config, request_of(self.served.server, node.identity)
+        return Order(
+            federation=self.books.federation,
+            client=node.identity,
+            number=node.number,
+            generation=request.stamp.generation,
+            stamp=request.stamp.number,
+            t=request.t,
+            mark=flat(request.mark),
+            form=self.form.text,
+            arrays=arrays,
+            compressor=str(self.options.compressor),
+            feedback=config.error_feedback,
+            update=config.update,
+            seed=config.seed,
+        )
+
+    # Taking
+
+    def _collect(self, now: Round, messages: list[Message]) -> None:
+        """Takes what comes before the deadline, until there is enough."""
+        asked = {node.identity for node in now.nodes.values()}
+        for node_id, reply in exchange(self.grid, messages, self.timeout):
+            node = now.nodes[node_id]
+            took = time.monotonic() - now.began
+            try:
+                taken = self.door.take(reply, node, self.served.server, asked, now.taken)
+                now.taken[node.identity] = taken
+                now.outcomes[node.identity] = Outcome("replied", "", took)
+            except Rejected as rejected:
+                now.outcomes[node.identity] = Outcome(rejected.cause, str(rejected), took)
+                log(WARNING, "%s: %s (%s)", node.name, rejected.cause, rejected)
+            if len(now.taken) >= now.needed:
+                break
+        still = {node.identity for node in online(self.grid, self.numbers)}
+        for node in now.nodes.values():
+            cause = "late" if node.identity in still else "lost"
+            now.outcomes.setdefault(node.identity, Outcome(cause, "", None))
+
+    def _check_age(self, now: Round) -> None:
+        """Numbers of an older copy have been used since, and must not be again without a new generation."""
+        ahead = [each for each in now.outcomes.values() if each.what == CAUSES[REFUSED]]
+        if ahead and not now.taken:
+            raise InputError(
+                f"the nodes have answered later rounds than the {now.server_round - 1} of {self.books.out}: "
+                "it is an older copy of the federation, to be resumed with from_backup"
+            )
+
+    # Averaging
+
+    def _aggregate(self, now: Round) -> None:
+        """The state after the round; it becomes durable with the round's rows."""
+        served, server = self.served, self.served.server
+        x, whole = server.x, whole_of(served)
+        if now.taken and self.options.inner is None:
+            x, whole = self._average(now)
+        elif now.taken:
+            x, whole = self._through_inner(now)
+        marks = {who: taken.mark for who, taken in now.taken.items()}
+        served = with_model(served, ended(server, marks, x), whole)
+        for taken in now.taken.values():
+            served = served.meets(taken.node.identity, taken.mark.incarnation)
+        heard = dict.fromkeys(now.taken, now.server_round - 1)
+        kept = now.taken if self.options.config.error_feedback else {}
+        residuals = {who: taken.facts["noise2"] for who, taken in kept.items()}
+        self.served = with_facts(
+            served,
+            residuals={**served.facts["residuals"], **residuals},
+            heard={**served.facts["heard"], **heard},
+        )
+        if self.options.inner:
+            tensors, facts = memory.remembered(self.options.inner, self._at_first)
+            own = {INNER + name: each for name, each in tensors.items()}
+            self.served = replace(with_facts(self.served, inner=facts), extra={**self.served.extra, **own})
+
+    def _average(self, now: Round) -> tuple[torch.Tensor, bytes]:
+        """Lines 17 to 19."""
+        taken, t = now.in_order, now.server_round - 1
+        weights = [self._weight(each) for each in taken]
+        if not any(weights):  # nobody has an example
+            return self.served.server.x, whole_of(self.served)
+        pairs = ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True))
+        x = self.served.server.x
+        x_next = server_update(x, average(x, pairs), self._eta(t, taken))
+        if not bool(torch.isfinite(x_next).all()):
+            raise self._diverged(now)
+        return x_next, self.form.mean_whole([each.whole for each in taken], weights)
+
+    def _weight(self, taken: Taken) -> float:
+        if self.options.config.weighting == "uniform":
+            return 1.0
+        if taken.samples is None:
+            raise InputError("weighting = 'samples' needs the metric 'num-examples' from every client")
+        return taken.samples
+
+    def _eta(self, t: int, taken: list[Taken]) -> float:
+        eta = self.options.eta
+        if eta is None:
+            steps = [each.K or 1.0 for each in taken]
+            return sum(steps) / len(steps) if self.options.config.update == "mean" else 1.0
+        return eta(t) if callable(eta) else eta
+
+    def _through_inner(self, now: Round) -> tuple[torch.Tensor, bytes]:
+        """The inner strategy gets what it would have got: a trained model and metrics from each client."""
+        assert self.options.inner is not None
+        replies = [self._plain(each, now) for each in now.in_order]
+        arrays, metrics = self.options.inner.aggregate_train(now.server_round, replies)
+        if metrics is not None:
+            self.result.train_metrics_clientapp[now.server_round] = metrics
+        if arrays is None:
+            log(WARNING, "the inner strategy made no model of %d replies", len(replies))
+            now.taken.clear()
+            return self.served.server.x, whole_of(self.served)
+        found = {name: array.numpy() for name, array in arrays.items()}
+        if wrong := self.form.difference(found, kinds=False):
+            raise InputError(f"the inner strategy made another model: {wrong}")
+        x, whole = self.form.split(found)
+        if not np.isfinite(x).all():
+            raise self._diverged(now)
+        return torch.from_numpy(x), whole
+
+    def _diverged(self, now: Round) -> InputError:
+        """The clients would answer again what they have answered, so that only a bound helps."""
+        clients = rows_in_words([each.node.number for each in now.in_order], "client")
+        return InputError(
+            f"round {now.server_round - 1}: the model made from the updates of {clients} is NaN or infinite; "
+            "resume with max_norm, which leaves out what is too large, or start again with a lower rate"
+        )
+
+    def _plain(self, taken: Taken, now: Round) -> Message:
+        x = self.served.server.x + decompress(taken.payload)[0]
+        arrays = self.form.join(x.numpy(), taken.whole)
+        model = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
+        return Message(RecordDict({"arrays": model, **taken.metrics}), reply_to=now.requests[taken.node.id])
+
+    # Evaluating
+
+    def _evaluated(self, server_round: int, arrays: ArrayRecord) -> Record:
+        """By the app's own function, on the server."""
+        found = self.evaluate_fn(server_round, arrays) if self.evaluate_fn else None
+        if found is None:
+            return {}
+        self.result.evaluate_metrics_serverapp[server_round] = found
+        return columns_of(found, "test_")
+
+    def _asked_clients(self, now: Round) -> Record:
+        """By the clients, if the inner strategy wants them to."""
+        inner = self.options.inner
+        if inner is None:
+            return {}
+        asked = Round(now.server_round, self._arrays(), now.began)
+        wanted = inner.configure_evaluate(now.server_round, asked.arrays, self.evaluate_config, self.grid)
+        messages = self._packed(asked, wanted)
+        now.down_bytes += asked.down_bytes
+        replies = [reply for _, reply in exchange(self.grid, messages, self.timeout)] if messages else []
+        found = inner.aggregate_evaluate(now.server_round, replies)
+        if found is not None:
+            self.result.evaluate_metrics_clientapp[now.server_round] = found
+        return columns_of(found, "client_") if found else {}
+
+
+def _in_words(row: Record) -> str:
+    parts = [f"{row['clients'] - row['lost']} of {row['clients']} replied"]
+    parts += [f"{cause} {count}" for cause, count in row["outcomes"].items() if cause != "replied"]
+    parts.append(f"{row['uplink_bytes']:,} bytes up")
+    if "test_accuracy" in row:
+        parts.append(f"accuracy {row['test_accuracy']:.2%}")
+    return ", ".join(parts)

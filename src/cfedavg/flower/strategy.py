@@ -1,0 +1,182 @@
+"""CFedAvg as a Flower strategy. Alone it is Algorithm 1; around another one it compresses what travels."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import INFO
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from cfedavg.compress import parse
+from cfedavg.config import Config
+from cfedavg.errors import InputError
+from cfedavg.flower.books import Books
+from cfedavg.flower.form import STATISTICS, Form
+from cfedavg.flower.session import Session
+
+Rate = float | Callable[[int], float]
+OWN = "(a Flower app)"  # stands in config.toml for a model and data that are the app's
+
+# Of what Config does not look at: the kind, the least and the most that it may be, in words as well.
+_ABOVE_0 = math.ulp(0.0)
+_BOUNDS: dict[str, tuple[Any, float, float, str]] = {
+    "over_selection": (Real, 0.0, 1000.0, "a number from 0 to 1000"),
+    "min_nodes": (Integral, 1.0, 2.0**63, "a whole number of 1 or more"),
+    "quorum": (Real, 0.0, 1.0, "a number from 0 to 1"),
+    "max_norm": (Real, _ABOVE_0, math.inf, "a number above 0"),
+    "eta": (Real, _ABOVE_0, 1e300, "a number above 0, or a function of the round"),
+}
+
+
+class CFedAvg(Strategy):
+    """Federated averaging of compressed updates, with error feedback that survives faults.
+
+    `inner`: a strategy of Flower's or of your own that samples and aggregates as it always does. Without
+    one, CFedAvg averages, `weighting` "uniform" or by "samples", and steps with the global rate `eta`: a
+    number, or a function of the round, counted from 0; by default 1, or the mean K with update = "mean".
+
+    `compressor`, `error_feedback`, `update`, `seed`: as in a simulation. The clients are told, so the mod
+    needs no options. `whole`: patterns of the names of arrays that are not compressed.
+
+    `participation`: the share of the nodes that a round needs; `over_selection`: how many more are asked
+    (0.2: a fifth), of whom the last are not waited for. `min_nodes`: with fewer online no round starts.
+    `quorum`: the share of the needed replies without which a round changes nothing; its updates are not
+    lost, but sent again. `max_norm`: a payload of a larger norm is rejected.
+
+    `out`: the folder of metrics and state; `resume`: go on with what is in it; `from_backup`: what is in it
+    is an older copy, and the clients have seen later rounds.
+    """
+
+    def __init__(
+        self,
+        inner: Strategy | None = None,
+        *,
+        compressor: str = "topk(0.99) >> bf16",
+        error_feedback: bool = True,
+        update: str = "sum",
+        eta: Rate | None = None,
+        weighting: str = "uniform",
+        participation: float = 1.0,
+        over_selection: float = 0.0,
+        min_nodes: int = 2,
+        quorum: float = 0.5,
+        max_norm: float | None = None,
+        whole: Sequence[str] = STATISTICS,
+        seed: int = 0,
+        out: str | Path | None = None,
+        resume: bool = False,
+        from_backup: bool = False,
+        config: Config | None = None,
+    ) -> None:
+        self.inner, self.eta, self.min_nodes = inner, eta, min_nodes
+        self.over_selection, self.quorum, self.max_norm = over_selection, quorum, max_norm
+        self.whole, self.resume, self.from_backup = whole, resume, from_backup
+        self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
+        self.compressor = parse(compressor)
+        self.config = (config or Config(dataset=OWN, model=OWN)).replace(
+            compressor=compressor,
+            error_feedback=error_feedback,
+            update=update,
+            weighting=weighting,
+            participation=participation,
+            seed=seed,
+        )
+        self._check(out is not None)
+
+    def _check(self, placed: bool) -> None:
+        """What Config does not look at."""
+        if self.resume and not placed:
+            raise InputError("resume needs out, the folder of the federation to go on with")
+        if self.from_backup and not self.resume:
+            raise InputError("from_backup is for a federation that goes on: it needs resume as well")
+        for name, (kind, low, high, words) in _BOUNDS.items():
+            value: Any = getattr(self, name)
+            if (name in ("max_norm", "eta") and value is None) or (name == "eta" and callable(value)):
+                continue
+            if not isinstance(value, kind) or not low <= value <= high:
+                raise InputError(f"{name} is {value!r}: it must be {words}")
+        if isinstance(self.whole, str):
+            raise InputError(f"whole is {self.whole!r}: it must be a list of patterns, as [{self.whole!r}]")
+        if self.config.update == "auto":
+            raise InputError("update is 'auto': say 'sum', or 'mean' where the clients report local-steps")
+        if self.inner is not None:
+            self._check_alone()
+
+    def _check_alone(self) -> None:
+        """Options that a strategy within would not heed."""
+        if self.eta is not None or self.config.weighting != "uniform":
+            raise InputError("eta and weighting are for CFedAvg alone: around a strategy, that one averages")
+        if self.config.participation != 1 or self.over_selection:
+            raise InputError(
+                "participation and over_selection are for CFedAvg alone: around a strategy, that one samples"
+            )
+        if self.config.update != "sum":
+            raise InputError("update is 'mean': around a strategy, which gets whole models, it must be 'sum'")
+
+    def summary(self) -> None:
+        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.compressor, self.config.update, self.out)
+        if self.inner is not None:
+            self.inner.summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """All rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
+        self.summary()
+        arrays = {name: array.numpy() for name, array in initial_arrays.items()}
+        _check_finite(arrays)
+        form = Form.of(arrays, self.whole)
+        books = Books(self.out, self.config.replace(rounds=num_rounds), form)
+        with books.kept():
+            served = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
+            session = Session(self, grid, form, books, served, timeout)
+            session.train_config = train_config or ConfigRecord()
+            session.evaluate_config = evaluate_config or ConfigRecord()
+            session.evaluate_fn = evaluate_fn
+            return session.run(num_rounds)
+
+    # A round is only right if its books are kept, so that the rounds of another's `start` will not do.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        _not_inside()
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        _not_inside()
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        _not_inside()
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        _not_inside()
+
+
+def _check_finite(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
+
+
+def _not_inside() -> NoReturn:
+    raise InputError("CFedAvg runs its rounds itself, by start(): put others into it, not it into others")

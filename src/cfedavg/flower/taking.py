@@ -1,0 +1,161 @@
+"""Whether a reply is taken: what it must be, and the cause by which it is counted if it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Message, MetricRecord
+
+from cfedavg.compress import Compressor, values_of
+from cfedavg.federation.protocol import Mark, Server, mark_of, objection
+from cfedavg.flower.form import Form
+from cfedavg.flower.nodes import Node
+from cfedavg.flower.parcel import number, unpack
+from cfedavg.flower.records import CAUSES, Answer, answer_of
+from cfedavg.metrics import Reply
+from cfedavg.payload import Payload
+from cfedavg.tensors import norm2
+from cfedavg.wire import WireError, decode, read_header
+
+# Flower's own errors: what is said of a node that it names.
+_LATE, _LOST = {3, 4}, {5}
+# What a client says of its round, and the least that it may be.
+_LEAST = {"loss": -math.inf, "K": 0.0, "g2": 0.0, "p2": 0.0, "noise2": 0.0}
+SAMPLES = "num-examples"  # the metric by which a client reports how many it has
+
+
+class Rejected(Exception):
+    """A reply that is not taken: `cause` is counted, the text says more."""
+
+    def __init__(self, cause: str, why: str = "") -> None:
+        super().__init__(why or cause)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A reply that goes into the model."""
+
+    node: Node
+    mark: Mark
+    payload: Payload
+    whole: bytes
+    facts: Mapping[str, float | None]  # those of _LEAST
+    metrics: Mapping[str, MetricRecord]
+    bytes: int
+
+    @property
+    def K(self) -> float | None:
+        return self.facts["K"]
+
+    @property
+    def samples(self) -> float | None:
+        """How many examples the client reports that it has."""
+        return samples_in(self.metrics)
+
+    @property
+    def reply(self) -> Reply:
+        """As metrics are made of; what the client did not report is NaN."""
+        known = {name: math.nan if value is None else value for name, value in self.facts.items()}
+        return Reply(
+            self.node.number,
+            max(1, int(self.K or 1)),
+            known["loss"],
+            known["g2"],
+            known["p2"],
+            known["noise2"],
+            sum(self.payload.counts()),
+            self.bytes,
+            lost=False,
+        )
+
+
+@dataclass(frozen=True)
+class Door:
+    """Who decides: what model, which compressor, and how large a payload may be at most."""
+
+    form: Form
+    compressor: Compressor
+    max_norm: float | None
+
+    def take(
+        self, reply: Message, node: Node, server: Server, asked: Collection[str], taken: Collection[str]
+    ) -> Taken:
+        """The reply, decoded; Rejected says why not."""
+        answer = self._answer(reply)
+        if found := objection(server, asked, taken, node.identity, answer.stamp):
+            raise Rejected(found, f"its stamp is {answer.stamp}, the round's {server.stamp}")
+        try:
+            # Values of any kind take 16 bytes at most; the codec has the same bound.
+            parcel = unpack(answer.message, 16 * self.form.layout.d + 65_536, self.form.whole_bytes)
+            payload = self._payload(parcel.payload, node, answer)
+            facts, metrics = facts_in(parcel.facts), metrics_in(parcel.facts)
+        except WireError as error:
+            raise Rejected("malformed", str(error)) from None
+        self._check(payload, parcel.whole)
+        mark = mark_of(answer.stamp, answer.incarnation, answer.message)
+        return Taken(node, mark, payload, parcel.whole, facts, metrics, len(answer.message))
+
+    def _answer(self, reply: Message) -> Answer:
+        if reply.has_error():
+            code, why = reply.error.code, reply.error.reason or ""
+            if code in _LATE | _LOST:
+                raise Rejected("late" if code in _LATE else "lost", why)
+            raise Rejected(CAUSES.get(code, "app failed"), why)
+        try:
+            return answer_of(reply.content)
+        except WireError as error:
+            raise Rejected("malformed", str(error)) from None
+        except ValueError as error:
+            raise Rejected("not compressed", str(error)) from None
+
+    def _payload(self, message: bytes, node: Node, answer: Answer) -> Payload:
+        layout = self.form.layout
+        if read_header(message).schema != layout.schema_hash:
+            raise Rejected("another model", "names, shapes, dtypes or order of its arrays differ")
+        most = self.compressor.selector.most(layout)
+        found = decode(message, layout=layout, kmax=most, client=node.number, sequence=answer.stamp.sequence)
+        return found.map(torch.from_numpy)
+
+    def _check(self, payload: Payload, whole: bytes) -> None:
+        """That all numbers are finite, and not more than they may be."""
+        values = values_of(payload).float()  # as they are added: a float64 may be too large for that
+        statistics = self.form.join(np.zeros(self.form.layout.d, np.float32), whole).values()
+        floats = [array for array in statistics if array.dtype.kind == "f"]
+        if not bool(torch.isfinite(values).all()) or not all(np.isfinite(array).all() for array in floats):
+            raise Rejected("not finite", "it holds NaN or Inf")
+        if self.max_norm is not None and norm2(values) > self.max_norm**2:
+            raise Rejected(
+                "too large", f"its norm is {norm2(values) ** 0.5:.4g}, max_norm is {self.max_norm:.4g}"
+            )
+
+
+def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
+    """The numbers that a client reports, None for those that it does not; WireError if one cannot be."""
+    found = {name: number(said.get(name)) for name in _LEAST}
+    for name, value in found.items():
+        if said.get(name) is not None and (value is None or value < _LEAST[name]):
+            raise WireError(f"{name!r} is {said[name]!r:.40}, which it cannot be")
+    return found
+
+
+def metrics_in(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
+    """The records of metrics in which an app reports; WireError if they are none."""
+    try:
+        records = {name: MetricRecord(values) for name, values in said["metrics"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise WireError("its metrics are not records of numbers") from None
+    if (samples_in(records) or 0) < 0:
+        raise WireError(f"{SAMPLES!r} is {samples_in(records):g}, which it cannot be")
+    return records
+
+
+def samples_in(records: Mapping[str, MetricRecord]) -> float | None:
+    """How many examples a client has, by the first record that says so."""
+    found = (number(record.get(SAMPLES)) for record in records.values())
+    return next((n for n in found if n is not None), None)

@@ -1,0 +1,122 @@
+"""`cfedavg federate up`: a federation on this machine, from the SuperLink's start to the last round."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+from cfedavg.config import Config, read_config
+from cfedavg.data.tasks import build_task
+from cfedavg.display import Display
+from cfedavg.errors import InputError
+from cfedavg.files import exists, make_folder, write_atomic
+from cfedavg.flower.app.settings import run_config_of
+from cfedavg.flower.control import Run, RunFailed
+from cfedavg.flower.machine import Machine
+from cfedavg.flower.services import toml
+from cfedavg.folder import CONFIG, METRICS, check_same, read_rows
+from cfedavg.layout import Layout
+from cfedavg.plan import Plan
+
+COMPONENTS = {"serverapp": "cfedavg.flower.app.server:app", "clientapp": "cfedavg.flower.app.client:app"}
+POLL = 0.5  # seconds between two looks at what the ServerApp has written
+
+
+def app_toml(config: Config, **more: object) -> str:
+    """The pyproject.toml of an app whose code is this package, with the configuration of a run."""
+    project = {"name": "federation", "version": "1.0.0", "license": "Apache-2.0"}
+    settings = run_config_of(config) | {name.replace("_", "-"): value for name, value in more.items()}
+    parts = {
+        "project": toml(project) + "dependencies = []\n",
+        "tool.flwr.app": toml({"publisher": "cfedavg"}),
+        "tool.flwr.app.components": toml(COMPONENTS),
+        "tool.flwr.app.config": toml(settings),
+    }
+    return "\n".join(f"[{name}]\n{text}" for name, text in parts.items())
+
+
+def up(
+    config: Config,
+    out: Path,
+    display: Display,
+    *,
+    resume: bool = False,
+    port: int | None = None,
+    round_timeout: float = 120.0,
+    quorum: float = 0.5,
+) -> None:
+    """Trains with a node for each client; everything that it starts is stopped when it returns or raises."""
+    out = out.resolve()
+    _check(config, out, resume)
+    display.say(_in_words(config))
+    folder, least = out / "federation", max(1, math.ceil(quorum * config.clients))
+    machine = Machine(folder, config.clients, port=port, more=_paths(config), say=display.now)
+    federation = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
+    text = app_toml(config, out=str(out), resume=resume, **federation)
+    with machine:
+        make_folder(folder / "app", "--out")
+        write_atomic(folder / "app" / "pyproject.toml", text.encode())
+        machine.start()
+        display.now("starting the run")
+        run = machine.run(folder / "app")
+        display.now("waiting for the first round")
+        _follow(run, machine, out / METRICS, display)
+        if not machine.link.running:
+            raise RunFailed(f"the SuperLink has ended (see {machine.link.log}); --resume goes on from here")
+        run.check()
+
+
+def _check(config: Config, out: Path, resume: bool) -> None:
+    """What can be found out before anything is started."""
+    if not str(out).isprintable():
+        raise InputError(f"--out holds characters that cannot be printed: {str(out)!r}")
+    if not exists(out / CONFIG):
+        return
+    if not resume:
+        raise InputError(f"--out: {out} holds a run already; add --resume or choose another folder")
+    if not exists(out / "federation"):
+        raise InputError(f"--resume: {out} holds a simulation, which no federation can go on with")
+    old = read_config(out / CONFIG)
+    if old.clients != config.clients:
+        raise InputError(f"--resume: --nodes is {config.clients}, but the run in {out} has {old.clients}")
+    check_same(old, config, out)
+
+
+def _in_words(config: Config) -> str:
+    """What the run is about to do. Bad options show here; and data are fetched once, not by every node."""
+    task = build_task(config)
+    plan, layout = Plan(config, task), Layout.of(task.model)
+    if config.deadline is None:
+        return plan.in_words(layout)
+    steps = f"{config.clients} nodes, local steps for {config.deadline:g} s"
+    return f"{steps}; {layout.d:,} parameters, {plan.compressor}"
+
+
+def _paths(config: Config) -> dict[str, str]:
+    """Lets the processes find a model of the user's own, as `cfedavg run` does, in the current folder."""
+    if ":" not in config.model:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))}
+
+
+def _follow(run: Run, machine: Machine, metrics: Path, display: Display) -> None:
+    """Shows rows as the ServerApp writes them, until the run is over."""
+    rows = read_rows(metrics)
+    display.begin(rows)
+    if rows:
+        display.say(f"resuming after round {len(rows)} of {display.rounds}")
+    lost: set[int] = set()
+    while True:
+        over, known = not run.followed, len(rows)
+        rows = read_rows(metrics)
+        for row in rows[known:]:
+            display.row(row)
+        for node in machine.nodes:
+            if not node.running and node.number not in lost:
+                lost.add(node.number)
+                display.say(f"{node.name} has ended; the run goes on without it (see {node.log})")
+        if over:
+            return
+        time.sleep(POLL)

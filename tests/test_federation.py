@@ -1,0 +1,191 @@
+"""Real federations on this machine: SuperLink, SuperNodes, TLS, keys, kills. Nothing is faked here."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cfedavg import Config, InputError, run
+from cfedavg.algorithm import average, server_update
+from cfedavg.compress import decompress
+from cfedavg.data.tasks import build_task
+from cfedavg.federation.store import ClientStore
+from cfedavg.flower import up
+from cfedavg.flower.machine import Machine
+from cfedavg.flower.parcel import unpack
+from cfedavg.layout import Layout
+from cfedavg.tensors import read_tensors
+from cfedavg.wire import decode
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 240.0  # seconds for a run; the slow one has more
+
+
+class Federation:
+    """A machine, the folder in which its server writes, and what its witnesses saw."""
+
+    def __init__(self, folder: Path, config: Config, nodes: int, **settings: Any) -> None:
+        self.out, self.config, self.settings = folder / "out", config, settings
+        self.app = folder / "app"
+        self.app.mkdir()
+        self.layout = Layout.of(build_task(config).model)
+        self.machine = Machine(folder / "machine", nodes, more={"PYTHONPATH": str(ROOT)})
+
+    def run(self, *, resume: bool = False) -> Any:
+        text = up.app_toml(self.config, out=str(self.out), resume=resume, **self.settings)
+        (self.app / "pyproject.toml").write_text(text)
+        return self.machine.run(self.app)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.out / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def await_round(self, t: int, seconds: float = LIMIT) -> None:
+        end = time.monotonic() + seconds
+        while len(self.lines("metrics.jsonl")) <= t:
+            assert time.monotonic() < end, f"round {t} does not end"
+            time.sleep(0.2)
+
+    @property
+    def model(self) -> torch.Tensor:
+        found = load_file(self.out / "model.safetensors")
+        return torch.cat([found[name].reshape(-1) for name in self.layout.names])
+
+    def sent(self, node: int, t: int) -> Any:
+        """The payload that a node sent in a round."""
+        message = (self.machine.folder / "nodes" / str(node) / "witness" / f"{t}.message").read_bytes()
+        payload = unpack(message, len(message), 0).payload
+        return decode(payload, layout=self.layout).map(torch.from_numpy)
+
+    def applied(self) -> list[tuple[int, int]]:
+        """Rounds and nodes, in order."""
+        rows = [row for row in self.lines("nodes.jsonl") if row["applied"]]
+        return sorted((row["round"], row["number"]) for row in rows)
+
+    def check_law(self, node: int) -> None:
+        """Sum of g = A + e + U, up to the rounding of a sum g + e in each round."""
+        folder = self.machine.folder / "nodes" / str(node)
+        computed = [np.load(path) for path in (folder / "witness").glob("[0-9]*.npy")]
+        client = self._client(folder / "state")
+        rounds = {t for t, number in self.applied() if number == node}
+        assert rounds
+        delivered = [decompress(self.sent(node, t))[0].double().numpy() for t in rounds]
+        last = max(int(path.stem) for path in (folder / "witness").glob("*.message"))
+        if last not in rounds:
+            delivered.append(decompress(self.sent(node, last))[0].double().numpy())
+        left = np.sum(computed, 0, dtype=np.float64)
+        right = np.sum(delivered, 0) + client.e.double().numpy()
+        largest = max(np.abs(each).max() for each in (*computed, *delivered, client.e.numpy()))
+        tolerance = 2 * (len(computed) + len(delivered)) * 2.0**-24 * largest
+        assert np.abs(left - right).max() <= tolerance
+
+    def _client(self, root: Path) -> Any:
+        """The node's state: there is one, and it says whose it is."""
+        (state,) = root.glob("*/*/state.safetensors")
+        _, about = read_tensors(state)
+        assert about["federation"] == (self.out / "federation.txt").read_text()
+        return ClientStore(root, about["federation"], about["identity"], self.layout).load()
+
+    def check_model(self) -> None:
+        """The model is what the applied payloads make of the first one, bit for bit."""
+        vectors = [p.detach().reshape(-1) for p in build_task(self.config).model.parameters()]
+        x = torch.cat(vectors)
+        for t in range(self.config.rounds):
+            of_round = [self.sent(node, each) for each, node in self.applied() if each == t]
+            x = server_update(x, average(x, ((payload, [1.0]) for payload in of_round)), 1.0)
+        assert torch.equal(x, self.model)
+
+
+@pytest.fixture
+def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Federation]]:
+    """Makes one, and sees to it that nothing of it is left."""
+    monkeypatch.setitem(up.COMPONENTS, "clientapp", "tests.witness:app")
+    made: list[Federation] = []
+
+    def make(config: Config, nodes: int, **settings: Any) -> Federation:
+        made.append(Federation(tmp_path, config, nodes, **settings))
+        made[0].machine.__enter__()
+        return made[0]
+
+    yield make
+    made[0].machine.close()
+    assert not made[0].machine.processes.left()
+
+
+def simulated(config: Config) -> torch.Tensor:
+    """The same in one process, with one thread, as the nodes have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = run(config.replace(engine="reference", device="cpu")).model
+    finally:
+        torch.set_num_threads(threads)
+    return torch.cat([each.reshape(-1) for each in model.state_dict().values()])
+
+
+def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federation]) -> None:
+    """Two nodes with keys train; a third, whose key nobody has registered, is refused."""
+    config = Config(clients=2, rounds=2, model="linear", compressor="topk(0.9)", local_steps="5")
+    it = federation(config, 3, min_nodes=2, round_timeout=100.0)
+    machine = it.machine
+    machine.link.start()
+    machine.control.register(machine.nodes[:2])
+    for node in machine.nodes[:2]:
+        node.start()
+    training = it.run()
+    with pytest.raises(InputError, match="is not registered there"):
+        machine.nodes[2].start(limit=3.0)
+    assert training.wait(LIMIT).text == "finished:completed"
+    assert [row["outcomes"] for row in it.lines("metrics.jsonl")] == [{"replied": 2}] * 2
+    assert torch.equal(it.model, simulated(config))
+    it.check_model()
+    for node in range(2):
+        it.check_law(node)
+
+
+@pytest.mark.slow
+def test_a_federation_survives(federation: Callable[..., Federation]) -> None:
+    """A node is killed and comes back, one is too slow, the SuperLink is killed and the run resumed."""
+    config = Config(
+        clients=4, rounds=10, compressor="topk(0.99)", classes_per_client=5, local_steps="25", seed=1
+    )
+    it = federation(config, 4, min_nodes=2, round_timeout=50.0, quorum=0.5)
+    machine = it.machine
+    machine.start()
+    training = it.run()
+    it.await_round(1)
+    machine.nodes[1].kill()
+    back = threading.Thread(target=machine.nodes[1].start)
+    back.start()
+    it.await_round(3)
+    slow = machine.folder / "nodes" / "2" / "witness" / "slow"
+    slow.touch()
+    it.await_round(4)
+    slow.unlink()
+    back.join(120)
+    assert machine.nodes[1].running
+    it.await_round(5)
+    machine.link.kill()
+    machine.link.start()
+    training = it.run(resume=True)
+    assert training.wait(4 * LIMIT).text == "finished:completed"
+    rows = it.lines("metrics.jsonl")
+    assert [row["round"] for row in rows] == list(range(10))
+    fates = {(row["node"], row["outcome"]) for row in it.lines("nodes.jsonl")}
+    assert ("node1", "replied") in fates
+    assert fates & {("node1", "lost"), ("node1", "late")}
+    assert ("node2", "late") in fates
+    it.check_model()
+    for node in range(4):
+        it.check_law(node)
+    quiet = run(config).final["test_accuracy"]
+    assert rows[-1]["test_accuracy"] > quiet - 0.03

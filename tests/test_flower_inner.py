@@ -1,0 +1,178 @@
+"""CFedAvg around other strategies of Flower: what they give, what they see, what they remember."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+)
+
+from cfedavg import InputError
+from cfedavg.flower import CFedAvg
+from tests.grid import (
+    MODEL,
+    Adding,
+    Federation,
+    LocalGrid,
+    arrays_of,
+    record,
+    reply_with,
+    same,
+    without_waiting,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_waiting(monkeypatch)
+
+
+# Other strategies within
+
+
+def examples(arrays: Any, metrics: dict[str, Any], message: Message) -> Message:
+    """Clients of different sizes."""
+    return reply_with(arrays, {"num-examples": 1 + 3 * metrics["partition"], "loss": 0.5}, message)
+
+
+def sized(mods: list[Any] | None = None, nodes: int = 4) -> Adding:
+    app = Adding(mods)
+    app.spoil = dict.fromkeys(range(nodes), examples)
+    return app
+
+
+INNER: dict[str, Any] = {
+    "FedAvg": FedAvg,
+    "FedAdam": lambda: FedAdam(eta=0.5),
+    "FedAvgM": lambda: FedAvgM(server_momentum=0.9, server_learning_rate=0.7),
+    "FedTrimmedAvg": lambda: FedTrimmedAvg(beta=0.3),
+    "FedMedian": FedMedian,
+    "FedProx": lambda: FedProx(proximal_mu=0.1),
+    "clipping": lambda: DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAvg(), 0.0, 4, clipped_count_stddev=0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_around_a_strategy(name: str, tmp_path: Path) -> None:
+    """Uncompressed it is what that strategy gives by itself; compressed, a resume changes nothing."""
+    make = INNER[name]
+    alone = Federation(tmp_path / "alone", sized([]).app, 4)
+    wanted = make().start(alone.grid, record(MODEL), num_rounds=4)
+    around = Federation(tmp_path / "around", (app := sized()).app, 4)
+    found = around.start(4, make(), compressor="none")
+    for part, array in arrays_of(wanted.arrays).items():
+        np.testing.assert_allclose(found.arrays[part].numpy(), array, rtol=1e-5, atol=1e-4)
+        assert found.arrays[part].numpy().dtype == np.float32
+    for column in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+        one, other = getattr(found, column), getattr(wanted, column)
+        near = {t: pytest.approx(dict(metrics), abs=1e-3) for t, metrics in other.items()}
+        assert {t: dict(metrics) for t, metrics in one.items()} == near
+    if name == "FedProx":
+        assert [seen.config_records["config"]["proximal-mu"] for seen in app.trained] == [0.1] * 16
+
+    whole = Federation(tmp_path / "whole", sized().app, 4).start(4, make())
+    broken = Federation(tmp_path / "broken", sized().app, 4)
+    broken.start(2, make())
+    again = broken.start(4, make(), resume=True)
+    assert same(again.arrays, whole.arrays)
+    assert not same(again.arrays, found.arrays)
+
+
+def test_clients_evaluate_the_model_itself(tmp_path: Path) -> None:
+    model = {"n": np.array(3), "w": np.ones((2, 3), np.float32)}
+    it = Federation(tmp_path, (app := Adding()).app, 2, model)
+    result = it.start(2, FedAvg())
+    seen = app.evaluated[-1]
+    assert set(seen) == {"arrays", "config"}
+    assert same(seen.array_records["arrays"], result.arrays)
+    total = sum(float(array.sum()) for array in arrays_of(result.arrays).values())
+    assert (
+        it.rows[-1]["client_total"] == result.evaluate_metrics_clientapp[2]["total"] == pytest.approx(total)
+    )
+
+
+@pytest.mark.parametrize("inner", [None, FedAvg])
+def test_whole_numbers_stay_whole(inner: Any, tmp_path: Path) -> None:
+    """The mean of three times 7 is 7, though in floating point three thirds of it are less."""
+    counting = Adding()
+    for i in range(3):
+        counting.spoil[i] = lambda arrays, metrics, message: reply_with(
+            {**arrays, "n": np.array(7)}, metrics, message
+        )
+    model = {"w": MODEL["w"], "n": np.array(0)}
+    result = Federation(tmp_path, counting.app, 3, model).start(1, inner and inner())
+    assert result.arrays["n"].numpy() == 7
+    assert result.arrays["n"].numpy().dtype == np.int64
+
+
+class Watching(FedAvg):
+    """Sees what a strategy of Flower's would."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.replies = list(replies)
+        return super().aggregate_train(server_round, self.replies)
+
+
+def test_a_strategy_sees_who_replied(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding(metrics={"num-examples": 10, "many": [1.5, 2.5]}).app)
+    it.start(1, inner := Watching())
+    assert [reply.metadata.src_node_id for reply in inner.replies] == [node.id for node in it.nodes]
+    metrics = [dict(reply.content.metric_records["metrics"]) for reply in inner.replies]
+    assert metrics == [{"num-examples": 10, "many": [1.5, 2.5], "partition": i} for i in range(3)]
+
+
+class Misshapen(FedAvg):
+    """Gives back a model that is none of ours."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__(fraction_evaluate=0.0)
+        self.made = made
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        return record(self.made(arrays_of(arrays))), metrics
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda arrays: {"w": arrays["w"]},
+        lambda arrays: {**arrays, "more": arrays["b"]},
+        lambda arrays: {**arrays, "w": arrays["w"][:2]},
+        lambda arrays: {"w": arrays["b"], "b": arrays["w"]},
+    ],
+)
+def test_a_strategy_must_give_the_same_model(made: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"the inner strategy .*'(w|b|more)'"):
+        Federation(tmp_path, Adding().app).start(1, Misshapen(made))
+
+
+class Without(FedAvg):
+    """Sends something else than the model."""
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        return super().configure_train(server_round, record({"z": MODEL["w"]}), config, grid)
+
+
+def test_a_strategy_must_send_the_model(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the inner strategy must send the model"):
+        Federation(tmp_path, Adding().app).start(1, Without())
+
+
+def test_not_within_others() -> None:
+    outer = DifferentialPrivacyServerSideAdaptiveClipping(CFedAvg(), 0.0, 4, clipped_count_stddev=0.0)
+    with pytest.raises(InputError, match="put others into it"):
+        outer.configure_train(1, record(MODEL), ConfigRecord(), LocalGrid([]))

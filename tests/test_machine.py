@@ -1,0 +1,486 @@
+"""A federation on this machine: keys, processes, what is said when something is wrong, what is left of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cfedavg import Config, InputError
+from cfedavg.display import Display
+from cfedavg.flower import MISSING
+from cfedavg.flower.app.settings import config_of
+from cfedavg.flower.control import Run, RunFailed
+from cfedavg.flower.machine import Machine
+from cfedavg.flower.processes import MARK, Processes
+from cfedavg.flower.services import HOST, Node
+from cfedavg.flower.up import _follow, app_toml
+from cfedavg.folder import as_line
+from cfedavg.interrupts import deaf, polite
+from tests.conftest import Command
+
+flower = pytest.mark.skipif(shutil.which("flwr", path=Path(sys.executable).parent) is None, reason=MISSING)
+
+# Keys and certificates
+
+
+@flower
+def test_private_keys_are_private_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cfedavg.flower.credentials import certificates, node_key
+
+    modes: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "cfedavg.files.sync", lambda path: modes.append((path.name, path.stat().st_mode & 0o777))
+    )
+    before = os.umask(0)
+    try:
+        files, pair = certificates(tmp_path), node_key(tmp_path, "node0")
+    finally:
+        os.umask(before)
+    secret = [
+        mode for name, mode in modes if name.startswith((".server.key", ".node0.")) and ".pub" not in name
+    ]
+    assert secret == [0o600, 0o600]
+    assert files.key.stat().st_mode & 0o777 == pair.private.stat().st_mode & 0o777 == 0o600
+
+
+@flower
+def test_node_keys_are_p384_as_openssh_writes_them(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    from cfedavg.flower.credentials import node_key
+
+    pair = node_key(tmp_path, "node3")
+    private = serialization.load_ssh_private_key(pair.private.read_bytes(), None)
+    public = serialization.load_ssh_public_key(pair.public.read_bytes())
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    assert private.curve.name == "secp384r1"
+    assert private.public_key() == public
+    assert pair.public.read_text().startswith("ecdsa-sha2-nistp384 ")
+    held = pair.private.read_bytes()
+    assert node_key(tmp_path, "node3").private.read_bytes() == held
+    assert node_key(tmp_path, "node4").private.read_bytes() != held
+
+
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
+    """A TLS connection without a network; raises what the client objects to."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(down, up, server_hostname=host), server.wrap_bio(up, down, server_side=True)]
+    for _ in range(4):
+        for end in list(ends):
+            try:
+                end.do_handshake()
+                ends.remove(end)
+            except ssl.SSLWantReadError:
+                pass
+    assert not ends
+
+
+@flower
+def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> None:
+    from cfedavg.flower.credentials import certificates
+
+    (tmp_path / "other").mkdir()
+    files, other = certificates(tmp_path), certificates(tmp_path / "other")
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(files.certificate, files.key)
+    ours, theirs = (ssl.create_default_context(cafile=str(f.ca)) for f in (files, other))
+    ours.verify_flags |= ssl.VERIFY_X509_STRICT
+    for host in ("127.0.0.1", "localhost"):
+        _handshake(server, ours, host)
+    for context, host in ((ours, "example.org"), (ours, "10.0.0.1"), (theirs, "localhost")):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            _handshake(server, context, host)
+    assert certificates(tmp_path) == files
+    assert "PRIVATE" not in files.ca.read_text() + files.certificate.read_text()
+
+
+# Processes and signals
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+"""
+
+
+def _until(true: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
+
+
+def test_what_a_killed_one_has_left_is_found_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child in a session of its own, deaf to SIGTERM, of a parent that is gone."""
+    monkeypatch.setattr("cfedavg.flower.processes.PATIENCE", 1.0)
+    log = tmp_path / "log"
+    Processes(str(tmp_path), os.environ).start([sys.executable, "-c", PARENT, STUBBORN], log, {}).wait(60)
+    _until(lambda: "up" in log.read_text())
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], env={**os.environ, MARK: str(tmp_path) + "2"}
+    )
+    try:
+        after = Processes(str(tmp_path), os.environ)
+        assert len(after.left()) == 1
+        after.stop(first="python")
+        assert not after.left()
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_polite_kill_is_an_interrupt_and_a_second_one_is_not_heard() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt), polite():
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with deaf():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# What is said when something is wrong, with commands that only look like Flower's
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Puts shell scripts in the place of Flower's commands; gives the environment in which they are found."""
+
+    def make(**scripts: str) -> dict[str, str]:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        for name, script in ({"flower_superlink": "exit 1"} | scripts).items():
+            path = folder / name.replace("_", "-")
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        return {"PATH": os.pathsep.join([str(folder), os.environ["PATH"]])}
+
+    return make
+
+
+@pytest.fixture
+def machine(tmp_path: Path, commands: Callable[..., dict[str, str]]) -> Iterator[Callable[..., Machine]]:
+    """A machine of one node with such commands, open until the test ends."""
+    opened: list[Machine] = []
+
+    def make(port: int | None = None, **scripts: str) -> Machine:
+        opened.append(Machine(tmp_path / "federation", 1, port=port, more=commands(**scripts)).__enter__())
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+        assert not each.processes.left()
+
+
+Make = Callable[..., Machine]
+
+
+@flower
+def test_the_folder_is_for_its_owner_and_for_one_at_a_time(machine: Make, tmp_path: Path) -> None:
+    folder = machine().folder
+    assert folder.stat().st_mode & 0o777 == (folder / "keys").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(InputError, match="another federation is running in"):
+        machine()
+
+
+@flower
+def test_a_port_in_use(machine: Make) -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port {port} cannot be used .* give another one, or none"):
+            machine(port).link.start()
+
+
+@flower
+def test_a_superlink_that_dies(machine: Make) -> None:
+    with pytest.raises(InputError, match="the SuperLink ended at once: no such table"):
+        machine(flower_superlink="echo '\033[91mno such table\033[0m'; exit 1").link.start()
+
+
+@flower
+def test_a_node_that_is_refused_tries_again(machine: Make, tmp_path: Path) -> None:
+    """The third time it is let in; the log then holds its number."""
+    script = f"""
+        echo >> {tmp_path}/tries
+        if [ $(wc -l < {tmp_path}/tries) -lt 3 ]; then echo '[code: 2004] Failed to activate.'; exit 1; fi
+        echo 'SuperNode ID: 77'; exec sleep 60"""
+    made = machine(flower_supernode=script)
+    (node,) = made.nodes
+    said: list[str] = []
+    node.begin()
+    node.wait_online(60, said.append)
+    assert (node.id, node.running, len(said)) == (77, True, 1)
+    node.stop()
+    assert not node.running
+    (tmp_path / "tries").unlink()
+    with pytest.raises(InputError, match=r"the SuperLink refuses node0 for 0 s: its key .*node0\.pub is not"):
+        node.start(limit=0)
+    config = tomllib.loads((node.folder / "node.toml").read_text())
+    assert config == {"partition-id": 0, "num-partitions": 1, "state-dir": str(node.state)}
+
+
+@flower
+def test_a_node_that_ends_for_another_reason(machine: Make) -> None:
+    made = machine(flower_supernode="echo 'no such option'; exit 2")
+    with pytest.raises(InputError, match="node0 ended at once: no such option"):
+        made.nodes[0].start()
+
+
+@flower
+def test_registering_goes_by_the_answer_not_by_the_exit_code(machine: Make) -> None:
+    made = machine(flwr="cat $FLWR_HOME/answer")
+    answer = made.link.home / "answer"
+    answer.write_text('{"success": true, "node-id": 5}')
+    made.control.register(made.nodes)
+    answer.write_text('{"success": false, "error-message": "[code: 23] Public key already in use"}')
+    made.control.register(made.nodes)
+    answer.write_text('{"success": false, "error-message": "Connection refused"}')
+    with pytest.raises(InputError, match="node0 is not registered: Connection refused"):
+        made.control.register(made.nodes)
+    answer.write_text("Traceback")
+    with pytest.raises(InputError, match="`flwr supernode` failed"):
+        made.control.register(made.nodes)
+
+
+FLWR = """
+if [ $1 = run ]; then
+    echo 'Successfully started run 9'; echo 'Traceback:'; echo '{error}'; echo 'Exit Code: 201'
+else
+    echo '{{"success": true, "runs": [{{"status": "finished:failed", "status-details": "it failed"}}]}}'
+fi
+"""
+
+
+@flower
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        ("cfedavg.errors.Diverged: round 3: lower --eta-local", InputError, "^round 3: lower --eta-local$"),
+        ("cfedavg.errors.InputError: --eta is 7", InputError, "^--eta is 7$"),
+        ("cfedavg.errors.NotFinite: the update", RunFailed, "finished:failed: it failed"),
+        ("KeyError: 3", RunFailed, r"finished:failed: it failed \(see .*run0.log"),
+    ],
+)
+def test_a_run_that_fails(
+    error: str, kind: type[Exception], words: str, machine: Make, tmp_path: Path
+) -> None:
+    run = machine(flwr=FLWR.format(error=error)).run(tmp_path)
+    assert run.id == 9
+    with pytest.raises(kind, match=words):
+        run.check()
+
+
+@flower
+def test_a_run_that_does_not_start(machine: Make, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the run did not start: no such app"):
+        machine(flwr="echo no such app").run(tmp_path)
+
+
+# The command
+
+
+def test_app_toml_holds_the_whole_configuration() -> None:
+    config = Config(clients=4, local_steps="3,4,5,6", compressor='topk(0.9) >> "x"', eta=1e-5)
+    table = tomllib.loads(app_toml(config, out="/a b/ü", resume=True, round_timeout=7.5))
+    app = table["tool"]["flwr"]["app"]
+    assert app["components"]["serverapp"] == "cfedavg.flower.app.server:app"
+    assert app["components"]["clientapp"] == "cfedavg.flower.app.client:app"
+    assert {"local-epochs", "dirichlet"} & set(app["config"]) == set()
+    assert config_of(app["config"]) == config
+    assert (app["config"]["out"], app["config"]["resume"], app["config"]["round-timeout"]) == (
+        "/a b/ü",
+        True,
+        7.5,
+    )
+
+
+BAD = {
+    "nodes": (["--nodes", "0"], "--nodes"),
+    "quorum": (["--quorum", "1.5"], "--quorum"),
+    "port": (["--port", "70000"], "--port"),
+    "simulated": (["--drop-rate", "0.1"], "--drop-rate"),
+    "compressor": (["--compressor", "topq(0.9)"], "--compressor"),
+    "exclusive": (["--deadline", "3", "--local-steps", "2"], "--local-steps and --deadline exclude"),
+    "list": (["--local-steps", "1,2,3"], "--local-steps lists 3 values for 4 clients"),
+    "clock": (["--deadline", "3", "--schedule", "corollary1", "--smoothness", "1"], "needs the same K"),
+    "characters": (["--out", "a\x7fb"], "--out holds characters that cannot be printed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options(
+    name: str,
+    cfedavg: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, words = BAD[name]
+    outcome = cfedavg("federate", "up", "--model", "linear", "--out", "run", *options)
+    assert (outcome.code, "Traceback" in outcome.err) == (2, False)
+    assert words in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_flower(
+    cfedavg: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cfedavg.flower.machine.shutil.which", lambda *_, **__: None)
+    outcome = cfedavg("federate", "up", "--model", "linear", "--out", tmp_path / "run")
+    assert outcome.code == 2
+    assert 'pip install "cfedavg[flower]"' in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(Config(clients=4, model="linear").to_toml())
+    up = "federate", "up", "--out", tmp_path
+    assert "holds a run already; add --resume" in cfedavg(*up).err
+    assert "holds a simulation" in cfedavg(*up, "--resume").err
+    (tmp_path / "federation").mkdir()
+    assert "--resume: --nodes is 3, but the run" in cfedavg(*up, "--resume", "--nodes", 3).err
+    assert "--resume: --eta is 2.0, but the run" in cfedavg(*up, "--resume", "--eta", 2).err
+    assert "--resume needs --out" in cfedavg("federate", "up", "--resume").err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "--resume` goes on from here"),
+        (RunFailed("it broke (see log)"), 1, "it broke"),
+    ],
+)
+def test_how_the_command_ends(
+    raised: BaseException,
+    code: int,
+    words: str,
+    cfedavg: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def up(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("cfedavg.flower.up.up", up)
+    (tmp_path / "config.toml").touch()
+    outcome = cfedavg("federate", "up", "--out", tmp_path)
+    assert outcome.code == code
+    assert words in outcome.out + outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run that goes on had before is not shown again; a node that ends is reported once."""
+    row: dict[str, Any] = dict.fromkeys(("snr_min", "delta_norm2", "error_norm2"))
+    lines = [as_line({"round": t, "uplink_bytes": 1000, "lost": 0, **row}) for t in range(4)]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(lines[0])
+
+    class Growing(Run):
+        def __init__(self) -> None:
+            self.looks = 0
+
+        @property
+        def followed(self) -> bool:
+            self.looks += 1
+            metrics.write_text("".join(lines[: 1 + self.looks]))
+            return self.looks < 3
+
+    class Gone(Node):
+        def __init__(self) -> None:
+            self.name, self.number, self.log, self.process = "node7", 7, tmp_path / "log", None
+
+    monkeypatch.setattr("cfedavg.flower.up.POLL", 0.0)
+    monkeypatch.setattr("cfedavg.display.PLAIN_EVERY", 0.0)
+    with Console(width=200).capture() as captured, Display(captured._console, 4, "training") as display:
+        fake = type("Fake", (), {"nodes": [Gone()]})()
+        _follow(Growing(), fake, metrics, display)
+    text = captured.get()
+    assert "resuming after round 1 of 4" in text
+    assert [line.split("  ")[:2] for line in text.splitlines() if line.startswith("round")] == [
+        [f"round {t}/4", f"sent {t} kB"] for t in (2, 3, 4)
+    ]
+    assert text.count("node7 has ended") == 1
+
+
+# A real one
+
+STAND_IN = """
+from pathlib import Path
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+client = ClientApp()
+server = ServerApp()
+
+@client.train()
+def train(message, context):
+    (Path(context.node_config["state-dir"]) / "was-here").touch()
+    said = ConfigRecord({"part": context.node_config["partition-id"]})
+    return Message(RecordDict({"said": said}), reply_to=message)
+
+@server.main()
+def main(grid, context):
+    ask = [Message(RecordDict({}), dst_node_id=node, message_type="train") for node in grid.get_node_ids()]
+    replies = [reply for reply in grid.send_and_receive(ask, timeout=120) if reply.has_content()]
+    parts = sorted(reply.content["said"]["part"] for reply in replies)
+    Path(context.run_config["out"]).write_text(str(parts))
+"""
+
+
+@flower
+def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes answer; one is stopped and started again, is the same one, and answers again."""
+    components = {"serverapp": "stand_in:server", "clientapp": "stand_in:client"}
+    monkeypatch.setattr("cfedavg.flower.up.COMPONENTS", components)
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "pyproject.toml").write_text(app_toml(Config(), out=""))
+    said: list[str] = []
+    made = Machine(tmp_path / "a federation", 2, more={"PYTHONPATH": str(tmp_path)}, say=said.append)
+    with made as machine:
+        machine.start()
+        assert said[-1] == "nodes online: 1 of 2"
+        for name in ("first", "second"):
+            run = machine.run(tmp_path / "app", {"out": str(tmp_path / name)})
+            assert run.wait(240).text == "finished:completed", run.log.read_text()
+            assert (tmp_path / name).read_text() == "[0, 1]"
+            before = machine.nodes[1].id
+            machine.nodes[1].stop()
+            machine.nodes[1].start()
+            assert machine.nodes[1].id == before
+        assert all((node.state / "was-here").exists() for node in machine.nodes)
+        assert len(machine.processes.left()) >= 3
+    assert not machine.processes.left()
+    assert not any(service.running for service in (machine.link, *machine.nodes))

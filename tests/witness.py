@@ -1,0 +1,63 @@
+"""The packaged client app between two witnesses: what it computed and what it sent are kept, for the law.
+
+It runs in the processes of a real federation. What was computed counts once the state with it is stored,
+which is when the mod has returned.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+
+from cfedavg.flower.app import client
+from cfedavg.flower.mod import compressed
+from cfedavg.flower.records import answer_of, order_of
+
+
+def _folder(context: Context) -> Path:
+    folder = Path(str(context.node_config["state-dir"])).parent / "witness"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def outside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Keeps what is sent, by round."""
+    order = order_of(message)
+    reply = call_next(message, context)
+    if order is not None and not reply.has_error():
+        folder = _folder(context)
+        (folder / f"{order.t}.message").write_bytes(answer_of(reply.content).message)
+        if (computed := folder / "computed.npy").exists():
+            computed.rename(folder / f"{order.t}.npy")
+    return reply
+
+
+def inside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Keeps what was computed."""
+    before = _vector(message)
+    _dawdle(_folder(context) / "slow")
+    reply = call_next(message, context)
+    if not reply.has_error():
+        np.save(_folder(context) / "computed.npy", _vector(reply) - before)
+    return reply
+
+
+def _dawdle(while_there_is: Path, most: float = 120.0) -> None:
+    """A node may be told to be slow."""
+    end = time.monotonic() + most
+    while while_there_is.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def _vector(message: Message) -> np.ndarray:
+    (record,) = message.content.array_records.values()
+    return np.concatenate([array.numpy().reshape(-1) for array in record.values()])
+
+
+app = ClientApp(mods=[outside, compressed, inside])
+app.train()(client.train)
