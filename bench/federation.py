@@ -42,9 +42,9 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._server.accept()
+        while True:
+            client, _ = self._server.accept()
+            with suppress(OSError):  # the SuperLink may be gone for a while
                 server = socket.create_connection(self.target)
                 for name, source, sink in (("up", client, server), ("down", server, client)):
                     threading.Thread(target=self._pass, args=(name, source, sink), daemon=True).start()
@@ -52,16 +52,12 @@ class Relay:
     def _pass(self, name: str, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65_536):
-                setattr(
-                    self, name, getattr(self, name) + len(data)
-                )  # one thread for each direction at a time
+                with self._lock:  # a node has several connections
+                    setattr(self, name, getattr(self, name) + len(data))
                 sink.sendall(data)
         for each in (source, sink):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._server.close()
 
 
 class Counted:

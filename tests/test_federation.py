@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from cfedavg.compress import decompress
 from cfedavg.data.tasks import build_task
 from cfedavg.federation.store import ClientStore
 from cfedavg.flower import up
+from cfedavg.flower.app.settings import config_of
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.parcel import unpack
 from cfedavg.layout import Layout
@@ -189,3 +193,25 @@ def test_a_federation_survives(federation: Callable[..., Federation]) -> None:
         it.check_law(node)
     quiet = run(config).final["test_accuracy"]
     assert rows[-1]["test_accuracy"] > quiet - 0.03
+
+
+def test_the_example_is_the_packaged_app() -> None:
+    """Whoever types `flwr run examples/mnist` gets what `federate up` runs."""
+    project = tomllib.loads((ROOT / "examples/mnist/pyproject.toml").read_text())
+    app = project["tool"]["flwr"]["app"]
+    made = tomllib.loads(up.app_toml(Config(clients=4)))["tool"]["flwr"]["app"]
+    assert app["components"] == made["components"]
+    assert config_of(app["config"]) == Config(clients=4)
+
+
+@pytest.mark.parametrize("name", ["client_app.py", "server_app.py"])
+def test_the_quickstart_changes_by_two_lines(name: str, tmp_path: Path) -> None:
+    """An import and the line that uses it, in each of the two files."""
+    shutil.copytree(ROOT / "examples/quickstart", tmp_path, dirs_exist_ok=True)
+    before = (tmp_path / "quickstart" / name).read_text().splitlines()
+    subprocess.run(["patch", "-p1", "-i", "compress.diff"], cwd=tmp_path, check=True, capture_output=True)
+    after = (tmp_path / "quickstart" / name).read_text().splitlines()
+    new = [line for line in after if line not in before]
+    assert len(new) == 2
+    assert new[0].startswith("from cfedavg.flower import ")
+    assert len(after) == len(before) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ def test_no_place_to_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     it.nodes[1].disk = tmp_path / "file" / "below"
     it.start(1)
-    assert it.outcomes == [{"no disk": 1, "replied": 2}]
+    assert it.outcomes == [{"replied": 2, "state": 1}]
     assert re.fullmatch(r"the client's state: cannot write to the folder .* \(.*\)", it.of_nodes[1]["why"])
 
 
@@ -63,7 +64,7 @@ def test_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     it.start(2, Summing())
     before, full[0] = disks.client(it.nodes[1]), True
     it.start(3, Summing(), resume=True)
-    assert it.outcomes[2] == {"no disk": 1, "replied": 2}
+    assert it.outcomes[2] == {"replied": 2, "state": 1}
     assert re.fullmatch(r"cannot write .* \(No space left on device\)", it.of_nodes[-2]["why"])
     after, full[0] = disks.client(it.nodes[1]), False
     assert before is not None and after is not None and torch.equal(before.e, after.e)  # noqa: PT018
@@ -78,7 +79,7 @@ def test_a_damaged_state(tmp_path: Path) -> None:
     path = Disks(it).store(it.nodes[1]).folder / FILE
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     it.start(2, resume=True)
-    assert it.outcomes[1] == {"no disk": 1, "replied": 2}
+    assert it.outcomes[1] == {"replied": 2, "state": 1}
     assert re.search("is damaged .*; move it away to go on as a new client", it.of_nodes[-2]["why"])
     path.unlink()
     it.start(3, resume=True)
@@ -95,7 +96,7 @@ def test_two_processes_for_one_client(tmp_path: Path) -> None:
 
     it.grid.on_request = busy
     it.start(1)
-    assert it.outcomes == [{"no disk": 1, "replied": 2}]
+    assert it.outcomes == [{"replied": 2, "state": 1}]
     assert "another process answers for this client" in it.of_nodes[1]["why"]
     assert (1, 1) not in app.calls
 
@@ -203,10 +204,12 @@ def test_the_folder_is_a_run(tmp_path: Path) -> None:
     """What reads and draws runs reads and draws this."""
     it = Federation(tmp_path, Adding(metrics={"local-steps": 4, "train_loss": 0.5, "num-examples": 10}).app)
     it.grid.on_reply = lambda node, request, reply: reply if request.metadata.group_id != "2" else None
-    it.start(4, evaluate_fn=lambda t, arrays: MetricRecord({"accuracy": 0.1 * t, "loss": 1.0}))
+    losses = [3.0, 2.0, math.nan, 1.5, 1.0]
+    it.start(4, evaluate_fn=lambda t, arrays: MetricRecord({"accuracy": 0.1 * t, "loss": losses[t]}))
     config = read_config(it.out / "config.toml")
     assert (config.rounds, config.compressor) == (4, "topk(0.7)")
     assert [row.get("test_accuracy") for row in it.rows] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert ["test_loss" in row for row in it.rows] == [True, False, True, True]
     write_run_pictures(it.out)
     report = write_report([it.out], tmp_path / "report")
     assert (it.out / "report.html").stat().st_size > 10_000

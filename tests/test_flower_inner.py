@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     FedAdam,
@@ -23,8 +26,10 @@ from cfedavg.flower import CFedAvg
 from tests.grid import (
     MODEL,
     Adding,
+    Disks,
     Federation,
     LocalGrid,
+    Summing,
     arrays_of,
     record,
     reply_with,
@@ -59,8 +64,8 @@ INNER: dict[str, Any] = {
     "FedTrimmedAvg": lambda: FedTrimmedAvg(beta=0.3),
     "FedMedian": FedMedian,
     "FedProx": lambda: FedProx(proximal_mu=0.1),
-    "clipping": lambda: DifferentialPrivacyServerSideAdaptiveClipping(
-        FedAvg(), 0.0, 4, clipped_count_stddev=0.0
+    "FedAdam, clipped": lambda: DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAdam(eta=0.5), 0.0, 4, clipped_count_stddev=0.0
     ),
 }
 
@@ -105,16 +110,17 @@ def test_clients_evaluate_the_model_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", [None, FedAvg])
-def test_whole_numbers_stay_whole(inner: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("counts", "mean"), [((7, 7, 7), 7), ((7, 8, 8), 8)])
+def test_whole_numbers_stay_whole(inner: Any, counts: tuple[int, ...], mean: int, tmp_path: Path) -> None:
     """The mean of three times 7 is 7, though in floating point three thirds of it are less."""
     counting = Adding()
-    for i in range(3):
-        counting.spoil[i] = lambda arrays, metrics, message: reply_with(
-            {**arrays, "n": np.array(7)}, metrics, message
+    for i, n in enumerate(counts):
+        counting.spoil[i] = lambda arrays, metrics, message, n=n: reply_with(
+            {**arrays, "n": np.array(n)}, metrics, message
         )
     model = {"w": MODEL["w"], "n": np.array(0)}
     result = Federation(tmp_path, counting.app, 3, model).start(1, inner and inner())
-    assert result.arrays["n"].numpy() == 7
+    assert result.arrays["n"].numpy() == mean
     assert result.arrays["n"].numpy().dtype == np.int64
 
 
@@ -160,6 +166,24 @@ def test_a_strategy_must_give_the_same_model(made: Any, tmp_path: Path) -> None:
         Federation(tmp_path, Adding().app).start(1, Misshapen(made))
 
 
+class Repeating(Summing):
+    """Asks everyone twice."""
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        made = [super(Repeating, self).configure_train(server_round, arrays, config, grid) for _ in range(2)]
+        return [message for messages in made for message in messages]
+
+
+def test_asked_twice(tmp_path: Path) -> None:
+    """A client trains once, and counts once."""
+    it = Federation(tmp_path, (app := Adding()).app)
+    disks = Disks(it)
+    it.start(2, Repeating())
+    assert len(app.calls) == 6
+    assert torch.equal(disks.update(*app.calls), disks.x() + sum(map(disks.mass, it.nodes)))
+    assert it.outcomes == [{"replied": 3}] * 2
+
+
 class Without(FedAvg):
     """Sends something else than the model."""
 
@@ -168,7 +192,7 @@ class Without(FedAvg):
 
 
 def test_a_strategy_must_send_the_model(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the inner strategy must send the model"):
+    with pytest.raises(InputError, match="the inner strategy must send each client the model"):
         Federation(tmp_path, Adding().app).start(1, Without())
 
 
@@ -176,3 +200,91 @@ def test_not_within_others() -> None:
     outer = DifferentialPrivacyServerSideAdaptiveClipping(CFedAvg(), 0.0, 4, clipped_count_stddev=0.0)
     with pytest.raises(InputError, match="put others into it"):
         outer.configure_train(1, record(MODEL), ConfigRecord(), LocalGrid([]))
+
+
+ODD: dict[str, Any] = {
+    "one more": {"num-examples": 10, "partition": 1, "more": 1.0},
+    "one less": {"partition": 1},
+    "a list": {"num-examples": 10, "partition": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_metrics_that_are_not_those_of_the_others(name: str, tmp_path: Path) -> None:
+    """Flower's strategies would end the run; the reply is left out, and its update comes later."""
+    app = Adding()
+    app.spoil[1] = lambda arrays, metrics, message: reply_with(arrays, ODD[name], message)
+    it = Federation(tmp_path, app.app)
+    it.start(2, FedAvg(fraction_evaluate=0.0))
+    assert it.outcomes == [{"metrics": 1, "replied": 2}] * 2
+    odd = {(row["node"], row["why"]) for row in it.of_nodes if row["outcome"] == "metrics"}
+    assert odd == {("node1", "they are not those of the others")}
+
+
+def test_a_strategy_that_fails(tmp_path: Path) -> None:
+    """Nobody has an example, so FedAvg divides by zero: the round is void, and nothing is lost."""
+    app = Adding(metrics={"num-examples": 0})
+    it = Federation(tmp_path, app.app)
+    found = it.start(2, FedAvg(fraction_evaluate=0.0))
+    assert same(found.arrays, it.model)
+    assert not any(row["applied"] for row in it.of_nodes)
+    disks = Disks(it)
+    assert torch.equal(disks.update(*app.calls), torch.stack([disks.mass(n) for n in it.nodes]).sum(0))
+
+
+def test_nobody_has_an_example(tmp_path: Path) -> None:
+    app = Adding(metrics={"num-examples": 0})
+    it = Federation(tmp_path, app.app)
+    assert same(it.start(2, weighting="samples").arrays, it.model)
+    disks = Disks(it)
+    assert torch.equal(disks.update(*app.calls), torch.stack([disks.mass(n) for n in it.nodes]).sum(0))
+
+
+def test_weights_that_one_client_does_not_give(tmp_path: Path) -> None:
+    app = Adding()
+    app.spoil[1] = lambda arrays, metrics, message: reply_with(arrays, {"partition": 1}, message)
+    it = Federation(tmp_path, app.app)
+    it.start(1, weighting="samples")
+    assert it.outcomes == [{"metrics": 1, "replied": 2}]
+
+
+class Shifting(Summing):
+    """Sends the clients another model than it was given, and remembers a list."""
+
+    def __init__(self, by: float) -> None:
+        self.by, self.seen = by, list[int]()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.seen.append(server_round)
+        found = {name: array + np.float32(self.by) for name, array in arrays_of(arrays).items()}
+        return super().configure_train(server_round, record(found), config, grid)
+
+
+def test_a_strategy_that_sends_another_model(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    with pytest.raises(InputError, match="must send each client the model that it was given"):
+        it.start(1, Shifting(7))
+
+
+def test_lists_are_remembered(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(2, Shifting(0))
+    it.start(3, again := Shifting(0), resume=True)
+    assert again.seen == [1, 2, 3]
+
+
+def test_resumed_with_another_strategy(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(1, DifferentialPrivacyServerSideAdaptiveClipping(FedAdam(), 0.0, 3, clipped_count_stddev=0.0))
+    with pytest.raises(InputError, match="was begun with another strategy, which has 'strategy"):
+        it.start(2, FedAvg(), resume=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("update", "mean"), ("error_feedback", False), ("seed", 1)])
+def test_what_must_stay(name: str, value: Any, tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(1)
+    with pytest.raises(InputError, match=f"{name} is {value!r}, but the federation in .* has"):
+        it.start(2, resume=True, **{name: value})

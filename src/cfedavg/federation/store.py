@@ -71,7 +71,7 @@ class ClientStore:
         """Makes the state durable."""
         tensors = {"e": client.e}
         if client.sent is not None:
-            tensors["sent"] = _bytes(client.sent.message)
+            tensors["sent"] = as_tensor(client.sent.message)
         about = self.about | {
             "kind": "client",
             "schema": self.layout.schema_hash,
@@ -184,5 +184,6 @@ def _short(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _bytes(message: bytes) -> Tensor:
+def as_tensor(message: bytes) -> Tensor:
+    """Bytes, as they lie in a file of tensors."""
     return torch.from_numpy(np.frombuffer(message, np.uint8).copy())

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cfedavg.config import Config
 from cfedavg.errors import CannotResume, InputError
 from cfedavg.federation.protocol import Server, restored
-from cfedavg.federation.store import FILE, Served, ServerStore, new_generation
+from cfedavg.federation.store import FILE, Served, ServerStore, as_tensor, new_generation
 from cfedavg.files import make_folder, sync, write_atomic
 from cfedavg.flower.form import Form
 from cfedavg.folder import CONFIG, FEDERATION, METRICS, as_line, read_rows
@@ -32,6 +31,7 @@ from cfedavg.tensors import save_tensors
 
 NODES, STATE = "nodes.jsonl", "state"
 WHOLE = "whole"
+OWN = "(a Flower app)"  # stands in config.toml for a model and data that are the app's
 HANDOVER = 20.0  # seconds: after its SuperLink has died, a ServerApp lives on for up to nine
 
 
@@ -41,7 +41,6 @@ class Books:
     def __init__(self, out: Path, config: Config, form: Form) -> None:
         self.out, self.config, self.form = out, config, form
         self.rows: list[Record] = []
-        self.nodes: list[Record] = []
 
     @contextmanager
     def kept(self) -> Iterator[Books]:
@@ -83,9 +82,11 @@ class Books:
                 f"num_rounds is {self.config.rounds}, but the federation in {self.out} has done "
                 f"{served.server.t}"
             )
+        if served:
+            self._check_options(served.facts["options"])
         if served is None:
-            facts = {"form": form, "numbers": {}, "residuals": {}, "heard": {}}
-            served = Served(Server(torch.from_numpy(x)), extra={WHOLE: _bytes(whole)}, facts=facts)
+            facts = {"form": form, "options": self._options, "numbers": {}, "residuals": {}, "heard": {}}
+            served = Served(Server(torch.from_numpy(x)), extra={WHOLE: as_tensor(whole)}, facts=facts)
         elif from_backup:
             server = restored(served.server, new_generation(served.server))
             served = replace(served, server=server)
@@ -93,6 +94,16 @@ class Books:
         self.store.save(served)
         write_atomic(self.out / CONFIG, self.config.to_toml().encode())
         return served
+
+    def _check_options(self, before: dict[str, Any]) -> None:
+        """Residuals are in the units of the update, and draws are keyed by the seed: both must stay."""
+        for name, now in self._options.items():
+            if before[name] != now:
+                raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {before[name]!r}")
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self.config, name) for name in ("update", "error_feedback", "seed")}
 
     def _read_rows(self, served: Served) -> None:
         """Brings both files in step with the state: what is after it goes, what it ended with is there."""
@@ -104,26 +115,33 @@ class Books:
                 f"{self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
             )
         before = [row for row in read_rows(self.out / NODES) if row.get("round", t) < t - len(ended)]
-        self.rows, self.nodes = rows, before + last.get("nodes", [])
-        for name, lines in ((METRICS, self.rows), (NODES, self.nodes)):
+        self.rows = rows
+        for name, lines in ((METRICS, rows), (NODES, before + last.get("nodes", []))):
             write_atomic(self.out / name, "".join(map(as_line, lines)).encode())
 
     def end_round(self, served: Served, row: Record, nodes: list[Record]) -> Served:
         """Makes the end of a round durable, and then writes its rows where everyone reads them."""
         served = replace(served, facts={**served.facts, "last": {"row": row, "nodes": nodes}})
-        for name in (METRICS, NODES):
-            sync(self.out / name)  # a power cut may take the lines of the last round, which the state holds
+        for name in (
+            METRICS,
+            NODES,
+        ):  # a power cut may take the lines of the last round, which the state holds
+            with self._writing(name) as path:
+                sync(path)
         self.store.save(served)
         self.rows.append(row)
-        self.nodes += nodes
         self._append(METRICS, [row])
         self._append(NODES, nodes)
         return served
 
     def _append(self, name: str, rows: list[Record]) -> None:
+        with self._writing(name) as path, path.open("a", encoding="utf-8") as file:
+            file.write("".join(map(as_line, rows)))
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
         try:
-            with (self.out / name).open("a", encoding="utf-8") as file:
-                file.write("".join(map(as_line, rows)))
+            yield self.out / name
         except OSError as error:
             raise InputError(f"out: cannot write {self.out / name} ({error.strerror})") from None
 
@@ -134,12 +152,11 @@ class Books:
         arrays = self.form.join(served.server.x.numpy(), whole_of(served))
         tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         save_tensors(tensors, self.out / "model.safetensors")
+        if self.config.dataset == OWN:  # of an app of the user's, only now is it known how many there were
+            config = self.config.replace(clients=max(1, len(served.facts["numbers"])))
+            write_atomic(self.out / CONFIG, config.to_toml().encode())
         if self.rows:
             write_run_pictures(self.out)
-
-
-def _bytes(whole: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(whole, np.uint8).copy())
 
 
 def whole_of(served: Served) -> bytes:
@@ -149,7 +166,7 @@ def whole_of(served: Served) -> bytes:
 
 def with_model(served: Served, server: Server, whole: bytes) -> Served:
     """The state with another model."""
-    return replace(served, server=server, extra={**served.extra, WHOLE: _bytes(whole)})
+    return replace(served, server=server, extra={**served.extra, WHOLE: as_tensor(whole)})
 
 
 def with_facts(served: Served, **facts: Any) -> Served:

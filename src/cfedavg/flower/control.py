@@ -77,7 +77,8 @@ class Control:
 
     def run(self, app: Path, config: Mapping[str, object]) -> Run:
         """Starts the app in a folder; `config` overrides what its pyproject.toml says."""
-        log = self._logs / f"run{len(list(self._logs.glob('run*.log')))}.log"
+        number = max((int(path.stem[3:]) for path in self._logs.glob("run*.log")), default=-1) + 1
+        log = self._logs / f"run{number}.log"
         command: list[str | Path] = ["flwr", "run", app, "here", "--stream"]
         if config:
             overrides = log.with_suffix(".toml")
@@ -108,8 +109,9 @@ class Run:
         answer = self._control.ask("ls", "here", "--run-id", str(self.id))
         if not answer["success"]:
             return Status("unknown", last_line(answer["error-message"]))
-        (run,) = answer["runs"]
-        return Status(run["status"], run["status-details"])
+        return next(
+            (Status(run["status"], run["status-details"]) for run in answer["runs"]), Status("unknown", "")
+        )
 
     def wait(self, limit: float) -> Status:
         """How it ended; or how it is when the seconds are over, or the SuperLink is gone."""
@@ -120,10 +122,6 @@ class Run:
         while (status := self.status()).text in ONGOING and time.monotonic() < end:
             time.sleep(POLL)
         return status
-
-    def stop(self) -> None:
-        """Asks the SuperLink to end it."""
-        self._control.ask("stop", str(self.id), "here")
 
     def check(self) -> None:
         """Raises what ended it, if that was not its last round: a sentence of ours as the error it was."""

@@ -127,8 +127,15 @@ class Form:
                 byte += arrays[name].nbytes
         return arrays
 
+    def is_finite(self, whole: bytes) -> bool:
+        """Whether what travels whole holds no NaN or Inf."""
+        arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
+        return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
+
     def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
         """The weighted mean of what travels whole; whole numbers are rounded to whole numbers."""
+        if len(set(parts)) == 1:  # large whole numbers would be rounded
+            return parts[0]
         x = np.zeros(self.layout.d, np.float32)
         each = [self.join(x, part) for part in parts]
         made = b""

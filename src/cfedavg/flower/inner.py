@@ -1,11 +1,14 @@
 """What a wrapped strategy remembers between rounds: FedAdam's moments, an adaptive clipping norm, and so on.
 
-Flower has no way to ask for it, so it is taken from the strategy's attributes: those that are numbers or
-arrays, in lists or dicts, and have changed since the strategy was made.
+Flower has no way to ask for it, so it is taken from the strategy's attributes: arrays, by themselves or in
+lists or dicts, and whatever JSON can say that has changed since the strategy was made. Anything else, such as
+a generator of random numbers, is not kept.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,17 +16,22 @@ import torch
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
+from cfedavg.errors import InputError
+
 Memory = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
-    """Whatever could be remembered, by path; strategies within strategies are looked into."""
+    """Arrays as they are and all else as JSON, by path; strategies within strategies are looked into."""
     found: dict[str, Any] = {}
     for name, value in vars(strategy).items():
         if isinstance(value, Strategy):
             found |= attributes(value, f"{prefix}{name}.")
-        elif isinstance(value, bool | int | float | np.generic | np.ndarray) or _arrays(value):
+        elif isinstance(value, np.ndarray) or _arrays(value):
             found[prefix + name] = value
+        else:
+            with suppress(TypeError, ValueError):
+                found[prefix + name] = json.dumps(value.item() if isinstance(value, np.generic) else value)
     return found
 
 
@@ -33,13 +41,13 @@ def _arrays(value: Any) -> bool:
 
 
 def remembered(strategy: Strategy, at_first: dict[str, Any]) -> Memory:
-    """What has changed: arrays as tensors by path and key, numbers as facts."""
+    """What has changed: arrays as tensors by path and key, all else as JSON."""
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     for path, value in attributes(strategy).items():
-        if isinstance(value, bool | int | float | np.generic):
+        if isinstance(value, str):
             if at_first.get(path) != value:
-                facts[path] = value.item() if isinstance(value, np.generic) else value
+                facts[path] = value
         else:
             keyed = value if isinstance(value, dict) else dict(enumerate([value] if _one(value) else value))
             kind = "dict" if isinstance(value, dict) else "array" if _one(value) else "list"
@@ -58,8 +66,12 @@ def remind(strategy: Strategy, tensors: dict[str, Tensor], facts: dict[str, Any]
         *through, name = path.split(".")
         owner: Any = strategy
         for each in through:
-            owner = getattr(owner, each)
-        if isinstance(value, list):
+            owner = getattr(owner, each, None)
+        if owner is None:
+            raise InputError(f"inner: the federation was begun with another strategy, which has {path!r}")
+        if isinstance(value, str):
+            value = json.loads(value)
+        else:
             kind, *keys = value
             arrays = {key: tensors[f"{path}/{key}"].numpy() for key in keys}
             value = arrays if kind == "dict" else arrays[0] if kind == "array" else list(arrays.values())

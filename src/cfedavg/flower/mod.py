@@ -27,7 +27,7 @@ from cfedavg.flower.form import Form
 from cfedavg.flower.parcel import MOST_METRICS, Packing, number
 from cfedavg.flower.records import (
     BAD_METRICS,
-    NO_DISK,
+    BAD_STATE,
     NOT_FINITE,
     OTHER_MODEL,
     REFUSED,
@@ -69,14 +69,15 @@ def compressed(message: Message, context: Context, call_next: ClientAppCallable)
         with store.locked():
             return now.reply(train)
     except InputError as error:
-        return refused(NO_DISK, str(error), message)
+        return refused(BAD_STATE, str(error), message)
 
 
 def state_folder(context: Context) -> Path:
     """Where a node keeps its residuals."""
-    home = os.environ.get("FLWR_HOME") or Path.home() / ".flwr"
     named = context.node_config.get("state-dir") or os.environ.get("CFEDAVG_STATE")
-    return Path(str(named)) if named else Path(home) / "cfedavg"
+    if named:
+        return Path(str(named))
+    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "cfedavg"
 
 
 class _Round:
@@ -89,7 +90,10 @@ class _Round:
         self.wire = Wire(parse(order.compressor), form.layout, order.number, order.seed)
 
     def reply(self, train: Any) -> Message:
-        client, action = self._received(self.store.load())
+        kept = self.store.load()
+        client, action = self._received(kept)
+        if client.forgotten > kept.forgotten:
+            log(WARNING, "the server was restored from a backup, and has lost updates that this node sent")
         if isinstance(action, Outdated):
             log(WARNING, "this node's residual is from an old copy of its disk: it starts again without one")
             client, action = self._received(self.store.fresh())
@@ -110,12 +114,13 @@ class _Round:
             return refused(OTHER_MODEL, why, self.message)
         if why := self._complaint(facts):
             return refused(BAD_METRICS, why, self.message)
-        (record,) = trained.content.array_records.values()
+        ((name, record),) = trained.content.array_records.items()
         x_K, whole = self.form.split({name: array.numpy() for name, array in record.items()})
         g = torch.from_numpy(x_K - self.x)
         if self.order.update == "mean":
             g /= facts["K"]
-        packing = Packing(self.wire, self.order.feedback, {**facts, "g2": norm2(g)}, whole)
+        facts |= {"g2": norm2(g), "arrays": name}
+        packing = Packing(self.wire, self.order.feedback, self.order.max_norm, facts, whole)
         try:
             client, sent = answer(client, self.order.request, g, packing)
         except NotFinite:

@@ -64,14 +64,25 @@ class Packing:
 
     wire: Wire
     feedback: bool = True
+    max_norm: float = math.inf
     facts: dict[str, Any] = field(default_factory=dict)
     whole: bytes = b""
 
     def shrink(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
         """The whole message; it also says how large p and what is left of it are."""
-        payload, e = self.wire.shrink(p, request)
+        payload, e = self._bounded(p, request)
         facts = {**self.facts, "p2": norm2(p), "noise2": norm2(e)}
         return pack(Parcel(payload, facts, self.whole)), e if self.feedback else torch.zeros_like(e)
+
+    def _bounded(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
+        """Not more than may be sent: after a spike, the rest waits in the residual and goes bit by bit."""
+        payload, e = self.wire.shrink(p, request)
+        share = 1.0
+        while (sent := math.sqrt(norm2(p - e))) > self.max_norm:
+            share *= 0.99 * self.max_norm / sent
+            payload, left = self.wire.shrink(share * p, request)
+            e = left + (p - share * p)
+        return payload, e
 
     def restored(self, e: Tensor, message: bytes) -> Tensor:
         if not self.feedback:

@@ -22,12 +22,12 @@ from cfedavg.wire import WireError
 OURS = "cfedavg"  # the name of our record, in both directions
 
 # Why a client does not answer. Flower's own codes are below 10.
-REFUSED, NOT_FINITE, OTHER_MODEL, NO_DISK, BAD_METRICS = 1001, 1002, 1003, 1004, 1005
+REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS = 1001, 1002, 1003, 1004, 1005
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
     OTHER_MODEL: "another model",
-    NO_DISK: "no disk",
+    BAD_STATE: "state",
     BAD_METRICS: "metrics",
 }
 
@@ -49,6 +49,13 @@ class Order:
     feedback: bool
     update: str
     seed: int
+    max_norm: float  # of what is sent; infinite if there is no bound
+
+    @property
+    def size(self) -> int:
+        """In bytes: of texts their length, of numbers 8 each."""
+        texts = [each if isinstance(each, str | list) else [each] for each in asdict(self).values()]
+        return sum(len(each) if isinstance(each, str) else 8 * len(each) for each in texts)
 
     @property
     def request(self) -> Request:
@@ -130,6 +137,15 @@ def answer_of(content: RecordDict) -> Answer:
                 raise WireError("the checksum does not fit: the reply was damaged on its way")
             return answer
     raise ValueError("the reply is not compressed: the client app needs mods=[cfedavg.flower.compressed]")
+
+
+def size_of(reply: Message) -> int:
+    """The bytes of the answer in a reply, whatever it is worth."""
+    if reply.has_error():
+        return 0
+    record: Mapping[str, Any] = reply.content.config_records.get(OURS, {})
+    message = record.get("message")
+    return len(message) if isinstance(message, bytes) else 0
 
 
 def refused(code: int, why: str, request: Message) -> Message:

@@ -15,11 +15,12 @@ from cfedavg.metrics import Record, residual_norms, summarise
 
 
 class Outcome(NamedTuple):
-    """What came of a request: replied, late, lost, or the cause of a rejection; and after how long."""
+    """What came of a request: replied, late, lost, or the cause of a rejection; when, in how many bytes."""
 
     what: str
     why: str
     seconds: float | None
+    bytes: int
 
 
 def round_row(
@@ -35,6 +36,7 @@ def round_row(
     return {
         "round": t,
         **known,
+        "uplink_bytes": sum(outcome.bytes for outcome in outcomes.values()),
         "clients": len(outcomes),
         "lost": len(outcomes) - len(taken),
         **residual_norms(residuals, max(1, len(after.facts["numbers"]))),
@@ -70,7 +72,7 @@ def node_rows(
                 "why": outcome.why,
                 "applied": reply is not None,
                 "seconds": outcome.seconds,
-                "up_bytes": reply.bytes if reply else 0,
+                "up_bytes": outcome.bytes,
                 "K": reply.K if reply else None,
                 "residual_norm": None if residual2 is None else math.sqrt(residual2),
                 "age": None if heard is None else t - heard,

@@ -174,11 +174,18 @@ class Node(Service):
             )
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody uses at the moment, and that was not given out before: its process is on its way."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def toml(table: Mapping[str, object]) -> str:

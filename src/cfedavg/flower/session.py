@@ -18,16 +18,16 @@ from flwr.serverapp.strategy import Result
 
 from cfedavg.algorithm import average, server_update
 from cfedavg.compress import decompress
-from cfedavg.errors import InputError, rows_in_words
+from cfedavg.errors import InputError, first_line, rows_in_words
 from cfedavg.federation.protocol import ended, request_of
 from cfedavg.federation.store import Served
 from cfedavg.flower import inner as memory
 from cfedavg.flower.books import Books, whole_of, with_facts, with_model
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, exchange, online, sampled, wait_for
-from cfedavg.flower.records import CAUSES, REFUSED, Order, flat, ordered, packed
+from cfedavg.flower.records import CAUSES, REFUSED, Order, flat, ordered, packed, size_of
 from cfedavg.flower.rows import Outcome, columns_of, node_rows, round_row
-from cfedavg.flower.taking import Door, Rejected, Taken
+from cfedavg.flower.taking import Door, Rejected, Taken, agreeing
 from cfedavg.metrics import Record
 
 INNER = "inner/"  # before the names of what a wrapped strategy remembers
@@ -68,7 +68,7 @@ class Session:
     ) -> None:
         self.options, self.grid, self.form, self.books = options, grid, form, books
         self.served, self.timeout, self.result = served, timeout, Result()
-        self.door = Door(form, options.compressor, options.max_norm)
+        self.door = Door(form, options.compressor, options.max_norm, options.config.weighting == "samples")
         self.numbers: dict[str, int] = dict(served.facts["numbers"])
         if options.inner:
             self._at_first = memory.attributes(options.inner)
@@ -121,7 +121,7 @@ class Session:
 
     def _own(self, now: Round) -> list[Message]:
         options, t = self.options, now.server_round - 1
-        nodes = wait_for(self.grid, self.numbers, options.min_nodes, self.timeout)
+        nodes = wait_for(self.grid, self.numbers, options.min_nodes or 2, self.timeout)
         now.needed = max(1, round(options.config.participation * len(nodes)))
         count = min(len(nodes), math.ceil(now.needed * (1 + options.over_selection)))
         config = ConfigRecord({**self.train_config, "server-round": now.server_round})
@@ -144,8 +144,9 @@ class Session:
             if node is None:
                 continue
             now.nodes[node.id] = node
-            now.down_bytes += size
-            content = ordered(message.content, model, self._order(node, self._name_of_model(message)))
+            order = self._order(node, self._name_of_model(message, now.arrays))
+            now.down_bytes += size + order.size
+            content = ordered(message.content, model, order)
             now.requests[node.id] = Message(
                 content,
                 dst_node_id=node.id,
@@ -156,12 +157,14 @@ class Session:
             made.append(now.requests[node.id])
         return made
 
-    def _name_of_model(self, message: Message) -> str:
+    def _name_of_model(self, message: Message, model: ArrayRecord) -> str:
         """Under which the app expects it."""
         records = message.content.array_records
-        names = [name for name, record in records.items() if tuple(record) == self.form.names]
+        names = [name for name, record in records.items() if _same(record, model)]
         if len(names) != 1:
-            raise InputError("the inner strategy must send the model to each client, as one ArrayRecord")
+            raise InputError(
+                "the inner strategy must send each client the model that it was given, as one ArrayRecord"
+            )
         return names[0]
 
     def _order(self, node: Node, arrays: str) -> Order:
@@ -180,6 +183,7 @@ class Session:
             feedback=config.error_feedback,
             update=config.update,
             seed=config.seed,
+            max_norm=math.inf if self.options.max_norm is None else self.options.max_norm,
         )
 
     # Taking
@@ -189,25 +193,36 @@ class Session:
         asked = {node.identity for node in now.nodes.values()}
         for node_id, reply in exchange(self.grid, messages, self.timeout):
             node = now.nodes[node_id]
-            took = time.monotonic() - now.began
+            facts = time.monotonic() - now.began, size_of(reply)
             try:
                 taken = self.door.take(reply, node, self.served.server, asked, now.taken)
                 now.taken[node.identity] = taken
-                now.outcomes[node.identity] = Outcome("replied", "", took)
+                now.outcomes[node.identity] = Outcome("replied", "", *facts)
             except Rejected as rejected:
-                now.outcomes[node.identity] = Outcome(rejected.cause, str(rejected), took)
+                if node.identity not in now.taken:  # else it was asked twice, and has replied
+                    now.outcomes[node.identity] = Outcome(rejected.cause, str(rejected), *facts)
                 log(WARNING, "%s: %s (%s)", node.name, rejected.cause, rejected)
             if len(now.taken) >= now.needed:
                 break
         still = {node.identity for node in online(self.grid, self.numbers)}
         for node in now.nodes.values():
             cause = "late" if node.identity in still else "lost"
-            now.outcomes.setdefault(node.identity, Outcome(cause, "", None))
+            now.outcomes.setdefault(node.identity, Outcome(cause, "", None, 0))
+        if self.options.inner:
+            self._leave_out_odd_ones(now)
+
+    def _leave_out_odd_ones(self, now: Round) -> None:
+        """A single client's metrics must not keep the inner strategy from averaging."""
+        alike = agreeing(now.taken)
+        for who in [who for who in now.taken if who not in alike]:
+            del now.taken[who]
+            before = now.outcomes[who]
+            now.outcomes[who] = before._replace(what="metrics", why="they are not those of the others")
 
     def _check_age(self, now: Round) -> None:
         """Numbers of an older copy have been used since, and must not be again without a new generation."""
         ahead = [each for each in now.outcomes.values() if each.what == CAUSES[REFUSED]]
-        if ahead and not now.taken:
+        if 2 * len(ahead) > len(now.nodes):
             raise InputError(
                 f"the nodes have answered later rounds than the {now.server_round - 1} of {self.books.out}: "
                 "it is an older copy of the federation, to be resumed with from_backup"
@@ -244,21 +259,19 @@ class Session:
         """Lines 17 to 19."""
         taken, t = now.in_order, now.server_round - 1
         weights = [self._weight(each) for each in taken]
-        if not any(weights):  # nobody has an example
+        if not any(weights):  # nobody has an example: nothing of it is in the model
+            now.taken.clear()
             return self.served.server.x, whole_of(self.served)
         pairs = ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True))
         x = self.served.server.x
         x_next = server_update(x, average(x, pairs), self._eta(t, taken))
-        if not bool(torch.isfinite(x_next).all()):
+        whole = self.form.mean_whole([each.whole for each in taken], weights)
+        if not bool(torch.isfinite(x_next).all()) or not self.form.is_finite(whole):
             raise self._diverged(now)
-        return x_next, self.form.mean_whole([each.whole for each in taken], weights)
+        return x_next, whole
 
     def _weight(self, taken: Taken) -> float:
-        if self.options.config.weighting == "uniform":
-            return 1.0
-        if taken.samples is None:
-            raise InputError("weighting = 'samples' needs the metric 'num-examples' from every client")
-        return taken.samples
+        return 1.0 if self.options.config.weighting == "uniform" else taken.samples or 0.0
 
     def _eta(self, t: int, taken: list[Taken]) -> float:
         eta = self.options.eta
@@ -271,7 +284,11 @@ class Session:
         """The inner strategy gets what it would have got: a trained model and metrics from each client."""
         assert self.options.inner is not None
         replies = [self._plain(each, now) for each in now.in_order]
-        arrays, metrics = self.options.inner.aggregate_train(now.server_round, replies)
+        try:
+            arrays, metrics = self.options.inner.aggregate_train(now.server_round, replies)
+        except Exception as error:  # the clients would say the same again: only another round helps
+            log(WARNING, "the inner strategy failed: %s", first_line(error))
+            arrays, metrics = None, None
         if metrics is not None:
             self.result.train_metrics_clientapp[now.server_round] = metrics
         if arrays is None:
@@ -282,7 +299,7 @@ class Session:
         if wrong := self.form.difference(found, kinds=False):
             raise InputError(f"the inner strategy made another model: {wrong}")
         x, whole = self.form.split(found)
-        if not np.isfinite(x).all():
+        if not np.isfinite(x).all() or not self.form.is_finite(whole):
             raise self._diverged(now)
         return torch.from_numpy(x), whole
 
@@ -298,7 +315,8 @@ class Session:
         x = self.served.server.x + decompress(taken.payload)[0]
         arrays = self.form.join(x.numpy(), taken.whole)
         model = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
-        return Message(RecordDict({"arrays": model, **taken.metrics}), reply_to=now.requests[taken.node.id])
+        content = RecordDict({**taken.metrics, taken.arrays: model})
+        return Message(content, reply_to=now.requests[taken.node.id])
 
     # Evaluating
 
@@ -324,6 +342,13 @@ class Session:
         if found is not None:
             self.result.evaluate_metrics_clientapp[now.server_round] = found
         return columns_of(found, "client_") if found else {}
+
+
+def _same(record: ArrayRecord, model: ArrayRecord) -> bool:
+    """Whether a strategy sends the model that it was given."""
+    if record is model:
+        return True
+    return list(record) == list(model) and all(record[name].data == model[name].data for name in model)
 
 
 def _in_words(row: Record) -> str:

@@ -19,12 +19,11 @@ from flwr.serverapp.strategy import Result, Strategy
 from cfedavg.compress import parse
 from cfedavg.config import Config
 from cfedavg.errors import InputError
-from cfedavg.flower.books import Books
+from cfedavg.flower.books import OWN, Books
 from cfedavg.flower.form import STATISTICS, Form
 from cfedavg.flower.session import Session
 
 Rate = float | Callable[[int], float]
-OWN = "(a Flower app)"  # stands in config.toml for a model and data that are the app's
 
 # Of what Config does not look at: the kind, the least and the most that it may be, in words as well.
 _ABOVE_0 = math.ulp(0.0)
@@ -48,7 +47,8 @@ class CFedAvg(Strategy):
     needs no options. `whole`: patterns of the names of arrays that are not compressed.
 
     `participation`: the share of the nodes that a round needs; `over_selection`: how many more are asked
-    (0.2: a fifth), of whom the last are not waited for. `min_nodes`: with fewer online no round starts.
+    (0.2: a fifth), of whom the last are not waited for. `min_nodes`: with fewer online no round starts
+    (2; a strategy within has its own).
     `quorum`: the share of the needed replies without which a round changes nothing; its updates are not
     lost, but sent again. `max_norm`: a payload of a larger norm is rejected.
 
@@ -67,7 +67,7 @@ class CFedAvg(Strategy):
         weighting: str = "uniform",
         participation: float = 1.0,
         over_selection: float = 0.0,
-        min_nodes: int = 2,
+        min_nodes: int | None = None,
         quorum: float = 0.5,
         max_norm: float | None = None,
         whole: Sequence[str] = STATISTICS,
@@ -94,13 +94,18 @@ class CFedAvg(Strategy):
 
     def _check(self, placed: bool) -> None:
         """What Config does not look at."""
+        for name in ("resume", "from_backup"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is {getattr(self, name)!r}: it must be true or false")
         if self.resume and not placed:
             raise InputError("resume needs out, the folder of the federation to go on with")
         if self.from_backup and not self.resume:
             raise InputError("from_backup is for a federation that goes on: it needs resume as well")
         for name, (kind, low, high, words) in _BOUNDS.items():
             value: Any = getattr(self, name)
-            if (name in ("max_norm", "eta") and value is None) or (name == "eta" and callable(value)):
+            if (name in ("max_norm", "eta", "min_nodes") and value is None) or (
+                name == "eta" and callable(value)
+            ):
                 continue
             if not isinstance(value, kind) or not low <= value <= high:
                 raise InputError(f"{name} is {value!r}: it must be {words}")
@@ -115,9 +120,10 @@ class CFedAvg(Strategy):
         """Options that a strategy within would not heed."""
         if self.eta is not None or self.config.weighting != "uniform":
             raise InputError("eta and weighting are for CFedAvg alone: around a strategy, that one averages")
-        if self.config.participation != 1 or self.over_selection:
+        if self.config.participation != 1 or self.over_selection or self.min_nodes is not None:
             raise InputError(
-                "participation and over_selection are for CFedAvg alone: around a strategy, that one samples"
+                "participation, over_selection and min_nodes are for CFedAvg alone: "
+                "around a strategy, that one samples"
             )
         if self.config.update != "sum":
             raise InputError("update is 'mean': around a strategy, which gets whole models, it must be 'sum'")
@@ -138,6 +144,8 @@ class CFedAvg(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """All rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
+        if not isinstance(timeout, Real) or not timeout > 0:
+            raise InputError(f"timeout is {timeout!r}: it must be a number of seconds above 0")
         self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         _check_finite(arrays)

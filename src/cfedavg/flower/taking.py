@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Message, MetricRecord
 
@@ -24,8 +23,10 @@ from cfedavg.wire import WireError, decode, read_header
 
 # Flower's own errors: what is said of a node that it names.
 _LATE, _LOST = {3, 4}, {5}
-# What a client says of its round, and the least that it may be.
-_LEAST = {"loss": -math.inf, "K": 0.0, "g2": 0.0, "p2": 0.0, "noise2": 0.0}
+# What a client says of its round, and the least and the most that it may be.
+_MOST = 1e100  # above what float32 numbers can come to
+_NORM = 0.0, _MOST
+_BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53), "g2": _NORM, "p2": _NORM, "noise2": _NORM}
 SAMPLES = "num-examples"  # the metric by which a client reports how many it has
 
 
@@ -33,7 +34,8 @@ class Rejected(Exception):
     """A reply that is not taken: `cause` is counted, the text says more."""
 
     def __init__(self, cause: str, why: str = "") -> None:
-        super().__init__(why or cause)
+        # A node may say anything: one line of it will do.
+        super().__init__("".join(c if c.isprintable() else " " for c in (why or cause)[:300]))
         self.cause = cause
 
 
@@ -45,7 +47,8 @@ class Taken:
     mark: Mark
     payload: Payload
     whole: bytes
-    facts: Mapping[str, float | None]  # those of _LEAST
+    facts: Mapping[str, float | None]  # those of _BOUNDS
+    arrays: str  # under which the app replied with its model
     metrics: Mapping[str, MetricRecord]
     bytes: int
 
@@ -82,6 +85,7 @@ class Door:
     form: Form
     compressor: Compressor
     max_norm: float | None
+    samples: bool = False  # whether replies are weighted by them
 
     def take(
         self, reply: Message, node: Node, server: Server, asked: Collection[str], taken: Collection[str]
@@ -95,11 +99,14 @@ class Door:
             parcel = unpack(answer.message, 16 * self.form.layout.d + 65_536, self.form.whole_bytes)
             payload = self._payload(parcel.payload, node, answer)
             facts, metrics = facts_in(parcel.facts), metrics_in(parcel.facts)
+            if self.samples and samples_in(metrics) is None:
+                raise Rejected("metrics", f"weighting = 'samples' needs {SAMPLES!r}")
         except WireError as error:
             raise Rejected("malformed", str(error)) from None
         self._check(payload, parcel.whole)
         mark = mark_of(answer.stamp, answer.incarnation, answer.message)
-        return Taken(node, mark, payload, parcel.whole, facts, metrics, len(answer.message))
+        name = str(parcel.facts.get("arrays", "arrays"))[:100]
+        return Taken(node, mark, payload, parcel.whole, facts, name, metrics, len(answer.message))
 
     def _answer(self, reply: Message) -> Answer:
         if reply.has_error():
@@ -125,9 +132,7 @@ class Door:
     def _check(self, payload: Payload, whole: bytes) -> None:
         """That all numbers are finite, and not more than they may be."""
         values = values_of(payload).float()  # as they are added: a float64 may be too large for that
-        statistics = self.form.join(np.zeros(self.form.layout.d, np.float32), whole).values()
-        floats = [array for array in statistics if array.dtype.kind == "f"]
-        if not bool(torch.isfinite(values).all()) or not all(np.isfinite(array).all() for array in floats):
+        if not bool(torch.isfinite(values).all()) or not self.form.is_finite(whole):
             raise Rejected("not finite", "it holds NaN or Inf")
         if self.max_norm is not None and norm2(values) > self.max_norm**2:
             raise Rejected(
@@ -137,9 +142,10 @@ class Door:
 
 def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
     """The numbers that a client reports, None for those that it does not; WireError if one cannot be."""
-    found = {name: number(said.get(name)) for name in _LEAST}
+    found = {name: number(said.get(name)) for name in _BOUNDS}
     for name, value in found.items():
-        if said.get(name) is not None and (value is None or value < _LEAST[name]):
+        low, high = _BOUNDS[name]
+        if said.get(name) is not None and (value is None or not low <= value <= high):
             raise WireError(f"{name!r} is {said[name]!r:.40}, which it cannot be")
     return found
 
@@ -150,8 +156,10 @@ def metrics_in(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
         records = {name: MetricRecord(values) for name, values in said["metrics"].items()}
     except (KeyError, TypeError, AttributeError):
         raise WireError("its metrics are not records of numbers") from None
-    if (samples_in(records) or 0) < 0:
-        raise WireError(f"{SAMPLES!r} is {samples_in(records):g}, which it cannot be")
+    for record in records.values():
+        found = number(record.get(SAMPLES, 0))
+        if found is None or not 0 <= found <= 2**53:
+            raise WireError(f"{SAMPLES!r} is {record[SAMPLES]!r:.40}, which it cannot be")
     return records
 
 
@@ -159,3 +167,20 @@ def samples_in(records: Mapping[str, MetricRecord]) -> float | None:
     """How many examples a client has, by the first record that says so."""
     found = (number(record.get(SAMPLES)) for record in records.values())
     return next((n for n in found if n is not None), None)
+
+
+def agreeing(taken: Mapping[str, Taken]) -> set[str]:
+    """Those whose metrics are alike, which are most of them: a strategy cannot average what differs."""
+    kinds: dict[Any, list[str]] = {}
+    for who, each in sorted(taken.items(), key=lambda item: item[1].node.number):
+        kinds.setdefault(_kind(each), []).append(who)
+    most = max(map(len, kinds.values()), default=0)
+    return set(next((group for group in kinds.values() if len(group) == most), ()))
+
+
+def _kind(taken: Taken) -> Any:
+    """Names of the records, and of what is in them, with the lengths of lists."""
+    return taken.arrays, tuple(
+        (name, tuple((key, len(v) if isinstance(v, list) else None) for key, v in sorted(record.items())))
+        for name, record in sorted(taken.metrics.items())
+    )

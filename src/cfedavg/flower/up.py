@@ -13,7 +13,7 @@ from cfedavg.display import Display
 from cfedavg.errors import InputError
 from cfedavg.files import exists, make_folder, write_atomic
 from cfedavg.flower.app.settings import run_config_of
-from cfedavg.flower.control import Run, RunFailed
+from cfedavg.flower.control import ONGOING, Run, RunFailed
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.services import toml
 from cfedavg.folder import CONFIG, METRICS, check_same, read_rows
@@ -101,6 +101,11 @@ def _paths(config: Config) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))}
 
 
+def _is_over(run: Run, machine: Machine) -> bool:
+    """The stream of its log may break, and the run go on."""
+    return not run.followed and (not machine.link.running or run.status().text not in ONGOING)
+
+
 def _follow(run: Run, machine: Machine, metrics: Path, display: Display) -> None:
     """Shows rows as the ServerApp writes them, until the run is over."""
     rows = read_rows(metrics)
@@ -109,7 +114,7 @@ def _follow(run: Run, machine: Machine, metrics: Path, display: Display) -> None
         display.say(f"resuming after round {len(rows)} of {display.rounds}")
     lost: set[int] = set()
     while True:
-        over, known = not run.followed, len(rows)
+        over, known = _is_over(run, machine), len(rows)
         rows = read_rows(metrics)
         for row in rows[known:]:
             display.row(row)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
+from cfedavg.config import Config
 from cfedavg.data.tasks import build_task
 from cfedavg.engines.common import reproducible
 from cfedavg.evaluate import evaluate
-from cfedavg.flower.app.settings import config_of
+from cfedavg.flower.app.settings import MORE, config_of
 from cfedavg.flower.strategy import CFedAvg
 from cfedavg.plan import Plan
 from cfedavg.task import Task
@@ -22,36 +24,38 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """All rounds of the run configuration."""
-    given = context.run_config
+    given: Mapping[str, Any] = context.run_config
     config = config_of(given)
     task = build_task(config)
-    # By the clock every client does its own number of steps, so line 11 is the one that holds.
-    update = "mean" if config.deadline is not None else Plan(config, task).rates.update
-    eta = config.eta if config.deadline is not None else Plan(config, task).rates.eta
-    strategy = CFedAvg(
-        compressor=config.compressor,
-        error_feedback=config.error_feedback,
-        update=update,
-        eta=eta,
-        weighting=config.weighting,
-        participation=config.participation,
-        over_selection=float(given.get("over-selection", 0.0)),
-        min_nodes=int(given.get("min-nodes", config.clients)),
-        quorum=float(given.get("quorum", 0.5)),
-        max_norm=float(given["max-norm"]) if "max-norm" in given else None,
-        seed=config.seed,
-        out=str(given["out"]) if given.get("out") else None,
-        resume=bool(given.get("resume", False)),
-        from_backup=bool(given.get("from-backup", False)),
-        config=config,
-    )
+    strategy = CFedAvg(**_options(config, Plan(config, task)), **_federated(given), config=config)
     strategy.start(
         grid,
         ArrayRecord(task.model.state_dict()),
         num_rounds=config.rounds,
-        timeout=float(given.get("round-timeout", 120.0)),
+        timeout=given.get("round-timeout", 120.0),
         evaluate_fn=tested(task, config.eval_every, config.rounds),
     )
+
+
+def _options(config: Config, plan: Plan) -> dict[str, Any]:
+    """What the strategy takes from the configuration of a run."""
+    by_clock = config.deadline is not None  # then every client does its own number of steps: line 11
+    return {
+        "compressor": config.compressor,
+        "error_feedback": config.error_feedback,
+        "update": "mean" if by_clock else plan.rates.update,
+        "eta": config.eta if by_clock else plan.rates.eta,
+        "weighting": config.weighting,
+        "participation": config.participation,
+        "seed": config.seed,
+    }
+
+
+def _federated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What only a federation has."""
+    names = {name: name.replace("-", "_") for name in MORE if name != "round-timeout"}
+    found = {own: given[name] for name, own in names.items() if name in given}
+    return {"min_nodes": int(given.get("clients", 2)), **found, "out": given.get("out") or None}
 
 
 def tested(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], MetricRecord | None]:

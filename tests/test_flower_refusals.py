@@ -1,0 +1,349 @@
+"""Replies that are not taken: each is counted by its cause, and the model is that of the other nodes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from cfedavg import InputError
+from cfedavg.compress import parse
+from cfedavg.federation.protocol import Server, Stamp
+from cfedavg.flower.form import Form
+from cfedavg.flower.nodes import Node, online
+from cfedavg.flower.parcel import Packing, pack, unpack
+from cfedavg.flower.records import OURS, REFUSED, Answer, answer_of, answered
+from cfedavg.flower.taking import Door, Rejected
+from cfedavg.wire import encode
+from tests import messages
+from tests.grid import (
+    MODEL,
+    Adding,
+    Disks,
+    Federation,
+    LocalNode,
+    Summing,
+    error,
+    record,
+    reply_with,
+    same,
+    without_waiting,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_waiting(monkeypatch)
+
+
+# What is not taken
+
+NORMED = {**MODEL, "n": np.array(3), "bn.running_var": np.ones(2, np.float32)}
+FORM_NORMED = Form.of(NORMED)
+
+
+def raising(problem: Exception) -> Any:
+    def app(arrays: Any, metrics: Any, message: Message) -> Message:
+        raise problem
+
+    return app
+
+
+def replying(change: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+    return lambda arrays, metrics, message: reply_with(*change(arrays, metrics), message)
+
+
+def twice(arrays: Any, metrics: Any, message: Message) -> Message:
+    return Message(RecordDict({"a": record(arrays), "b": record(arrays)}), reply_to=message)
+
+
+def without(name: str) -> Any:
+    return replying(lambda arrays, metrics: ({key: arrays[key] for key in arrays if key != name}, metrics))
+
+
+def put(name: str, value: Any) -> Any:
+    return replying(lambda arrays, metrics: ({**arrays, name: value(arrays.get(name))}, metrics))
+
+
+SPOILT: dict[str, tuple[Any, str, str]] = {
+    "NaN": (put("w", lambda w: w * math.nan), "not finite", "holds NaN or Inf"),
+    "Inf": (put("b", lambda b: b + math.inf), "not finite", "holds NaN or Inf"),
+    "too large for its own": (put("b", lambda b: b.astype(float) + 1e300), "not finite", "holds NaN or Inf"),
+    "NaN in what travels whole": (put("bn.running_var", lambda v: v * math.nan), "not finite", "NaN or Inf"),
+    "an array less": (without("b"), "another model", "'b' is missing"),
+    "an array more": (put("c", lambda _: np.ones(1)), "another model", "'c' is not in the model"),
+    "another shape": (put("w", lambda w: w.T), "another model", r"'w' is of shape \[3, 4\], not \[4, 3\]"),
+    "0-d": (put("n", lambda n: n.reshape(1)), "another model", r"'n' is of shape \[1\], not \[\]"),
+    "another dtype": (put("w", lambda w: w.astype(int)), "another model", "'w' is of int64, not float32"),
+    "no whole number": (put("n", lambda n: n * 1.0), "another model", "'n' is of float64, not int64"),
+    "renamed": (replying(lambda a, m: ({f"m.{k}": v for k, v in a.items()}, m)), "another model", "missing"),
+    "nothing": (replying(lambda a, m: ({}, m)), "another model", "'w' is missing"),
+    "two models": (twice, "another model", "replied with 2 ArrayRecords"),
+    "raises": (raising(ZeroDivisionError("by zero")), "app failed", "ZeroDivisionError.*by zero"),
+    "raises ours": (raising(InputError("--data-dir: no such")), "app failed", "--data-dir: no such"),
+    "an error": (lambda a, m, message: error(6, "some mod", message), "app failed", "some mod"),
+    "endless metrics": (replying(lambda a, m: (a, {"all": [0.5] * 20_000})), "metrics", "at most 64,512"),
+    "steps": (replying(lambda a, m: (a, {"local-steps": -3})), "malformed", "'K' is -3"),
+    "samples": (replying(lambda a, m: (a, {"num-examples": -3})), "malformed", "'num-examples' is -3"),
+}  # fmt: skip
+
+
+@functools.cache
+def without_some(rounds: int, lost: tuple[int, ...]) -> tuple[ArrayRecord, list[int]]:
+    """The model of a federation in which these replies of round 2 did not come."""
+    with tempfile.TemporaryDirectory() as folder:
+        it = Federation(Path(folder), Adding().app, 4, NORMED)
+        it.grid.on_reply = lambda node, request, reply: (
+            None if node.partition in lost and request.metadata.group_id == "2" else reply
+        )
+        return it.start(rounds, max_norm=100).arrays, [row["lost"] for row in it.rows]
+
+
+def compared(
+    tmp_path: Path, app: Adding, rounds: int, touch: Any = None, lost: tuple[int, ...] = (1,)
+) -> Federation:
+    """The federation after so many rounds, of which the model must be that of the other nodes."""
+    it = Federation(tmp_path, app.app, 4, NORMED)
+    it.grid.on_reply = touch or it.grid.on_reply
+    found = it.start(rounds, max_norm=100)
+    wanted, missing = without_some(rounds, lost)
+    assert same(found.arrays, wanted)
+    assert [row["lost"] for row in it.rows] == missing
+    return it
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_what_an_app_does_wrong(name: str, tmp_path: Path) -> None:
+    spoil, cause, why = SPOILT[name]
+    bad = Adding()
+    bad.spoil[1] = lambda arrays, metrics, message: (
+        spoil(arrays, metrics, message) if bad.calls[-1][1] == 2 else reply_with(arrays, metrics, message)
+    )
+    with np.errstate(over="ignore"):
+        it = compared(tmp_path, bad, 2)
+    assert it.outcomes == [{"replied": 4}, dict(sorted({"replied": 3, cause: 1}.items()))]
+    (row,) = [row for row in it.of_nodes if row["outcome"] != "replied"]
+    assert (row["round"], row["node"], row["outcome"], row["applied"]) == (1, "node1", cause, False)
+    assert re.search(why, row["why"]), row["why"]
+    assert "\n" not in row["why"]
+
+
+def test_a_client_that_heeds_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Packing, "_bounded", lambda self, p, request: self.wire.shrink(p, request))
+    bad = Adding()
+    bad.spoil[1] = lambda arrays, metrics, message: (
+        put("w", lambda w: w + 1000) if bad.calls[-1][1] == 2 else reply_with
+    )(arrays, metrics, message)
+    it = compared(tmp_path, bad, 2)
+    assert it.outcomes[1] == {"replied": 3, "too large": 1}
+    assert re.search(r"its norm is .*, max_norm is 100", it.of_nodes[5]["why"])
+
+
+def test_a_spike_goes_bit_by_bit(tmp_path: Path) -> None:
+    """What is above the bound waits in the residual: nothing is rejected, and in the end all has arrived."""
+    app = Adding()
+    app.spoil[1] = lambda arrays, metrics, message: (
+        put("w", lambda w: w + 1000) if app.calls[-1][1] == 2 else reply_with
+    )(arrays, metrics, message)
+    it = Federation(tmp_path, app.app)
+    it.start(50, Summing(), max_norm=100.0, compressor="none")
+    assert it.outcomes == [{"replied": 3}] * 50
+    disks = Disks(it)
+    made = disks.update(*app.calls) + torch.tensor([1000.0] * 12 + [0.0] * 5)
+    torch.testing.assert_close(disks.x() + sum(map(disks.mass, it.nodes)), made, rtol=1e-5, atol=1e-2)
+    assert float(disks.mass(it.nodes[1]).norm()) < 1.0  # a spike of 3,464 has gone in 50 rounds
+
+
+def test_a_node_says_too_much(tmp_path: Path) -> None:
+    app = Adding()
+    app.spoil[1] = lambda a, m, message: error(2, "long\ncfedavg.errors.InputError: no " * 10_000, message)
+    it = Federation(tmp_path, app.app)
+    it.start(1)
+    assert len(it.of_nodes[1]["why"]) == 300
+    assert it.of_nodes[1]["why"].isprintable()
+
+
+def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
+    app = Adding()
+    app.spoil[1] = lambda a, m, message: error(REFUSED, "older", message)
+    it = Federation(tmp_path, app.app)
+    it.grid.on_reply = lambda node, request, reply: reply if node.partition == 1 else None
+    it.start(1)
+    assert it.outcomes == [{"late": 2, "out of date": 1}]
+
+
+def test_a_client_without_the_mod(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app, 4)
+    plain = Adding([])
+    it.nodes[1].app = plain.app
+    it.start(2)
+    assert it.outcomes == [{"not compressed": 1, "replied": 3}] * 2
+    assert "the client app needs mods=[cfedavg.flower.compressed]" in it.of_nodes[1]["why"]
+    it.nodes[2].app = ClientApp()
+    it.start(3, resume=True)
+    assert it.outcomes[2] == {"app failed": 1, "not compressed": 1, "replied": 2}
+
+
+def changed(reply: Message, **fields: Any) -> Message:
+    """The same reply with other fields, and sealed again, as by a client that lies."""
+    found = answer_of(reply.content)._replace(**fields)
+    made = RecordDict({OURS: seal(found)})
+    return Message(metadata=reply.metadata, content=made)  # type: ignore[call-overload, no-any-return]
+
+
+def seal(answer: Answer) -> ConfigRecord:
+    request = Message(RecordDict(), dst_node_id=1, message_type="train")
+    return answered(answer, request).content.config_records[OURS]
+
+
+def relabelled(reply: Message, **fields: Any) -> Message:
+    """With another header of the payload."""
+    message = answer_of(reply.content).message
+    parcel = unpack(message, len(message), FORM_NORMED.whole_bytes)
+    return changed(reply, message=pack(parcel._replace(payload=messages.forged(parcel.payload, **fields))))
+
+
+def doubled(reply: Message) -> Message:
+    """With values that only float64 can hold."""
+    message, layout = answer_of(reply.content).message, FORM_NORMED.layout
+    huge = parse("topk(0.7)").compress(torch.full((layout.d,), 1e300, dtype=torch.float64), key=0)
+    made = encode(huge.numpy(), layout, client=1, sequence=Stamp(1, 2).sequence)
+    parcel = unpack(message, len(message), FORM_NORMED.whole_bytes)
+    return changed(reply, message=pack(parcel._replace(payload=made)))
+
+
+def plain(reply: Message, **items: Any) -> Message:
+    """With these items instead of ours, unsealed."""
+    content = RecordDict({OURS: ConfigRecord({**reply.content.config_records[OURS], **items})})
+    return Message(metadata=reply.metadata, content=content)  # type: ignore[call-overload, no-any-return]
+
+
+def message_in(reply: Message) -> bytes:
+    return answer_of(reply.content).message
+
+
+# Of a reply of round 2 and the one before: what comes instead, and how that is counted.
+FORGED: dict[str, tuple[Callable[[Message, Message], Message], str]] = {
+    "replayed": (lambda now, old: Message(metadata=now.metadata, content=old.content), "late"),  # type: ignore
+    "old under a new stamp": (lambda now, old: changed(now, message=message_in(old)), "malformed"),
+    "another stamp": (lambda now, old: changed(now, stamp=Stamp(1, 3)), "late"),
+    "another generation": (lambda now, old: changed(now, stamp=Stamp(2, 2)), "late"),
+    "another client": (lambda now, old: relabelled(now, client=2), "malformed"),
+    "another sequence": (lambda now, old: relabelled(now, sequence=Stamp(1, 1).sequence), "malformed"),
+    "doubles": (lambda now, old: doubled(now), "not finite"),
+    "another schema": (lambda now, old: relabelled(now, schema=7), "another model"),
+    "cut": (lambda now, old: changed(now, message=message_in(now)[:-1]), "malformed"),
+    "cut in the header": (lambda now, old: changed(now, message=message_in(now)[:40]), "malformed"),
+    "nothing": (lambda now, old: changed(now, message=b""), "malformed"),
+    "longer": (lambda now, old: changed(now, message=message_in(now) + b"0"), "malformed"),
+    "endless": (lambda now, old: changed(now, message=b"\xff" * 200_000), "malformed"),
+    "flipped": (lambda now, old: plain(now, message=flipped(message_in(now), 50, 3)), "malformed"),
+    "another incarnation": (lambda now, old: plain(now, incarnation=5), "malformed"),
+    "below zero": (lambda now, old: changed(now, incarnation=-5), "not compressed"),
+    "text": (lambda now, old: plain(now, message="text"), "not compressed"),
+    "no list": (lambda now, old: plain(now, stamp=3), "not compressed"),
+    "short list": (lambda now, old: plain(now, stamp=[1]), "not compressed"),
+    "floats": (lambda now, old: plain(now, stamp=[1.0, 2.0]), "not compressed"),
+    "empty": (lambda now, old: Message(metadata=now.metadata, content=RecordDict()), "not compressed"),  # type: ignore
+    "late": (lambda now, old: error(4, "Reply unavailable", now), "late"),
+    "lost": (lambda now, old: error(5, "Node unavailable", now), "lost"),
+    "crashed": (lambda now, old: error(8, "ClientApp crashed", now), "app failed"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_the_network_does_wrong(name: str, tmp_path: Path) -> None:
+    """What was sent is void, and is sent again in round 3."""
+    forge, cause = FORGED[name]
+    replies: list[Message] = []
+
+    def touch(node: LocalNode, request: Message, reply: Message) -> Message:
+        if node.partition != 1:
+            return reply
+        replies.append(reply)
+        if request.metadata.group_id != "2":
+            return reply
+        made = forge(reply, replies[0])
+        made.metadata.__dict__["_reply_to_message_id"] = request.metadata.message_id
+        return made
+
+    it = compared(tmp_path, Adding(), 3, touch)
+    assert it.outcomes == [{"replied": 4}, dict(sorted({"replied": 3, cause: 1}.items())), {"replied": 4}]
+    assert [row["outcome"] for row in it.of_nodes if row["node"] == "node1"] == ["replied", cause, "replied"]
+
+
+def test_two_replies_are_swapped(tmp_path: Path) -> None:
+    held: list[Message] = []
+
+    def touch(node: LocalNode, request: Message, reply: Message) -> Message | None:
+        if request.metadata.group_id != "2" or node.partition > 1:
+            return reply
+        held.append(reply)
+        if node.partition == 0:
+            return reply
+        contents = [each.content for each in held]
+        held[0].content, held[1].content = contents[1], contents[0]
+        return reply
+
+    it = compared(tmp_path, Adding(), 3, touch, lost=(0, 1))
+    assert it.outcomes == [{"replied": 4}, {"malformed": 2, "replied": 2}, {"replied": 4}]
+
+
+def flipped(message: bytes, at: int, bit: int) -> bytes:
+    return message[:at] + bytes([message[at] ^ 1 << bit]) + message[at + 1 :]
+
+
+def a_reply(tmp_path: Path) -> tuple[Door, Node, Server, Message]:
+    """A good reply, and what is needed to judge it."""
+    it = Federation(tmp_path, Adding().app, 2, NORMED)
+    replies: list[Message] = []
+    it.grid.on_reply = lambda node, request, reply: replies.append(reply) or reply
+    it.start(1)
+    server = Server(torch.from_numpy(FORM_NORMED.split(NORMED)[0]))
+    return Door(FORM_NORMED, parse("topk(0.7)"), None), online(it.grid, {})[0], server, replies[0]
+
+
+def test_every_bit_counts(tmp_path: Path) -> None:
+    door, node, server, reply = a_reply(tmp_path)
+    message = message_in(reply)
+    assert door.take(reply, node, server, {node.identity}, {}).node is node
+    for at in range(len(message)):
+        for spoilt in (flipped(message, at, at % 8), message[:at]):
+            with pytest.raises(Rejected) as caught:
+                door.take(plain(reply, message=spoilt), node, server, {node.identity}, {})
+            assert caught.value.cause == "malformed"
+
+
+LIES: list[Any] = [
+    b"[" * 30_000, b'{"a":' * 10_000, b"[]", b"null", b"", b"{", b"\xff\xff",
+    {"g2": -1}, {"noise2": -1}, {"p2": -0.5}, {"K": -1}, {"K": "3"}, {"g2": 2**2000}, {"g2": math.inf},
+    {"noise2": {"a": 1}}, {"loss": "low"}, {"loss": [1]}, {"metrics": 3}, {"metrics": {"a": 3}},
+    {"metrics": {"a": {"b": "c"}}}, {"metrics": {"a": {"b": [1, "c"]}}}, {"metrics": {"a": {"b": None}}},
+    {"metrics": {"a": {"num-examples": -1}}}, {"metrics": {"a": {"b": True}}}, {"metrics": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: str(lie)[:30])
+def test_a_client_says_something_odd(lie: Any, tmp_path: Path) -> None:
+    door, node, server, reply = a_reply(tmp_path)
+    message = message_in(reply)
+    parcel = unpack(message, len(message), FORM_NORMED.whole_bytes)
+    if isinstance(lie, bytes):
+        made = struct.pack("<II", len(parcel.payload), len(lie)) + parcel.payload + lie + parcel.whole
+    else:
+        made = pack(parcel._replace(facts={**parcel.facts, **lie}))
+    assert door.take(changed(reply, message=pack(parcel)), node, server, {node.identity}, {})
+    with pytest.raises(Rejected) as caught:
+        door.take(changed(reply, message=made), node, server, {node.identity}, {})
+    assert caught.value.cause == "malformed"
