@@ -320,4 +320,4 @@ def test_training_diverges(tmp_path: Path) -> None:
             it.start(2, compressor="none", resume=True)
     app.spoil = {}
     it.start(2, compressor="none", resume=True, max_norm=1e6, quorum=0.3)
-    assert it.outcomes == [{"replied": 1, "too large": 2}, {"replied": 3}]
+    assert it.outcomes == [{"replied": 1, "too large": 2}] * 2

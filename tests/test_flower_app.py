@@ -166,14 +166,14 @@ def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"seed": -1}, "seed is -1"),
         ({"error_feedback": "no"}, "error.feedback is 'no'"),
         ({"resume": True}, "resume needs out"),
+        ({"resume": "yes", "out": "x"}, "resume is 'yes'"),
+        ({"resume": True, "from_backup": 1, "out": "x"}, "from_backup is 1"),
         ({"from_backup": True, "out": "x"}, "from_backup"),
         ({"inner": FedAvg(), "eta": 2.0}, "eta and weighting are for CFedAvg alone"),
         ({"inner": FedAvg(), "weighting": "samples"}, "eta and weighting are for CFedAvg alone"),
-        ({"inner": FedAvg(), "participation": 0.5}, "participation and over_selection are for CFedAvg alone"),
-        (
-            {"inner": FedAvg(), "over_selection": 0.5},
-            "participation and over_selection are for CFedAvg alone",
-        ),
+        ({"inner": FedAvg(), "participation": 0.5}, "participation, .* are for CFedAvg alone"),
+        ({"inner": FedAvg(), "over_selection": 0.5}, "over_selection .* are for CFedAvg alone"),
+        ({"inner": FedAvg(), "min_nodes": 2}, "min_nodes are for CFedAvg alone"),
         ({"inner": FedAvg(), "update": "mean"}, "update is 'mean'"),
     ],
 )
@@ -181,6 +181,12 @@ def test_bad_options(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence) as caught:
         CFedAvg(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, "long"])
+def test_a_bad_deadline(timeout: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"timeout is .*: it must be a number of seconds above 0"):
+        Federation(tmp_path, Adding().app).start(1, timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -249,5 +255,7 @@ def test_what_travels_whole(tmp_path: Path) -> None:
     assert same(
         Federation(tmp_path / "none", nobody.app).start(1, whole=["b"], weighting="samples").arrays, MODEL
     )
-    with pytest.raises(InputError, match="weighting = 'samples' needs the metric 'num-examples'"):
-        Federation(tmp_path / "unsaid", Adding(metrics={"a": 1}).app).start(1, weighting="samples")
+    it = Federation(tmp_path / "unsaid", Adding(metrics={"a": 1}).app)
+    it.start(1, weighting="samples")
+    assert it.outcomes == [{"metrics": 3}]
+    assert it.of_nodes[0]["why"] == "weighting = 'samples' needs 'num-examples'"

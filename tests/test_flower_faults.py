@@ -205,7 +205,7 @@ class Schedule:
 
 def test_the_law_on_the_real_driver(tmp_path: Path) -> None:
     happened: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in range(6):
         with pytest.MonkeyPatch.context() as patch:
             it = Schedule(seed, tmp_path / str(seed), patch)
             it.run(14)
@@ -214,7 +214,7 @@ def test_the_law_on_the_real_driver(tmp_path: Path) -> None:
             incarnations = {row["node"]: row["incarnation"] for row in it.it.of_nodes}
             assert sum(incarnations.values()) <= 4 + it.faults["disk lost"] * 2
     assert happened.keys() == RATES.keys()
-    assert happened.total() > 300
+    assert happened.total() > 200
 
 
 def test_a_disk_is_lost(tmp_path: Path) -> None:

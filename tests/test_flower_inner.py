@@ -228,6 +228,7 @@ def test_a_strategy_that_fails(tmp_path: Path) -> None:
     found = it.start(2, FedAvg(fraction_evaluate=0.0))
     assert same(found.arrays, it.model)
     assert not any(row["applied"] for row in it.of_nodes)
+    assert all(row["why"].startswith("the inner strategy failed: ZeroDivisionError") for row in it.of_nodes)
     disks = Disks(it)
     assert torch.equal(disks.update(*app.calls), torch.stack([disks.mass(n) for n in it.nodes]).sum(0))
 

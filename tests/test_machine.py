@@ -13,6 +13,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,7 +424,7 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("cfedavg.flower.up.POLL", 0.0)
     monkeypatch.setattr("cfedavg.display.PLAIN_EVERY", 0.0)
     with Console(width=200).capture() as captured, Display(captured._console, 4, "training") as display:
-        fake = type("Fake", (), {"nodes": [Gone()]})()
+        fake: Any = SimpleNamespace(nodes=[Gone()], link=SimpleNamespace(running=False))
         _follow(Growing(), fake, metrics, display)
     text = captured.get()
     assert "resuming after round 1 of 4" in text
@@ -460,6 +461,7 @@ def main(grid, context):
 
 
 @flower
+@pytest.mark.slow
 def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes answer; one is stopped and started again, is the same one, and answers again."""
     components = {"serverapp": "stand_in:server", "clientapp": "stand_in:client"}

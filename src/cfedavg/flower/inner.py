@@ -30,8 +30,10 @@ def attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
         elif isinstance(value, np.ndarray) or _arrays(value):
             found[prefix + name] = value
         else:
+            plain = value.item() if isinstance(value, np.generic) else value
             with suppress(TypeError, ValueError):
-                found[prefix + name] = json.dumps(value.item() if isinstance(value, np.generic) else value)
+                if json.loads(text := json.dumps(plain)) == plain:  # not so for tuples, or numbers as keys
+                    found[prefix + name] = text
     return found
 
 

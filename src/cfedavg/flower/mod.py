@@ -24,13 +24,14 @@ from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, receive
 from cfedavg.federation.store import ClientStore
 from cfedavg.flower.form import Form
-from cfedavg.flower.parcel import MOST_METRICS, Packing, number
+from cfedavg.flower.parcel import MOST_METRICS, Packing, TooLarge, number
 from cfedavg.flower.records import (
     BAD_METRICS,
     BAD_STATE,
     NOT_FINITE,
     OTHER_MODEL,
     REFUSED,
+    TOO_LARGE,
     Answer,
     Order,
     answered,
@@ -125,6 +126,8 @@ class _Round:
             client, sent = answer(client, self.order.request, g, packing)
         except NotFinite:
             return refused(NOT_FINITE, "the update, with the residual added, holds NaN or Inf", self.message)
+        except TooLarge as error:
+            return refused(TOO_LARGE, f"{error}: the update, with the residual, is too large", self.message)
         self.store.save(client)
         return self._answer(client, sent)
 

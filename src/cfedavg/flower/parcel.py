@@ -21,6 +21,13 @@ MOST_FACTS = 65_536
 MOST_METRICS = MOST_FACTS - 1024  # of the facts that an app may fill
 
 
+SPIKE = 1024  # times the bound: from what is larger, float32 could not subtract what is sent
+
+
+class TooLarge(ArithmeticError):
+    """So much more than may be sent that it would go on for ever."""
+
+
 class Parcel(NamedTuple):
     """The parts of a message."""
 
@@ -77,6 +84,10 @@ class Packing:
     def _bounded(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
         """Not more than may be sent: after a spike, the rest waits in the residual and goes bit by bit."""
         payload, e = self.wire.shrink(p, request)
+        if norm2(p - e) > (SPIKE * self.max_norm) ** 2:
+            raise TooLarge(
+                f"it would send {math.sqrt(norm2(p - e)):.3g}, and max_norm is {self.max_norm:.4g}"
+            )
         share = 1.0
         while (sent := math.sqrt(norm2(p - e))) > self.max_norm:
             share *= 0.99 * self.max_norm / sent

@@ -287,12 +287,12 @@ class Session:
         try:
             arrays, metrics = self.options.inner.aggregate_train(now.server_round, replies)
         except Exception as error:  # the clients would say the same again: only another round helps
-            log(WARNING, "the inner strategy failed: %s", first_line(error))
+            self._blame(now, f"the inner strategy failed: {first_line(error)}")
             arrays, metrics = None, None
         if metrics is not None:
             self.result.train_metrics_clientapp[now.server_round] = metrics
         if arrays is None:
-            log(WARNING, "the inner strategy made no model of %d replies", len(replies))
+            self._blame(now, f"the inner strategy made no model of {len(replies)} replies")
             now.taken.clear()
             return self.served.server.x, whole_of(self.served)
         found = {name: array.numpy() for name, array in arrays.items()}
@@ -302,6 +302,12 @@ class Session:
         if not np.isfinite(x).all() or not self.form.is_finite(whole):
             raise self._diverged(now)
         return torch.from_numpy(x), whole
+
+    def _blame(self, now: Round, why: str) -> None:
+        """Says of those who replied why it was for nothing."""
+        log(WARNING, why)
+        for who in now.taken:
+            now.outcomes[who] = now.outcomes[who]._replace(why=now.outcomes[who].why or why)
 
     def _diverged(self, now: Round) -> InputError:
         """The clients would answer again what they have answered, so that only a bound helps."""
