@@ -5,55 +5,33 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from cfedavg.algorithm import average, server_update
-from cfedavg.compress import decompress
-from cfedavg.errors import InputError, first_line, rows_in_words
+from cfedavg.errors import InputError
 from cfedavg.federation.protocol import ended, request_of
 from cfedavg.federation.store import Served
 from cfedavg.flower import inner as memory
+from cfedavg.flower.averaging import Alone, Round, Through
 from cfedavg.flower.books import Books, whole_of, with_facts, with_model
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, exchange, online, sampled, wait_for
 from cfedavg.flower.records import CAUSES, REFUSED, Order, flat, ordered, packed, size_of
 from cfedavg.flower.rows import Outcome, columns_of, node_rows, round_row
-from cfedavg.flower.taking import Door, Rejected, Taken, agreeing
+from cfedavg.flower.taking import Door, Rejected, agreeing
 from cfedavg.metrics import Record
 
 INNER = "inner/"  # before the names of what a wrapped strategy remembers
 
 if TYPE_CHECKING:
     from cfedavg.flower.strategy import CFedAvg
-
-
-@dataclass
-class Round:
-    """One round under way: who was asked, how many are needed, what came of it."""
-
-    server_round: int  # as Flower counts, from 1
-    arrays: ArrayRecord
-    began: float
-    nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's number
-    requests: dict[int, Message] = field(default_factory=dict)  # and what they were sent
-    needed: int = 0
-    down_bytes: int = 0
-    taken: dict[str, Taken] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-
-    @property
-    def in_order(self) -> list[Taken]:
-        """By number, whenever they came: the same sum, bit for bit."""
-        return sorted(self.taken.values(), key=lambda taken: taken.node.number)
 
 
 class Session:
@@ -70,10 +48,17 @@ class Session:
         self.served, self.timeout, self.result = served, timeout, Result()
         self.door = Door(form, options.compressor, options.max_norm, options.config.weighting == "samples")
         self.numbers: dict[str, int] = dict(served.facts["numbers"])
+        self.averaging = self._averaging()
         if options.inner:
             self._at_first = memory.attributes(options.inner)
             own = {name[len(INNER) :]: each for name, each in served.extra.items() if name.startswith(INNER)}
             memory.remind(options.inner, own, served.facts.get("inner", {}))
+
+    def _averaging(self) -> Alone | Through:
+        options, config = self.options, self.options.config
+        if options.inner is not None:
+            return Through(self.form, options.inner, self.result)
+        return Alone(self.form, options.eta, config.update == "mean", config.weighting == "samples")
 
     def run(self, num_rounds: int) -> Result:
         t = self.served.server.t
@@ -234,10 +219,8 @@ class Session:
         """The state after the round; it becomes durable with the round's rows."""
         served, server = self.served, self.served.server
         x, whole = server.x, whole_of(served)
-        if now.taken and self.options.inner is None:
-            x, whole = self._average(now)
-        elif now.taken:
-            x, whole = self._through_inner(now)
+        if now.taken:
+            x, whole = self.averaging.combined(now, x, whole)
         marks = {who: taken.mark for who, taken in now.taken.items()}
         served = with_model(served, ended(server, marks, x), whole)
         for taken in now.taken.values():
@@ -254,75 +237,6 @@ class Session:
             tensors, facts = memory.remembered(self.options.inner, self._at_first)
             own = {INNER + name: each for name, each in tensors.items()}
             self.served = replace(with_facts(self.served, inner=facts), extra={**self.served.extra, **own})
-
-    def _average(self, now: Round) -> tuple[torch.Tensor, bytes]:
-        """Lines 17 to 19."""
-        taken, t = now.in_order, now.server_round - 1
-        weights = [self._weight(each) for each in taken]
-        if not any(weights):  # nobody has an example: nothing of it is in the model
-            now.taken.clear()
-            return self.served.server.x, whole_of(self.served)
-        pairs = ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True))
-        x = self.served.server.x
-        x_next = server_update(x, average(x, pairs), self._eta(t, taken))
-        whole = self.form.mean_whole([each.whole for each in taken], weights)
-        if not bool(torch.isfinite(x_next).all()) or not self.form.is_finite(whole):
-            raise self._diverged(now)
-        return x_next, whole
-
-    def _weight(self, taken: Taken) -> float:
-        return 1.0 if self.options.config.weighting == "uniform" else taken.samples or 0.0
-
-    def _eta(self, t: int, taken: list[Taken]) -> float:
-        eta = self.options.eta
-        if eta is None:
-            steps = [each.K or 1.0 for each in taken]
-            return sum(steps) / len(steps) if self.options.config.update == "mean" else 1.0
-        return eta(t) if callable(eta) else eta
-
-    def _through_inner(self, now: Round) -> tuple[torch.Tensor, bytes]:
-        """The inner strategy gets what it would have got: a trained model and metrics from each client."""
-        assert self.options.inner is not None
-        replies = [self._plain(each, now) for each in now.in_order]
-        try:
-            arrays, metrics = self.options.inner.aggregate_train(now.server_round, replies)
-        except Exception as error:  # the clients would say the same again: only another round helps
-            self._blame(now, f"the inner strategy failed: {first_line(error)}")
-            arrays, metrics = None, None
-        if metrics is not None:
-            self.result.train_metrics_clientapp[now.server_round] = metrics
-        if arrays is None:
-            self._blame(now, f"the inner strategy made no model of {len(replies)} replies")
-            now.taken.clear()
-            return self.served.server.x, whole_of(self.served)
-        found = {name: array.numpy() for name, array in arrays.items()}
-        if wrong := self.form.difference(found, kinds=False):
-            raise InputError(f"the inner strategy made another model: {wrong}")
-        x, whole = self.form.split(found)
-        if not np.isfinite(x).all() or not self.form.is_finite(whole):
-            raise self._diverged(now)
-        return torch.from_numpy(x), whole
-
-    def _blame(self, now: Round, why: str) -> None:
-        """Says of those who replied why it was for nothing."""
-        log(WARNING, why)
-        for who in now.taken:
-            now.outcomes[who] = now.outcomes[who]._replace(why=now.outcomes[who].why or why)
-
-    def _diverged(self, now: Round) -> InputError:
-        """The clients would answer again what they have answered, so that only a bound helps."""
-        clients = rows_in_words([each.node.number for each in now.in_order], "client")
-        return InputError(
-            f"round {now.server_round - 1}: the model made from the updates of {clients} is NaN or infinite; "
-            "resume with max_norm, which leaves out what is too large, or start again with a lower rate"
-        )
-
-    def _plain(self, taken: Taken, now: Round) -> Message:
-        x = self.served.server.x + decompress(taken.payload)[0]
-        arrays = self.form.join(x.numpy(), taken.whole)
-        model = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
-        content = RecordDict({**taken.metrics, taken.arrays: model})
-        return Message(content, reply_to=now.requests[taken.node.id])
 
     # Evaluating
 

@@ -19,11 +19,10 @@ from flwr.serverapp.strategy import Result, Strategy
 from cfedavg.compress import parse
 from cfedavg.config import Config
 from cfedavg.errors import InputError
+from cfedavg.flower.averaging import Rate
 from cfedavg.flower.books import OWN, Books
 from cfedavg.flower.form import STATISTICS, Form
 from cfedavg.flower.session import Session
-
-Rate = float | Callable[[int], float]
 
 # Of what Config does not look at: the kind, the least and the most that it may be, in words as well.
 _ABOVE_0 = math.ulp(0.0)
