@@ -84,8 +84,7 @@ class Session:
         self._collect(now, self._messages(now))
         self._check_age(now)
         if len(now.taken) < self.options.quorum * now.needed:
-            log(WARNING, "%d of %d replies: less than the quorum", len(now.taken), now.needed)
-            now.taken.clear()
+            now.is_void(f"{len(now.taken)} of {now.needed} replies: less than the quorum")
         self._aggregate(now)
         tested = self._evaluated(now.server_round, self._arrays()) | self._asked_clients(now)
         row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, self.served)
