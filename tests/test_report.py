@@ -19,7 +19,8 @@ from PIL import Image
 from cfedavg.config import Config
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
-from cfedavg.report import plot_partition, read_run, summary, write_report, write_run_pictures
+from cfedavg.report import nodes, plot_partition, read_run, summary, write_report, write_run_pictures
+from cfedavg.report.attendance import draw_attendance
 from cfedavg.report.groups import curve, group_runs
 from cfedavg.report.panels import panels_for
 from cfedavg.report.table import as_text, headline
@@ -478,3 +479,98 @@ def test_write_atomic_says_where_it_cannot_write(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rounds(1))
     with pytest.raises(InputError, match="cannot write"):
         write_report([folder], tmp_path / "file")
+
+
+# Federations
+
+
+def node_row(t: int, number: int, outcome: str = "replied", **changes: Any) -> dict[str, Any]:
+    """A line of nodes.jsonl."""
+    return {
+        "round": t, "node": f"node{number}", "number": number, "identity": "0f" * 8, "outcome": outcome,
+        "why": "", "applied": outcome == "replied", "seconds": 1.0, "up_bytes": 3700, "K": 10 + t,
+        "residual_norm": 1.0 + t, "age": 0, "incarnation": 1,
+    } | changes  # fmt: skip
+
+
+def make_federation(folder: Path, nodes: list[dict[str, Any]], **config: Any) -> Path:
+    make_run(folder, rounds(1 + max(row["round"] for row in nodes)), **config)
+    (folder / "nodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in nodes), encoding="utf-8")
+    return folder
+
+
+def test_nodes_are_counted_by_what_became_of_each_request() -> None:
+    rows = [
+        node_row(0, 1), node_row(1, 1, "late", K=None), node_row(2, 1, "lost", K=None, up_bytes=0),
+        node_row(3, 1, "norm"), node_row(4, 1, "norm"), node_row(5, 1, "nan"),
+        node_row(6, 1, applied=False, incarnation=2, age=6),
+        node_row(0, 0, K=None, residual_norm=None, age=None, incarnation=None, up_bytes=None),
+    ]  # fmt: skip
+    header, first, second = nodes.as_text(rows)
+    assert header[0] == "node"
+    assert first == ["node0", "1", "1", "0", "0", "0", "0 B", "not said", "none", "none", "none"]
+    assert second == [
+        "node1", "7", "1", "1", "1", "2 (norm), 1 (nan)", "22.2 kB", "10 to 16", "7", "6", "2",
+    ]  # fmt: skip
+    assert nodes.outcome(rows[6]) == "replied, round void"
+
+
+def test_a_federation_shows_its_nodes(tmp_path: Path, one_picture: None) -> None:
+    rows = [node_row(t, n) for t in range(4) for n in range(3)] + [node_row(4, 0, "late")]
+    rows[9] |= {"incarnation": 2}
+    folder = make_federation(tmp_path / "a", rows)
+    write_run_pictures(folder)
+    check_png(folder / "nodes.png")
+    page = (folder / "report.html").read_text()
+    assert "<h2>Nodes</h2>" in page
+    assert page.count('data-name="incarnation"') == 3
+    assert "To simulate it" in page
+    plain = make_run(tmp_path / "b", rounds(2))
+    write_report([folder, plain], tmp_path / "both")
+    both = (tmp_path / "both" / "report.html").read_text()
+    assert both.count('data-name="incarnation"') == 3
+
+
+def test_a_simulation_has_no_nodes(tmp_path: Path, one_picture: None) -> None:
+    folder = make_run(tmp_path / "a", rounds(2))
+    write_run_pictures(folder)
+    assert not (folder / "nodes.png").exists()
+    assert "Nodes" not in (folder / "report.html").read_text()
+
+
+def test_of_an_app_only_what_its_server_decides_is_shown(tmp_path: Path, one_picture: None) -> None:
+    app = "(a Flower app)"
+    folder = make_federation(tmp_path / "a", [node_row(0, 0)], dataset=app, model=app)
+    write_run_pictures(folder)
+    page = (folder / "report.html").read_text()
+    assert "<code>error_feedback</code>" in page
+    assert "batch_size" not in page
+    assert "cfedavg run" not in page
+
+
+def test_a_hundred_nodes_fit_into_the_picture(tmp_path: Path) -> None:
+    rows = [node_row(t, n, "late" if (t + n) % 7 == 0 else "replied") for t in range(150) for n in range(100)]
+    path = tmp_path / "nodes.png"
+    path.write_bytes(draw_attendance(rows))
+    check_png(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"number": "0"}, "'0' for 'number'"),
+        ({"outcome": None}, "None for 'outcome'"),
+        ({"residual_norm": "much"}, "'much' for 'residual_norm'"),
+    ],
+)
+def test_a_damaged_row_of_a_node_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    folder = make_federation(tmp_path / "a", [node_row(0, 0), node_row(0, 1) | changes])
+    with pytest.raises(InputError, match=rf"nodes\.jsonl, line 2 has {words}"):
+        read_run(folder)
+
+
+def test_a_half_written_row_of_a_node_is_ignored(tmp_path: Path) -> None:
+    folder = make_federation(tmp_path / "a", [node_row(0, 0)])
+    with (folder / "nodes.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"round": 1, "number": 0, "no')
+    assert [row["round"] for row in read_run(folder).nodes] == [0]

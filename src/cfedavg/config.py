@@ -152,6 +152,11 @@ class Config:
             raise InputError(f"{flag(name)} is {text!r}: {least}")
         return values
 
+    @property
+    def is_named(self) -> bool:
+        """Whether it names model and data; in place of those from Python or an app stands a remark."""
+        return not self.dataset.startswith("(")
+
     def replace(self, **changes: Any) -> Config:
         """A copy with other values; giving one of an exclusive group takes the others back."""
         for group in EXCLUSIVE:

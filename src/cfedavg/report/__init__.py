@@ -2,7 +2,8 @@
 
 `read` takes a folder in, `groups` joins runs that differ only in their seed, `table` says what came out,
 `panels` says what to draw and `pens` in which colours, `figures` draws it and `page` puts everything into
-one file. `grid` draws panels in rows and columns, as a paper does.
+one file. `grid` draws panels in rows and columns, as a paper does; `nodes` and `attendance` are for
+federations: how each node fared, as a table and as a picture.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from cfedavg.errors import InputError
 from cfedavg.files import make_folder, write_atomic
-from cfedavg.report.groups import group_runs
+from cfedavg.report.groups import Group, group_runs
 from cfedavg.report.page import make_page
 from cfedavg.report.panels import four_for, panels_for
 from cfedavg.report.read import Run, metric_name, read_run
@@ -45,14 +46,17 @@ class Report:
 
 
 def write_run_pictures(path: Path) -> None:
-    """`curves.png` and `report.html` of one run, in its own folder."""
+    """`curves.png` and `report.html` of one run, in its own folder; a federation has `nodes.png` too."""
     from cfedavg.report.figures import colours_of, draw_panel, draw_panels
 
     runs = [read_run(path)]
     groups, metric = group_runs(runs), metric_name(runs)
     pictures = {panel: draw_panel(panel, groups) for panel in panels_for(groups, metric)}
-    page = make_page(groups, summarise(groups, metric), colours_of(groups), pictures)
+    federations = _federations(groups)
+    page = make_page(groups, summarise(groups, metric), colours_of(groups), pictures, federations)
     write_atomic(path / "curves.png", draw_panels(four_for(metric), groups))
+    for _, png in federations:
+        write_atomic(path / "nodes.png", png)
     write_atomic(path / "report.html", page)
 
 
@@ -72,8 +76,16 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
     for panel, png in pictures.items():
         write_atomic(out / f"{panel.name}.png", png)
     write_atomic(out / "report.png", draw_panels(panels, groups))
-    write_atomic(out / "report.html", make_page(groups, rows, colours_of(groups), pictures))
+    page = make_page(groups, rows, colours_of(groups), pictures, _federations(groups))
+    write_atomic(out / "report.html", page)
     return Report(out / "report.html", out / "report.png", headline(rows), rows)
+
+
+def _federations(groups: Sequence[Group]) -> list[tuple[Run, bytes]]:
+    """The runs that had nodes, each with a picture of them."""
+    from cfedavg.report.attendance import draw_attendance
+
+    return [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
 
 
 def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:

@@ -10,10 +10,12 @@ from html import escape
 from typing import Any
 
 from cfedavg import __version__
-from cfedavg.config import Config
+from cfedavg.config import ROUND, SENT, Config
+from cfedavg.report import nodes
 from cfedavg.report.groups import Group
 from cfedavg.report.labels import differences
 from cfedavg.report.panels import Panel
+from cfedavg.report.read import Run
 from cfedavg.report.style import CSS
 from cfedavg.report.table import Row, as_text, headline
 
@@ -22,7 +24,11 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def make_page(
-    groups: Sequence[Group], rows: Sequence[Row], colours: Sequence[str], pictures: Mapping[Panel, bytes]
+    groups: Sequence[Group],
+    rows: Sequence[Row],
+    colours: Sequence[str],
+    pictures: Mapping[Panel, bytes],
+    federations: Sequence[tuple[Run, bytes]] = (),
 ) -> bytes:
     """The page as UTF-8. Everything that comes from a run goes through `escape`."""
     title = headline(rows)
@@ -37,6 +43,7 @@ def make_page(
         "<main>",
         _table(rows, colours),
         _pictures(pictures, groups),
+        _nodes(federations),
         _configurations(groups),
         "</main>",
         f"<footer>Made by cfedavg {__version__}.</footer></body></html>",
@@ -59,20 +66,26 @@ def _setting(groups: Sequence[Group]) -> str:
 
 
 def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
-    header, *lines = as_text(rows)
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in header)
+    dots = [f'<span class="dot" style="background:{colour}"></span>' for colour in colours]
+    return f"<section><h2>Summary</h2>{_lines(as_text(rows), dots)}{_table_note(rows)}</section>"
+
+
+def _lines(text: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
+    """A table from a header and rows, each with a mark before its name."""
+    header, *lines = text
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(
-        f'<tr><th scope="row"><span class="dot" style="background:{colour}"></span>{escape(label)}</th>'
+        f'<tr><th scope="row">{mark}{escape(label)}</th>'
         + "".join(
             f'<td data-name="{escape(name)}">{escape(text)}</td>'
             for name, text in zip(header[1:], cells, strict=True)
         )
         + "</tr>"
-        for (label, *cells), colour in zip(lines, colours, strict=True)
+        for (label, *cells), mark in zip(lines, marks, strict=True)
     )
     return (
-        '<section><h2>Summary</h2><div class="scroll"><table class="summary">'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{_table_note(rows)}</section>"
+        f'<div class="scroll"><table class="summary"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
@@ -102,11 +115,32 @@ def _pictures(pictures: Mapping[Panel, bytes], groups: Sequence[Group]) -> str:
 
 
 def _figure(panel: Panel, png: bytes) -> str:
-    source = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
     return (
-        f'<figure id="{escape(panel.name)}"><div class="card">'
-        f'<img alt="{escape(panel.title)}" src="{source}"></div>'
+        f'<figure id="{escape(panel.name)}"><div class="card">{_image(png, panel.title)}</div>'
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
+    )
+
+
+def _image(png: bytes, text: str) -> str:
+    source = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+    return f'<img alt="{escape(text)}" src="{source}">'
+
+
+def _nodes(federations: Sequence[tuple[Run, bytes]]) -> str:
+    parts = [_nodes_of(run, png, titled=len(federations) > 1) for run, png in federations]
+    return f"<section><h2>Nodes</h2>{''.join(parts)}</section>" if parts else ""
+
+
+def _nodes_of(run: Run, png: bytes, *, titled: bool) -> str:
+    title = (
+        f"<h3>{escape(run.label)}, in <code>{escape(run.path.resolve().name)}</code></h3>" if titled else ""
+    )
+    text = nodes.as_text(run.nodes)
+    return (
+        f'{title}<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
+        f"{_lines(text, [''] * (len(text) - 1))}"
+        '<p class="muted">The age is for how many rounds nothing of a node has gone into the model; the '
+        "incarnation counts how often it came with a new or an older state.</p>"
     )
 
 
@@ -123,15 +157,18 @@ def _configurations(groups: Sequence[Group]) -> str:
 
 
 def _rerun(group: Group) -> str:
+    if not group.config.is_named:
+        return ""
     names = [run.path.resolve().name for run in group.runs]
     folders = ", ".join(f"<code>{escape(name)}</code>" for name in names)
-    each = "To run it again, in its folder" if len(names) == 1 else "To run one again, in its folder"
-    return f"<p>{each} ({folders}):</p><pre><code>cfedavg run --config config.toml</code></pre>"
+    it = "it" if len(names) == 1 else "one"
+    what = f"simulate {it}" if any(run.nodes for run in group.runs) else f"run {it} again"
+    return f"<p>To {what}, in its folder ({folders}):</p><pre><code>cfedavg run --config config.toml</code></pre>"
 
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
     """The fields under the names that the TOML file gives them; what differs comes first."""
-    names = [item.name for item in dataclasses.fields(Config)]
+    names = [item.name for item in dataclasses.fields(Config) if _is_known(item, group)]
     names.sort(key=lambda name: name not in differing)
     values: dict[str, Any] = {name: getattr(group.config, name) for name in names}
     texts = {name: "not set" if value is None else _toml(value) for name, value in values.items()}
@@ -142,6 +179,13 @@ def _fields(group: Group, differing: Sequence[str]) -> str:
         f"<td><code>{escape(texts[name])}</code></td></tr>"
         for name in names
     )
+
+
+def _is_known(item: dataclasses.Field[Any], group: Group) -> bool:
+    """Of a Flower app of the user's, only what its server decides."""
+    if group.config.is_named or not any(run.nodes for run in group.runs):
+        return True
+    return item.metadata["group"] in (ROUND, SENT) or item.name in ("clients", "seed")
 
 
 def _toml(value: Any) -> str:

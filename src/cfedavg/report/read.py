@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,28 @@ from numpy.typing import NDArray
 from cfedavg.config import Config, read_config
 from cfedavg.errors import InputError
 
-CONFIG, METRICS = "config.toml", "metrics.jsonl"
+CONFIG, METRICS, NODES = "config.toml", "metrics.jsonl", "nodes.jsonl"
 
 # What pictures and table are made of; a row may hold more, of any type.
 _NUMBERS = {
     "train_loss", "uplink_bytes", "downlink_bytes", "delta_norm2", "error_norm2", "alpha", "snr_min",
-    "simulated_seconds", "client_accuracy_min", "client_accuracy_mean",
+    "simulated_seconds", "client_accuracy_min", "client_accuracy_mean", "up_bytes", "K", "residual_norm",
+    "age", "incarnation",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds; `rows` are in the order of their rounds."""
+    """What a run folder holds; `rows` are in the order of their rounds.
+
+    A federation has `nodes` too: a row for each node asked in a round, by round and number.
+    """
 
     path: Path
     config: Config
     rows: list[dict[str, Any]]
     label: str
+    nodes: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_run(path: Path) -> Run:
@@ -42,7 +47,8 @@ def read_run(path: Path) -> Run:
         if not (path / name).is_file():
             raise InputError(f"{path} is not a run folder: it has no {name}")
     config = _read_config(path / CONFIG)
-    return Run(path, config, _read_rows(path / METRICS), " ".join(config.compressor.split()))
+    nodes = _read_nodes(path / NODES) if (path / NODES).is_file() else []
+    return Run(path, config, _read_metrics(path / METRICS), " ".join(config.compressor.split()), nodes)
 
 
 def _read_config(path: Path) -> Config:
@@ -53,18 +59,34 @@ def _read_config(path: Path) -> Config:
         raise InputError(str(error) if named else f"{path}: {error}") from None
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    # A run that resumes from its checkpoint may write a round again: the later one counts.
+    by_round = {row["round"]: row for _, row in _read_rows(path)}
+    return [by_round[t] for t in sorted(by_round)]
+
+
+def _read_nodes(path: Path) -> list[dict[str, Any]]:
+    found = {}
+    for where, row in _read_rows(path):
+        for name, kind in (("number", int), ("node", str), ("outcome", str)):
+            if type(row.get(name)) is not kind:
+                raise InputError(f"{where} has {row.get(name)!r} for {name!r}: it is not a node's row")
+        found[row["round"], row["number"]] = row
+    return [found[key] for key in sorted(found)]
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line of a file with where it stands."""
     try:
         *lines, last = path.read_bytes().split(b"\n")
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from None
-    rows = [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    for n, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}, line {n}", _parse(line, f"{path}, line {n}")
     if last.strip():  # no newline yet: the run is writing this line, or died while it was
         with contextlib.suppress(InputError):
-            rows.append(_parse(last, ""))
-    # A run that resumes from its checkpoint may write a round again: the later one counts.
-    by_round = {row["round"]: row for row in rows}
-    return [by_round[t] for t in sorted(by_round)]
+            yield str(path), _parse(last, "")
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""A picture of a federation's nodes: what became of every request, and what each node holds back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from cfedavg.report.axes import INK, MUTED, drawable, frame
+from cfedavg.report.figures import add_legend, as_png, legend_columns, new_figure
+from cfedavg.report.labels import shortened
+from cfedavg.report.nodes import OUTCOMES, Record, by_node, outcome
+from cfedavg.report.pens import BLUE
+
+_WIDTH = 8.0
+_NAMED = 40  # nodes up to which each has room for its name
+_LATTICE = 120  # rounds up to which a line between two can be seen
+
+
+def draw_attendance(rows: Sequence[Record]) -> bytes:
+    """Nodes from top to bottom, rounds from left to right, as PNG."""
+    nodes = by_node(rows)
+    last = max(row["round"] for row in rows)
+    shown = [name for name in OUTCOMES if any(outcome(row) == name for row in rows)]
+    columns = legend_columns([*shown, "new incarnation"], _WIDTH)
+    height = float(np.clip(0.24 * len(nodes), 0.9, 6.0))
+    legend = 0.24 * (1 + len(shown) // columns)
+    figure = new_figure(_WIDTH, height + 2.6 + legend)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[height, 1.6])
+    _draw_outcomes(above, nodes, last)
+    _draw_residuals(below, nodes)
+    handles: list[Artist] = [Patch(facecolor=OUTCOMES[name], linewidth=0) for name in shown]
+    if _draw_births(above, nodes):
+        handles.append(_birth())
+        shown.append("new incarnation")
+    add_legend(figure, handles, shown, columns, loc="outside upper left", borderaxespad=0.9)
+    return as_png(figure)
+
+
+def _draw_outcomes(axes: Axes, nodes: dict[int, list[Record]], last: int) -> None:
+    cells = np.full((len(nodes), last + 1), np.nan)
+    for i, own in enumerate(nodes.values()):
+        for row in own:
+            cells[i, row["round"]] = list(OUTCOMES).index(outcome(row))
+    axes.imshow(
+        np.ma.masked_invalid(cells), aspect="auto", interpolation="nearest", vmin=0, vmax=len(OUTCOMES) - 1,
+        cmap=ListedColormap(list(OUTCOMES.values())), extent=(0.5, last + 1.5, len(nodes) - 0.5, -0.5),
+    )  # fmt: skip
+    _title(axes, "what became of each request")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both", labelbottom=False)
+    if len(nodes) <= _NAMED:
+        names = [drawable(shortened(own[-1]["node"], 24)) for own in nodes.values()]
+        axes.set_yticks(range(len(nodes)), names, parse_math=False)
+        axes.set_yticks(np.arange(len(nodes) + 1) - 0.5, minor=True)
+        axes.grid(True, axis="y", which="minor", color="white", linewidth=2)
+        axes.set_ylim(len(nodes) - 0.52, -0.48)  # half of the outer lines would leave a sliver
+    else:
+        axes.set_ylabel(f"{len(nodes)} nodes", fontsize=9, color=MUTED)
+        axes.set_yticks([])
+    if last < _LATTICE:
+        axes.set_xticks(np.arange(last + 2) + 0.5, minor=True)
+        axes.grid(True, axis="x", which="minor", color="white", linewidth=1)
+
+
+def _draw_births(axes: Axes, nodes: dict[int, list[Record]]) -> bool:
+    """Marks the rounds in which the server met a node that had lost its state; whether there are any."""
+    found = [
+        (row["round"] + 1, i)
+        for i, own in enumerate(nodes.values())
+        for before, row in pairwise(own)
+        if (row.get("incarnation") or 0) > (before.get("incarnation") or 0) > 0
+    ]
+    for x, y in found:
+        axes.add_line(_birth(x, y))
+    return bool(found)
+
+
+def _birth(*at: float) -> Line2D:
+    x, y = ([at[0]], [at[1]]) if at else ([], [])
+    return Line2D(
+        x, y, marker="D", markersize=5, color="white", markeredgecolor=INK, mew=0.8, linestyle="none"
+    )
+
+
+def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
+    """One thin line for each node: one that leaves the others is what to look for."""
+    frame(axes)
+    faint = max(0.15, 0.8 - len(nodes) / 60)
+    for own in nodes.values():
+        rows = [row for row in own if row.get("residual_norm") is not None]
+        x, y = [row["round"] + 1 for row in rows], [row["residual_norm"] for row in rows]
+        axes.plot(x, y, color=BLUE, linewidth=1, alpha=faint, marker="." if len(rows) == 1 else None)
+    _title(axes, "norm of what each node holds back")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("communication rounds", fontsize=9, color=MUTED)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold", color=INK)
