@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from itertools import pairwise
+import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ from tests.grid import (
     LocalGrid,
     LocalNode,
     ServerKilled,
+    Summing,
     arrays_of,
     numbers,
     reply_with,
@@ -172,10 +175,57 @@ def test_a_quorum_fails(tmp_path: Path) -> None:
     assert same(models[3], models[4])
     assert [row["lost"] for row in it.rows] == [0, 4, 2, 4, 0]
     assert not any(row["applied"] for row in it.of_nodes if row["round"] in (1, 3))
-    steps = [b["w"] - a["w"] for a, b in pairwise(models)]
+    steps = [b["w"] - a["w"] for a, b in itertools.pairwise(models)]
     total = sum(numbers(*call)["w"] for call in app.calls)
     np.testing.assert_array_equal(4 * steps[0] + 2 * steps[2] + 4 * steps[4], total)
     assert [row["age"] for row in it.of_nodes if row["node"] == "node3"] == [0, 1, 2, 3, 0]
+
+
+def dropping(it: Federation, rate: float) -> None:
+    """Of the requests this share is lost: the node dies before it trains or after it, without a word."""
+    draw, each = random.Random(7), 1 - math.sqrt(1 - rate)
+
+    def request(node: LocalNode, message: Message) -> Message | None:
+        before, after = (draw.random() < each for _ in range(2))
+        reply = None if before else node.answer(message)
+        return None if after else reply
+
+    it.grid.on_request = request
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_nodes_drop_out_all_the_time(rate: float, tmp_path: Path) -> None:
+    """Every round ends, with a quorum or void, and at the end nothing of what was trained is missing."""
+    it = Federation(tmp_path, (app := Adding()).app, 10)
+    disks = Disks(it)
+    dropping(it, rate)
+    it.start(100, Summing(), quorum=0.75)
+    assert [row["round"] for row in it.rows] == list(range(100))
+    replied = [row["outcomes"].get("replied", 0) for row in it.rows]
+    assert sum(replied) == pytest.approx(1000 * (1 - rate), abs=50)
+    void = sum(row["lost"] == 10 for row in it.rows)
+    assert void == sum(count < 7.5 for count in replied)
+    assert (void > 10) is (rate > 0.2)
+    assert torch.equal(disks.update(*app.calls), disks.x() + sum(map(disks.mass, it.nodes)))
+
+
+def test_over_selection_makes_up_for_drop_outs(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app, 10)
+    dropping(it, 0.3)
+    it.start(40, participation=0.5, over_selection=1.0)
+    full = sum(row["clients"] - row["lost"] == 5 for row in it.rows)
+    assert full >= 34  # 38 are expected; if only five were asked, 7
+
+
+def test_clocks_may_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a day, and another one whenever somebody looks: only the time that passes counts."""
+    first, second = (Federation(tmp_path / name, Adding().app) for name in ("right", "wrong"))
+    wanted = first.start(5)
+    draw, right, pull, pulls = random.Random(0), time.time, second.grid.pull_messages, itertools.count()
+    second.grid.pull_messages = lambda ids: pull(ids) if next(pulls) % 4 == 3 else []  # type: ignore[method-assign]
+    monkeypatch.setattr(time, "time", lambda: right() + draw.uniform(-86_400, 86_400))
+    assert same(second.start(5, timeout=1000.0).arrays, wanted.arrays)
+    assert first.outcomes == second.outcomes == [{"replied": 3}] * 5
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -193,7 +243,7 @@ def test_what_is_lost(feedback: bool, tmp_path: Path) -> None:
         error_feedback=feedback,
         evaluate_fn=lambda t, arrays: models.append(arrays_of(arrays)["w"]),
     )
-    steps = [b - a for a, b in pairwise(models)]
+    steps = [b - a for a, b in itertools.pairwise(models)]
     missing = 0 if feedback else numbers(1, 2)["w"]
     total = sum(numbers(*call)["w"] for call in app.calls)
     np.testing.assert_array_equal(2 * steps[0] + steps[1] + 2 * steps[2], total - missing)
