@@ -96,7 +96,7 @@ def test_two_processes_for_one_client(tmp_path: Path) -> None:
 
     it.grid.on_request = busy
     it.start(1)
-    assert it.outcomes == [{"replied": 2, "state": 1}]
+    assert it.outcomes == [{"busy": 1, "replied": 2}]
     assert "another process answers for this client" in it.of_nodes[1]["why"]
     assert (1, 1) not in app.calls
 

@@ -5,6 +5,10 @@ class InputError(ValueError):
     """Bad input. The message names the option or field, what was wrong and what would be right."""
 
 
+class Busy(InputError):
+    """Another process is at work in the folder."""
+
+
 class CannotResume(InputError):
     """What a run left is damaged, or parts of it are missing; it is left as it is."""
 

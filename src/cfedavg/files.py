@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cfedavg.errors import InputError
+from cfedavg.errors import Busy, InputError
 
 
 @contextmanager
@@ -62,13 +62,13 @@ def make_folder(path: Path, option: str) -> None:
 
 @contextmanager
 def locked(folder: Path, sentence: str) -> Iterator[None]:
-    """One process at a time; another one that holds the folder is an InputError with this sentence."""
+    """One process at a time; another one that holds the folder makes it Busy, with this sentence."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(sentence) from None
+            raise Busy(sentence) from None
         yield
     finally:
         os.close(handle)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from cfedavg.config import Config
-from cfedavg.errors import CannotResume, InputError
+from cfedavg.errors import Busy, CannotResume, InputError
 from cfedavg.federation.protocol import Server, restored
 from cfedavg.federation.store import FILE, Served, ServerStore, as_tensor, new_generation
 from cfedavg.files import make_folder, sync, write_atomic
@@ -65,7 +65,7 @@ class Books:
             try:
                 stack.enter_context(ServerStore(self.out / STATE, "", self.form.layout).locked())
                 return
-            except InputError:
+            except Busy:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.5)

@@ -19,7 +19,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.logger import log
 
 from cfedavg.compress import parse
-from cfedavg.errors import InputError, NotFinite
+from cfedavg.errors import Busy, InputError, NotFinite
 from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, receive
 from cfedavg.federation.store import ClientStore
@@ -28,6 +28,7 @@ from cfedavg.flower.parcel import MOST_METRICS, Packing, TooLarge, number
 from cfedavg.flower.records import (
     BAD_METRICS,
     BAD_STATE,
+    BUSY,
     NOT_FINITE,
     OTHER_MODEL,
     REFUSED,
@@ -69,6 +70,8 @@ def compressed(message: Message, context: Context, call_next: ClientAppCallable)
     try:
         with store.locked():
             return now.reply(train)
+    except Busy as error:  # a server that was quickly back asks again while the node is still at it
+        return refused(BUSY, str(error), message)
     except InputError as error:
         return refused(BAD_STATE, str(error), message)
 

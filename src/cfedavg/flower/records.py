@@ -22,7 +22,7 @@ from cfedavg.wire import WireError
 OURS = "cfedavg"  # the name of our record, in both directions
 
 # Why a client does not answer. Flower's own codes are below 10.
-REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE = 1001, 1002, 1003, 1004, 1005, 1006
+REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -30,6 +30,7 @@ CAUSES = {
     BAD_STATE: "state",
     BAD_METRICS: "metrics",
     TOO_LARGE: "too large",
+    BUSY: "busy",
 }
 
 

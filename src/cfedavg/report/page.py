@@ -163,7 +163,8 @@ def _rerun(group: Group) -> str:
     folders = ", ".join(f"<code>{escape(name)}</code>" for name in names)
     it = "it" if len(names) == 1 else "one"
     what = f"simulate {it}" if any(run.nodes for run in group.runs) else f"run {it} again"
-    return f"<p>To {what}, in its folder ({folders}):</p><pre><code>cfedavg run --config config.toml</code></pre>"
+    command = "<pre><code>cfedavg run --config config.toml</code></pre>"
+    return f"<p>To {what}, in its folder ({folders}):</p>{command}"
 
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
