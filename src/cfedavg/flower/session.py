@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,20 +9,21 @@ from logging import INFO, WARNING
 from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from cfedavg.errors import InputError
-from cfedavg.federation.protocol import ended, request_of
+from cfedavg.federation.protocol import ended
 from cfedavg.federation.store import Served
 from cfedavg.flower import inner as memory
+from cfedavg.flower.asking import Asking
 from cfedavg.flower.averaging import Alone, Round, Through
 from cfedavg.flower.books import Books, whole_of, with_facts, with_model
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Node, exchange, online, sampled, wait_for
-from cfedavg.flower.records import CAUSES, REFUSED, Order, flat, ordered, packed, size_of
+from cfedavg.flower.nodes import exchange, online
+from cfedavg.flower.records import CAUSES, REFUSED, size_of
 from cfedavg.flower.rows import Outcome, columns_of, node_rows, round_row
 from cfedavg.flower.taking import Door, Rejected, agreeing
 from cfedavg.metrics import Record
@@ -48,6 +48,7 @@ class Session:
         self.served, self.timeout, self.result = served, timeout, Result()
         self.door = Door(form, options.compressor, options.max_norm, options.config.weighting == "samples")
         self.numbers: dict[str, int] = dict(served.facts["numbers"])
+        self.asking = Asking(options, grid, form, books.federation, self.numbers, timeout)
         self.averaging = self._averaging()
         if options.inner:
             self._at_first = memory.attributes(options.inner)
@@ -96,79 +97,17 @@ class Session:
 
     def _messages(self, now: Round) -> list[Message]:
         """The requests of a round. Its number has been durable since the round before ended."""
-        messages = self._packed(now, self._own(now) if self.options.inner is None else self._inner(now))
+        inner, grid = self.options.inner, self.grid
+        if inner is None:
+            wanted: Iterable[Message] = self.asking.own(now, self.train_config)
+        else:
+            wanted = inner.configure_train(now.server_round, now.arrays, self.train_config, grid)
+        messages = self.asking.packed(now, wanted, self.served)
         now.needed = now.needed or len(messages)
         if self.numbers != self.served.facts["numbers"]:  # a client keeps its number, whatever happens
             self.served = with_facts(self.served, numbers=dict(self.numbers))
             self.books.store.save(self.served)
         return messages
-
-    def _own(self, now: Round) -> list[Message]:
-        options, t = self.options, now.server_round - 1
-        nodes = wait_for(self.grid, self.numbers, options.min_nodes or 2, self.timeout)
-        now.needed = max(1, round(options.config.participation * len(nodes)))
-        count = min(len(nodes), math.ceil(now.needed * (1 + options.over_selection)))
-        config = ConfigRecord({**self.train_config, "server-round": now.server_round})
-        content = RecordDict({"arrays": now.arrays, "config": config})
-        chosen = sampled(nodes, count, options.config.seed, t)
-        return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
-
-    def _inner(self, now: Round) -> list[Message]:
-        assert self.options.inner is not None
-        made = self.options.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
-        return list(made)
-
-    def _packed(self, now: Round, messages: Iterable[Message]) -> list[Message]:
-        """Those to nodes that are there, with the model packed, an order, and the round's time to live."""
-        known = {node.id: node for node in online(self.grid, self.numbers)}
-        model = packed(self.served.server.x.numpy(), whole_of(self.served))
-        size, made = sum(len(array.data) for array in model.values()), []
-        for message in messages:
-            node = known.get(message.metadata.dst_node_id)
-            if node is None:
-                continue
-            now.nodes[node.id] = node
-            order = self._order(node, self._name_of_model(message, now.arrays))
-            now.down_bytes += size + order.size
-            content = ordered(message.content, model, order)
-            now.requests[node.id] = Message(
-                content,
-                dst_node_id=node.id,
-                message_type=message.metadata.message_type,
-                group_id=str(now.server_round),
-                ttl=self.timeout,
-            )
-            made.append(now.requests[node.id])
-        return made
-
-    def _name_of_model(self, message: Message, model: ArrayRecord) -> str:
-        """Under which the app expects it."""
-        records = message.content.array_records
-        names = [name for name, record in records.items() if _same(record, model)]
-        if len(names) != 1:
-            raise InputError(
-                "the inner strategy must send each client the model that it was given, as one ArrayRecord"
-            )
-        return names[0]
-
-    def _order(self, node: Node, arrays: str) -> Order:
-        config, request = self.options.config, request_of(self.served.server, node.identity)
-        return Order(
-            federation=self.books.federation,
-            client=node.identity,
-            number=node.number,
-            generation=request.stamp.generation,
-            stamp=request.stamp.number,
-            t=request.t,
-            mark=flat(request.mark),
-            form=self.form.text,
-            arrays=arrays,
-            compressor=str(self.options.compressor),
-            feedback=config.error_feedback,
-            update=config.update,
-            seed=config.seed,
-            max_norm=math.inf if self.options.max_norm is None else self.options.max_norm,
-        )
 
     # Taking
 
@@ -254,20 +193,13 @@ class Session:
             return {}
         asked = Round(now.server_round, self._arrays(), now.began)
         wanted = inner.configure_evaluate(now.server_round, asked.arrays, self.evaluate_config, self.grid)
-        messages = self._packed(asked, wanted)
+        messages = self.asking.packed(asked, wanted, self.served)
         now.down_bytes += asked.down_bytes
         replies = [reply for _, reply in exchange(self.grid, messages, self.timeout)] if messages else []
         found = inner.aggregate_evaluate(now.server_round, replies)
         if found is not None:
             self.result.evaluate_metrics_clientapp[now.server_round] = found
         return columns_of(found, "client_") if found else {}
-
-
-def _same(record: ArrayRecord, model: ArrayRecord) -> bool:
-    """Whether a strategy sends the model that it was given."""
-    if record is model:
-        return True
-    return list(record) == list(model) and all(record[name].data == model[name].data for name in model)
 
 
 def _in_words(row: Record) -> str:

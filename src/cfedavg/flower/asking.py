@@ -1,0 +1,108 @@
+"""The requests of a round: whom to ask, and the model, packed, with an order for each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from cfedavg.errors import InputError
+from cfedavg.federation.protocol import request_of
+from cfedavg.federation.store import Served
+from cfedavg.flower.averaging import Round
+from cfedavg.flower.books import whole_of
+from cfedavg.flower.form import Form
+from cfedavg.flower.nodes import Node, online, sampled, wait_for
+from cfedavg.flower.records import Order, flat, ordered, packed
+
+if TYPE_CHECKING:
+    from cfedavg.flower.strategy import CFedAvg
+
+
+class Asking:
+    """Gives every node that it meets a number, which is then in `numbers`."""
+
+    def __init__(
+        self,
+        options: CFedAvg,
+        grid: Grid,
+        form: Form,
+        federation: str,
+        numbers: dict[str, int],
+        timeout: float,
+    ) -> None:
+        self.options, self.grid, self.form = options, grid, form
+        self.federation, self.numbers, self.timeout = federation, numbers, timeout
+
+    def own(self, now: Round, train_config: ConfigRecord) -> list[Message]:
+        """To as many nodes as are needed, and some more; the model is not packed yet."""
+        options, t = self.options, now.server_round - 1
+        nodes = wait_for(self.grid, self.numbers, options.min_nodes or 2, self.timeout)
+        now.needed = max(1, round(options.config.participation * len(nodes)))
+        count = min(len(nodes), math.ceil(now.needed * (1 + options.over_selection)))
+        config = ConfigRecord({**train_config, "server-round": now.server_round})
+        content = RecordDict({"arrays": now.arrays, "config": config})
+        chosen = sampled(nodes, count, options.config.seed, t)
+        return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
+
+    def packed(self, now: Round, messages: Iterable[Message], served: Served) -> list[Message]:
+        """Those to nodes that are there, with the model packed, an order, and the round's time to live."""
+        known = {node.id: node for node in online(self.grid, self.numbers)}
+        model = packed(served.server.x.numpy(), whole_of(served))
+        size, made = sum(len(array.data) for array in model.values()), []
+        for message in messages:
+            node = known.get(message.metadata.dst_node_id)
+            if node is None:
+                continue
+            now.nodes[node.id] = node
+            order = self._order(node, _name_of_model(message, now.arrays), served)
+            now.down_bytes += size + order.size
+            now.requests[node.id] = Message(
+                ordered(message.content, model, order),
+                dst_node_id=node.id,
+                message_type=message.metadata.message_type,
+                group_id=str(now.server_round),
+                ttl=self.timeout,
+            )
+            made.append(now.requests[node.id])
+        return made
+
+    def _order(self, node: Node, arrays: str, served: Served) -> Order:
+        config, request = self.options.config, request_of(served.server, node.identity)
+        return Order(
+            federation=self.federation,
+            client=node.identity,
+            number=node.number,
+            generation=request.stamp.generation,
+            stamp=request.stamp.number,
+            t=request.t,
+            mark=flat(request.mark),
+            form=self.form.text,
+            arrays=arrays,
+            compressor=str(self.options.compressor),
+            feedback=config.error_feedback,
+            update=config.update,
+            seed=config.seed,
+            max_norm=math.inf if self.options.max_norm is None else self.options.max_norm,
+        )
+
+
+def _name_of_model(message: Message, model: ArrayRecord) -> str:
+    """Under which the app expects it."""
+    records = message.content.array_records
+    names = [name for name, record in records.items() if _same(record, model)]
+    if len(names) != 1:
+        raise InputError(
+            "the inner strategy must send each client the model that it was given, as one ArrayRecord"
+        )
+    return names[0]
+
+
+def _same(record: ArrayRecord, model: ArrayRecord) -> bool:
+    """Whether a strategy sends the model that it was given."""
+    if record is model:
+        return True
+    return list(record) == list(model) and all(record[name].data == model[name].data for name in model)
