@@ -15,10 +15,11 @@ import pytest
 from cfedavg.reproduce import experiment, results
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import FAILS, HOLDS, PARTLY, UNDECIDED, WHERE_RUN
-from cfedavg.reproduce.claims import CLAIMS, Claim, Finding, Results, as_markdown, judge_all
+from cfedavg.reproduce.claims import CLAIMS, Claim, Finding, Results, as_markdown, judge_all, overview
 from cfedavg.reproduce.results import Sample, compare
 from cfedavg.theory import h
 
+VERDICTS = {HOLDS, PARTLY, FAILS, UNDECIDED, WHERE_RUN, "not run yet"}
 DATASETS = ("mnist", "fashion_mnist", "cifar10")
 STUDIES = ("speedup", "variance", "conditions")
 LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
@@ -465,6 +466,16 @@ def test_markdown_is_a_table(fits: Callable[[Mapping[str, float]], None]) -> Non
 
 def test_markdown_says_what_was_not_run() -> None:
     assert all(row[3:] == [" not run yet "] * 2 for row in rows(as_markdown(judge_all({})))[2:])
+
+
+def test_the_overview_has_every_verdict_once() -> None:
+    judged = judge_all({n: entry for n, entry in world(as_claimed).items() if n.startswith("mnist")})
+    table = rows(overview(judged))
+    cells = [cell.strip() for row in table for cell in row[1:]]
+    assert sum(cell in VERDICTS for cell in cells) == len(CLAIMS)
+    assert table[0] == [" claim ", " MNIST ", " Fashion-MNIST ", " CIFAR-10 "]
+    assert table[2][1:] == [" holds ", " not run yet ", " not run yet "]
+    assert table[3][1:] == [" holds ", "  ", " not run yet "]  # nothing is claimed of Fashion-MNIST
 
 
 def test_a_finding_of_ones_own_is_written_down() -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cfedavg.reproduce.archive import Entry
-from cfedavg.reproduce.cases import MARKS, Claim, Finding
+from cfedavg.reproduce.cases import DATASETS, MARKS, Claim, Finding
 from cfedavg.reproduce.results import Results
 from cfedavg.reproduce.said import CLAIMS
 
-__all__ = ["CLAIMS", "RULES", "Claim", "Finding", "Judged", "Results", "as_markdown", "judge_all"]
+__all__ = ["CLAIMS", "RULES", "Claim", "Finding", "Judged", "Results", "as_markdown", "judge_all", "overview"]
 
 Judged = Sequence[tuple[Claim, Finding | None]]
 
@@ -37,12 +37,28 @@ def judge_all(found: Mapping[str, Entry]) -> list[tuple[Claim, Finding | None]]:
     return [(claim, claim.judge(results)) for claim in CLAIMS]
 
 
+def overview(judged: Judged) -> str:
+    """The verdicts alone: claims on data sets with one column for each, and those of the theory."""
+    shown: dict[str, dict[str, str]] = {}
+    for claim, found in judged:
+        dataset, _, text = claim.text.rpartition(": ")
+        shown.setdefault(text, {})[dataset] = found.verdict if found else NOT_RUN
+    names = list(DATASETS.values())
+    measured = [[text, *map(own.get, names)] for text, own in shown.items() if "" not in own]
+    proved = [[text, own[""]] for text, own in shown.items() if "" in own]
+    return f"{_table(['claim', *names], measured)}\n{_table(['claim', 'verdict'], proved)}"
+
+
 def as_markdown(judged: Judged, why: Mapping[str, str] | None = None) -> str:
     """The rules and a table of all claims; `why` explains verdicts, by the claim's name."""
     rows = [_row(claim, found, (why or {}).get(claim.name, "")) for claim, found in judged]
     head = ["claim", "what was run", "figure", "what came out", "verdict and why"]
-    lines = [head, ["---"] * len(head), *rows]
-    return f"{RULES}\n\n" + "".join(f"| {' | '.join(map(_plain, line))} |\n" for line in lines)
+    return f"{RULES}\n\n{_table(head, rows)}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str | None]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell or "" for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(map(_plain, line))} |\n" for line in lines)
 
 
 def _row(claim: Claim, found: Finding | None, why: str) -> list[str]:

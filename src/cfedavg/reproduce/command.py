@@ -164,4 +164,5 @@ def page(judged: claims.Judged, words: Path | None) -> str:
     if unknown := why.keys() - {claim.name for claim, _ in judged}:
         raise InputError(f"--words: there is no claim {min(unknown)!r} to explain")
     title, intro = table.get("title", "The claims of the paper"), table.get("intro", "").strip()
-    return f"# {title}\n\n{intro}\n\n{claims.as_markdown(judged, why)}"
+    short, long = claims.overview(judged), claims.as_markdown(judged, why)
+    return f"# {title}\n\n{intro}\n\n## The verdicts\n\n{short}\n## The numbers\n\n{long}"
