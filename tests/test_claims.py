@@ -208,6 +208,19 @@ def test_a_claim_can_hold_in_part() -> None:
     assert verdict("zigzag-grows-mnist", world(altered(as_claimed, ("none",), zigzag=0.01))) == FAILS
 
 
+@pytest.mark.parametrize(
+    ("finals", "mark"), [((0.90, 0.96), "≈"), ((0.92, 0.9201), "✗"), ((0.99, 0.9901), "✓")]
+)
+def test_a_gap_changes_only_beyond_its_noise(finals: tuple[float, ...], mark: str) -> None:
+    """Without feedback the run ends at 0.95: at p = 10, with feedback, as well."""
+    at = {"mnist-p10-topk0.9-seed0": 0.95, "mnist-p10-topk0.9-noef-seed0": 0.95} | {
+        "mnist-p1-topk0.9-noef-seed0": 0.95, "mnist-p1-topk0.9-noef-seed1": 0.95,
+    } | {f"mnist-p1-topk0.9-seed{seed}": final for seed, final in enumerate(finals)}  # fmt: skip
+    found = BY_NAME["feedback-gap-grows-mnist"].judge(Results(dict(cell(n, Run(f)) for n, f in at.items())))
+    assert found is not None
+    assert f"at p=1 {mark}" in found.numbers
+
+
 def test_zigzag_that_grows_only_from_end_to_end_holds_in_part() -> None:
     found = world(as_claimed)
     found |= [cell("mnist-p5-none-seed0", Run(0.98, zigzag=0.02))]

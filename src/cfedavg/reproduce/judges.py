@@ -149,14 +149,15 @@ def feedback_helps(dataset: str, results: Results, levels: Iterable[int] = LEVEL
 
 
 def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
-    """The gap at p = 1 beyond that at p = 10, by more than their margins allow."""
+    """The gap at p = 1 beyond that at p = 10, by more than their margins allow, or behind it."""
 
     def one(line: str) -> Outcome:
         pairs = {p: [results.finals(dataset, p, line + end) for end in ("", "-noef")] for p in (10, 1)}
         gaps = {p: a.mean - b.mean for p, (a, b) in pairs.items()}
         error = math.hypot(*(seen.standard_error(a, b) for a, b in pairs.values()))
-        grows = gaps[1] - gaps[10] > max(seen.CLOSE, 2 * error)
-        return yes(grows), f"{100 * gaps[10]:.2f} at p=10, {100 * gaps[1]:.2f} at p=1"
+        grown, margin = gaps[1] - gaps[10], max(seen.CLOSE, 2 * error)
+        outcome = 0 if abs(grown) <= margin else 1 if grown > 0 else -1
+        return outcome, f"{100 * gaps[10]:.2f} at p=10, {100 * gaps[1]:.2f} at p=1"
 
     return weigh(results, ((line,) for line in BARE.get(dataset, LINES)), one)
 

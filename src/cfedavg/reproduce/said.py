@@ -202,7 +202,7 @@ CLAIMS: tuple[Claim, ...] = (
         _BARE,
         _FEEDBACK,
         "the gap in final accuracy at p = 1 exceeds that at p = 10 by more than half a point and two "
-        "standard errors.",
+        "standard errors somewhere, and nowhere falls behind it by as much.",
         judges.feedback_gap_grows,
     ),
     # Residuals
