@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,11 @@ from typing import Any
 
 import pytest
 
+import cfedavg
 from cfedavg.folder import Folder
+
+SOURCE = str(Path(cfedavg.__file__).parent)
+Place = tuple[tuple[str, int], ...]  # lines of the package, each called by the next
 
 
 class Killed(BaseException):
@@ -29,6 +34,7 @@ class Disk:
 
     def __init__(self, n: float) -> None:
         self.n, self.steps = n, 0
+        self.places: list[Place] = []  # where each step was taken
         self.undo: list[tuple[Path, Callable[[], None]]] = []  # the folder whose sync makes it final
         self.synced: dict[Path, int] = {}  # bytes of the file that are safe
         self.dirty: set[Path] = set()
@@ -37,6 +43,7 @@ class Disk:
         self.steps += 1
         if self.steps > self.n:
             raise Killed
+        self.places.append(_place())
 
     def dying(self) -> bool:
         return self.steps == self.n
@@ -100,13 +107,20 @@ class Disk:
         elif path.parent.exists():
             path.write_bytes(data)
 
-    def cut_power(self, share: float, draw: random.Random) -> None:
+    def cut_power(self, share: float, draw: random.Random, spared: int = 0) -> None:
+        """Each change is lost with this probability, but for the newest: a disk may keep any order."""
         for path in sorted(self.dirty):
             if path.exists() and draw.random() < share:
                 os.truncate(path, max(self.synced.get(path, 0), path.stat().st_size // 2))
-        for _, back in reversed(self.undo):
+        for _, back in reversed(self.undo[: len(self.undo) - spared]):
             if draw.random() < share:
                 back()
+
+    def telling(self) -> list[int]:
+        """Of the steps taken at the same place the first, with no past, and the last, with the longest."""
+        last = {place: n for n, place in enumerate(self.places)}
+        first = {place: n for n, place in reversed([*enumerate(self.places)])}
+        return sorted({*first.values(), *last.values()})
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -125,3 +139,12 @@ class Disk:
 
 def _bytes(path: Path) -> bytes | None:
     return path.read_bytes() if path.exists() else None
+
+
+def _place() -> Place:
+    found, frame = [], sys._getframe().f_back
+    while frame:
+        if frame.f_code.co_filename.startswith(SOURCE):
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)

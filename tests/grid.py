@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from flwr.app import (
     Array,
@@ -343,6 +342,10 @@ class Disks:
         client = self.client(node)
         return self.on_the_way(node) if client is None else client.e + self.on_the_way(node)
 
+    def masses(self) -> Tensor:
+        """e + U of all nodes."""
+        return torch.stack([self.mass(node) for node in self.it.nodes]).sum(0)
+
     def x(self) -> Tensor:
         """What the durable model has gained."""
         found: Tensor = self.server().x
@@ -358,11 +361,3 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """In order, whoever was asked first."""
     rows = sorted(rows, key=lambda row: (row["round"], row.get("number")))
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-
-
-def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody sleeps or draws, and files that no power cut threatens are not synced."""
-    for place in ("nodes.POLL", "nodes.PATIENCE", "books.HANDOVER"):
-        monkeypatch.setattr(f"cfedavg.flower.{place}", 0.0)
-    for place in ("report.write_run_pictures", "files.sync", "flower.books.sync"):
-        monkeypatch.setattr(f"cfedavg.{place}", lambda path: None)

@@ -149,6 +149,8 @@ BAD = {
     "missing folder": (["--data-dir", "nowhere"], "--data-dir"),
     "exclusive": (["--iid", "--dirichlet", "0.1"], "--dirichlet and --iid exclude each other"),
     "participation": (["--participation", "0"], "--participation is 0.0: it must be in (0, 1]"),
+    "participation nan": (["--participation", "nan"], "--participation is nan: it must be in (0, 1]"),
+    "minus infinity": (["--eta-local", "-inf"], "--eta-local is -inf: it must be a finite number above 0"),
     "update": (["--update", "median"], "--update is 'median': it must be auto or sum or mean"),
     "device": (["--device", "tpu9"], "--device tpu9 cannot be used here"),
     "engine": (["--engine", "warp"], "--engine is 'warp': it must be auto or batched"),
@@ -238,6 +240,8 @@ def test_resume_with_another_model(cfedavg: Command, tmp_path: Path) -> None:
         ("rounds = ", "is not valid TOML"),
         ("clients = 1" + "0" * 5000, "is not valid TOML"),
         ("eta_local = 1" + "0" * 400, "--eta-local is inf: it must be a finite number above 0"),
+        ("eta_local = -1" + "0" * 400, "--eta-local is -inf: it must be a finite number above 0"),
+        ("participation = nan", "--participation is nan: it must be in (0, 1]"),
         ('rounds = "3"', "--rounds is '3': it must be a whole number"),
     ],
 )

@@ -40,13 +40,9 @@ from tests.grid import (
     numbers,
     reply_with,
     same,
-    without_waiting,
 )
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waiting(monkeypatch)
+pytestmark = pytest.mark.usefixtures("without_waiting")
 
 
 # A federation and a simulation
@@ -131,7 +127,7 @@ def test_over_selection(tmp_path: Path) -> None:
     assert len(set(asked)) > 5
     assert {row["outcome"] for row in it.of_nodes if not row["applied"]} == {"late"}
     # A round takes two: their mean is half of their sum, exactly.
-    total = 2 * disks.x() + torch.stack([disks.mass(node) for node in it.nodes]).sum(0)
+    total = 2 * disks.x() + disks.masses()
     assert torch.equal(total, disks.update(*app.calls))
 
 
@@ -206,7 +202,7 @@ def test_nodes_drop_out_all_the_time(rate: float, tmp_path: Path) -> None:
     void = sum(row["lost"] == 10 for row in it.rows)
     assert void == sum(count < 7.5 for count in replied)
     assert (void > 10) is (rate > 0.2)
-    assert torch.equal(disks.update(*app.calls), disks.x() + sum(map(disks.mass, it.nodes)))
+    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses())
 
 
 def test_over_selection_makes_up_for_drop_outs(tmp_path: Path) -> None:

@@ -24,13 +24,9 @@ from tests.grid import (
     record,
     reply_with,
     same,
-    without_waiting,
 )
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waiting(monkeypatch)
+pytestmark = pytest.mark.usefixtures("without_waiting")
 
 
 # The mod

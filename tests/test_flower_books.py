@@ -29,13 +29,9 @@ from tests.grid import (
     LocalNode,
     Summing,
     timeless,
-    without_waiting,
 )
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waiting(monkeypatch)
+pytestmark = pytest.mark.usefixtures("without_waiting")
 
 
 # The client's disk
@@ -70,7 +66,7 @@ def test_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert before is not None and after is not None and torch.equal(before.e, after.e)  # noqa: PT018
     it.start(4, Summing(), resume=True)
     made = disks.update(*(call for call in app.calls if call != (1, 3)))
-    assert torch.equal(made, disks.x() + sum(map(disks.mass, it.nodes)))
+    assert torch.equal(made, disks.x() + disks.masses())
 
 
 def test_a_damaged_state(tmp_path: Path) -> None:

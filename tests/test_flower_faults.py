@@ -36,15 +36,11 @@ from tests.grid import (
     reply_with,
     same,
     timeless,
-    without_waiting,
 )
 
+pytestmark = pytest.mark.usefixtures("without_waiting")
+
 FORM = Form.of(MODEL)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waiting(monkeypatch)
 
 
 # The law
@@ -190,7 +186,7 @@ class Schedule:
             node.online = True
         if not (self.it.out / "state" / FILE).exists():
             return
-        total = self.disks.x() + sum(map(self.disks.mass, self.it.nodes)) + self.lost
+        total = self.disks.x() + self.disks.masses() + self.lost
         assert torch.equal(total, self.made)
 
     def settle(self, rounds: int) -> None:
@@ -226,7 +222,7 @@ def test_a_disk_is_lost(tmp_path: Path) -> None:
     assert lost.any()
     it.lose_disk(1)
     it.start(6, Summing(), resume=True)
-    assert torch.equal(disks.update(*app.calls), disks.x() + sum(map(disks.mass, it.nodes)) + lost)
+    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses() + lost)
     assert [row["incarnation"] for row in it.of_nodes if row["node"] == "node1"] == [1, 1, 1, 1, 2, 2]
     assert {row["incarnation"] for row in it.of_nodes if row["node"] != "node1"} == {1}
     assert it.outcomes == [{"replied": 3}] * 6
@@ -243,7 +239,7 @@ def test_an_old_disk_comes_back(tmp_path: Path) -> None:
     it.lose_disk(1)
     shutil.copytree(tmp_path / "copy", it.nodes[1].disk)
     it.start(7, Summing(), resume=True)
-    assert torch.equal(disks.update(*app.calls), disks.x() + sum(map(disks.mass, it.nodes)) + lost)
+    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses() + lost)
     assert [row["incarnation"] for row in it.of_nodes if row["node"] == "node1"][-3:] == [1, 2, 2]
 
 
@@ -269,7 +265,7 @@ def test_a_server_from_a_backup(tmp_path: Path) -> None:
     assert len(app.calls) == 15
     it.start(6, Summing(), resume=True, from_backup=True)
     assert len(app.calls) == 15 + 12
-    assert torch.equal(disks.update(*app.calls), disks.x() + sum(map(disks.mass, it.nodes)) + later)
+    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses() + later)
     assert disks.server().stamp.generation > 1
     assert [disks.client(node).forgotten for node in it.nodes] == [1, 1, 1]  # type: ignore[union-attr]
     assert [row["round"] for row in it.rows] == list(range(6))

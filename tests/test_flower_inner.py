@@ -34,13 +34,9 @@ from tests.grid import (
     record,
     reply_with,
     same,
-    without_waiting,
 )
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waiting(monkeypatch)
+pytestmark = pytest.mark.usefixtures("without_waiting")
 
 
 # Other strategies within
@@ -180,7 +176,7 @@ def test_asked_twice(tmp_path: Path) -> None:
     disks = Disks(it)
     it.start(2, Repeating())
     assert len(app.calls) == 6
-    assert torch.equal(disks.update(*app.calls), disks.x() + sum(map(disks.mass, it.nodes)))
+    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses())
     assert it.outcomes == [{"replied": 3}] * 2
 
 
@@ -230,7 +226,7 @@ def test_a_strategy_that_fails(tmp_path: Path) -> None:
     assert not any(row["applied"] for row in it.of_nodes)
     assert all(row["why"].startswith("the inner strategy failed: ZeroDivisionError") for row in it.of_nodes)
     disks = Disks(it)
-    assert torch.equal(disks.update(*app.calls), torch.stack([disks.mass(n) for n in it.nodes]).sum(0))
+    assert torch.equal(disks.update(*app.calls), disks.masses())
 
 
 def test_nobody_has_an_example(tmp_path: Path) -> None:
@@ -238,7 +234,7 @@ def test_nobody_has_an_example(tmp_path: Path) -> None:
     it = Federation(tmp_path, app.app)
     assert same(it.start(2, weighting="samples").arrays, it.model)
     disks = Disks(it)
-    assert torch.equal(disks.update(*app.calls), torch.stack([disks.mass(n) for n in it.nodes]).sum(0))
+    assert torch.equal(disks.update(*app.calls), disks.masses())
 
 
 def test_weights_that_one_client_does_not_give(tmp_path: Path) -> None:

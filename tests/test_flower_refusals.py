@@ -38,13 +38,9 @@ from tests.grid import (
     record,
     reply_with,
     same,
-    without_waiting,
 )
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_waiting(monkeypatch)
+pytestmark = pytest.mark.usefixtures("without_waiting")
 
 
 # What is not taken
@@ -139,29 +135,30 @@ def test_what_an_app_does_wrong(name: str, tmp_path: Path) -> None:
     assert "\n" not in row["why"]
 
 
+def spiking() -> Adding:
+    """In round 2 client 1 makes a leap."""
+    app = Adding()
+    app.spoil[1] = lambda arrays, metrics, message: (
+        put("w", lambda w: w + 1000) if app.calls[-1][1] == 2 else reply_with
+    )(arrays, metrics, message)
+    return app
+
+
 def test_a_client_that_heeds_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Packing, "_bounded", lambda self, p, request: self.wire.shrink(p, request))
-    bad = Adding()
-    bad.spoil[1] = lambda arrays, metrics, message: (
-        put("w", lambda w: w + 1000) if bad.calls[-1][1] == 2 else reply_with
-    )(arrays, metrics, message)
-    it = compared(tmp_path, bad, 2)
+    it = compared(tmp_path, spiking(), 2)
     assert it.outcomes[1] == {"replied": 3, "too large": 1}
     assert re.search(r"its norm is .*, max_norm is 100", it.of_nodes[5]["why"])
 
 
 def test_a_spike_goes_bit_by_bit(tmp_path: Path) -> None:
     """What is above the bound waits in the residual: nothing is rejected, and in the end all has arrived."""
-    app = Adding()
-    app.spoil[1] = lambda arrays, metrics, message: (
-        put("w", lambda w: w + 1000) if app.calls[-1][1] == 2 else reply_with
-    )(arrays, metrics, message)
-    it = Federation(tmp_path, app.app)
+    it = Federation(tmp_path, (app := spiking()).app)
     it.start(50, Summing(), max_norm=100.0, compressor="none")
     assert it.outcomes == [{"replied": 3}] * 50
     disks = Disks(it)
     made = disks.update(*app.calls) + torch.tensor([1000.0] * 12 + [0.0] * 5)
-    torch.testing.assert_close(disks.x() + sum(map(disks.mass, it.nodes)), made, rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(disks.x() + disks.masses(), made, rtol=1e-5, atol=1e-2)
     assert float(disks.mass(it.nodes[1]).norm()) < 1.0  # a spike of 3,464 has gone in 50 rounds
 
 

@@ -258,7 +258,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if float in kinds and number:
-        value = float(value) if abs(value) <= _LARGE else math.inf
+        value = _as_float(value)
     if name in PER_CLIENT and number:
         value = str(value)
     if isinstance(value, str) and not value.isprintable():
@@ -267,6 +267,13 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         wanted = " or ".join(words for k, words in _WORDS.items() if k in kinds)
         raise InputError(f"{flag(name)} is {value!r}: it must be {wanted}")
     return value
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -1,0 +1,70 @@
+"""`cfedavg federate up`: train with a real federation of Flower's, all on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cfedavg.cli.options import Out, Resume, folder, takes_config
+from cfedavg.cli.voice import PLAIN, fail
+from cfedavg.config import Config, read_config
+from cfedavg.files import exists
+
+federation = typer.Typer(
+    no_args_is_help=True, help="Train with Flower: real clients, real messages, faults survived."
+)
+
+# Of a simulation's options those that hold for real clients too.
+FEDERATED = {
+    "dataset", "data_dir", "classes_per_client", "dirichlet", "iid", "model", "local_steps", "local_epochs",
+    "deadline", "batch_size", "eta_local", "schedule", "smoothness", "momentum", "weight_decay", "rounds",
+    "participation", "update", "eta", "weighting", "compressor", "error_feedback", "seed", "eval_every",
+}  # fmt: skip
+
+
+@federation.command("up")
+@takes_config(FEDERATED)
+def federate_up(
+    given: dict[str, Any],
+    nodes: Annotated[
+        int | None, typer.Option(help="clients, each a SuperNode of its own", show_default="4", min=1)
+    ] = None,
+    out: Out = None,
+    resume: Resume = False,
+    round_timeout: Annotated[
+        float, typer.Option(help="seconds after which a round goes on without those that are missing", min=1)
+    ] = 120,
+    quorum: Annotated[
+        float, typer.Option(help="share of the nodes asked whose replies a round needs", min=0, max=1)
+    ] = 0.5,
+    port: Annotated[
+        int | None,
+        typer.Option(help="of the SuperLink, on 127.0.0.1", show_default="a free one", min=1, max=65535),
+    ] = None,
+) -> None:
+    """Start a whole federation on this machine, train with it, and stop everything that was started.
+
+    A Flower SuperLink and a SuperNode for each client, with TLS and a key for every node, on 127.0.0.1.
+    """
+    from cfedavg.display import Display
+    from cfedavg.flower.control import RunFailed
+    from cfedavg.flower.up import up
+
+    out = folder(out, resume, "%Y%m%d-%H%M%S")
+    old = out / "config.toml"
+    base = read_config(old) if resume and exists(old) else Config(clients=4)
+    config = base.replace(**given, **({"clients": nodes} if nodes else {}))
+    console = Console()
+    try:
+        with Display(console, config.rounds, "training") as display:
+            up(config, out, display, resume=resume, port=port, round_timeout=round_timeout, quorum=quorum)
+    except KeyboardInterrupt:
+        if exists(old):
+            console.print(f"stopped: `cfedavg federate up --out {out} --resume` goes on from here", **PLAIN)
+        raise
+    except RunFailed as error:
+        fail(str(error))
+        raise typer.Exit(1) from None
+    console.print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl, nodes.jsonl", **PLAIN)

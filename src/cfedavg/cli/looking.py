@@ -1,0 +1,89 @@
+"""`cfedavg data`, `compressors` and `inspect`: look at what a run deals out and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from cfedavg.cli.options import takes_config
+from cfedavg.cli.voice import PLAIN
+from cfedavg.config import DATA, Config
+from cfedavg.errors import InputError
+
+PARTITION = {name.name for name in dataclasses.fields(Config) if name.metadata["group"] == DATA} | {"seed"}
+
+
+@takes_config(PARTITION)
+def data(
+    given: dict[str, Any],
+    picture: Annotated[Path, typer.Option(help="where to draw who has what")] = Path("partition.png"),
+) -> None:
+    """Load a data set, deal it out to the clients, and draw who has what."""
+    from cfedavg.data import load
+    from cfedavg.data.tasks import deal
+    from cfedavg.report import plot_partition
+
+    config = Config().replace(**given)
+    if picture.suffix != ".png":
+        raise InputError(f"--picture is {picture}: it must end in .png")
+    images = load(config.dataset, config.data_dir)
+    partition = deal(config, images)
+    sizes = [len(rows) for rows in partition.train]
+    tests = [len(rows) for rows in partition.test]
+    plot_partition(
+        partition.counts(images.train.labels, images.classes), picture, f"{images.name}: who has what"
+    )
+    Console().print(
+        f"{images.name}: {len(images.train)} train and {len(images.test)} test images of "
+        f"{images.classes} classes\n"
+        f"{config.clients} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
+        f"test samples; {partition.unused} train samples unused\ndrawn in {picture}",
+        **PLAIN,
+    )
+
+
+def compressors(
+    d: Annotated[
+        int,
+        typer.Option("--d", help="length of the vector to compress", min=1, max=2**53),
+    ] = 582_026,
+) -> None:
+    """List the compressors, each with its guaranteed SNR gamma: E|C(p) - p|² <= |p|²/gamma.
+
+    The bytes are an estimate, from a message of Gaussian noise. A run counts the messages that it sends.
+    """
+    from cfedavg.compress import EXAMPLES, parse
+    from cfedavg.inspection import estimated_bytes
+    from cfedavg.layout import Layout
+    from cfedavg.units import in_bytes
+
+    names = (Column("write", no_wrap=True), "gamma", "bytes (estimate)", "what it does")
+    table, console = Table(*names, title=f"selector >> quantiser, for d = {d:,}"), Console()
+    with console.status("encoding a message with each"):
+        for text in EXAMPLES:
+            compressor = parse(text)
+            stage = compressor.quantiser or compressor.selector
+            words = (stage.__doc__ or "").split("\n")[0] if ">>" not in text else "a composition"
+            gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
+            table.add_row(text, gamma, in_bytes(estimated_bytes(compressor, d)), words)
+    console.print(table)
+
+
+def inspect_message(
+    file: Annotated[Path, typer.Argument(help="a message, as `cfedavg run --messages DIR` keeps them")],
+    layout: Annotated[
+        Path | None, typer.Option(help="layout.json of the model", show_default="the one beside FILE")
+    ] = None,
+    dense: Annotated[
+        Path | None, typer.Option(help=".npy file with the vector that was compressed, for the SNR")
+    ] = None,
+) -> None:
+    """Explain a message: header, sections, bits per index against the entropy bound, bits per value, SNR."""
+    from cfedavg.inspection import show
+
+    show(Console(), file, layout, dense)

@@ -1,0 +1,70 @@
+"""Options that commands share; those of `run` and `sweep` are the fields of Config."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cfedavg.config import Config, flag, kinds
+from cfedavg.errors import InputError
+
+Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on where the run in --out stopped")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="a TOML file with any of the options; those given beside it win"),
+]
+
+
+def folder(out: Path | None, resume: bool, name: str) -> Path:
+    """Where a run is written to: --out, or a folder of this name, which strftime fills in."""
+    if resume and out is None:
+        raise InputError("--resume needs --out, the folder to go on with")
+    return out or Path("runs") / time.strftime(name)
+
+
+def takes_config(
+    names: Collection[str] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command one option for each field of Config (or of those named).
+
+    The command receives `given`: the fields whose option was typed, so that they can win over a file.
+    """
+    hints = kinds()
+    fields = [f for f in dataclasses.fields(Config) if names is None or f.name in names]
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        def typed(**values: Any) -> None:
+            given = {f.name: values.pop(f.name) for f in fields}
+            command(given={name: v for name, v in given.items() if v is not None}, **values)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        options = [_option(field, hints[field.name]) for field in fields]
+        typed.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
+        typed.__annotations__ = {p.name: p.annotation for p in own + options}
+        typed.__doc__, typed.__name__ = command.__doc__, command.__name__
+        return typed
+
+    return wrap
+
+
+def _option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    kind = next(k for k in (getattr(hint, "__args__", None) or (hint,)) if k is not type(None))
+    shown = field.metadata["shown"] or ("" if field.default in (None, False) else f"{field.default}")
+    default = f" [dim]\\[default: {shown}][/dim]" if shown else ""
+    switch = f"{flag(field.name)}/--no-{flag(field.name)[2:]}" if kind is bool else flag(field.name)
+    option = typer.Option(
+        switch,
+        help=field.metadata["help"] + default,
+        rich_help_panel=field.metadata["group"],
+        show_default=False,
+    )
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
