@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -22,6 +23,9 @@ SOURCE = str(Path(cfedavg.__file__).parent)
 Place = tuple[tuple[str, int], ...]  # lines of the package, each called by the next
 
 
+_numbers = itertools.count(1)
+
+
 class Killed(BaseException):
     """Like SIGKILL: nothing after it runs."""
 
@@ -33,7 +37,7 @@ class Disk:
     """
 
     def __init__(self, n: float) -> None:
-        self.n, self.steps = n, 0
+        self.n, self.steps, self.number = n, 0, next(_numbers)
         self.places: list[Place] = []  # where each step was taken
         self.undo: list[tuple[Path, Callable[[], None]]] = []  # the folder whose sync makes it final
         self.synced: dict[Path, int] = {}  # bytes of the file that are safe
@@ -128,6 +132,7 @@ class Disk:
         places += [(f"pathlib.Path.{name}", getattr(self, name)) for name in
                    ("write_bytes", "replace", "unlink", "mkdir")]  # fmt: skip
         places += [("cfedavg.folder.Folder.append", self.append)]
+        places += [("os.getpid", lambda real: real() + self.number)]  # no process is another
         with pytest.MonkeyPatch.context() as patch:
             for place, mine in places:
                 real = resolve_name(place)

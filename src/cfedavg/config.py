@@ -239,7 +239,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "eta_local": (_TINY, _LARGE, "a finite number above 0"),
     "smoothness": (_TINY, _LARGE, "a finite number above 0"),
     "momentum": (0, 1 - 2**-53, "in [0, 1)"),
-    "weight_decay": (0, _LARGE, "0 or more"),
+    "weight_decay": (0, _LARGE, "a finite number, 0 or more"),
     "rounds": (1, _LARGE, "1 or more"),
     "participation": (_TINY, 1, "in (0, 1]"),
     "drop_rate": (0, 1 - 2**-53, "in [0, 1)"),

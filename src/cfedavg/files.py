@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cfedavg.errors import Busy, InputError
+
+_TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe)")
 
 
 @contextmanager
@@ -55,7 +58,7 @@ def make_folder(path: Path, option: str) -> None:
             sync(each.parent)
         probe = path / f".{os.getpid()}.probe"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # whoever holds the folder may have tidied up
     except OSError as error:
         raise InputError(f"{option}: cannot write to the folder {path} ({error.strerror or error})") from None
 
@@ -69,9 +72,17 @@ def locked(folder: Path, sentence: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy(sentence) from None
+        _tidy(folder)
         yield
     finally:
         os.close(handle)
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what a process left that was killed while it wrote."""
+    for path in folder.glob(".*"):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
