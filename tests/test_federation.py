@@ -23,7 +23,7 @@ from cfedavg.compress import decompress
 from cfedavg.data.tasks import build_task
 from cfedavg.federation.store import ClientStore
 from cfedavg.flower import up
-from cfedavg.flower.app.settings import config_of
+from cfedavg.flower.app.settings import DEFAULT, config_of
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.parcel import unpack
 from cfedavg.layout import Layout
@@ -199,9 +199,9 @@ def test_the_example_is_the_packaged_app() -> None:
     """Whoever types `flwr run examples/mnist` gets what `federate up` runs."""
     project = tomllib.loads((ROOT / "examples/mnist/pyproject.toml").read_text())
     app = project["tool"]["flwr"]["app"]
-    made = tomllib.loads(up.app_toml(Config(clients=4)))["tool"]["flwr"]["app"]
+    made = tomllib.loads(up.app_toml(DEFAULT))["tool"]["flwr"]["app"]
     assert app["components"] == made["components"]
-    assert config_of(app["config"]) == Config(clients=4)
+    assert config_of(app["config"]) == DEFAULT
 
 
 @pytest.mark.parametrize("name", ["client_app.py", "server_app.py"])

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from cfedavg.cli.options import Out, Resume, folder, takes_config
 from cfedavg.cli.voice import PLAIN, fail
-from cfedavg.config import Config, read_config
+from cfedavg.config import read_config
 from cfedavg.files import exists
+from cfedavg.flower.app.settings import DEFAULT
 
 federation = typer.Typer(
     no_args_is_help=True, help="Train with Flower: real clients, real messages, faults survived."
@@ -25,7 +26,7 @@ FEDERATED = {
 
 
 @federation.command("up")
-@takes_config(FEDERATED)
+@takes_config(FEDERATED, DEFAULT)
 def federate_up(
     given: dict[str, Any],
     nodes: Annotated[
@@ -54,7 +55,7 @@ def federate_up(
 
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     old = out / "config.toml"
-    base = read_config(old) if resume and exists(old) else Config(clients=4)
+    base = read_config(old) if resume and exists(old) else DEFAULT
     config = base.replace(**given, **({"clients": nodes} if nodes else {}))
     console = Console()
     try:
@@ -67,4 +68,6 @@ def federate_up(
     except RunFailed as error:
         fail(str(error))
         raise typer.Exit(1) from None
-    console.print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl, nodes.jsonl", **PLAIN)
+    console.print(
+        f"\nwritten to {out}: curves.png, nodes.png, report.html, metrics.jsonl, nodes.jsonl", **PLAIN
+    )

@@ -21,6 +21,8 @@ ConfigFile = Annotated[
     typer.Option("--config", help="a TOML file with any of the options; those given beside it win"),
 ]
 
+_DEFAULT = Config()
+
 
 def folder(out: Path | None, resume: bool, name: str) -> Path:
     """Where a run is written to: --out, or a folder of this name, which strftime fills in."""
@@ -30,9 +32,9 @@ def folder(out: Path | None, resume: bool, name: str) -> Path:
 
 
 def takes_config(
-    names: Collection[str] | None = None,
+    names: Collection[str] | None = None, base: Config = _DEFAULT
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command one option for each field of Config (or of those named).
+    """Gives a command one option for each field of Config (or of those named), with the defaults of `base`.
 
     The command receives `given`: the fields whose option was typed, so that they can win over a file.
     """
@@ -45,7 +47,7 @@ def takes_config(
             command(given={name: v for name, v in given.items() if v is not None}, **values)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-        options = [_option(field, hints[field.name]) for field in fields]
+        options = [_option(field, hints[field.name], base) for field in fields]
         typed.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
         typed.__annotations__ = {p.name: p.annotation for p in own + options}
         typed.__doc__, typed.__name__ = command.__doc__, command.__name__
@@ -54,9 +56,10 @@ def takes_config(
     return wrap
 
 
-def _option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+def _option(field: dataclasses.Field[Any], hint: Any, base: Config) -> inspect.Parameter:
     kind = next(k for k in (getattr(hint, "__args__", None) or (hint,)) if k is not type(None))
-    shown = field.metadata["shown"] or ("" if field.default in (None, False) else f"{field.default}")
+    value = getattr(base, field.name)
+    shown = field.metadata["shown"] if value in (None, False) else f"{value}"
     default = f" [dim]\\[default: {shown}][/dim]" if shown else ""
     switch = f"{flag(field.name)}/--no-{flag(field.name)[2:]}" if kind is bool else flag(field.name)
     option = typer.Option(

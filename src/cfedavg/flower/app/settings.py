@@ -11,6 +11,10 @@ from cfedavg.config import Config
 # Besides those of Config: where the server writes, and how it waits.
 MORE = ("out", "resume", "round-timeout", "quorum", "min-nodes", "over-selection", "max-norm", "from-backup")
 
+# Of a few nodes each needs several classes, or some class is nobody's; and a round of real messages takes
+# so long that more local steps cost little.
+DEFAULT = Config(clients=4, classes_per_client=5, local_steps="25")
+
 
 def config_of(run_config: Mapping[str, Any]) -> Config:
     """The configuration of a run; InputError says which key is not in order."""
