@@ -162,9 +162,10 @@ def _rerun(group: Group) -> str:
     names = [run.path.resolve().name for run in group.runs]
     folders = ", ".join(f"<code>{escape(name)}</code>" for name in names)
     it = "it" if len(names) == 1 else "one"
-    what = f"simulate {it}" if any(run.nodes for run in group.runs) else f"run {it} again"
-    command = "<pre><code>cfedavg run --config config.toml</code></pre>"
-    return f"<p>To {what}, in its folder ({folders}):</p>{command}"
+    what, command = f"run {it} again", "cfedavg run --config config.toml"
+    if any(run.nodes for run in group.runs):  # whose clients have one thread each
+        what, command = f"simulate {it}", f"OMP_NUM_THREADS=1 {command} --engine reference"
+    return f"<p>To {what}, in its folder ({folders}):</p><pre><code>{command}</code></pre>"
 
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
