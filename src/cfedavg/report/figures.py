@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from PIL import Image
 
 from cfedavg.report.axes import INK, MUTED, drawable, finish_axes
 from cfedavg.report.groups import Curve, Group, curve
@@ -143,7 +145,11 @@ def new_figure(width: float, height: float, top: float = 0.0, bottom: float = 0.
 
 
 def as_png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    # Figure.savefig would lay everything out twice.
-    FigureCanvasAgg(figure).print_png(buffer)  # type: ignore[no-untyped-call]
+    """With a palette: a third of the bytes, and no eye sees the difference."""
+    canvas, buffer = FigureCanvasAgg(figure), io.BytesIO()
+    canvas.draw()  # type: ignore[no-untyped-call]  # savefig would lay everything out twice
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    picture = Image.fromarray(pixels).convert("RGB")
+    picture = picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    picture.save(buffer, "PNG", dpi=(_DPI, _DPI))
     return buffer.getvalue()
