@@ -196,6 +196,23 @@ def test_two_servers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(it.rows) == 2
 
 
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    """Of the server and of a node; a file of the user's stays."""
+    it = Federation(tmp_path, Adding().app)
+    it.start(1)
+    node = Disks(it).store(it.nodes[0]).folder
+    left = [
+        it.out / ".config.toml.77.tmp",
+        it.out / "state" / ".77.probe",
+        node / ".state.safetensors.77.tmp",
+    ]
+    for path in (*left, it.out / ".notes.tmp"):
+        path.touch()
+    it.start(2, resume=True)
+    assert not any(path.exists() for path in left)
+    assert (it.out / ".notes.tmp").exists()
+
+
 def test_the_folder_is_a_run(tmp_path: Path) -> None:
     """What reads and draws runs reads and draws this."""
     it = Federation(tmp_path, Adding(metrics={"local-steps": 4, "train_loss": 0.5, "num-examples": 10}).app)

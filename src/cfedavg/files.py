@@ -72,13 +72,13 @@ def locked(folder: Path, sentence: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy(sentence) from None
-        _tidy(folder)
+        tidy(folder)
         yield
     finally:
         os.close(handle)
 
 
-def _tidy(folder: Path) -> None:
+def tidy(folder: Path) -> None:
     """Removes what a process left that was killed while it wrote."""
     for path in folder.glob(".*"):
         if _TEMPORARY.fullmatch(path.name):

@@ -23,7 +23,7 @@ from cfedavg.config import Config
 from cfedavg.errors import Busy, CannotResume, InputError
 from cfedavg.federation.protocol import Server, restored
 from cfedavg.federation.store import FILE, Served, ServerStore, as_tensor, new_generation
-from cfedavg.files import make_folder, sync, write_atomic
+from cfedavg.files import make_folder, sync, tidy, write_atomic
 from cfedavg.flower.form import Form
 from cfedavg.folder import CONFIG, FEDERATION, METRICS, as_line, read_rows
 from cfedavg.metrics import Record
@@ -53,6 +53,7 @@ class Books:
         make_folder(self.out, "out")
         with ExitStack() as stack:
             self._lock(stack)
+            tidy(self.out)
             if not (self.out / FEDERATION).exists():  # looked at under the lock: it gets one name only
                 write_atomic(self.out / FEDERATION, secrets.token_hex(16).encode())
             self.federation = (self.out / FEDERATION).read_text(encoding="ascii")
@@ -125,7 +126,7 @@ class Books:
         for name in (
             METRICS,
             NODES,
-        ):  # a power cut may take the lines of the last round, which the state holds
+        ):  # of the last round a power cut may take the lines: the state holds them
             with self._writing(name) as path:
                 sync(path)
         self.store.save(served)
