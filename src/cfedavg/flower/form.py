@@ -47,7 +47,7 @@ class Form:
             for name, array in arrays.items()
         ]
         if not any(array.size for array, yes in zip(arrays.values(), chosen, strict=True) if yes):
-            raise InputError("the model has no float32 array to compress, or all are named in `whole`")
+            raise InputError(f"the model has no float32 array to compress{_instead(arrays)}")
         return cls(
             tuple(arrays),
             tuple(array.shape for array in arrays.values()),
@@ -144,3 +144,11 @@ class Form:
                 mean = np.average([np.asarray(arrays[name], np.float64) for arrays in each], 0, weights)
                 made += (mean if np.dtype(dtype).kind == "f" else np.rint(mean)).astype(dtype).tobytes()
         return made
+
+
+def _instead(arrays: Arrays) -> str:
+    """What there is, for whoever trains in NumPy, whose numbers are float64 unless one says otherwise."""
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and array.dtype != np.float32:
+            return f": {name!r} is {array.dtype}; convert it, and what clients send, with astype('float32')"
+    return ", or all are named in `whole`"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import INFO
+from logging import INFO, WARNING
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,6 +149,8 @@ class CFedAvg(Strategy):
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         _check_finite(arrays)
         form = Form.of(arrays, self.whole)
+        if form.whole_bytes > 4 * form.layout.d:
+            log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
         books = Books(self.out, self.config.replace(rounds=num_rounds), form)
         with books.kept():
             served = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
