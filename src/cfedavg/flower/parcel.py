@@ -84,7 +84,7 @@ class Packing:
     def _bounded(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
         """Not more than may be sent: after a spike, the rest waits in the residual and goes bit by bit."""
         payload, e = self.wire.shrink(p, request)
-        if norm2(p - e) > (SPIKE * self.max_norm) ** 2:
+        if math.sqrt(norm2(p - e)) > SPIKE * self.max_norm:
             raise TooLarge(
                 f"it would send {math.sqrt(norm2(p - e)):.3g}, and max_norm is {self.max_norm:.4g}"
             )

@@ -103,7 +103,7 @@ class Session:
         else:
             wanted = inner.configure_train(now.server_round, now.arrays, self.train_config, grid)
         messages = self.asking.packed(now, wanted, self.served)
-        now.needed = now.needed or len(messages)
+        now.needed = now.needed or len(now.nodes)  # a strategy may ask one twice
         if self.numbers != self.served.facts["numbers"]:  # a client keeps its number, whatever happens
             self.served = with_facts(self.served, numbers=dict(self.numbers))
             self.books.store.save(self.served)
@@ -203,7 +203,7 @@ class Session:
 
 
 def _in_words(row: Record) -> str:
-    parts = [f"{row['clients'] - row['lost']} of {row['clients']} replied"]
+    parts = [f"{row['clients'] - row['lost']} of {row['clients']} taken"]
     parts += [f"{cause} {count}" for cause, count in row["outcomes"].items() if cause != "replied"]
     parts.append(f"{row['uplink_bytes']:,} bytes up")
     if "test_accuracy" in row:

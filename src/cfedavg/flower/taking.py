@@ -134,7 +134,7 @@ class Door:
         values = values_of(payload).float()  # as they are added: a float64 may be too large for that
         if not bool(torch.isfinite(values).all()) or not self.form.is_finite(whole):
             raise Rejected("not finite", "it holds NaN or Inf")
-        if self.max_norm is not None and norm2(values) > self.max_norm**2:
+        if self.max_norm is not None and norm2(values) ** 0.5 > self.max_norm:
             raise Rejected(
                 "too large", f"its norm is {norm2(values) ** 0.5:.4g}, max_norm is {self.max_norm:.4g}"
             )
