@@ -144,7 +144,7 @@ def test_what_a_killed_one_has_left_is_found_and_ended(
     try:
         after = Processes(str(tmp_path), os.environ)
         assert len(after.left()) == 1
-        after.stop(first="python")
+        after.stop("python")
         assert not after.left()
         assert bystander.poll() is None
     finally:

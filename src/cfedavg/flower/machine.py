@@ -111,8 +111,9 @@ class Machine:
             self._stop()
 
     def _stop(self) -> None:
-        # Nodes first: one that cannot take its leave of the SuperLink is refused for a minute afterwards.
-        self.processes.stop(first="flower-supernode")
+        # The ServerApp first, or it would end its round without the nodes. Then these: one that cannot take
+        # its leave of the SuperLink is refused for a minute afterwards.
+        self.processes.stop("flwr-serverapp", "flower-supernode")
 
     def start(self) -> None:
         """The SuperLink, then all nodes; returns when they are online."""

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from cfedavg.interrupts import deaf
@@ -49,11 +50,15 @@ class Processes:
         own = {process.pid for process in self._own if process.poll() is None}
         return own | {pid for pid in _everyone() if self._mark in _read(pid, "environ")}
 
-    def stop(self, first: str) -> None:
-        """Ends them all, politely, and after a while by force; those of the command `first` before others."""
+    def stop(self, *order: str) -> None:
+        """Ends them all, politely, and after a while by force: those of these commands first, in turn."""
         with deaf():
-            _end(lambda: {pid for pid in self.left() if any(first in word for word in _read(pid, "cmdline"))})
+            for command in order:
+                _end(partial(self._of, command))
             _end(self.left)
+
+    def _of(self, command: str) -> set[int]:
+        return {pid for pid in self.left() if any(command in word for word in _read(pid, "cmdline"))}
 
 
 def _end(alive: Callable[[], set[int]]) -> None:
