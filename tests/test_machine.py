@@ -371,6 +371,8 @@ def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
     (tmp_path / "federation").mkdir()
     assert "--resume: --nodes is 3, but the run" in cfedavg(*up, "--resume", "--nodes", 3).err
     assert "--resume: --eta is 2.0, but the run" in cfedavg(*up, "--resume", "--eta", 2).err
+    (tmp_path / "config.toml").unlink()  # stopped before the first round
+    assert "has begun: start it again without, with its options" in cfedavg(*up, "--resume").err
     assert "--resume needs --out" in cfedavg("federate", "up", "--resume").err
 
 

@@ -73,6 +73,10 @@ def _check(config: Config, out: Path, resume: bool) -> None:
     if not str(out).isprintable():
         raise InputError(f"--out holds characters that cannot be printed: {str(out)!r}")
     if not exists(out / CONFIG):
+        if resume and exists(out / "federation"):  # whose options nobody has written down
+            raise InputError(
+                f"--resume: no round of {out} has begun: start it again without, with its options"
+            )
         return
     if not resume:
         raise InputError(f"--out: {out} holds a run already; add --resume or choose another folder")
