@@ -21,7 +21,7 @@ from torch import nn
 
 import cfedavg
 from cfedavg import InputError
-from cfedavg.config import Config
+from cfedavg.config import Config, read_config
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.app import client, server
 from cfedavg.flower.app.settings import config_of, run_config_of
@@ -77,11 +77,12 @@ ALIKE = {
 }  # fmt: skip
 
 
-def federated(config: Config, folder: Path, **more: Any) -> Path:
+def federated(config: Config, folder: Path, nodes: int | None = None, **more: Any) -> Path:
     """The app's own server and clients."""
     given = run_config_of(config) | {"out": str(folder / "out")} | more
-    nodes = [LocalNode(100 + i, client.app, folder / f"n{i}", given, i) for i in range(config.clients)]
-    server.main(LocalGrid(nodes), Context(1, 1, {}, RecordDict(), given))
+    numbers = range(config.clients if nodes is None else nodes)
+    here = [LocalNode(100 + i, client.app, folder / f"n{i}", given, i) for i in numbers]
+    server.main(LocalGrid(here), Context(1, 1, {}, RecordDict(), given))
     return folder / "out"
 
 
@@ -112,6 +113,12 @@ def test_as_simulated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert 0 < row["downlink_bytes"] - wanted["downlink_bytes"] < 2000 * row["clients"]
 
 
+def test_a_configuration_counts_those_who_did_not_come(tmp_path: Path) -> None:
+    config = Config(clients=4, rounds=1, model="linear", local_steps="1", classes_per_client=2)
+    out = federated(config, tmp_path, nodes=3, **{"min-nodes": 3})
+    assert read_config(out / "config.toml").clients == 4
+
+
 # Who takes part
 
 
@@ -129,6 +136,17 @@ def test_over_selection(tmp_path: Path) -> None:
     # A round takes two: their mean is half of their sum, exactly.
     total = 2 * disks.x() + disks.masses()
     assert torch.equal(total, disks.update(*app.calls))
+
+
+@pytest.mark.parametrize(("more", "asked"), [(0.0, 2), (0.1, 3)])
+def test_how_many_are_asked(more: float, asked: int, tmp_path: Path) -> None:
+    """Of 7 a share of 0.3 is 2; of those that are asked besides, a part is one as well."""
+    it = Federation(tmp_path, Adding().app, 7)
+    it.start(1, participation=0.3, over_selection=more)
+    (row,) = it.rows
+    assert (row["clients"], row["clients"] - row["lost"]) == (asked, 2)
+    late = [row["why"] for row in it.of_nodes if row["outcome"] == "late"]
+    assert late == ["it was not waited for"] * (asked - 2)
 
 
 def test_a_round_ends_when_all_is_there(tmp_path: Path) -> None:
@@ -175,6 +193,20 @@ def test_a_quorum_fails(tmp_path: Path) -> None:
     total = sum(numbers(*call)["w"] for call in app.calls)
     np.testing.assert_array_equal(4 * steps[0] + 2 * steps[2] + 4 * steps[4], total)
     assert [row["age"] for row in it.of_nodes if row["node"] == "node3"] == [0, 1, 2, 3, 0]
+
+
+def test_a_quorum_is_of_those_needed(tmp_path: Path) -> None:
+    """Not of those asked besides; and who did not reply in time is not told that the round was void."""
+    it = Federation(tmp_path, Adding().app, 4)
+    it.grid.on_reply = lambda node, request, reply: reply if node.partition == 0 else None
+    it.start(1, participation=0.5, over_selection=1.0)
+    assert it.outcomes == [{"late": 3, "replied": 1}]
+    assert it.of_nodes[0]["applied"]
+    it.start(2, resume=True)
+    assert it.outcomes[1] == it.outcomes[0]
+    assert not it.of_nodes[4]["applied"]
+    late = ["no reply within 1e-09 s"] * 3
+    assert [row["why"] for row in it.of_nodes[4:]] == ["1 of 4 replies: less than the quorum", *late]
 
 
 def dropping(it: Federation, rate: float) -> None:
@@ -315,6 +347,34 @@ def test_numbers_outlive_a_kill(tmp_path: Path) -> None:
     assert len(app.calls) == 3
 
 
+def test_numbers_of_those_who_come_later_outlive_a_kill(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app, 4)
+    late, other = it.nodes[0], it.nodes[1]
+    late.online = other.online = False
+
+    def die() -> None:
+        raise ServerKilled
+
+    def at(t: int, _: Any) -> None:
+        late.online = t == 1
+        it.grid.before_pull = die if t == 1 else lambda: None
+
+    with pytest.raises(ServerKilled):
+        it.start(2, evaluate_fn=at)
+    it.grid.before_pull = lambda: None
+    late.online, other.online = False, True
+    it.start(2, resume=True)
+    assert {row["node"]: row["number"] for row in it.of_nodes} == {"node2": 0, "node3": 1, "node1": 3}
+
+
+def test_one_node_is_too_few(tmp_path: Path) -> None:
+    """Unless it is said that one will do."""
+    it = Federation(tmp_path, Adding().app, 1)
+    with pytest.raises(InputError, match="min_nodes = 2, but only 1"):
+        it.start(1)
+    it.start(1, min_nodes=1, resume=True)
+
+
 def test_too_few_nodes(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app, 2)
     with pytest.raises(InputError, match=r"min_nodes = 3, but only 2 nodes came online within 0.01 s"):
@@ -367,3 +427,24 @@ def test_training_diverges(tmp_path: Path) -> None:
     app.spoil = {}
     it.start(2, compressor="none", resume=True, max_norm=1e6, quorum=0.3)
     assert it.outcomes == [{"replied": 1, "too large": 2}] * 2
+
+
+def test_what_travels_whole_diverges(tmp_path: Path) -> None:
+    """Each is finite, their mean is not."""
+    app = Adding()
+    app.spoil = dict.fromkeys(
+        range(3), lambda arrays, metrics, message: reply_with({**arrays, "d": near}, metrics, message)
+    )
+    near = np.array([1.7e308, 1.0])
+    it = Federation(tmp_path, app.app, 3, {**MODEL, "d": np.zeros(2)})
+    app.spoil[0] = lambda arrays, metrics, message: reply_with({**arrays, "d": near / 2}, metrics, message)
+    with pytest.raises(InputError, match=r"round 0: .* is NaN or infinite"), np.errstate(over="ignore"):
+        it.start(1)
+
+
+def test_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """The model at the start is evaluated once."""
+    it, seen = Federation(tmp_path, Adding().app), list[int]()
+    for rounds in (1, 2):
+        it.start(rounds, resume=True, evaluate_fn=lambda t, _: seen.append(t))
+    assert seen == [0, 1, 2]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message, MetricRecord
+from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError, tensors
 from cfedavg.config import read_config
@@ -194,6 +195,41 @@ def test_two_servers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("cfedavg.flower.books.time.sleep", lambda seconds: stack.close())
         it.start(2, resume=True)
     assert len(it.rows) == 2
+
+
+def test_what_will_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.out.mkdir()
+    (it.out / "state").write_text("")
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("cfedavg.flower.books.HANDOVER", 100.0)
+    monkeypatch.setattr("cfedavg.flower.books.time.sleep", sleep)
+    with pytest.raises(InputError, match="the server's state: cannot write to the folder"):
+        it.start(1)
+
+
+def test_how_many_clients_there_are(tmp_path: Path) -> None:
+    """config.toml says what is known of an app, from the first round on."""
+    it, seen = Federation(tmp_path, Adding().app, 4), list[int]()
+    it.nodes[3].online = False
+
+    def look(t: int, _: Any) -> None:
+        it.nodes[3].online = t > 0
+        seen.append(read_config(it.out / "config.toml").clients)
+
+    it.start(2, evaluate_fn=look)
+    assert seen == [1, 3, 4]
+    assert "# batch_size =" in (it.out / "config.toml").read_text()
+    assert "weighting = " in (it.out / "config.toml").read_text()
+    other = Federation(tmp_path / "other", Adding().app)
+    other.start(1, FedAvg(fraction_evaluate=0.0))
+    text = (other.out / "config.toml").read_text()
+    assert 'model = "(a Flower app, averaged by FedAvg)"' in text
+    assert "# weighting =" in text
+    assert read_config(other.out / "config.toml").clients == 3
 
 
 def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
@@ -22,6 +24,7 @@ from flwr.serverapp.strategy import (
 )
 
 from cfedavg import InputError
+from cfedavg.config import read_config
 from cfedavg.flower import CFedAvg
 from tests.grid import (
     MODEL,
@@ -128,6 +131,18 @@ class Watching(FedAvg):
         return super().aggregate_train(server_round, self.replies)
 
 
+def test_a_strategy_sees_the_names_of_the_app(tmp_path: Path) -> None:
+    app = Adding()
+
+    def reply(arrays: Any, metrics: Any, message: Message) -> Message:
+        content = reply_with(arrays, metrics, message).content
+        return Message(RecordDict({"model": record(arrays), "metrics": content["metrics"]}), reply_to=message)
+
+    app.spoil = dict.fromkeys(range(3), reply)
+    Federation(tmp_path, app.app).start(1, inner := Watching(fraction_evaluate=0.0))
+    assert [list(seen.content.array_records) for seen in inner.replies] == [["model"]] * 3
+
+
 def test_a_strategy_sees_who_replied(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding(metrics={"num-examples": 10, "many": [1.5, 2.5]}).app)
     it.start(1, inner := Watching())
@@ -162,6 +177,14 @@ def test_a_strategy_must_give_the_same_model(made: Any, tmp_path: Path) -> None:
         Federation(tmp_path, Adding().app).start(1, Misshapen(made))
 
 
+@pytest.mark.parametrize("name", ["w", "d"])
+def test_a_strategy_must_give_numbers(name: str, tmp_path: Path) -> None:
+    """In what is compressed, and in what travels whole."""
+    it = Federation(tmp_path, Adding().app, 3, {**MODEL, "d": np.zeros(1)})
+    with pytest.raises(InputError, match=r"round 0: .* clients 0, 1, 2 is NaN or infinite"):
+        it.start(1, Misshapen(lambda arrays: {**arrays, name: arrays[name] * np.nan}))
+
+
 class Repeating(Summing):
     """Asks everyone twice."""
 
@@ -183,13 +206,44 @@ def test_asked_twice(tmp_path: Path) -> None:
 class Without(FedAvg):
     """Sends something else than the model."""
 
+    def __init__(self, sent: Any) -> None:
+        super().__init__()
+        self.sent = sent
+
     def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
-        return super().configure_train(server_round, record({"z": MODEL["w"]}), config, grid)
+        return super().configure_train(server_round, record(self.sent), config, grid)
 
 
-def test_a_strategy_must_send_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [{"z": MODEL["w"]}, {**MODEL, "more": np.ones(1, np.float32)}])
+def test_a_strategy_must_send_the_model(sent: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the inner strategy must send each client the model"):
-        Federation(tmp_path, Adding().app).start(1, Without())
+        Federation(tmp_path, Adding().app).start(1, Without(sent))
+
+
+class Silent(Summing):
+    """Makes no model."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        return None, None
+
+
+def test_a_strategy_that_makes_nothing(tmp_path: Path) -> None:
+    it = Federation(tmp_path, (app := Adding()).app)
+    assert same(it.start(2, Silent()).arrays, it.model)
+    disks = Disks(it)
+    assert torch.equal(disks.update(*app.calls), disks.masses())
+    why = "the inner strategy made no model of 3 replies"
+    assert {(row["applied"], row["why"]) for row in it.of_nodes} == {(False, why)}
+
+
+def test_evaluation_by_clients_is_counted(tmp_path: Path) -> None:
+    """They get the model once more."""
+    down = []
+    for share in (0.0, 1.0):
+        it = Federation(tmp_path / str(share), Adding().app)
+        it.start(1, FedAvg(fraction_evaluate=share))
+        down.append(it.rows[0]["downlink_bytes"])
+    assert down[1] == pytest.approx(2 * down[0], rel=0.2)
 
 
 def test_not_within_others() -> None:
@@ -199,22 +253,25 @@ def test_not_within_others() -> None:
 
 
 ODD: dict[str, Any] = {
-    "one more": {"num-examples": 10, "partition": 1, "more": 1.0},
-    "one less": {"partition": 1},
-    "a list": {"num-examples": 10, "partition": [1, 2]},
+    "one more": ({"num-examples": 10, "partition": 1, "more": 1.0}, "has 'more' as a number in 'metrics'"),
+    "one less": ({"partition": 1}, "lacks 'num-examples' as a number in 'metrics'"),
+    "a list": (
+        {"num-examples": 10, "partition": [1, 2]},
+        "lacks 'partition' as a number in 'metrics' and has 'partition' as a list of 2 in 'metrics'",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_metrics_that_are_not_those_of_the_others(name: str, tmp_path: Path) -> None:
     """Flower's strategies would end the run; the reply is left out, and its update comes later."""
-    app = Adding()
-    app.spoil[1] = lambda arrays, metrics, message: reply_with(arrays, ODD[name], message)
+    app, (found, why) = Adding(), ODD[name]
+    app.spoil[1] = lambda arrays, metrics, message: reply_with(arrays, found, message)
     it = Federation(tmp_path, app.app)
     it.start(2, FedAvg(fraction_evaluate=0.0))
     assert it.outcomes == [{"metrics": 1, "replied": 2}] * 2
     odd = {(row["node"], row["why"]) for row in it.of_nodes if row["outcome"] == "metrics"}
-    assert odd == {("node1", "they are not those of the others")}
+    assert odd == {("node1", f"it {why}, unlike those of most nodes")}
 
 
 def test_a_strategy_that_fails(tmp_path: Path) -> None:
@@ -272,14 +329,98 @@ def test_lists_are_remembered(tmp_path: Path) -> None:
     assert again.seen == [1, 2, 3]
 
 
+class Keeping(Summing):
+    """Remembers this and that."""
+
+    def __init__(self, value: Any = None, rate: float = 0.5) -> None:
+        self.kept, self.rate, self.first = value, rate, 0
+        self.pair, self.by_round, self.best = (0, 0), dict[int, int](), np.float32(0.0)
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.first = self.first or server_round
+        self.pair, self.best = (server_round, server_round), np.float32(server_round)
+        self.by_round[server_round] = 1
+        return super().aggregate_train(server_round, replies)
+
+
+def test_what_is_remembered(tmp_path: Path) -> None:
+    """What was changed, and JSON can say; an option that is given anew counts."""
+    it = Federation(tmp_path, Adding().app)
+    for rounds in (1, 2, 3):
+        it.start(rounds, last := Keeping(rate=0.5 / rounds), resume=True)
+    assert (last.first, last.rate) == (1, 0.5 / 3)
+    it.start(3, again := Keeping(), resume=True)
+    assert (again.pair, again.by_round, again.best) == ((0, 0), {}, 3.0)
+
+
+MEMORIES: dict[str, tuple[Any, bool]] = {
+    "numbers": (np.arange(3, dtype=np.uint32), True),
+    "by number": ({1: np.zeros(2), 7: np.ones(())}, True),
+    "by name": ({"1": np.zeros(2), "a/b": np.ones(3, bool)}, True),
+    "several": ([np.zeros(2), np.ones((2, 2), np.float16)], True),
+    "texts": (np.array(["a"]), False),
+    "objects": (np.array([None]), False),
+    "by pair": ({(0, 1): np.zeros(2)}, False),
+    "by NumPy's number": ({np.int64(1): np.zeros(2)}, False),
+    "by bytes": ({b"a": np.zeros(1)}, False),
+    "complex": (np.ones(2, complex), False),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_arrays_are_remembered(name: str, tmp_path: Path) -> None:
+    value, kept = MEMORIES[name]
+    it = Federation(tmp_path, Adding().app)
+    it.start(1, Keeping(value))
+    it.start(1, again := Keeping(), resume=True)
+    assert repr(again.kept) == repr(value if kept else None)
+
+
+class Counting(Summing):
+    """Remembers in a dict that makes its own values."""
+
+    def __init__(self) -> None:
+        self.seen = defaultdict[str, list[int]](list)
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.seen["all"].append(server_round)
+        return super().aggregate_train(server_round, replies)
+
+
+def test_a_dict_of_its_own_kind_stays_one(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(1, Counting())
+    it.start(2, again := Counting(), resume=True)
+    assert again.seen == {"all": [1, 2]}
+    assert again.seen["new"] == []
+
+
 def test_resumed_with_another_strategy(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
-    it.start(1, DifferentialPrivacyServerSideAdaptiveClipping(FedAdam(), 0.0, 3, clipped_count_stddev=0.0))
-    with pytest.raises(InputError, match="was begun with another strategy, which has 'strategy"):
-        it.start(2, FedAvg(), resume=True)
+    clipping = functools.partial(
+        DifferentialPrivacyServerSideAdaptiveClipping,
+        noise_multiplier=0.0,
+        num_sampled_clients=3,
+        clipped_count_stddev=0.0,
+    )
+    it.start(1, clipping(FedAdam()))
+    config = read_config(it.out / "config.toml")
+    name = "DifferentialPrivacyServerSideAdaptiveClipping(FedAdam)"
+    assert config.model == f"(a Flower app, averaged by {name})"
+    for other, words in ((FedAvg(), "'FedAvg'"), (clipping(FedAvg()), r"'.*\(FedAvg\)'"), (None, "None")):
+        with pytest.raises(InputError, match=rf"inner is {words}, but the federation in .* has '.*FedAdam"):
+            it.start(2, other, resume=True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("update", "mean"), ("error_feedback", False), ("seed", 1)])
+@pytest.mark.parametrize("inner", [FedAvg, "FedAvg"])
+def test_within_is_a_strategy(inner: Any) -> None:
+    with pytest.raises(InputError, match=r"inner is .*FedAvg.*: it must be a strategy of Flower's, such as"):
+        CFedAvg(inner)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("update", "mean"), ("error_feedback", False), ("seed", 1), ("compressor", "none")]
+)
 def test_what_must_stay(name: str, value: Any, tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(1)

@@ -19,12 +19,14 @@ from flwr.clientapp import ClientApp
 
 from cfedavg import InputError
 from cfedavg.compress import parse
-from cfedavg.federation.protocol import Server, Stamp
+from cfedavg.federation.codec import Wire
+from cfedavg.federation.protocol import Request, Server, Stamp
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, online
 from cfedavg.flower.parcel import Packing, pack, unpack
 from cfedavg.flower.records import OURS, REFUSED, Answer, answer_of, answered
 from cfedavg.flower.taking import Door, Rejected
+from cfedavg.layout import Layout
 from cfedavg.wire import encode
 from tests import messages
 from tests.grid import (
@@ -162,6 +164,15 @@ def test_a_spike_goes_bit_by_bit(tmp_path: Path) -> None:
     assert float(disks.mass(it.nodes[1]).norm()) < 1.0  # a spike of 3,464 has gone in 50 rounds
 
 
+def test_a_bound_is_used_up() -> None:
+    """Of p a tenth is above the bound: what is sent is near it, not below it by as much again."""
+    layout = Layout.flat(1000)
+    packing = Packing(Wire(parse("topk(0.99)"), layout, 0), max_norm=1.0)
+    p = torch.full((1000,), 100.0)  # its norm is 3,162, of which the largest ten have 316
+    _, e = packing.shrink(p, Request(Stamp(1, 1), 0, None))
+    assert 0.9 < float((p - e).norm()) <= 1.0
+
+
 def test_a_node_says_too_much(tmp_path: Path) -> None:
     app = Adding()
     app.spoil[1] = lambda a, m, message: error(2, "long\ncfedavg.errors.InputError: no " * 10_000, message)
@@ -178,6 +189,14 @@ def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
     it.grid.on_reply = lambda node, request, reply: reply if node.partition == 1 else None
     it.start(1)
     assert it.outcomes == [{"late": 2, "out of date": 1}]
+
+
+def test_nor_can_half_of_them(tmp_path: Path) -> None:
+    app = Adding()
+    app.spoil[1] = lambda a, m, message: error(REFUSED, "older", message)
+    it = Federation(tmp_path, app.app, 2)
+    it.start(1)
+    assert it.outcomes == [{"out of date": 1, "replied": 1}]
 
 
 def test_a_client_without_the_mod(tmp_path: Path) -> None:

@@ -14,15 +14,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from cfedavg.config import Config
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
-from cfedavg.report import nodes, plot_partition, read_run, summary, write_report, write_run_pictures
+from cfedavg.report import (
+    attendance,
+    nodes,
+    plot_partition,
+    read_run,
+    summary,
+    write_report,
+    write_run_pictures,
+)
 from cfedavg.report.attendance import draw_attendance
+from cfedavg.report.figures import new_figure
 from cfedavg.report.groups import curve, group_runs
-from cfedavg.report.panels import panels_for
+from cfedavg.report.panels import panels_for, with_data
 from cfedavg.report.table import as_text, headline
 from cfedavg.units import in_bytes
 
@@ -508,11 +518,97 @@ def test_nodes_are_counted_by_what_became_of_each_request() -> None:
     ]  # fmt: skip
     header, first, second = nodes.as_text(rows)
     assert header[0] == "node"
-    assert first == ["node0", "1", "1", "0", "0", "0", "0 B", "not said", "none", "none", "none"]
-    assert second == [
-        "node1", "7", "1", "1", "1", "2 (norm), 1 (nan)", "22.2 kB", "10 to 16", "7", "6", "2",
-    ]  # fmt: skip
+    assert first == ["node0", "1", "1", "0", "0", "0", "0", "0 B", "not said", "none", "none", "none"]
+    assert second == ["node1", "7", "1", "1", "1", "1", "3", "22.2 kB", "10 to 16", "7", "6", "2"]
     assert nodes.outcome(rows[6]) == "replied, round void"
+    assert nodes.reasons(rows) == [
+        "node1, 2 times: norm", "node1, once: late", "node1, once: lost", "node1, once: nan",
+        "node1, once: round void",
+    ]  # fmt: skip
+
+
+def test_the_last_that_is_known_of_a_node() -> None:
+    """Whatever the order of the rows; a node may have got another name, and have done no steps."""
+    rows = [node_row(t, 0, "lost", K=None, age=12_345 * t, node="new") for t in (3, 1, 2)]
+    header, line = nodes.as_text([*rows, node_row(0, 0, K=0, age=0)])
+    found = dict(zip(header, line, strict=True))
+    assert (found["node"], found["lost"], found["K"], found["age"]) == ("new", "3", "0", "37,035")
+
+
+def test_reasons_are_not_too_many() -> None:
+    rows = [node_row(t, t % 3, "norm", why=f"its norm is {t}") for t in range(20)] + [node_row(20, 0)]
+    found = nodes.reasons(rows)
+    assert found[0] == "node0, once: norm (its norm is 0)"
+    assert found[-1] == "8 more, for other reasons"
+    assert len(found) == 13
+    assert nodes.reasons([node_row(0, 0)]) == []
+
+
+def test_rows_of_nodes_are_in_order(tmp_path: Path) -> None:
+    """And of two of the same node and round the later one counts."""
+    rows = [node_row(1, 0), node_row(0, 1), node_row(0, 0), node_row(0, 0, "late")]
+    found = read_run(make_federation(tmp_path / "a", rows)).nodes
+    assert [(row["round"], row["number"], row["outcome"]) for row in found] == [
+        (0, 0, "late"), (0, 1, "replied"), (1, 0, "replied"),
+    ]  # fmt: skip
+
+
+def drawn(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """The figure that a picture of nodes is made of."""
+    made: list[Figure] = []
+
+    def keep(*size: float) -> Figure:
+        made.append(new_figure(*size))
+        return made[-1]
+
+    monkeypatch.setattr(attendance, "new_figure", keep)
+    draw_attendance(rows)
+    return made[0]
+
+
+def test_what_the_picture_of_nodes_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        node_row(0, 0, incarnation=0), node_row(1, 0, "late"), node_row(2, 0, "norm", incarnation=2),
+        node_row(0, 1, "lost"),
+    ]  # fmt: skip
+    figure = drawn(rows, monkeypatch)
+    above, below = figure.axes
+    (birth,) = above.lines
+    assert (list(birth.get_xdata()), list(birth.get_ydata())) == ([3], [0])
+    (image,) = above.images
+    kinds = ["not asked", *nodes.OUTCOMES]
+    cells = np.asarray(image.get_array()).tolist()
+    assert [[kinds[i] for i in line] for line in cells] == [
+        ["in the model", "late", "rejected"], ["lost", "not asked", "not asked"],
+    ]  # fmt: skip
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "not asked", "in the model", "late", "lost", "rejected", "new incarnation",
+    ]  # fmt: skip
+    assert list(below.lines[0].get_xdata()) == [1, 2, 3]
+    assert [text.get_text() for text in below.texts] == ["node0"]  # it holds back most
+
+
+@pytest.mark.parametrize("last", [599, 600, 10**12])
+def test_many_rounds_share_a_column(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst of them shows."""
+    rows = [node_row(0, 0), node_row(1, 0, "lost"), node_row(2, 0), node_row(last, 0)]
+    figure = drawn(rows, monkeypatch)
+    cells = np.asarray(figure.axes[0].images[0].get_array())
+    assert cells.shape == (1, 600)
+    assert cells[0, :3].tolist() == {599: [1, 4, 1], 600: [4, 1, 0]}.get(last, [4, 0, 0])
+    assert cells[0, -1] == 1
+
+
+def test_a_legend_names_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without a test set has no test loss."""
+    without = [{key: value for key, value in row.items() if key != "test_loss"} for row in rounds(3)]
+    for folder, names in (
+        (make_run(tmp_path / "a", rounds(3)), ["train", "test"]),
+        (make_run(tmp_path / "b", without), ["train"]),
+    ):
+        groups = group_runs([read_run(folder)])
+        (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "loss"]
+        assert [series.name for series in with_data(panel, groups).series] == names
 
 
 def test_a_federation_shows_its_nodes(tmp_path: Path, one_picture: None) -> None:
@@ -560,11 +656,18 @@ def test_a_hundred_nodes_fit_into_the_picture(tmp_path: Path) -> None:
     [
         ({"number": "0"}, "'0' for 'number'"),
         ({"outcome": None}, "None for 'outcome'"),
-        ({"residual_norm": "much"}, "'much' for 'residual_norm'"),
+        *(
+            ({name: "much"}, f"'much' for '{name}'")
+            for name in ("residual_norm", "age", "incarnation", "K", "up_bytes")
+        ),
+        ({"round": -1}, "no whole number `round`, which counts from 0"),
+        ({"round": 10**400}, "no whole number `round`"),
     ],
 )
 def test_a_damaged_row_of_a_node_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    folder = make_federation(tmp_path / "a", [node_row(0, 0), node_row(0, 1) | changes])
+    folder = make_federation(tmp_path / "a", [node_row(0, 0)])
+    with (folder / "nodes.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(node_row(0, 1) | changes) + "\n")
     with pytest.raises(InputError, match=rf"nodes\.jsonl, line 2 has {words}"):
         read_run(folder)
 

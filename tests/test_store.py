@@ -323,14 +323,17 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     tensors, about = read_tensors(store.folder / FILE)
     about = {name: value for name, value in about.items() if name != "checksum"} | {"format": 1}
     save_tensors(tensors, store.folder / FILE, {**about, "checksum": checksum(tensors, about)})
-    with pytest.raises(InputError, match="is of another format: 1, here 2"):
+    with pytest.raises(InputError, match="is of another format: 1, here 3"):
         store.load()
 
 
 def test_states_of_others_are_refused(tmp_path: Path) -> None:
     store, _ = saved(tmp_path)
     for other, words in (
-        (ClientStore(tmp_path, "fed/1", "node ü", Layout.flat(D + 1)), "is of another model"),
+        (
+            ClientStore(tmp_path, "fed/1", "node ü", Layout.flat(D + 1)),
+            rf"is of another model: in that of now '' is of shape \[{D + 1}\], not \[{D}\]",
+        ),
         (ClientStore(tmp_path, "fed/2", "node ü", LAYOUT), "is of another federation: 'fed/1', here 'fed/2'"),
         (ClientStore(tmp_path, "fed/1", "node 2", LAYOUT), "is of another identity: 'node ü', here 'node 2'"),
     ):

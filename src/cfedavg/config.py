@@ -28,6 +28,10 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
 
 PER_CLIENT = ("local_steps", "steps_per_second", "uplink", "downlink", "latency")
 
+APP = "(a Flower app)"  # stands for a model and data that are the app's, which its server cannot know
+_OF_APP = {"dataset", "model", "clients", "rounds", "update", "compressor", "error_feedback", "seed"}
+_OF_APP_ALONE = {"participation", "eta", "weighting"}  # else another strategy decides them
+
 # Of each group at most one may be given; without any, the first default holds.
 EXCLUSIVE = (
     ("classes_per_client", "dirichlet", "iid"),
@@ -157,6 +161,12 @@ class Config:
         """Whether it names model and data; in place of those from Python or an app stands a remark."""
         return not self.dataset.startswith("(")
 
+    def says(self, name: str) -> bool:
+        """Whether a field says something of the run: of a Flower app, only what its server decides."""
+        if self.dataset != APP or name in _OF_APP:
+            return True
+        return self.model == APP and name in _OF_APP_ALONE
+
     def replace(self, **changes: Any) -> Config:
         """A copy with other values; giving one of an exclusive group takes the others back."""
         for group in EXCLUSIVE:
@@ -172,9 +182,10 @@ class Config:
             if item.metadata["group"] != group:
                 group = item.metadata["group"]
                 lines += ["", f"# {group}"]
-            value = getattr(self, item.name)
+            value = getattr(self, item.name) if self.says(item.name) else None
             text = f"{item.name} = {toml_value(value)}" if value is not None else f"# {item.name} ="
-            lines.append(f"{text:<40} # {item.metadata['help']}")
+            note = item.metadata["help"] if self.says(item.name) else "the app's own"
+            lines.append(f"{text:<40} # {note}")
         return "\n".join(lines).lstrip() + "\n"
 
     @classmethod

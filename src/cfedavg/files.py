@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cfedavg.errors import Busy, InputError
@@ -79,10 +79,11 @@ def locked(folder: Path, sentence: str) -> Iterator[None]:
 
 
 def tidy(folder: Path) -> None:
-    """Removes what a process left that was killed while it wrote."""
+    """Removes what a process left that was killed while it wrote; what cannot be removed hurts nobody."""
     for path in folder.glob(".*"):
         if _TEMPORARY.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
 
 def sync(path: Path) -> None:

@@ -75,6 +75,28 @@ class Layout:
             raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
         return layout
 
+    def difference(self, other: Layout) -> str:
+        """In what another one is not the same; empty if it is.
+
+        >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
+        "'w' is missing"
+        """
+        mine, others = ({row[0]: row for row in each._rows()} for each in (self, other))
+        if missing := [name for name in mine if name not in others]:
+            return f"{missing[0]!r} is missing"
+        if unknown := [name for name in others if name not in mine]:
+            return f"{unknown[0]!r} is one too many"
+        for name, shape, dtype in self._rows():
+            _, found, kind = others[name]
+            if found != shape:
+                return f"{name!r} is of shape {list(found)}, not {list(shape)}"
+            if kind != dtype:
+                return f"{name!r} is of {kind}, not {dtype}"
+        return "" if self.names == other.names else "the arrays are in another order"
+
+    def _rows(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        return zip(self.names, self.shapes, self.dtypes, strict=True)
+
     @cached_property
     def schema_hash(self) -> int:
         """64 bits of SHA-256 over the text: two models with the same hash can talk."""

@@ -26,7 +26,7 @@ from cfedavg.files import locked, make_folder
 from cfedavg.layout import Layout
 from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 
-FORMAT = 2
+FORMAT = 3
 FILE = "state.safetensors"
 EXTRA = "extra."
 
@@ -51,7 +51,7 @@ class ClientStore:
         if not path.exists():
             return self.fresh()
         tensors, about = _read(path, "move it away to go on as a new client, without its residual")
-        _check(path, about, self.about | {"kind": "client", "schema": self.layout.schema_hash})
+        _check(path, about, self.about | {"kind": "client"}, self.layout)
         sent = about["sent"] and Sent(Stamp(*about["sent"]), tensors["sent"].numpy().tobytes())
         return Client(
             about["incarnation"],
@@ -74,7 +74,7 @@ class ClientStore:
             tensors["sent"] = as_tensor(client.sent.message)
         about = self.about | {
             "kind": "client",
-            "schema": self.layout.schema_hash,
+            "layout": self.layout.text,
             "incarnation": client.incarnation,
             "sent": client.sent and client.sent.stamp,
             "seen": client.seen,
@@ -120,7 +120,9 @@ class ServerStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         make_folder(self.folder, "the server's state")
-        with locked(self.folder, f"another server works in {self.folder}"):
+        with locked(
+            self.folder, f"another server works in {self.folder}: wait until it ends, or give another `out`"
+        ):
             yield
 
     def load(self) -> Served | None:
@@ -129,7 +131,7 @@ class ServerStore:
         if not path.exists():
             return None
         tensors, about = _read(path, "restore a backup, with a new generation, or start another federation")
-        _check(path, about, self.about | {"kind": "server", "schema": self.layout.schema_hash})
+        _check(path, about, self.about | {"kind": "server"}, self.layout)
         applied = {client: Mark(Stamp(*stamp), *rest) for client, (stamp, *rest) in about["applied"].items()}
         server = Server(tensors.pop("x"), about["t"], Stamp(*about["stamp"]), applied)
         extra = {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
@@ -140,7 +142,7 @@ class ServerStore:
         server = served.server
         about = self.about | {
             "kind": "server",
-            "schema": self.layout.schema_hash,
+            "layout": self.layout.text,
             "t": server.t,
             "stamp": server.stamp,
             "applied": dict(server.applied),
@@ -172,11 +174,12 @@ def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
     return checksum({name: tensor.reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}, about)
 
 
-def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any], layout: Layout) -> None:
     for name, value in {"format": FORMAT, **wanted}.items():
         if about.get(name) != value:
-            what = "model" if name == "schema" else name
-            raise InputError(f"{path} is of another {what}: {about.get(name)!r}, here {value!r}")
+            raise InputError(f"{path} is of another {name}: {about.get(name)!r}, here {value!r}")
+    if found := Layout.from_text(about["layout"]).difference(layout):
+        raise InputError(f"{path} is of another model: in that of now {found}")
 
 
 def _short(name: str) -> str:

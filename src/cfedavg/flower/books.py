@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cfedavg.config import Config
+from cfedavg.config import APP, Config
 from cfedavg.errors import Busy, CannotResume, InputError
 from cfedavg.federation.protocol import Server, restored
 from cfedavg.federation.store import FILE, Served, ServerStore, as_tensor, new_generation
@@ -31,15 +31,14 @@ from cfedavg.tensors import save_tensors
 
 NODES, STATE = "nodes.jsonl", "state"
 WHOLE = "whole"
-OWN = "(a Flower app)"  # stands in config.toml for a model and data that are the app's
 HANDOVER = 20.0  # seconds: after its SuperLink has died, a ServerApp lives on for up to nine
 
 
 class Books:
     """One server at a time keeps them: it holds a lock for as long as the `with` lasts."""
 
-    def __init__(self, out: Path, config: Config, form: Form) -> None:
-        self.out, self.config, self.form = out, config, form
+    def __init__(self, out: Path, config: Config, form: Form, inner: str | None = None) -> None:
+        self.out, self.config, self.form, self.inner = out, config, form, inner
         self.rows: list[Record] = []
 
     @contextmanager
@@ -92,19 +91,27 @@ class Books:
             server = restored(served.server, new_generation(served.server))
             served = replace(served, server=server)
         self._read_rows(served)
-        self.store.save(served)
-        write_atomic(self.out / CONFIG, self.config.to_toml().encode())
+        self.meet(served)
         return served
 
+    def meet(self, served: Served) -> None:
+        """Makes the state durable, and says how many clients there are, which only their coming tells."""
+        self.store.save(served)
+        config = self.config
+        if config.dataset == APP:
+            config = config.replace(clients=max(1, len(served.facts["numbers"])))
+        write_atomic(self.out / CONFIG, config.to_toml().encode())
+
     def _check_options(self, before: dict[str, Any]) -> None:
-        """Residuals are in the units of the update, and draws are keyed by the seed: both must stay."""
+        """Residuals are in the units of the update, draws are keyed by the seed, curves are of one run."""
         for name, now in self._options.items():
             if before[name] != now:
                 raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {before[name]!r}")
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {name: getattr(self.config, name) for name in ("update", "error_feedback", "seed")}
+        names = ("compressor", "update", "error_feedback", "seed")
+        return {"inner": self.inner, **{name: getattr(self.config, name) for name in names}}
 
     def _read_rows(self, served: Served) -> None:
         """Brings both files in step with the state: what is after it goes, what it ended with is there."""
@@ -153,9 +160,6 @@ class Books:
         arrays = self.form.join(served.server.x.numpy(), whole_of(served))
         tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         save_tensors(tensors, self.out / "model.safetensors")
-        if self.config.dataset == OWN:  # of an app of the user's, only now is it known how many there were
-            config = self.config.replace(clients=max(1, len(served.facts["numbers"])))
-            write_atomic(self.out / CONFIG, config.to_toml().encode())
         if self.rows:
             write_run_pictures(self.out)
 

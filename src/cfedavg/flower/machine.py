@@ -126,6 +126,7 @@ class Machine:
         for online, node in enumerate(self.nodes):
             self.say(f"nodes online: {online} of {self.count}")
             node.wait_online(say=self.say)
+        self.say(f"nodes online: {self.count} of {self.count}")
 
     def run(self, app: Path, config: Mapping[str, object] | None = None) -> Run:
         """Starts the app in a folder; `config` overrides what its pyproject.toml says."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from logging import WARNING
 from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.common.logger import log
 from numpy.typing import NDArray
 
 from cfedavg.federation.protocol import Mark, Request, Stamp
@@ -151,5 +153,6 @@ def size_of(reply: Message) -> int:
 
 
 def refused(code: int, why: str, request: Message) -> Message:
-    """The reply of a client that sends nothing."""
+    """The reply of a client that sends nothing; the node's own log says so as well."""
+    log(WARNING, "nothing is sent: %s", why)
     return Message(Error(code, why), reply_to=request)

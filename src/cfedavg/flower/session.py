@@ -25,7 +25,7 @@ from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import exchange, online
 from cfedavg.flower.records import CAUSES, REFUSED, size_of
 from cfedavg.flower.rows import Outcome, columns_of, node_rows, round_row
-from cfedavg.flower.taking import Door, Rejected, agreeing
+from cfedavg.flower.taking import Door, Rejected, unlike_most
 from cfedavg.metrics import Record
 
 INNER = "inner/"  # before the names of what a wrapped strategy remembers
@@ -106,7 +106,7 @@ class Session:
         now.needed = now.needed or len(now.nodes)  # a strategy may ask one twice
         if self.numbers != self.served.facts["numbers"]:  # a client keeps its number, whatever happens
             self.served = with_facts(self.served, numbers=dict(self.numbers))
-            self.books.store.save(self.served)
+            self.books.meet(self.served)
         return messages
 
     # Taking
@@ -127,20 +127,25 @@ class Session:
                 log(WARNING, "%s: %s (%s)", node.name, rejected.cause, rejected)
             if len(now.taken) >= now.needed:
                 break
-        still = {node.identity for node in online(self.grid, self.numbers)}
-        for node in now.nodes.values():
-            cause = "late" if node.identity in still else "lost"
-            now.outcomes.setdefault(node.identity, Outcome(cause, "", None, 0))
+        self._note_missing(now)
         if self.options.inner:
             self._leave_out_odd_ones(now)
 
+    def _note_missing(self, now: Round) -> None:
+        """Those of whom nothing has come."""
+        still = {node.identity for node in online(self.grid, self.numbers)}
+        enough = len(now.taken) >= now.needed
+        late = "it was not waited for" if enough else f"no reply within {self.timeout:g} s"
+        for node in now.nodes.values():
+            here = node.identity in still
+            missing = Outcome("late", late, None, 0) if here else Outcome("lost", "it is offline", None, 0)
+            now.outcomes.setdefault(node.identity, missing)
+
     def _leave_out_odd_ones(self, now: Round) -> None:
         """A single client's metrics must not keep the inner strategy from averaging."""
-        alike = agreeing(now.taken)
-        for who in [who for who in now.taken if who not in alike]:
-            del now.taken[who]
-            before = now.outcomes[who]
-            now.outcomes[who] = before._replace(what="metrics", why="they are not those of the others")
+        for who, why in unlike_most(now.taken).items():
+            log(WARNING, "%s: metrics (%s)", now.taken.pop(who).node.name, why)
+            now.outcomes[who] = now.outcomes[who]._replace(what="metrics", why=why)
 
     def _check_age(self, now: Round) -> None:
         """Numbers of an older copy have been used since, and must not be again without a new generation."""
@@ -173,8 +178,9 @@ class Session:
         )
         if self.options.inner:
             tensors, facts = memory.remembered(self.options.inner, self._at_first)
-            own = {INNER + name: each for name, each in tensors.items()}
-            self.served = replace(with_facts(self.served, inner=facts), extra={**self.served.extra, **own})
+            extra = {name: each for name, each in self.served.extra.items() if not name.startswith(INNER)}
+            extra |= {INNER + name: each for name, each in tensors.items()}
+            self.served = replace(with_facts(self.served, inner=facts), extra=extra)
 
     # Evaluating
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
@@ -17,11 +19,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from cfedavg.compress import parse
-from cfedavg.config import Config
+from cfedavg.config import APP, Config
 from cfedavg.errors import InputError
 from cfedavg.flower.averaging import Rate
-from cfedavg.flower.books import OWN, Books
+from cfedavg.flower.books import Books
 from cfedavg.flower.form import STATISTICS, Form
+from cfedavg.flower.inner import name_of
 from cfedavg.flower.session import Session
 
 # Of what Config does not look at: the kind, the least and the most that it may be, in words as well.
@@ -80,19 +83,23 @@ class CFedAvg(Strategy):
         self.over_selection, self.quorum, self.max_norm = over_selection, quorum, max_norm
         self.whole, self.resume, self.from_backup = whole, resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
-        self.compressor = parse(compressor)
-        self.config = (config or Config(dataset=OWN, model=OWN)).replace(
-            compressor=compressor,
-            error_feedback=error_feedback,
-            update=update,
-            weighting=weighting,
-            participation=participation,
-            seed=seed,
-        )
         self._check(out is not None)
+        self.compressor = parse(compressor)
+        given = {
+            "compressor": compressor,
+            "error_feedback": error_feedback,
+            "update": update,
+            "weighting": weighting,
+            "participation": participation,
+            "seed": seed,
+        }
+        self.config = self._configured(config, given)
+        self._check_update()
 
     def _check(self, placed: bool) -> None:
         """What Config does not look at."""
+        if self.inner is not None and not isinstance(self.inner, Strategy):
+            raise InputError(f"inner is {self.inner!r}: it must be a strategy of Flower's, such as FedAvg()")
         for name in ("resume", "from_backup"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}: it must be true or false")
@@ -110,13 +117,21 @@ class CFedAvg(Strategy):
                 raise InputError(f"{name} is {value!r}: it must be {words}")
         if isinstance(self.whole, str):
             raise InputError(f"whole is {self.whole!r}: it must be a list of patterns, as [{self.whole!r}]")
+
+    def _configured(self, config: Config | None, given: dict[str, Any]) -> Config:
+        """What the server decides, for its folder; around an app of the user's, no more is known."""
+        if config is None:
+            by = f"{APP[:-1]}, averaged by {name_of(self.inner)})" if self.inner else APP
+            rate = None if callable(self.eta) else self.eta
+            config, given = Config(dataset=APP), {**given, "model": by, "eta": rate}
+        return _changed(config, **given)
+
+    def _check_update(self) -> None:
+        """How updates are averaged: what a strategy within would not heed is refused."""
         if self.config.update == "auto":
             raise InputError("update is 'auto': say 'sum', or 'mean' where the clients report local-steps")
-        if self.inner is not None:
-            self._check_alone()
-
-    def _check_alone(self) -> None:
-        """Options that a strategy within would not heed."""
+        if self.inner is None:
+            return
         if self.eta is not None or self.config.weighting != "uniform":
             raise InputError("eta and weighting are for CFedAvg alone: around a strategy, that one averages")
         if self.config.participation != 1 or self.over_selection or self.min_nodes is not None:
@@ -128,7 +143,8 @@ class CFedAvg(Strategy):
             raise InputError("update is 'mean': around a strategy, which gets whole models, it must be 'sum'")
 
     def summary(self) -> None:
-        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.compressor, self.config.update, self.out)
+        where = f"{self.out.resolve()} on {socket.gethostname()}"
+        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.compressor, self.config.update, where)
         if self.inner is not None:
             self.inner.summary()
 
@@ -151,7 +167,8 @@ class CFedAvg(Strategy):
         form = Form.of(arrays, self.whole)
         if form.whole_bytes > 4 * form.layout.d:
             log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
-        books = Books(self.out, self.config.replace(rounds=num_rounds), form)
+        config = _changed(self.config, rounds=num_rounds)
+        books = Books(self.out, config, form, name_of(self.inner) if self.inner else None)
         with books.kept():
             served = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
             session = Session(self, grid, form, books, served, timeout)
@@ -179,6 +196,14 @@ class CFedAvg(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         _not_inside()
+
+
+def _changed(config: Config, **given: Any) -> Config:
+    """With these values; what is wrong with one is said under its name in Python."""
+    try:
+        return config.replace(**given)
+    except InputError as error:
+        raise InputError(re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))) from None
 
 
 def _check_finite(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,9 @@ from cfedavg.payload import Payload
 from cfedavg.tensors import norm2
 from cfedavg.wire import WireError, decode, read_header
 
-# Flower's own errors: what is said of a node that it names.
-_LATE, _LOST = {3, 4}, {5}
+# Flower's own errors, of requests and replies whose time is over and of nodes that are not there.
+_LATE, _LOST = ("late", "no reply by the deadline"), ("lost", "it is offline")
+_FLOWERS = {3: _LATE, 4: _LATE, 5: _LOST}
 # What a client says of its round, and the least and the most that it may be.
 _MOST = 1e100  # above what float32 numbers can come to
 _NORM = 0.0, _MOST
@@ -111,9 +113,7 @@ class Door:
     def _answer(self, reply: Message) -> Answer:
         if reply.has_error():
             code, why = reply.error.code, reply.error.reason or ""
-            if code in _LATE | _LOST:
-                raise Rejected("late" if code in _LATE else "lost", why)
-            raise Rejected(CAUSES.get(code, "app failed"), why)
+            raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, "app failed"), why)))
         try:
             return answer_of(reply.content)
         except WireError as error:
@@ -169,18 +169,29 @@ def samples_in(records: Mapping[str, MetricRecord]) -> float | None:
     return next((n for n in found if n is not None), None)
 
 
-def agreeing(taken: Mapping[str, Taken]) -> set[str]:
-    """Those whose metrics are alike, which are most of them: a strategy cannot average what differs."""
-    kinds: dict[Any, list[str]] = {}
-    for who, each in sorted(taken.items(), key=lambda item: item[1].node.number):
-        kinds.setdefault(_kind(each), []).append(who)
-    most = max(map(len, kinds.values()), default=0)
-    return set(next((group for group in kinds.values() if len(group) == most), ()))
+def unlike_most(taken: Mapping[str, Taken]) -> dict[str, str]:
+    """Those whose metrics are not like those of most, and why: a strategy cannot average what differs."""
+    in_order = sorted(taken.items(), key=lambda item: item[1].node.number)
+    kinds = {who: _kind(each) for who, each in in_order}
+    usual = Counter(kinds.values()).most_common(1)  # of several as common, the first
+    odd = {who: kind for who, kind in kinds.items() if kind != usual[0][0]}
+    return {who: _unlike(kind, usual[0][0]) for who, kind in odd.items()}
 
 
-def _kind(taken: Taken) -> Any:
-    """Names of the records, and of what is in them, with the lengths of lists."""
-    return taken.arrays, tuple(
-        (name, tuple((key, len(v) if isinstance(v, list) else None) for key, v in sorted(record.items())))
-        for name, record in sorted(taken.metrics.items())
-    )
+def _kind(taken: Taken) -> frozenset[str]:
+    """What a reply holds: the names of its records, and of what is in them, with the lengths of lists."""
+    found = {f"the ArrayRecord {taken.arrays!r}"}
+    for name, record in taken.metrics.items():
+        found |= {f"the MetricRecord {name!r}"} | {
+            f"{key!r} as {f'a list of {len(value)}' if isinstance(value, list) else 'a number'} in {name!r}"
+            for key, value in record.items()
+        }
+    return frozenset(found)
+
+
+def _unlike(kind: frozenset[str], usual: frozenset[str]) -> str:
+    """The first difference of each sort, in words."""
+    less, more = sorted(usual - kind)[:1], sorted(kind - usual)[:1]
+    parts = [f"lacks {less[0]}"] if less else []
+    parts += [f"has {more[0]}"] if more else []
+    return f"it {' and '.join(parts)}, unlike those of most nodes"

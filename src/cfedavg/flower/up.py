@@ -50,6 +50,9 @@ def up(
     """Trains with a node for each client; everything that it starts is stopped when it returns or raises."""
     out = out.resolve()
     _check(config, out, resume)
+    if resume and _is_done(config, out):
+        display.say(f"all {config.rounds} rounds are done; more of them with --rounds")
+        return
     display.say(_in_words(config))
     folder, least = out / "federation", max(1, math.ceil(quorum * config.clients))
     machine = Machine(folder, config.clients, port=port, more=_paths(config), say=display.now)
@@ -86,6 +89,16 @@ def _check(config: Config, out: Path, resume: bool) -> None:
     if old.clients != config.clients:
         raise InputError(f"--resume: --nodes is {config.clients}, but the run in {out} has {old.clients}")
     check_same(old, config, out)
+
+
+def _is_done(config: Config, out: Path) -> bool:
+    """Whether the last round was followed by the pictures, which come last."""
+    page, metrics = out / "report.html", out / METRICS
+    return (
+        len(read_rows(metrics)) >= config.rounds
+        and exists(page)
+        and page.stat().st_mtime >= metrics.stat().st_mtime
+    )
 
 
 def _in_words(config: Config) -> str:

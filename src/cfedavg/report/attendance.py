@@ -12,6 +12,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from cfedavg.report.axes import INK, MUTED, drawable, frame
 from cfedavg.report.figures import add_legend, as_png, legend_columns, new_figure
@@ -22,36 +23,46 @@ from cfedavg.report.pens import BLUE
 _WIDTH = 8.0
 _NAMED = 40  # nodes up to which each has room for its name
 _LATTICE = 120  # rounds up to which a line between two can be seen
+_COLUMNS = 600  # above so many rounds, several share one, and the worst of them shows
+_KINDS = {"not asked": "#F0F1F3", **OUTCOMES}  # the worse, the later
 
 
 def draw_attendance(rows: Sequence[Record]) -> bytes:
     """Nodes from top to bottom, rounds from left to right, as PNG."""
     nodes = by_node(rows)
     last = max(row["round"] for row in rows)
-    shown = [name for name in OUTCOMES if any(outcome(row) == name for row in rows)]
-    columns = legend_columns([*shown, "new incarnation"], _WIDTH)
+    cells = _cells(nodes, last)
+    legend = {name: colour for i, (name, colour) in enumerate(_KINDS.items()) if (cells == i).any()}
+    columns = legend_columns([*legend, "new incarnation"], _WIDTH)
     height = float(np.clip(0.24 * len(nodes), 0.9, 6.0))
-    legend = 0.24 * (1 + len(shown) // columns)
-    figure = new_figure(_WIDTH, height + 2.6 + legend)
+    figure = new_figure(_WIDTH, height + 2.6 + 0.24 * (1 + len(legend) // columns))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[height, 1.6])
-    _draw_outcomes(above, nodes, last)
+    _draw_outcomes(above, nodes, cells, last)
     _draw_residuals(below, nodes)
-    handles: list[Artist] = [Patch(facecolor=OUTCOMES[name], linewidth=0) for name in shown]
+    handles: list[Artist] = [Patch(facecolor=colour, linewidth=0) for colour in legend.values()]
+    names = list(legend)
     if _draw_births(above, nodes):
         handles.append(_birth())
-        shown.append("new incarnation")
-    add_legend(figure, handles, shown, columns, loc="outside upper left", borderaxespad=0.9)
+        names.append("new incarnation")
+    add_legend(figure, handles, names, columns, loc="outside upper left", borderaxespad=0.9)
     return as_png(figure)
 
 
-def _draw_outcomes(axes: Axes, nodes: dict[int, list[Record]], last: int) -> None:
-    cells = np.full((len(nodes), last + 1), np.nan)
+def _cells(nodes: dict[int, list[Record]], last: int) -> NDArray[np.int64]:
+    """For each node and column which of _KINDS is shown."""
+    columns = min(last + 1, _COLUMNS)
+    cells = np.zeros((len(nodes), columns), np.int64)
     for i, own in enumerate(nodes.values()):
         for row in own:
-            cells[i, row["round"]] = list(OUTCOMES).index(outcome(row))
+            at = row["round"] * columns // (last + 1)
+            cells[i, at] = max(cells[i, at], list(_KINDS).index(outcome(row)))
+    return cells
+
+
+def _draw_outcomes(axes: Axes, nodes: dict[int, list[Record]], cells: NDArray[np.int64], last: int) -> None:
     axes.imshow(
-        np.ma.masked_invalid(cells), aspect="auto", interpolation="nearest", vmin=0, vmax=len(OUTCOMES) - 1,
-        cmap=ListedColormap(list(OUTCOMES.values())), extent=(0.5, last + 1.5, len(nodes) - 0.5, -0.5),
+        cells, aspect="auto", interpolation="nearest", vmin=0, vmax=len(_KINDS) - 1,
+        cmap=ListedColormap(list(_KINDS.values())), extent=(0.5, last + 1.5, len(nodes) - 0.5, -0.5),
     )  # fmt: skip
     _title(axes, "what became of each request")
     for spine in axes.spines.values():
@@ -92,13 +103,21 @@ def _birth(*at: float) -> Line2D:
 
 
 def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
-    """One thin line for each node: one that leaves the others is what to look for."""
+    """A thin line for each node: one that leaves the others is what to look for, so the highest is named."""
     frame(axes)
     faint = max(0.15, 0.8 - len(nodes) / 60)
+    ends: list[tuple[float, int, str]] = []
     for own in nodes.values():
         rows = [row for row in own if row.get("residual_norm") is not None]
         x, y = [row["round"] + 1 for row in rows], [row["residual_norm"] for row in rows]
         axes.plot(x, y, color=BLUE, linewidth=1, alpha=faint, marker="." if len(rows) == 1 else None)
+        ends += [(y[-1], x[-1], rows[-1]["node"])] if rows else []
+    if len(ends) > 1:
+        y_end, x_end, node = max(ends)
+        axes.annotate(
+            drawable(shortened(node, 24)), (x_end, y_end), xytext=(-2, 3), textcoords="offset points",
+            ha="right", va="bottom", fontsize=8, color=MUTED, parse_math=False,
+        )  # fmt: skip
     _title(axes, "norm of what each node holds back")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("communication rounds", fontsize=9, color=MUTED)

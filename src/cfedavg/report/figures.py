@@ -23,7 +23,7 @@ from PIL import Image
 from cfedavg.report.axes import INK, MUTED, drawable, finish_axes
 from cfedavg.report.groups import Curve, Group, curve
 from cfedavg.report.labels import shortened
-from cfedavg.report.panels import Panel
+from cfedavg.report.panels import Panel, with_data
 from cfedavg.report.pens import COLOURS, PLAIN, Pen
 
 _DPI = 180
@@ -51,6 +51,7 @@ def _draw(
     pens = list(map(Pen, colours_of(groups)))
     for place, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
+        panel = with_data(panel, groups)
         finish_axes(axes, panel, draw_lines(axes, panel, groups, pens))
     if not panels:
         figure.text(0.5, 0.4, "no rounds recorded yet", ha="center", color=MUTED, fontsize=10)

@@ -19,10 +19,8 @@ OUTCOMES = {
     "lost": PLAIN,
     "rejected": VERMILION,
 }
-_HEADER = [
-    "node", "asked", "in the model", "late", "lost", "rejected", "uplink", "K", "residual", "age",
-    "incarnation",
-]  # fmt: skip
+_HEADER = ["node", "asked", *OUTCOMES, "uplink", "K", "residual", "age", "incarnation"]
+_REASONS = 12  # as many as one reads
 
 
 def outcome(row: Record) -> str:
@@ -51,22 +49,27 @@ def _line(own: Sequence[Record]) -> list[str]:
     return [
         own[-1]["node"],
         str(len(own)),
-        str(counts["in the model"]),
-        str(counts["late"]),
-        str(counts["lost"]),
-        _rejected(own),
+        *(str(counts[name]) for name in OUTCOMES),
         in_bytes(sum(row.get("up_bytes") or 0 for row in own)),
         _steps([row["K"] for row in own if row.get("K") is not None]),
-        _last(own, "residual_norm"),
-        _last(own, "age"),
-        _last(own, "incarnation"),
+        _last(own, "residual_norm", ".4g"),
+        _last(own, "age", ",.0f"),
+        _last(own, "incarnation", ",.0f"),
     ]
 
 
-def _rejected(own: Sequence[Record]) -> str:
-    """How often, and for which causes."""
-    causes = Counter(row["outcome"] for row in own if outcome(row) == "rejected")
-    return ", ".join(f"{count} ({cause})" for cause, count in causes.most_common()) or "0"
+def reasons(rows: Sequence[Record]) -> list[str]:
+    """Why requests came to nothing, the most frequent reason first; empty if none did."""
+    found = Counter((row["node"], _reason(row)) for row in rows if not row.get("applied"))
+    shown = found.most_common(_REASONS)
+    said = [f"{node}, {'once' if times == 1 else f'{times} times'}: {why}" for (node, why), times in shown]
+    more = found.total() - sum(times for _, times in shown)
+    return said + ([f"{more} more, for other reasons"] if more else [])
+
+
+def _reason(row: Record) -> str:
+    what = "round void" if row["outcome"] == "replied" else row["outcome"]
+    return f"{what} ({row['why']})" if row.get("why") else str(what)
 
 
 def _steps(values: Sequence[int]) -> str:
@@ -76,6 +79,6 @@ def _steps(values: Sequence[int]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def _last(own: Sequence[Record], name: str) -> str:
+def _last(own: Sequence[Record], name: str, form: str) -> str:
     values = [row[name] for row in own if row.get(name) is not None]
-    return f"{values[-1]:.4g}" if values else "none"
+    return format(values[-1], form) if values else "none"

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from cfedavg import __version__
-from cfedavg.config import ROUND, SENT, Config
+from cfedavg.config import Config
 from cfedavg.report import nodes
 from cfedavg.report.groups import Group
 from cfedavg.report.labels import differences
@@ -138,10 +138,16 @@ def _nodes_of(run: Run, png: bytes, *, titled: bool) -> str:
     text = nodes.as_text(run.nodes)
     return (
         f'{title}<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
-        f"{_lines(text, [''] * (len(text) - 1))}"
+        f"{_lines(text, [''] * (len(text) - 1))}{_reasons(run)}"
         '<p class="muted">The age is for how many rounds nothing of a node has gone into the model; the '
         "incarnation counts how often it came with a new or an older state.</p>"
     )
+
+
+def _reasons(run: Run) -> str:
+    found = nodes.reasons(run.nodes)
+    items = "".join(f"<li>{escape(each)}</li>" for each in found)
+    return f"<p>What is not in the model, and why:</p><ul>{items}</ul>" if found else ""
 
 
 def _configurations(groups: Sequence[Group]) -> str:
@@ -170,7 +176,7 @@ def _rerun(group: Group) -> str:
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
     """The fields under the names that the TOML file gives them; what differs comes first."""
-    names = [item.name for item in dataclasses.fields(Config) if _is_known(item, group)]
+    names = [item.name for item in dataclasses.fields(Config) if group.config.says(item.name)]
     names.sort(key=lambda name: name not in differing)
     values: dict[str, Any] = {name: getattr(group.config, name) for name in names}
     texts = {name: "not set" if value is None else _toml(value) for name, value in values.items()}
@@ -181,13 +187,6 @@ def _fields(group: Group, differing: Sequence[str]) -> str:
         f"<td><code>{escape(texts[name])}</code></td></tr>"
         for name in names
     )
-
-
-def _is_known(item: dataclasses.Field[Any], group: Group) -> bool:
-    """Of a Flower app of the user's, only what its server decides."""
-    if group.config.is_named or not any(run.nodes for run in group.runs):
-        return True
-    return item.metadata["group"] in (ROUND, SENT) or item.name in ("clients", "seed")
 
 
 def _toml(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cfedavg.report.groups import Group, curve
 from cfedavg.report.pens import Pen
@@ -59,7 +59,17 @@ def panels_for(groups: Sequence[Group], metric: str) -> list[Panel]:
 
 
 def has_data(panel: Panel, group: Group) -> bool:
-    return any(len(curve(group, panel.x, series.key).x) for series in panel.series)
+    return any(_has(panel, series, group) for series in panel.series)
+
+
+def with_data(panel: Panel, groups: Sequence[Group]) -> Panel:
+    """The panel with those of its series that some group has, or all of them if none has any."""
+    found = tuple(each for each in panel.series if any(_has(panel, each, group) for group in groups))
+    return replace(panel, series=found or panel.series)
+
+
+def _has(panel: Panel, series: Series, group: Group) -> bool:
+    return len(curve(group, panel.x, series.key).x) > 0
 
 
 def four_for(metric: str) -> list[Panel]:

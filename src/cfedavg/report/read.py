@@ -96,8 +96,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         row = None
     if not isinstance(row, dict):
         raise InputError(f"{where} is not a JSON object")
-    if type(row.get("round")) is not int:
-        raise InputError(f"{where} has no whole number `round`")
+    if type(row.get("round")) is not int or not 0 <= row["round"] < 2**53:
+        raise InputError(f"{where} has no whole number `round`, which counts from 0")
     for name, value in row.items():
         if (name in _NUMBERS or name.startswith("test_")) and not _is_number(value):
             raise InputError(f"{where} has {value!r} for {name!r}: it must be a number or null")
