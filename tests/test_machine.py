@@ -22,7 +22,7 @@ from rich.console import Console
 from cfedavg import Config, InputError
 from cfedavg.display import Display
 from cfedavg.flower import MISSING
-from cfedavg.flower.app.settings import config_of
+from cfedavg.flower.app.settings import DEFAULT, config_of
 from cfedavg.flower.control import Run, RunFailed
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.processes import MARK, Processes
@@ -374,6 +374,27 @@ def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
     (tmp_path / "config.toml").unlink()  # stopped before the first round
     assert "has begun: start it again without, with its options" in cfedavg(*up, "--resume").err
     assert "--resume needs --out" in cfedavg("federate", "up", "--resume").err
+
+
+def test_a_federation_that_is_done_is_not_started(
+    tmp_path: Path, cfedavg: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the last round was not followed by its pictures, or more rounds are wanted."""
+    out = tmp_path / "out"
+    (out / "federation").mkdir(parents=True)
+    (out / "config.toml").write_text(DEFAULT.replace(rounds=2).to_toml())
+    (out / "metrics.jsonl").write_text('{"round": 0}\n{"round": 1}\n')
+    (out / "report.html").touch()
+
+    def begun(*_: Any, **__: Any) -> None:
+        raise InputError("it starts")
+
+    monkeypatch.setattr("cfedavg.flower.up.Machine", begun)
+    up = ("federate", "up", "--out", str(out), "--resume")
+    assert "all 2 rounds are done; more of them with --rounds" in cfedavg(*up).out
+    assert "it starts" in cfedavg(*up, "--rounds", "3").err
+    os.utime(out / "report.html", (0, 0))
+    assert "it starts" in cfedavg(*up).err
 
 
 @pytest.mark.parametrize(
