@@ -582,7 +582,7 @@ def test_what_the_picture_of_nodes_shows(monkeypatch: pytest.MonkeyPatch) -> Non
         ["in the model", "late", "rejected"], ["lost", "not asked", "not asked"],
     ]  # fmt: skip
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "not asked", "in the model", "late", "lost", "rejected", "new incarnation",
+        "in the model", "late", "lost", "rejected", "not asked", "new incarnation",
     ]  # fmt: skip
     assert list(below.lines[0].get_xdata()) == [1, 2, 3]
     assert [text.get_text() for text in below.texts] == ["node0"]  # it holds back most

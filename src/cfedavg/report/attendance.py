@@ -32,7 +32,8 @@ def draw_attendance(rows: Sequence[Record]) -> bytes:
     nodes = by_node(rows)
     last = max(row["round"] for row in rows)
     cells = _cells(nodes, last)
-    legend = {name: colour for i, (name, colour) in enumerate(_KINDS.items()) if (cells == i).any()}
+    order = list(_KINDS)
+    legend = {name: _KINDS[name] for name in (*OUTCOMES, order[0]) if (cells == order.index(name)).any()}
     columns = legend_columns([*legend, "new incarnation"], _WIDTH)
     height = float(np.clip(0.24 * len(nodes), 0.9, 6.0))
     figure = new_figure(_WIDTH, height + 2.6 + 0.24 * (1 + len(legend) // columns))
