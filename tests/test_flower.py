@@ -367,6 +367,12 @@ def test_numbers_of_those_who_come_later_outlive_a_kill(tmp_path: Path) -> None:
     assert {row["node"]: row["number"] for row in it.of_nodes} == {"node2": 0, "node3": 1, "node1": 3}
 
 
+@pytest.mark.parametrize("rounds", [0, -1, 1.5])
+def test_rounds_are_counted(rounds: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"num_rounds is {rounds}: it must be a whole number of 1 or more"):
+        Federation(tmp_path, Adding().app).start(rounds)
+
+
 def test_one_node_is_too_few(tmp_path: Path) -> None:
     """Unless it is said that one will do."""
     it = Federation(tmp_path, Adding().app, 1)

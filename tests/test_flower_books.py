@@ -115,6 +115,8 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match="is of another model"):
             Federation(tmp_path, Adding().app, 3, other).start(3, resume=True)
+    with pytest.raises(InputError, match=r"'b' is missing; if the model is the same, `whole` is another"):
+        it.start(3, resume=True, whole=["b"])
     before = (it.out / "metrics.jsonl").read_bytes()
     it.start(2, resume=True)
     assert (it.out / "metrics.jsonl").read_bytes() == before
@@ -229,6 +231,7 @@ def test_how_many_clients_there_are(tmp_path: Path) -> None:
     text = (other.out / "config.toml").read_text()
     assert 'model = "(a Flower app, averaged by FedAvg)"' in text
     assert "# weighting =" in text
+    assert "# quorum = 0.5\n# max_norm = None\n# timeout = 1e-09\n" in text
     assert read_config(other.out / "config.toml").clients == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
@@ -25,7 +27,7 @@ from flwr.serverapp.strategy import (
 
 from cfedavg import InputError
 from cfedavg.config import read_config
-from cfedavg.flower import CFedAvg
+from cfedavg.flower import CFedAvg, compressed
 from tests.grid import (
     MODEL,
     Adding,
@@ -236,6 +238,42 @@ def test_a_strategy_that_makes_nothing(tmp_path: Path) -> None:
     assert {(row["applied"], row["why"]) for row in it.of_nodes} == {(False, why)}
 
 
+def test_a_client_evaluates_in_its_own_way(tmp_path: Path) -> None:
+    """FedAvg cannot average metrics that are not those of the others; the rounds count all the same."""
+    it = Federation(tmp_path, (app := Adding()).app)
+    evaluate = app.evaluate
+
+    def odd(message: Message, context: Any) -> Message:
+        reply = evaluate(message, context)
+        if context.node_config["partition-id"] == 1:
+            reply.content["metrics"]["more"] = 1.0
+        return reply
+
+    it.nodes[1].app = ClientApp(mods=[compressed])
+    it.nodes[1].app.train()(app.train)
+    it.nodes[1].app.evaluate()(odd)
+    it.start(2, FedAvg())
+    assert it.outcomes == [{"replied": 3}] * 2
+    assert not any("client_total" in row for row in it.rows)
+
+
+def test_who_has_evaluated(tmp_path: Path) -> None:
+    """What clients report is theirs, whatever they call it."""
+    it = Federation(tmp_path, (app := Adding()).app)
+    app.app = ClientApp(mods=[compressed])
+    app.app.train()(app.train)
+    app.app.evaluate()(
+        lambda message, context: Message(
+            RecordDict({"metrics": MetricRecord({"num-examples": 1, "test_accuracy": 0.25})}),
+            reply_to=message,
+        )
+    )
+    for node in it.nodes:
+        node.app = app.app
+    it.start(1, FedAvg(), evaluate_fn=lambda t, arrays: MetricRecord({"accuracy": 0.9}))
+    assert (it.rows[0]["test_accuracy"], it.rows[0]["client_test_accuracy"]) == (0.9, 0.25)
+
+
 def test_evaluation_by_clients_is_counted(tmp_path: Path) -> None:
     """They get the model once more."""
     down = []
@@ -271,7 +309,7 @@ def test_metrics_that_are_not_those_of_the_others(name: str, tmp_path: Path) -> 
     it.start(2, FedAvg(fraction_evaluate=0.0))
     assert it.outcomes == [{"metrics": 1, "replied": 2}] * 2
     odd = {(row["node"], row["why"]) for row in it.of_nodes if row["outcome"] == "metrics"}
-    assert odd == {("node1", f"it {why}, unlike those of most nodes")}
+    assert odd == {("node1", f"it {why}, unlike other nodes")}
 
 
 def test_a_strategy_that_fails(tmp_path: Path) -> None:
@@ -333,37 +371,42 @@ class Keeping(Summing):
     """Remembers this and that."""
 
     def __init__(self, value: Any = None, rate: float = 0.5) -> None:
-        self.kept, self.rate, self.first = value, rate, 0
+        self.kept, self.later, self.rate, self.first = None, value, rate, 0
         self.pair, self.by_round, self.best = (0, 0), dict[int, int](), np.float32(0.0)
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         self.first = self.first or server_round
-        self.pair, self.best = (server_round, server_round), np.float32(server_round)
+        self.pair, self.best, self.kept = (server_round, server_round), np.float32(server_round), self.later
         self.by_round[server_round] = 1
         return super().aggregate_train(server_round, replies)
 
 
 def test_what_is_remembered(tmp_path: Path) -> None:
-    """What was changed, and JSON can say; an option that is given anew counts."""
+    """What was changed; an option that is given anew counts."""
     it = Federation(tmp_path, Adding().app)
     for rounds in (1, 2, 3):
         it.start(rounds, last := Keeping(rate=0.5 / rounds), resume=True)
     assert (last.first, last.rate) == (1, 0.5 / 3)
     it.start(3, again := Keeping(), resume=True)
-    assert (again.pair, again.by_round, again.best) == ((0, 0), {}, 3.0)
+    assert (again.pair, again.by_round, again.best) == ((3, 3), {1: 1, 2: 1, 3: 1}, 3.0)
 
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 MEMORIES: dict[str, tuple[Any, bool]] = {
     "numbers": (np.arange(3, dtype=np.uint32), True),
     "by number": ({1: np.zeros(2), 7: np.ones(())}, True),
     "by name": ({"1": np.zeros(2), "a/b": np.ones(3, bool)}, True),
     "several": ([np.zeros(2), np.ones((2, 2), np.float16)], True),
+    "by pair": ({(0, 1): np.zeros(2)}, True),
+    "mixed": ({"step": 3, "w": np.ones(2), "past": [(1.5, None), ("a", math.nan)]}, True),
+    "none of it": ([np.array([]), {}, [], ()], True),
+    "long": (np.array([1], np.ulonglong), True),
     "texts": (np.array(["a"]), False),
     "objects": (np.array([None]), False),
-    "by pair": ({(0, 1): np.zeros(2)}, False),
-    "by NumPy's number": ({np.int64(1): np.zeros(2)}, False),
     "by bytes": ({b"a": np.zeros(1)}, False),
     "complex": (np.ones(2, complex), False),
+    "within itself": (ENDLESS, False),
 }
 
 
@@ -385,6 +428,49 @@ class Counting(Summing):
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         self.seen["all"].append(server_round)
         return super().aggregate_train(server_round, replies)
+
+
+class Becoming(Summing):
+    """What it was made with becomes something else."""
+
+    def __init__(self, first: Any = None) -> None:
+        self.buffer, self.table = first, np.zeros(3)
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.buffer = None if self.buffer is not None else 1.5
+        return super().aggregate_train(server_round, replies)
+
+
+def test_an_array_becomes_something_else(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(1, Becoming(np.zeros(3)))
+    other = Becoming(np.zeros(3))
+    other.table = np.ones(3)  # given anew, as an option is
+    it.start(2, other, resume=True)
+    assert other.buffer == 1.5
+    assert other.table.tolist() == [1, 1, 1]
+
+
+class Itself(Summing):
+    """Refers to itself, and to another one twice."""
+
+    def __init__(self, name: str = "other") -> None:
+        self.me = self
+        self.__dict__[name] = self.__dict__[f"{name}_again"] = Keeping()
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.other.best = server_round
+        return super().aggregate_train(server_round, replies)
+
+
+def test_strategies_that_refer_to_each_other(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(1, Itself())
+    assert read_config(it.out / "config.toml").model.endswith("by Itself(Keeping))")
+    it.start(1, again := Itself(), resume=True)
+    assert again.other_again.best == 1
+    with pytest.raises(InputError, match=r"was begun with another strategy, which has 'other\.best'"):
+        it.start(2, Itself("another"), resume=True)
 
 
 def test_a_dict_of_its_own_kind_stays_one(tmp_path: Path) -> None:

@@ -164,6 +164,26 @@ def test_a_spike_goes_bit_by_bit(tmp_path: Path) -> None:
     assert float(disks.mass(it.nodes[1]).norm()) < 1.0  # a spike of 3,464 has gone in 50 rounds
 
 
+def test_what_clients_say_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal-to-noise ratio of 1e308 from each of three has no sum, but a mean."""
+    monkeypatch.setattr(Packing, "shrink", saying(Packing.shrink, p2=1e100, noise2=6e-209))
+    it = Federation(tmp_path, Adding().app)
+    it.start(1)
+    assert it.outcomes == [{"replied": 3}]
+    assert it.rows[0]["snr_mean"] == pytest.approx(1.6667e308, rel=1e-3)
+
+
+def saying(shrink: Any, **facts: float) -> Any:
+    """Clients that report these numbers."""
+
+    def made(packing: Packing, p: torch.Tensor, request: Request) -> Any:
+        message, e = shrink(packing, p, request)
+        parcel = unpack(message, len(message), 0)
+        return pack(parcel._replace(facts={**parcel.facts, **facts})), e
+
+    return made
+
+
 def test_a_bound_is_used_up() -> None:
     """Of p a tenth is above the bound: what is sent is near it, not below it by as much again."""
     layout = Layout.flat(1000)

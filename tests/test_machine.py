@@ -393,6 +393,7 @@ def test_a_federation_that_is_done_is_not_started(
     up = ("federate", "up", "--out", str(out), "--resume")
     assert "all 2 rounds are done; more of them with --rounds" in cfedavg(*up).out
     assert "it starts" in cfedavg(*up, "--rounds", "3").err
+    assert "--rounds is 1, but the run in" in cfedavg(*up, "--rounds", "1").err
     os.utime(out / "report.html", (0, 0))
     assert "it starts" in cfedavg(*up).err
 

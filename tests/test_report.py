@@ -17,7 +17,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cfedavg.config import Config
+from cfedavg.config import APP, Config
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
 from cfedavg.report import (
@@ -522,8 +522,7 @@ def test_nodes_are_counted_by_what_became_of_each_request() -> None:
     assert second == ["node1", "7", "1", "1", "1", "1", "3", "22.2 kB", "10 to 16", "7", "6", "2"]
     assert nodes.outcome(rows[6]) == "replied, round void"
     assert nodes.reasons(rows) == [
-        "node1, 2 times: norm", "node1, once: late", "node1, once: lost", "node1, once: nan",
-        "node1, once: round void",
+        "norm: node1 2 times", "late: node1", "lost: node1", "nan: node1", "round void: node1",
     ]  # fmt: skip
 
 
@@ -538,10 +537,13 @@ def test_the_last_that_is_known_of_a_node() -> None:
 def test_reasons_are_not_too_many() -> None:
     rows = [node_row(t, t % 3, "norm", why=f"its norm is {t}") for t in range(20)] + [node_row(20, 0)]
     found = nodes.reasons(rows)
-    assert found[0] == "node0, once: norm (its norm is 0)"
+    assert found[0] == "norm (its norm is 0): node0"
     assert found[-1] == "8 more, for other reasons"
     assert len(found) == 13
     assert nodes.reasons([node_row(0, 0)]) == []
+    away = [node_row(t, n, "lost", why="it is offline") for n in range(100) for t in range(1 + (n == 7))]
+    names = "node7 2 times, node0, node1, node2, node3, node4 and 94 more nodes"
+    assert nodes.reasons(away) == [f"lost (it is offline): {names}"]
 
 
 def test_rows_of_nodes_are_in_order(tmp_path: Path) -> None:
@@ -642,6 +644,26 @@ def test_of_an_app_only_what_its_server_decides_is_shown(tmp_path: Path, one_pic
     assert "<code>error_feedback</code>" in page
     assert "batch_size" not in page
     assert "cfedavg run" not in page
+
+
+def test_labels_of_an_app_say_what_its_server_decides(tmp_path: Path) -> None:
+    """Beside a simulation, and beside one with another strategy."""
+    apps = [
+        make_run(tmp_path / by, rounds(1), dataset=APP, model=f"(a Flower app, averaged by {by})")
+        for by in ("FedAvg", "FedAdam")
+    ]
+    plain = make_run(tmp_path / "plain", rounds(1), batch_size=50, local_steps="7")
+    first, second, third = (group.label for group in group_runs([read_run(path) for path in [*apps, plain]]))
+    assert "K=7" in third
+    assert not any(f"{sign}=" in label for label in (first, second) for sign in ("K", "batch", "p"))
+    assert ["FedAvg" in first, "FedAdam" in second] == [True, True]
+
+
+def test_what_only_clients_evaluate_is_shown(tmp_path: Path) -> None:
+    rows = [{"round": t, "uplink_bytes": 10, "client_loss": 1.0, "client_eval_acc": 0.3 + t} for t in (0, 1)]
+    report = write_report([make_run(tmp_path / "a", rows)], tmp_path / "out")
+    assert report.rows[0].metric == "client_eval_acc"
+    assert "130.0%" in report.headline
 
 
 def test_a_hundred_nodes_fit_into_the_picture(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class Config:
                 lines += ["", f"# {group}"]
             value = getattr(self, item.name) if self.says(item.name) else None
             text = f"{item.name} = {toml_value(value)}" if value is not None else f"# {item.name} ="
-            note = item.metadata["help"] if self.says(item.name) else "the app's own"
+            note = item.metadata["help"] if self.says(item.name) else "not for the server of an app to say"
             lines.append(f"{text:<40} # {note}")
         return "\n".join(lines).lstrip() + "\n"
 

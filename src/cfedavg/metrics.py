@@ -49,7 +49,7 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
         "delta_norm": math.fsum(math.sqrt(r.g2) for r in replies) / n if n else None,
         "alpha": finite(delta_norm2 / mean_g2) if delta_norm2 and mean_g2 else None,
         "snr_min": finite(min(snr, default=math.inf)),
-        "snr_mean": finite(math.fsum(snr) / n if n else math.inf),
+        "snr_mean": finite(math.fsum(each / n for each in snr) if n else math.inf),
         "local_steps_min": min(steps),
         "local_steps_mean": sum(steps) / len(steps),
         "local_steps_max": max(steps),

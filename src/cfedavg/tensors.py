@@ -61,7 +61,8 @@ def checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
     for name in sorted(tensors):
         tensor = tensors[name]
         found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
+        if tensor.numel():  # of nothing there is no view
+            found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
     return found
 
 

@@ -55,7 +55,7 @@ def in_words(name: str) -> str:
 
 def is_share(name: str) -> bool:
     """Whether a metric is shown in percent."""
-    return name.endswith("accuracy")
+    return name.endswith(("accuracy", "_acc"))
 
 
 def lower_is_better(name: str) -> bool:

@@ -60,7 +60,9 @@ def federate_up(
     console = Console()
     try:
         with Display(console, config.rounds, "training") as display:
-            up(config, out, display, resume=resume, port=port, round_timeout=round_timeout, quorum=quorum)
+            trained = up(
+                config, out, display, resume=resume, port=port, round_timeout=round_timeout, quorum=quorum
+            )
     except KeyboardInterrupt:
         if exists(old):
             console.print(f"stopped: `cfedavg federate up --out {out} --resume` goes on from here", **PLAIN)
@@ -68,6 +70,7 @@ def federate_up(
     except RunFailed as error:
         fail(str(error))
         raise typer.Exit(1) from None
-    console.print(
-        f"\nwritten to {out}: curves.png, nodes.png, report.html, metrics.jsonl, nodes.jsonl", **PLAIN
-    )
+    if trained:
+        console.print(
+            f"\nwritten to {out}: curves.png, nodes.png, report.html, metrics.jsonl, nodes.jsonl", **PLAIN
+        )

@@ -31,6 +31,10 @@ FILE = "state.safetensors"
 EXTRA = "extra."
 
 
+class OtherModel(InputError):
+    """A state that is of another model."""
+
+
 class ClientStore:
     """The state of one client of one federation, for a model of this layout."""
 
@@ -179,7 +183,7 @@ def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any], layout: La
         if about.get(name) != value:
             raise InputError(f"{path} is of another {name}: {about.get(name)!r}, here {value!r}")
     if found := Layout.from_text(about["layout"]).difference(layout):
-        raise InputError(f"{path} is of another model: in that of now {found}")
+        raise OtherModel(f"{path} is of another model: in that of now {found}")
 
 
 def _short(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from cfedavg.config import APP, Config
-from cfedavg.errors import Busy, CannotResume, InputError
+from cfedavg.errors import Busy, InputError
 from cfedavg.federation.protocol import Server, restored
-from cfedavg.federation.store import FILE, Served, ServerStore, as_tensor, new_generation
+from cfedavg.federation.store import FILE, OtherModel, Served, ServerStore, as_tensor, new_generation
 from cfedavg.files import make_folder, sync, tidy, write_atomic
 from cfedavg.flower.form import Form
 from cfedavg.folder import CONFIG, FEDERATION, METRICS, as_line, read_rows
@@ -37,8 +37,11 @@ HANDOVER = 20.0  # seconds: after its SuperLink has died, a ServerApp lives on f
 class Books:
     """One server at a time keeps them: it holds a lock for as long as the `with` lasts."""
 
-    def __init__(self, out: Path, config: Config, form: Form, inner: str | None = None) -> None:
-        self.out, self.config, self.form, self.inner = out, config, form, inner
+    def __init__(
+        self, out: Path, config: Config, form: Form, stays: Mapping[str, Any], also: Mapping[str, Any]
+    ) -> None:
+        """`stays`: options that a resume must not change; `also`: others that a reader wants to know."""
+        self.out, self.config, self.form, self.stays, self.also = out, config, form, stays, also
         self.rows: list[Record] = []
 
     @contextmanager
@@ -72,7 +75,7 @@ class Books:
 
     def begin(self, x: NDArray[np.float32], whole: bytes, *, resume: bool, from_backup: bool) -> Served:
         """The state to go on from; a new one is durable before anything is sent."""
-        served, form = self.store.load(), hashlib.sha256(self.form.text.encode()).hexdigest()
+        served, form = self._load(), hashlib.sha256(self.form.text.encode()).hexdigest()
         if served and not resume:
             raise InputError(f"out: {self.out} holds a federation already; resume it, or give another folder")
         if served and served.facts["form"] != form:
@@ -85,7 +88,7 @@ class Books:
         if served:
             self._check_options(served.facts["options"])
         if served is None:
-            facts = {"form": form, "options": self._options, "numbers": {}, "residuals": {}, "heard": {}}
+            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "residuals": {}, "heard": {}}
             served = Served(Server(torch.from_numpy(x)), extra={WHOLE: as_tensor(whole)}, facts=facts)
         elif from_backup:
             server = restored(served.server, new_generation(served.server))
@@ -94,24 +97,27 @@ class Books:
         self.meet(served)
         return served
 
+    def _load(self) -> Served | None:
+        try:
+            return self.store.load()
+        except OtherModel as error:
+            raise InputError(f"{error}; if the model is the same, `whole` is another") from None
+
     def meet(self, served: Served) -> None:
         """Makes the state durable, and says how many clients there are, which only their coming tells."""
         self.store.save(served)
         config = self.config
         if config.dataset == APP:
             config = config.replace(clients=max(1, len(served.facts["numbers"])))
-        write_atomic(self.out / CONFIG, config.to_toml().encode())
+        options = "".join(f"# {name} = {value!r}\n" for name, value in self.also.items())
+        text = f"{config.to_toml()}\n# Of the server\n{options}"
+        write_atomic(self.out / CONFIG, text.encode())
 
     def _check_options(self, before: dict[str, Any]) -> None:
         """Residuals are in the units of the update, draws are keyed by the seed, curves are of one run."""
-        for name, now in self._options.items():
+        for name, now in self.stays.items():
             if before[name] != now:
                 raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {before[name]!r}")
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        names = ("compressor", "update", "error_feedback", "seed")
-        return {"inner": self.inner, **{name: getattr(self.config, name) for name in names}}
 
     def _read_rows(self, served: Served) -> None:
         """Brings both files in step with the state: what is after it goes, what it ended with is there."""
@@ -119,8 +125,8 @@ class Books:
         ended = [last["row"]] if last else []
         rows = [row for row in read_rows(self.out / METRICS) if row.get("round", t) < t - len(ended)] + ended
         if [row["round"] for row in rows] != list(range(t)):
-            raise CannotResume(
-                f"{self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
+            raise InputError(
+                f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
             )
         before = [row for row in read_rows(self.out / NODES) if row.get("round", t) < t - len(ended)]
         self.rows = rows

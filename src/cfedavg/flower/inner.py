@@ -1,87 +1,123 @@
 """What a wrapped strategy remembers between rounds: FedAdam's moments, an adaptive clipping norm, and so on.
 
-Flower has no way to ask for it, so it is taken from the strategy's attributes: arrays of numbers, by
-themselves or in lists or dicts, and whatever JSON can say that has changed since the strategy was made.
-Anything else, such as a generator of random numbers, is not kept.
+Flower has no way to ask for it, so it is taken from the strategy's attributes: numbers, texts and arrays of
+numbers, in lists, tuples and dicts if need be, that have changed since the strategy was made. Anything else,
+such as a generator of random numbers, is not kept.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
 from torch import Tensor
+
+from cfedavg.errors import InputError
 
 Memory = tuple[dict[str, Tensor], dict[str, Any]]
 _NUMBERS = [np.dtype(kind) for kind in "?bBhHiIqQefd"]  # those that a file of tensors can hold
 
 
+class Value(NamedTuple):
+    """What an attribute holds: JSON, in which an array is the number of its place among `arrays`."""
+
+    code: Any
+    arrays: list[NDArray[Any]]
+
+    def same(self, other: Value | None) -> bool:
+        """Whether nothing has changed; NaN is NaN."""
+        if other is None or repr(self.code) != repr(other.code) or len(self.arrays) != len(other.arrays):
+            return False
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        return all(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
 def name_of(strategy: Strategy) -> str:
     """The names of its class and of those within it, as `Clipping(FedAdam)`."""
-    within = [name_of(value) for value in vars(strategy).values() if isinstance(value, Strategy)]
+    within = [type(each).__name__ for path, each in _strategies(strategy).items() if path]
     return type(strategy).__name__ + (f"({', '.join(within)})" if within else "")
 
 
-def attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
-    """Arrays as they are and all else as JSON, by path; strategies within strategies are looked into."""
-    found: dict[str, Any] = {}
-    for name, value in vars(strategy).items():
-        if isinstance(value, Strategy):
-            found |= attributes(value, f"{prefix}{name}.")
-        elif _one(value) or _several(value):
-            found[prefix + name] = value
-        else:
-            plain = value.item() if isinstance(value, np.generic) else value
-            with suppress(TypeError, ValueError):
-                if json.loads(text := json.dumps(plain)) == plain:  # not so for tuples, or numbers as keys
-                    found[prefix + name] = text
+def _strategies(strategy: Strategy) -> dict[str, Strategy]:
+    """The strategy and those within it, each once, by the path to it."""
+    found, new = dict[str, Strategy](), [("", strategy)]
+    while new:
+        path, each = new.pop()
+        if all(each is not known for known in found.values()):
+            found[path] = each
+            parts = [(name, part) for name, part in vars(each).items() if isinstance(part, Strategy)]
+            new += [(f"{path}{name}.", part) for name, part in reversed(parts)]
     return found
 
 
-def _one(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype in _NUMBERS
+def attributes(strategy: Strategy) -> dict[str, Value]:
+    """All that can be kept, by path; strategies within strategies are looked into."""
+    found = {}
+    for path, each in _strategies(strategy).items():
+        for name, value in vars(each).items():
+            with suppress(TypeError, RecursionError):
+                arrays: list[NDArray[Any]] = []
+                found[path + name] = Value(_encoded(value, arrays), arrays)
+    return found
 
 
-def _several(value: Any) -> bool:
-    if isinstance(value, dict) and {type(key) for key in value} <= {str, int}:
-        value = list(value.values())
-    return isinstance(value, list) and bool(value) and all(map(_one, value))
+def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
+    """As JSON; TypeError if it cannot be kept. Objects of JSON stand for what JSON has not."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray) and value.dtype in _NUMBERS:
+        arrays.append(np.array(value).view(value.dtype.str))  # `ulonglong` is `uint64` then
+        return {"array": len(arrays) - 1}
+    if isinstance(value, dict):
+        return {"dict": [[_encoded(key, arrays), _encoded(each, arrays)] for key, each in value.items()]}
+    if type(value) is tuple:
+        return {"tuple": [_encoded(each, arrays) for each in value]}
+    if isinstance(value, list):
+        return [_encoded(each, arrays) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(type(value))
 
 
-def remembered(strategy: Strategy, at_first: dict[str, Any]) -> Memory:
+def _decoded(code: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    if isinstance(code, list):
+        return [_decoded(each, tensors, path) for each in code]
+    if not isinstance(code, dict):
+        return code
+    ((kind, held),) = code.items()
+    if kind == "array":
+        return tensors[f"{path}/{held}"].numpy()
+    parts = _decoded(held, tensors, path)
+    return dict(parts) if kind == "dict" else tuple(parts)
+
+
+def remembered(strategy: Strategy, at_first: dict[str, Value]) -> Memory:
     """What has changed: arrays as tensors by path and place, all else as JSON."""
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     for path, value in attributes(strategy).items():
-        if isinstance(value, str):
-            if at_first.get(path) != value:
-                facts[path] = value
-        else:
-            keyed = value if isinstance(value, dict) else dict(enumerate([value] if _one(value) else value))
-            kind = "dict" if isinstance(value, dict) else "array" if _one(value) else "list"
-            facts[path] = [kind, *keyed]
-            copies = [torch.from_numpy(np.array(each)) for each in keyed.values()]
-            tensors |= {f"{path}/{i}": each for i, each in enumerate(copies)}
+        if not value.same(at_first.get(path)):
+            facts[path] = value.code
+            tensors |= {f"{path}/{i}": torch.from_numpy(each) for i, each in enumerate(value.arrays)}
     return tensors, facts
 
 
 def remind(strategy: Strategy, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """Puts back what was remembered."""
-    for path, value in facts.items():
+    for path, code in facts.items():
         *through, name = path.split(".")
-        owner = reduce(getattr, through, strategy)
-        if isinstance(value, str):
-            value = json.loads(value)
-        else:
-            kind, *keys = value
-            arrays = {key: tensors[f"{path}/{i}"].numpy() for i, key in enumerate(keys)}
-            value = arrays if kind == "dict" else arrays[0] if kind == "array" else list(arrays.values())
-        _put(owner, name, value)
+        try:
+            owner = reduce(getattr, through, strategy)
+        except AttributeError:
+            raise InputError(
+                f"inner: the federation was begun with another strategy, which has {path!r}"
+            ) from None
+        _put(owner, name, _decoded(code, tensors, path))
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

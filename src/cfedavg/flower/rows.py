@@ -82,11 +82,11 @@ def node_rows(
     return rows
 
 
-def columns_of(metrics: Mapping[str, Any], prefix: str) -> Record:
-    """The numbers of an evaluation, under the names that a simulation uses."""
+def columns_of(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record:
+    """The numbers of an evaluation, with names that begin with the prefix, or with another that is known."""
     found = {name: number(value) for name, value in metrics.items()}
     return {
-        name if name.startswith(("test_", "client_")) else prefix + name: value
+        name if name.startswith((prefix, *known)) else prefix + name: value
         for name, value in found.items()
         if value is not None
     }

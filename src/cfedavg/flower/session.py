@@ -14,7 +14,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from cfedavg.errors import InputError
+from cfedavg.errors import InputError, first_line
 from cfedavg.federation.protocol import ended
 from cfedavg.federation.store import Served
 from cfedavg.flower import inner as memory
@@ -190,7 +190,7 @@ class Session:
         if found is None:
             return {}
         self.result.evaluate_metrics_serverapp[server_round] = found
-        return columns_of(found, "test_")
+        return columns_of(found, "test_", "client_")
 
     def _asked_clients(self, now: Round) -> Record:
         """By the clients, if the inner strategy wants them to."""
@@ -202,7 +202,13 @@ class Session:
         messages = self.asking.packed(asked, wanted, self.served)
         now.down_bytes += asked.down_bytes
         replies = [reply for _, reply in exchange(self.grid, messages, self.timeout)] if messages else []
-        found = inner.aggregate_evaluate(now.server_round, replies)
+        try:
+            found = inner.aggregate_evaluate(now.server_round, replies)
+        except (
+            Exception
+        ) as error:  # such as one client with metrics of its own: the round counts all the same
+            log(WARNING, "nothing is known of the clients' evaluation: %s", first_line(error))
+            return {}
         if found is not None:
             self.result.evaluate_metrics_clientapp[now.server_round] = found
         return columns_of(found, "client_") if found else {}

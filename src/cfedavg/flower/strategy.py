@@ -124,7 +124,12 @@ class CFedAvg(Strategy):
             by = f"{APP[:-1]}, averaged by {name_of(self.inner)})" if self.inner else APP
             rate = None if callable(self.eta) else self.eta
             config, given = Config(dataset=APP), {**given, "model": by, "eta": rate}
-        return _changed(config, **given)
+        try:
+            return config.replace(**given)
+        except InputError as error:  # there they are options of the command
+            raise InputError(
+                re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
+            ) from None
 
     def _check_update(self) -> None:
         """How updates are averaged: what a strategy within would not heed is refused."""
@@ -167,8 +172,10 @@ class CFedAvg(Strategy):
         form = Form.of(arrays, self.whole)
         if form.whole_bytes > 4 * form.layout.d:
             log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
-        config = _changed(self.config, rounds=num_rounds)
-        books = Books(self.out, config, form, name_of(self.inner) if self.inner else None)
+        if not isinstance(num_rounds, int) or num_rounds < 1:
+            raise InputError(f"num_rounds is {num_rounds!r}: it must be a whole number of 1 or more")
+        config = self.config.replace(rounds=num_rounds)
+        books = Books(self.out, config, form, self._stays, self._also(timeout))
         with books.kept():
             served = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
             session = Session(self, grid, form, books, served, timeout)
@@ -176,6 +183,27 @@ class CFedAvg(Strategy):
             session.evaluate_config = evaluate_config or ConfigRecord()
             session.evaluate_fn = evaluate_fn
             return session.run(num_rounds)
+
+    @property
+    def _stays(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "inner": name_of(self.inner) if self.inner else None,
+            "compressor": str(self.compressor),
+            "update": config.update,
+            "error_feedback": config.error_feedback,
+            "seed": config.seed,
+        }
+
+    def _also(self, timeout: float) -> dict[str, Any]:
+        """What config.toml has no fields for."""
+        names = (
+            ["quorum", "max_norm"] if self.inner else ["over_selection", "min_nodes", "quorum", "max_norm"]
+        )
+        eta = {"eta": "a function of the round"} if callable(self.eta) else {}
+        return (
+            eta | {name: getattr(self, name) for name in names} | {"timeout": timeout, "whole": [*self.whole]}
+        )
 
     # A round is only right if its books are kept, so that the rounds of another's `start` will not do.
 
@@ -196,14 +224,6 @@ class CFedAvg(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         _not_inside()
-
-
-def _changed(config: Config, **given: Any) -> Config:
-    """With these values; what is wrong with one is said under its name in Python."""
-    try:
-        return config.replace(**given)
-    except InputError as error:
-        raise InputError(re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))) from None
 
 
 def _check_finite(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

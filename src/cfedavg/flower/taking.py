@@ -194,4 +194,4 @@ def _unlike(kind: frozenset[str], usual: frozenset[str]) -> str:
     less, more = sorted(usual - kind)[:1], sorted(kind - usual)[:1]
     parts = [f"lacks {less[0]}"] if less else []
     parts += [f"has {more[0]}"] if more else []
-    return f"it {' and '.join(parts)}, unlike those of most nodes"
+    return f"it {' and '.join(parts)}, unlike other nodes"

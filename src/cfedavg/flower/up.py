@@ -46,13 +46,16 @@ def up(
     port: int | None = None,
     round_timeout: float = 120.0,
     quorum: float = 0.5,
-) -> None:
-    """Trains with a node for each client; everything that it starts is stopped when it returns or raises."""
+) -> bool:
+    """Trains with a node for each client; everything that it starts is stopped when it returns or raises.
+
+    False if there was nothing left to do.
+    """
     out = out.resolve()
     _check(config, out, resume)
     if resume and _is_done(config, out):
         display.say(f"all {config.rounds} rounds are done; more of them with --rounds")
-        return
+        return False
     display.say(_in_words(config))
     folder, least = out / "federation", max(1, math.ceil(quorum * config.clients))
     machine = Machine(folder, config.clients, port=port, more=_paths(config), say=display.now)
@@ -69,6 +72,7 @@ def up(
         if not machine.link.running:
             raise RunFailed(f"the SuperLink has ended (see {machine.link.log}); --resume goes on from here")
         run.check()
+    return True
 
 
 def _check(config: Config, out: Path, resume: bool) -> None:
@@ -89,13 +93,15 @@ def _check(config: Config, out: Path, resume: bool) -> None:
     if old.clients != config.clients:
         raise InputError(f"--resume: --nodes is {config.clients}, but the run in {out} has {old.clients}")
     check_same(old, config, out)
+    if (done := len(read_rows(out / METRICS))) > config.rounds:
+        raise InputError(f"--resume: --rounds is {config.rounds}, but the run in {out} has done {done}")
 
 
 def _is_done(config: Config, out: Path) -> bool:
     """Whether the last round was followed by the pictures, which come last."""
     page, metrics = out / "report.html", out / METRICS
     return (
-        len(read_rows(metrics)) >= config.rounds
+        len(read_rows(metrics)) == config.rounds
         and exists(page)
         and page.stat().st_mtime >= metrics.stat().st_mtime
     )

@@ -116,8 +116,9 @@ def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
     if len(ends) > 1:
         y_end, x_end, node = max(ends)
         axes.annotate(
-            drawable(shortened(node, 24)), (x_end, y_end), xytext=(-2, 3), textcoords="offset points",
-            ha="right", va="bottom", fontsize=8, color=MUTED, parse_math=False,
+            drawable(shortened(node, 24)), (x_end, y_end), xytext=(0, 3), textcoords="offset points",
+            ha="right" if 2 * x_end > max(x for _, x, _ in ends) else "left", va="bottom", fontsize=8,
+            color=MUTED, parse_math=False,
         )  # fmt: skip
     _title(axes, "norm of what each node holds back")
     axes.set_ylim(bottom=0)

@@ -32,8 +32,13 @@ _BARE = {"dataset", "model", "schedule", "device", "engine", "precision"}
 def differences(configs: Sequence[Config]) -> list[str]:
     """The fields, seed aside, that are not the same in all; what is sent comes first."""
     names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
-    differing = [name for name in names if len({getattr(config, name) for config in configs}) > 1]
+    differing = [name for name in names if len({_said(config, name) for config in configs}) > 1]
     return sorted(differing, key=lambda name: name not in ("compressor", "error_feedback"))
+
+
+def _said(config: Config, name: str) -> Any:
+    """Of a Flower app, only what its server decides."""
+    return getattr(config, name) if config.says(name) else None
 
 
 def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
@@ -53,7 +58,7 @@ def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
 
 
 def _label(config: Config, names: Sequence[str]) -> str:
-    parts = [part for name in names if (part := _part(name, getattr(config, name)))]
+    parts = [part for name in names if (part := _part(name, _said(config, name)))]
     return " · ".join(parts) or _short(config.compressor)
 
 

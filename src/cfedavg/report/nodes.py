@@ -20,7 +20,7 @@ OUTCOMES = {
     "rejected": VERMILION,
 }
 _HEADER = ["node", "asked", *OUTCOMES, "uplink", "K", "residual", "age", "incarnation"]
-_REASONS = 12  # as many as one reads
+_REASONS, _NAMES = 12, 6  # as many as one reads
 
 
 def outcome(row: Record) -> str:
@@ -60,11 +60,21 @@ def _line(own: Sequence[Record]) -> list[str]:
 
 def reasons(rows: Sequence[Record]) -> list[str]:
     """Why requests came to nothing, the most frequent reason first; empty if none did."""
-    found = Counter((row["node"], _reason(row)) for row in rows if not row.get("applied"))
-    shown = found.most_common(_REASONS)
-    said = [f"{node}, {'once' if times == 1 else f'{times} times'}: {why}" for (node, why), times in shown]
-    more = found.total() - sum(times for _, times in shown)
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        if not row.get("applied"):
+            found.setdefault(_reason(row), Counter())[row["node"]] += 1
+    in_order = sorted(found.items(), key=lambda item: -item[1].total())
+    said = [f"{why}: {_whose(nodes)}" for why, nodes in in_order[:_REASONS]]
+    more = sum(nodes.total() for _, nodes in in_order[_REASONS:])
     return said + ([f"{more} more, for other reasons"] if more else [])
+
+
+def _whose(nodes: Counter[str]) -> str:
+    """`node1, and node2 3 times`."""
+    names = [name if times == 1 else f"{name} {times} times" for name, times in nodes.most_common(_NAMES)]
+    more = len(nodes) - len(names)
+    return ", ".join(names) + (f" and {more} more node{'s' if more > 1 else ''}" if more else "")
 
 
 def _reason(row: Record) -> str:

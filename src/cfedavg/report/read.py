@@ -99,7 +99,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     if type(row.get("round")) is not int or not 0 <= row["round"] < 2**53:
         raise InputError(f"{where} has no whole number `round`, which counts from 0")
     for name, value in row.items():
-        if (name in _NUMBERS or name.startswith("test_")) and not _is_number(value):
+        if (name in _NUMBERS or name.startswith(("test_", "client_"))) and not _is_number(value):
             raise InputError(f"{where} has {value!r} for {name!r}: it must be a number or null")
     return row
 
@@ -117,9 +117,15 @@ def column(run: Run, key: str) -> NDArray[np.float64]:
 
 
 def metric_name(runs: Sequence[Run]) -> str:
-    """The `test_<name>` that all runs with rows have; the loss, if they share nothing better."""
-    names = [[key for key in run.rows[-1] if key.startswith("test_")] for run in runs if run.rows]
-    if not names:
+    """The `test_<name>` that all runs with rows have; the loss, if they share nothing better.
+
+    A federation may have only what its clients evaluate, `client_<name>`.
+    """
+    last = [run.rows[-1] for run in runs if run.rows]
+    if not last:
         return "test_accuracy"
-    shared = [key for key in names[0] if all(key in other for other in names)]
-    return next((key for key in shared if key != "test_loss"), "test_loss")
+    for prefix in ("test_", "client_"):
+        shared = [key for key in last[0] if key.startswith(prefix) and all(key in row for row in last)]
+        if shared:
+            return next((key for key in shared if key != f"{prefix}loss"), shared[0])
+    return "test_loss"
