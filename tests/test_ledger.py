@@ -10,6 +10,7 @@ import torch
 from cfedavg import Config, Layout, decode, decompress, run
 from cfedavg.engines.ledger import dense_bytes
 from cfedavg.errors import InputError
+from cfedavg.payload import Payload
 from cfedavg.wire import read_header
 from tests.conftest import blobs
 
@@ -26,6 +27,21 @@ def test_bytes_are_those_of_the_messages(compressor: str, tmp_path: Path) -> Non
     layout = Layout.from_text((tmp_path / "layout.json").read_text())
     whole = 80 + 4 * layout.d
     assert rows[0]["downlink_bytes"] == whole * rows[0]["clients"]
+
+
+@pytest.mark.parametrize("engine", ["batched", "sequential"])
+def test_what_travels_as_it_is_need_not_move(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred whole models would take longer to fetch from a GPU than to train."""
+
+    def moved(payload: Payload) -> Payload:
+        raise AssertionError
+
+    config = Config(rounds=2, compressor="none", local_steps="2", engine=engine)
+    wanted = run(config, blobs()).rows
+    monkeypatch.setattr(Payload, "numpy", moved)
+    monkeypatch.setattr("cfedavg.engines.blocks.dense_bytes", lambda vector, layout: 0)
+    found = run(config, blobs()).rows
+    assert [row["uplink_bytes"] for row in found] == [row["uplink_bytes"] for row in wanted]
 
 
 def test_messages_hold_what_was_sent(tmp_path: Path) -> None:

@@ -167,20 +167,26 @@ class BlockEngine:
 
     def _deliver(self, t: int, block: Trained, payload: Payload, sent: Sent) -> None:
         """Hands the payloads on: to the server's side of this process, or to rank 0; and has them counted."""
-        plain = payload.numpy()
-        if self._counters is None:
-            sent.counts.append(self.ledger.replies(t, block.clients, plain))
+        known, travels = self.ledger.known(payload), self.ranks.size > 1
+        each: list[tuple[int, Payload]] = []
+        if travels or known is None:
+            each += zip(block.clients, payload.numpy().clients(), strict=True)
+        if known is None:
+            self._have_counted(t, each, sent)
         else:
-            each = list(zip(block.clients, plain.clients(), strict=True))
-            share = -(-len(each) // COUNTERS)
-            for start in range(0, len(each), share):
-                sent.counts.append(self._counters.submit(self._count, t, each[start : start + share]))
+            sent.counts.append(known)
         sent.clients += block.clients
-        if self.ranks.size == 1:
-            sent.payloads.append((block.clients, payload))
-        else:
-            sent.payloads += [([i], one) for i, one in zip(block.clients, plain.clients(), strict=True)]
+        sent.payloads += [([client], one) for client, one in each] if travels else [(block.clients, payload)]
         sent.buffers += list(block.b_K)
+
+    def _have_counted(self, t: int, each: list[tuple[int, Payload]], sent: Sent) -> None:
+        """At once, or by others while this thread goes on."""
+        if self._counters is None:
+            sent.counts.append(self._count(t, each))
+            return
+        share = -(-len(each) // COUNTERS)
+        for start in range(0, len(each), share):
+            sent.counts.append(self._counters.submit(self._count, t, each[start : start + share]))
 
     def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
         return [n for client, one in each for n in self.ledger.replies(t, [client], one)]

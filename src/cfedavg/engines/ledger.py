@@ -11,7 +11,7 @@ from cfedavg.errors import InputError
 from cfedavg.files import exists, make_folder, write_atomic
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Payload
-from cfedavg.wire import encode, measure
+from cfedavg.wire import encode, measure, plain_length
 
 
 class Ledger:
@@ -35,6 +35,11 @@ class Ledger:
             write_atomic(self.keep / f"{t:05}-{client:05}.cfa", message)
             lengths.append(len(message))
         return lengths
+
+    def known(self, payload: Payload) -> list[int] | None:
+        """The same where it takes no look at the values, which may then stay where they are."""
+        length = plain_length(payload) if self.keep is None else None
+        return None if length is None else [length] * len(payload)
 
     def open(self, t: int) -> None:
         """At the first round, when a run is found to be in order; never among messages of another one."""

@@ -14,10 +14,10 @@ from cfedavg.kernel import is_compiled
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import KEY_AND_KEEP, pack_coordinates, unpack_coordinates, where_of
-from cfedavg.wire.header import CHECKSUM, SIZE, Header, Where, WireError, read_header
+from cfedavg.wire.header import CHECKSUM, SIZE, Coding, Header, Where, WireError, read_header
 from cfedavg.wire.indices import are_increasing, encode_indices
 from cfedavg.wire.tensors import Tensors
-from cfedavg.wire.values import check_lengths, coding_of, kind_of, pack_values, unpack_values
+from cfedavg.wire.values import DTYPES, check_lengths, coding_of, kind_of, pack_values, unpack_values
 
 Sections = tuple[bytes, bytes, bytes]
 
@@ -52,8 +52,18 @@ def encode(payload: Payload, layout: Layout, *, client: int = 0, sequence: int =
 
 def measure(payload: Payload, layout: Layout) -> list[int]:
     """The exact number of bytes of each client's message: len(encode(...)), without putting it together."""
+    if (length := plain_length(payload)) is not None and payload.d == layout.d:
+        return [length] * len(payload)
     one_by_one = (_sections(client, layout) for client in payload.clients())
     return [SIZE + sum(map(len, sections)) + CHECKSUM.size for sections in one_by_one]
+
+
+def plain_length(payload: Payload) -> int | None:
+    """Of a message whose values travel as they are, which need not be looked at for it; else None."""
+    kind = kind_of(payload.values)
+    if coding_of(kind, where_of(payload)) is not Coding.PLAIN:
+        return None
+    return SIZE + payload.d * np.dtype(DTYPES[kind]).itemsize + CHECKSUM.size
 
 
 def is_ready() -> bool:
