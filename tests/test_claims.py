@@ -19,7 +19,7 @@ from cfedavg.reproduce.claims import CLAIMS, Claim, Finding, Results, as_markdow
 from cfedavg.reproduce.results import Sample, compare
 from cfedavg.theory import h
 
-VERDICTS = {HOLDS, PARTLY, FAILS, UNDECIDED, WHERE_RUN, "not run yet"}
+VERDICTS = {HOLDS, PARTLY, FAILS, UNDECIDED, HOLDS + WHERE_RUN, FAILS + WHERE_RUN, "not run yet"}
 DATASETS = ("mnist", "fashion_mnist", "cifar10")
 STUDIES = ("speedup", "variance", "conditions")
 LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
@@ -288,10 +288,19 @@ def test_what_was_not_run_is_said_and_not_judged() -> None:
     del found["mnist-p2-topk0.9-seed0"]
     finding = BY_NAME["topk-as-good-mnist"].judge(Results(found))
     assert finding is not None
-    assert finding.verdict == WHERE_RUN
+    assert finding.verdict == HOLDS + WHERE_RUN
     assert finding.numbers.endswith("(not run: p=5, p=2 top-k 0.9)")
     assert "mnist-p2-topk0.99-seed0" in finding.cells
     assert not any("-p5-" in name for name in finding.cells)
+    finding = BY_NAME["rd-worsens-mnist"].judge(Results(flat(found)))
+    assert finding is not None
+    assert finding.verdict == FAILS + WHERE_RUN
+
+
+def flat(found: dict[str, Entry]) -> dict[str, Entry]:
+    """All lines end alike."""
+    like = found["mnist-p2-none-seed0"].values
+    return {name: replace(entry, values=like) for name, entry in found.items()}
 
 
 @pytest.mark.parametrize("lost", ["none", "topk0.99"])

@@ -16,7 +16,7 @@ from typing import Any
 from cfedavg.reproduce.results import Missing, Results, Sample, Undecided
 
 HOLDS, PARTLY, FAILS, UNDECIDED = "holds", "holds in part", "does not hold", "undecided"
-WHERE_RUN = "holds where it was run"
+WHERE_RUN = " where it was run"
 MARKS = {1: "✓", 0: "≈", -1: "✗", None: "?"}
 DATASETS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 COMPRESSORS = {"topk": "top-k", "rd": "random dropping"}
@@ -88,8 +88,8 @@ def weigh(results: Results, items: Iterable[tuple[Any, ...]], one: Callable[...,
     if not cases:
         raise Missing
     verdict = decide([case.outcome for case in cases])
-    if absent and verdict == HOLDS:
-        verdict = WHERE_RUN
+    if absent and verdict in (HOLDS, FAILS):
+        verdict += WHERE_RUN
     return verdict, tell(cases) + _not_run(cases, absent)
 
 

@@ -27,8 +27,8 @@ is lower but not behind, that is undecided. A run *trains* if it ends at 30% (th
 with at least half of what the run without compression gains over chance. The accuracy of a run that diverged
 counts as chance; its residuals decide nothing. Each case is marked {MARKS[1]} as claimed, {MARKS[0]} no
 difference, {MARKS[-1]} against the claim, or {MARKS[None]} cannot be told. A claim *holds* if some case goes
-as claimed and none against it (*where it was run*, if cells are missing), holds *in part* if some go each
-way, and *does not hold* if none that can be told goes as claimed."""
+as claimed and none against it, holds *in part* if some go each way, and *does not hold* if none that can be
+told goes as claimed; *where it was run*, if cells are missing."""
 
 
 def judge_all(found: Mapping[str, Entry]) -> list[tuple[Claim, Finding | None]]:

@@ -7,7 +7,7 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -164,21 +164,26 @@ class Grid:
         """The figure and the table of every study of which something is there."""
         there, made = _whole(self.out / CELLS), []
         for study in self.studies:
-            found = {name: there[name] for name in study.cells(self.scale, _MANY) if name in there}
+            planned = study.cells(self.scale, _MANY)
+            found = {name: there[name] for name in planned if name in there}
             if not found:
                 continue
             rows = study.table(found)
-            write_atomic(self.out / f"{study.name}.png", study.figure(found, self._note(found.values())))
+            write_atomic(self.out / f"{study.name}.png", study.figure(found, self._note(found, planned)))
             write_atomic(self.out / f"{study.name}.md", f"# {study.title}\n\n{as_markdown(rows)}".encode())
             made.append(self.out / f"{study.name}.png")
         return made
 
-    def _note(self, entries: Iterable[Entry]) -> str:
+    def _note(self, found: Mapping[str, Entry], planned: Mapping[str, Settings]) -> str:
         """Where the numbers are from, for under the figure."""
-        made = [entry.made for entry in entries]
+        made = [entry.made for entry in found.values()]
         versions = sorted({each["version"] for each in made})
         hardware = sorted({each["hardware"] for each in made})
-        return f"scale {self.scale}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
+        rounds = {
+            (entry.settings.get("rounds"), planned[name].get("rounds")) for name, entry in found.items()
+        }
+        cut = [f", the first {done} of {all_} rounds" for done, all_ in sorted(rounds) if done != all_]
+        return f"scale {self.scale}{''.join(cut)}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
 
 
 def _whole(folder: Path) -> dict[str, Entry]:
