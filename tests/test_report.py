@@ -666,6 +666,14 @@ def test_what_only_clients_evaluate_is_shown(tmp_path: Path) -> None:
     assert "130.0%" in report.headline
 
 
+def test_a_run_that_has_not_been_evaluated_just_now(tmp_path: Path) -> None:
+    """With --eval-every the last row of a run that is going on may hold no metric."""
+    *rows, last = rounds(3)
+    last = {key: value for key, value in last.items() if not key.startswith("test_")}
+    report = write_report([make_run(tmp_path / "a", [*rows, last])], tmp_path / "out")
+    assert report.rows[0].metric == "test_accuracy"
+
+
 def test_a_hundred_nodes_fit_into_the_picture(tmp_path: Path) -> None:
     rows = [node_row(t, n, "late" if (t + n) % 7 == 0 else "replied") for t in range(150) for n in range(100)]
     path = tmp_path / "nodes.png"

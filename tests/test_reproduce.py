@@ -242,9 +242,19 @@ def test_only_some_cells(mine: str, tmp_path: Path) -> None:
         carried_out(mine, tmp_path, only=["p3"], resume=True)
 
 
-def test_the_beginning_of_runs(mine: str, tmp_path: Path) -> None:
+def test_the_beginning_of_runs(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figure says so."""
+    notes: list[str] = []
+    figure = studies.Training.figure
+
+    def noted(study: studies.Training, found: Any, note: str) -> bytes:
+        notes.append(note)
+        return figure(study, found, note)
+
+    monkeypatch.setattr(studies.Training, "figure", noted)
     carried_out(mine, tmp_path / "whole")
     grid, _ = carried_out(mine, tmp_path / "cut", rounds=3)
+    assert ["the first 3 of 4 rounds" in note for note in notes] == [False, True]
     assert {entry.settings["rounds"] for entry in grid.found.values()} == {3}
     assert "--rounds 3" in next(iter(grid.found.values())).made["command"]
     whole = values(tmp_path / "whole")["embedded-p1-rd-seed0"]

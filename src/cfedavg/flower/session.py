@@ -204,9 +204,7 @@ class Session:
         replies = [reply for _, reply in exchange(self.grid, messages, self.timeout)] if messages else []
         try:
             found = inner.aggregate_evaluate(now.server_round, replies)
-        except (
-            Exception
-        ) as error:  # such as one client with metrics of its own: the round counts all the same
+        except Exception as error:  # one client's odd metrics will do: the round counts all the same
             log(WARNING, "nothing is known of the clients' evaluation: %s", first_line(error))
             return {}
         if found is not None:

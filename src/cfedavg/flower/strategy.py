@@ -200,10 +200,10 @@ class CFedAvg(Strategy):
         names = (
             ["quorum", "max_norm"] if self.inner else ["over_selection", "min_nodes", "quorum", "max_norm"]
         )
-        eta = {"eta": "a function of the round"} if callable(self.eta) else {}
-        return (
-            eta | {name: getattr(self, name) for name in names} | {"timeout": timeout, "whole": [*self.whole]}
-        )
+        found = {name: getattr(self, name) for name in names}
+        if callable(self.eta):
+            found["eta"] = "a function of the round"
+        return {**found, "timeout": timeout, "whole": [*self.whole]}
 
     # A round is only right if its books are kept, so that the rounds of another's `start` will not do.
 

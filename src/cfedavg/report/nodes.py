@@ -71,7 +71,7 @@ def reasons(rows: Sequence[Record]) -> list[str]:
 
 
 def _whose(nodes: Counter[str]) -> str:
-    """`node1, and node2 3 times`."""
+    """`node2 3 times, node1 and 5 more nodes`."""
     names = [name if times == 1 else f"{name} {times} times" for name, times in nodes.most_common(_NAMES)]
     more = len(nodes) - len(names)
     return ", ".join(names) + (f" and {more} more node{'s' if more > 1 else ''}" if more else "")

@@ -121,11 +121,11 @@ def metric_name(runs: Sequence[Run]) -> str:
 
     A federation may have only what its clients evaluate, `client_<name>`.
     """
-    last = [run.rows[-1] for run in runs if run.rows]
-    if not last:
+    names = [dict.fromkeys(key for row in run.rows for key in row) for run in runs if run.rows]
+    if not names:
         return "test_accuracy"
     for prefix in ("test_", "client_"):
-        shared = [key for key in last[0] if key.startswith(prefix) and all(key in row for row in last)]
+        shared = [key for key in names[0] if key.startswith(prefix) and all(key in own for own in names)]
         if shared:
             return next((key for key in shared if key != f"{prefix}loss"), shared[0])
     return "test_loss"

@@ -179,11 +179,9 @@ class Grid:
         made = [entry.made for entry in found.values()]
         versions = sorted({each["version"] for each in made})
         hardware = sorted({each["hardware"] for each in made})
-        rounds = {
-            (entry.settings.get("rounds"), planned[name].get("rounds")) for name, entry in found.items()
-        }
-        cut = [f", the first {done} of {all_} rounds" for done, all_ in sorted(rounds) if done != all_]
-        return f"scale {self.scale}{''.join(cut)}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
+        pairs = {(entry.settings.get("rounds"), planned[name].get("rounds")) for name, entry in found.items()}
+        cut = "".join(f", the first {done} of {whole} rounds" for done, whole in pairs if done != whole)
+        return f"scale {self.scale}{cut}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
 
 
 def _whole(folder: Path) -> dict[str, Entry]:
