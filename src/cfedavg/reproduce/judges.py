@@ -112,8 +112,8 @@ def zigzag_grows(dataset: str, results: Results) -> Verdict:
         except Missing:
             continue
     means = [size[p].mean for p in LEVELS if p in size]
-    steady = all(a < b for a, b in itertools.pairwise(means))
-    verdict = FAILS if means[-1] <= means[0] else HOLDS if steady else PARTLY
+    falls = any(seen.rougher(a, b) > 0 for a, b in itertools.pairwise(means))
+    verdict = FAILS if seen.rougher(means[-1], means[0]) < 1 else PARTLY if falls else HOLDS
     return verdict, "; ".join(f"p={p}: {percent(size[p])}" for p in LEVELS if p in size)
 
 
@@ -124,7 +124,7 @@ def smoother(dataset: str, results: Results) -> Verdict:
         a, b = (results.sample(dataset, p, name, seen.zigzag) for name in (line, "none"))
         if results.finals(dataset, p, line).mean < results.bar(dataset, p):
             return None, f"{percent(a)} (does not train)"
-        return yes(a.mean < b.mean), against(a, b)
+        return seen.rougher(b.mean, a.mean), against(a, b)
 
     return weigh(results, itertools.product([1], LINES), one)
 

@@ -16,6 +16,7 @@ CHANCE = 0.1  # of guessing one of ten classes
 CLOSE = 0.005  # half a point of accuracy
 LAST = 5  # rounds that make up the final accuracy
 TAIL = 20  # rounds at the end that say how a curve zigzags and how large the residuals are
+ROUGHER = 1.6  # times: by less, deviations of 20 rounds each may differ by chance (two standard errors)
 GROWS = 1.2  # a residual keeps growing if it is this much larger at the end than in the middle
 SLACK = 1.05  # a hundredth of the coordinates, rounded and sent 100 times, is not exactly one model
 
@@ -64,6 +65,15 @@ def zigzag(entry: Entry) -> float:
         return 0.0
     slope, start = statistics.linear_regression(range(len(seen)), seen)
     return math.sqrt(math.fsum((y - start - slope * x) ** 2 for x, y in enumerate(seen)) / (len(seen) - 2))
+
+
+def rougher(a: float, b: float) -> int:
+    """Whether one zigzag is larger than another (1), smaller (-1), or neither.
+
+    >>> rougher(2.0, 1.0), rougher(1.5, 1.0), rougher(0.0, math.inf)
+    (1, 0, -1)
+    """
+    return int(a > ROUGHER * b) - int(b > ROUGHER * a)
 
 
 def rounds_to(accuracy: float) -> Callable[[Entry], float]:
