@@ -238,38 +238,56 @@ def test_a_strategy_that_makes_nothing(tmp_path: Path) -> None:
     assert {(row["applied"], row["why"]) for row in it.of_nodes} == {(False, why)}
 
 
-def test_a_client_evaluates_in_its_own_way(tmp_path: Path) -> None:
-    """FedAvg cannot average metrics that are not those of the others; the rounds count all the same."""
-    it = Federation(tmp_path, (app := Adding()).app)
-    evaluate = app.evaluate
+def evaluating(app: Adding, evaluate: Any) -> ClientApp:
+    """The same app, which evaluates in another way."""
+    made = ClientApp(mods=[compressed])
+    made.train()(app.train)
+    made.evaluate()(evaluate)
+    return made
+
+
+def test_a_client_evaluates_in_its_own_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """FedAvg cannot average metrics that are not those of the others, so these are left out."""
+    it = Federation(tmp_path, (app := Adding()).app, 4)
 
     def odd(message: Message, context: Any) -> Message:
-        reply = evaluate(message, context)
-        if context.node_config["partition-id"] == 1:
-            reply.content["metrics"]["more"] = 1.0
+        reply = app.evaluate(message, context)
+        reply.content["metrics"]["more"] = 1.0
         return reply
 
-    it.nodes[1].app = ClientApp(mods=[compressed])
-    it.nodes[1].app.train()(app.train)
-    it.nodes[1].app.evaluate()(odd)
+    def fails(message: Message, context: Any) -> Message:
+        raise ValueError("no data")
+
+    it.nodes[1].app, it.nodes[2].app = evaluating(app, odd), evaluating(app, fails)
     it.start(2, FedAvg())
+    assert it.outcomes == [{"replied": 4}] * 2
+    assert all("client_total" in row and "client_more" not in row for row in it.rows)
+    assert "node1: left out of the evaluation (it has the number 'more', unlike other nodes)" in caplog.text
+    assert "node2: left out of the evaluation (ValueError: no data)" in caplog.text
+
+
+class Clumsy(FedAvg):
+    """Cannot sum up an evaluation."""
+
+    def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
+        raise ZeroDivisionError("by zero")
+
+
+def test_a_strategy_that_cannot_evaluate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(2, Clumsy())
     assert it.outcomes == [{"replied": 3}] * 2
-    assert not any("client_total" in row for row in it.rows)
+    assert "nothing is known of the clients' evaluation: ZeroDivisionError: by zero" in caplog.text
 
 
 def test_who_has_evaluated(tmp_path: Path) -> None:
     """What clients report is theirs, whatever they call it."""
     it = Federation(tmp_path, (app := Adding()).app)
-    app.app = ClientApp(mods=[compressed])
-    app.app.train()(app.train)
-    app.app.evaluate()(
-        lambda message, context: Message(
-            RecordDict({"metrics": MetricRecord({"num-examples": 1, "test_accuracy": 0.25})}),
-            reply_to=message,
-        )
-    )
+    found = MetricRecord({"num-examples": 1, "test_accuracy": 0.25})
     for node in it.nodes:
-        node.app = app.app
+        node.app = evaluating(
+            app, lambda message, _: Message(RecordDict({"metrics": found}), reply_to=message)
+        )
     it.start(1, FedAvg(), evaluate_fn=lambda t, arrays: MetricRecord({"accuracy": 0.9}))
     assert (it.rows[0]["test_accuracy"], it.rows[0]["client_test_accuracy"]) == (0.9, 0.25)
 
@@ -291,11 +309,11 @@ def test_not_within_others() -> None:
 
 
 ODD: dict[str, Any] = {
-    "one more": ({"num-examples": 10, "partition": 1, "more": 1.0}, "has 'more' as a number in 'metrics'"),
-    "one less": ({"partition": 1}, "lacks 'num-examples' as a number in 'metrics'"),
+    "one more": ({"num-examples": 10, "partition": 1, "more": 1.0}, "has the number 'more'"),
+    "one less": ({"partition": 1}, "lacks the number 'num-examples'"),
     "a list": (
         {"num-examples": 10, "partition": [1, 2]},
-        "lacks 'partition' as a number in 'metrics' and has 'partition' as a list of 2 in 'metrics'",
+        "lacks the number 'partition' and has the list 'partition' of 2",
     ),
 }
 

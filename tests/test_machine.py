@@ -368,6 +368,8 @@ def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
     up = "federate", "up", "--out", tmp_path
     assert "holds a run already; add --resume" in cfedavg(*up).err
     assert "holds a simulation" in cfedavg(*up, "--resume").err
+    (tmp_path / "federation.txt").touch()
+    assert "holds the federation of an app, which its own server" in cfedavg(*up, "--resume").err
     (tmp_path / "federation").mkdir()
     assert "--resume: --nodes is 3, but the run" in cfedavg(*up, "--resume", "--nodes", 3).err
     assert "--resume: --eta is 2.0, but the run" in cfedavg(*up, "--resume", "--eta", 2).err

@@ -175,17 +175,18 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def to_toml(self) -> str:
-        """All fields, with their help as comments; `from_toml` reads it back to an equal Config."""
+        """All that it says, with help as comments; `from_toml` reads it back to an equal Config."""
         lines: list[str] = []
         group = ""
         for item in dataclasses.fields(self):
+            if not self.says(item.name):
+                continue
             if item.metadata["group"] != group:
                 group = item.metadata["group"]
                 lines += ["", f"# {group}"]
-            value = getattr(self, item.name) if self.says(item.name) else None
+            value = getattr(self, item.name)
             text = f"{item.name} = {toml_value(value)}" if value is not None else f"# {item.name} ="
-            note = item.metadata["help"] if self.says(item.name) else "not for the server of an app to say"
-            lines.append(f"{text:<40} # {note}")
+            lines.append(f"{text:<40} # {item.metadata['help']}")
         return "\n".join(lines).lstrip() + "\n"
 
     @classmethod

@@ -109,7 +109,7 @@ class Books:
         config = self.config
         if config.dataset == APP:
             config = config.replace(clients=max(1, len(served.facts["numbers"])))
-        options = "".join(f"# {name} = {value!r}\n" for name, value in self.also.items())
+        options = "".join(f"# {name}: {value}\n" for name, value in self.also.items() if value is not None)
         text = f"{config.to_toml()}\n# Of the server\n{options}"
         write_atomic(self.out / CONFIG, text.encode())
 

@@ -22,6 +22,7 @@ from cfedavg.flower.form import Form
 from cfedavg.wire import WireError
 
 OURS = "cfedavg"  # the name of our record, in both directions
+MODS = "mods=[cfedavg.flower.compressed]"
 
 # Why a client does not answer. Flower's own codes are below 10.
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
@@ -140,7 +141,7 @@ def answer_of(content: RecordDict) -> Answer:
             if record.get("check") != answer.check:
                 raise WireError("the checksum does not fit: the reply was damaged on its way")
             return answer
-    raise ValueError("the reply is not compressed: the client app needs mods=[cfedavg.flower.compressed]")
+    raise ValueError(f"the reply is not compressed: the client app needs {MODS}")
 
 
 def size_of(reply: Message) -> int:

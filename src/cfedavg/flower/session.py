@@ -22,10 +22,10 @@ from cfedavg.flower.asking import Asking
 from cfedavg.flower.averaging import Alone, Round, Through
 from cfedavg.flower.books import Books, whole_of, with_facts, with_model
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import exchange, online
-from cfedavg.flower.records import CAUSES, REFUSED, size_of
+from cfedavg.flower.nodes import Node, exchange, online
+from cfedavg.flower.records import CAUSES, MODS, REFUSED, size_of
 from cfedavg.flower.rows import Outcome, columns_of, node_rows, round_row
-from cfedavg.flower.taking import Door, Rejected, unlike_most
+from cfedavg.flower.taking import FAILED, Door, Rejected, kind_of, reason, unlike_most
 from cfedavg.metrics import Record
 
 INNER = "inner/"  # before the names of what a wrapped strategy remembers
@@ -122,9 +122,12 @@ class Session:
                 now.taken[node.identity] = taken
                 now.outcomes[node.identity] = Outcome("replied", "", *facts)
             except Rejected as rejected:
+                why = str(rejected)
+                if rejected.cause == FAILED and node.identity not in self.served.met:
+                    why += f"; has its client app {MODS}?"
                 if node.identity not in now.taken:  # else it was asked twice, and has replied
-                    now.outcomes[node.identity] = Outcome(rejected.cause, str(rejected), *facts)
-                log(WARNING, "%s: %s (%s)", node.name, rejected.cause, rejected)
+                    now.outcomes[node.identity] = Outcome(rejected.cause, why, *facts)
+                log(WARNING, "%s: %s (%s)", node.name, rejected.cause, why)
             if len(now.taken) >= now.needed:
                 break
         self._note_missing(now)
@@ -143,7 +146,9 @@ class Session:
 
     def _leave_out_odd_ones(self, now: Round) -> None:
         """A single client's metrics must not keep the inner strategy from averaging."""
-        for who, why in unlike_most(now.taken).items():
+        in_order = sorted(now.taken.items(), key=lambda item: item[1].node.number)
+        kinds = {who: kind_of(each.metrics, each.arrays) for who, each in in_order}
+        for who, why in unlike_most(kinds).items():
             log(WARNING, "%s: metrics (%s)", now.taken.pop(who).node.name, why)
             now.outcomes[who] = now.outcomes[who]._replace(what="metrics", why=why)
 
@@ -201,15 +206,26 @@ class Session:
         wanted = inner.configure_evaluate(now.server_round, asked.arrays, self.evaluate_config, self.grid)
         messages = self.asking.packed(asked, wanted, self.served)
         now.down_bytes += asked.down_bytes
-        replies = [reply for _, reply in exchange(self.grid, messages, self.timeout)] if messages else []
+        replies = list(exchange(self.grid, messages, self.timeout)) if messages else []
+        alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies])
         try:
-            found = inner.aggregate_evaluate(now.server_round, replies)
-        except Exception as error:  # one client's odd metrics will do: the round counts all the same
+            found = inner.aggregate_evaluate(now.server_round, alike)
+        except Exception as error:  # the round counts all the same
             log(WARNING, "nothing is known of the clients' evaluation: %s", first_line(error))
             return {}
         if found is not None:
             self.result.evaluate_metrics_clientapp[now.server_round] = found
         return columns_of(found, "client_") if found else {}
+
+
+def _alike(replies: list[tuple[Node, Message]]) -> list[Message]:
+    """Evaluations without those whose metrics are unlike the others; what is wrong with one is said."""
+    good = {node: reply for node, reply in replies if not reply.has_error()}
+    odd = unlike_most({node: kind_of(reply.content.metric_records) for node, reply in good.items()})
+    wrong = odd | {node: reason(reply) for node, reply in replies if node not in good}
+    for node, why in wrong.items():
+        log(WARNING, "%s: left out of the evaluation (%s)", node.name, why)
+    return [reply for node, reply in replies if node not in odd]
 
 
 def _in_words(row: Record) -> str:

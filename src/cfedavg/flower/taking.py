@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import Message, MetricRecord
@@ -25,11 +26,14 @@ from cfedavg.wire import WireError, decode, read_header
 # Flower's own errors, of requests and replies whose time is over and of nodes that are not there.
 _LATE, _LOST = ("late", "no reply by the deadline"), ("lost", "it is offline")
 _FLOWERS = {3: _LATE, 4: _LATE, 5: _LOST}
+_RAISED = r"""(?s)^<class '(?:.*\.)?(\w+)'>:<["'](.*)["']>$""", r"\1: \2"
 # What a client says of its round, and the least and the most that it may be.
 _MOST = 1e100  # above what float32 numbers can come to
 _NORM = 0.0, _MOST
 _BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53), "g2": _NORM, "p2": _NORM, "noise2": _NORM}
 SAMPLES = "num-examples"  # the metric by which a client reports how many it has
+FAILED = "app failed"  # the cause of which only the app knows more
+Who = TypeVar("Who")
 
 
 class Rejected(Exception):
@@ -112,8 +116,8 @@ class Door:
 
     def _answer(self, reply: Message) -> Answer:
         if reply.has_error():
-            code, why = reply.error.code, reply.error.reason or ""
-            raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, "app failed"), why)))
+            code = reply.error.code
+            raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, FAILED), reason(reply))))
         try:
             return answer_of(reply.content)
         except WireError as error:
@@ -138,6 +142,16 @@ class Door:
             raise Rejected(
                 "too large", f"its norm is {norm2(values) ** 0.5:.4g}, max_norm is {self.max_norm:.4g}"
             )
+
+
+def reason(reply: Message) -> str:
+    """Of a reply that is an error; an exception comes as Python would print it.
+
+    >>> import re
+    >>> re.sub(*_RAISED, "<class 'my.Error'>:<'too bad'>")
+    'Error: too bad'
+    """
+    return re.sub(*_RAISED, reply.error.reason or "")[:300]
 
 
 def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
@@ -169,24 +183,24 @@ def samples_in(records: Mapping[str, MetricRecord]) -> float | None:
     return next((n for n in found if n is not None), None)
 
 
-def unlike_most(taken: Mapping[str, Taken]) -> dict[str, str]:
-    """Those whose metrics are not like those of most, and why: a strategy cannot average what differs."""
-    in_order = sorted(taken.items(), key=lambda item: item[1].node.number)
-    kinds = {who: _kind(each) for who, each in in_order}
-    usual = Counter(kinds.values()).most_common(1)  # of several as common, the first
-    odd = {who: kind for who, kind in kinds.items() if kind != usual[0][0]}
-    return {who: _unlike(kind, usual[0][0]) for who, kind in odd.items()}
-
-
-def _kind(taken: Taken) -> frozenset[str]:
+def kind_of(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[str]:
     """What a reply holds: the names of its records, and of what is in them, with the lengths of lists."""
-    found = {f"the ArrayRecord {taken.arrays!r}"}
-    for name, record in taken.metrics.items():
+    found = {f"the ArrayRecord {arrays!r}"} if arrays else set()
+    for name, record in metrics.items():
+        where = "" if name == "metrics" else f" in {name!r}"
         found |= {f"the MetricRecord {name!r}"} | {
-            f"{key!r} as {f'a list of {len(value)}' if isinstance(value, list) else 'a number'} in {name!r}"
+            f"the list {key!r} of {len(value)}{where}"
+            if isinstance(value, list)
+            else f"the number {key!r}{where}"
             for key, value in record.items()
         }
     return frozenset(found)
+
+
+def unlike_most(kinds: Mapping[Who, frozenset[str]]) -> dict[Who, str]:
+    """Those who are not like most, and why: a strategy cannot average what differs."""
+    usual = Counter(kinds.values()).most_common(1)  # of several as common, the first
+    return {who: _unlike(kind, usual[0][0]) for who, kind in kinds.items() if kind != usual[0][0]}
 
 
 def _unlike(kind: frozenset[str], usual: frozenset[str]) -> str:

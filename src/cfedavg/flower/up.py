@@ -16,7 +16,7 @@ from cfedavg.flower.app.settings import run_config_of
 from cfedavg.flower.control import ONGOING, Run, RunFailed
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.services import toml
-from cfedavg.folder import CONFIG, METRICS, check_same, read_rows
+from cfedavg.folder import CONFIG, FEDERATION, METRICS, check_same, read_rows
 from cfedavg.layout import Layout
 from cfedavg.plan import Plan
 
@@ -88,7 +88,12 @@ def _check(config: Config, out: Path, resume: bool) -> None:
     if not resume:
         raise InputError(f"--out: {out} holds a run already; add --resume or choose another folder")
     if not exists(out / "federation"):
-        raise InputError(f"--resume: {out} holds a simulation, which no federation can go on with")
+        what = (
+            "the federation of an app, which its own server resumes"
+            if exists(out / FEDERATION)
+            else ("a simulation, which no federation can go on with")
+        )
+        raise InputError(f"--resume: {out} holds {what}")
     old = read_config(out / CONFIG)
     if old.clients != config.clients:
         raise InputError(f"--resume: --nodes is {config.clients}, but the run in {out} has {old.clients}")
