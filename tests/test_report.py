@@ -522,7 +522,8 @@ def test_nodes_are_counted_by_what_became_of_each_request() -> None:
     assert second == ["node1", "7", "1", "1", "1", "1", "3", "22.2 kB", "10 to 16", "7", "6", "2"]
     assert nodes.outcome(rows[6]) == "replied, round void"
     assert nodes.reasons(rows) == [
-        "norm: node1 2 times", "late: node1", "lost: node1", "nan: node1", "round void: node1",
+        "rounds 4 to 5: norm, node1 2 times", "round 2: late, node1", "round 3: lost, node1",
+        "round 6: nan, node1", "round 7: round void, node1",
     ]  # fmt: skip
 
 
@@ -537,13 +538,13 @@ def test_the_last_that_is_known_of_a_node() -> None:
 def test_reasons_are_not_too_many() -> None:
     rows = [node_row(t, t % 3, "norm", why=f"its norm is {t}") for t in range(20)] + [node_row(20, 0)]
     found = nodes.reasons(rows)
-    assert found[0] == "norm (its norm is 0): node0"
+    assert found[0] == "round 1: norm (its norm is 0), node0"
     assert found[-1] == "8 more, for other reasons"
     assert len(found) == 13
     assert nodes.reasons([node_row(0, 0)]) == []
     away = [node_row(t, n, "lost", why="it is offline") for n in range(100) for t in range(1 + (n == 7))]
     names = "node7 2 times, node0, node1, node2, node3, node4 and 94 more nodes"
-    assert nodes.reasons(away) == [f"lost (it is offline): {names}"]
+    assert nodes.reasons(away) == [f"rounds 1 to 2: lost (it is offline), {names}"]
 
 
 def test_rows_of_nodes_are_in_order(tmp_path: Path) -> None:
@@ -587,7 +588,8 @@ def test_what_the_picture_of_nodes_shows(monkeypatch: pytest.MonkeyPatch) -> Non
         "in the model", "late", "lost", "rejected", "not asked", "new incarnation",
     ]  # fmt: skip
     assert list(below.lines[0].get_xdata()) == [1, 2, 3]
-    assert [text.get_text() for text in below.texts] == ["node0"]  # it holds back most
+    names = below.get_legend().get_texts()  # type: ignore[union-attr]
+    assert [text.get_text() for text in names] == ["node0", "node1"]
 
 
 @pytest.mark.parametrize("last", [599, 600, 10**12])
@@ -652,18 +654,38 @@ def test_labels_of_an_app_say_what_its_server_decides(tmp_path: Path) -> None:
         make_run(tmp_path / by, rounds(1), dataset=APP, model=f"(a Flower app, averaged by {by})")
         for by in ("FedAvg", "FedAdam")
     ]
-    plain = make_run(tmp_path / "plain", rounds(1), batch_size=50, local_steps="7")
-    first, second, third = (group.label for group in group_runs([read_run(path) for path in [*apps, plain]]))
-    assert "K=7" in third
-    assert not any(f"{sign}=" in label for label in (first, second) for sign in ("K", "batch", "p"))
-    assert ["FedAvg" in first, "FedAdam" in second] == [True, True]
+    both = summary([read_run(path) for path in apps])
+    assert [row.label for row in both] == [
+        f"(a Flower app, averaged by {by})" for by in ("FedAvg", "FedAdam")
+    ]
+    assert {row.against for row in both} == {both[0].label}
+    plain = make_run(tmp_path / "plain", rounds(1), batch_size=50, local_steps="7", compressor="none")
+    three = summary([read_run(path) for path in [*apps, plain]])
+    labels = [row.label for row in three]
+    assert labels == ["topk(0.99) >> bf16 · FedAvg", "topk(0.99) >> bf16 · FedAdam", "none · plain"]
+    assert [row.against for row in three] == [labels[0], labels[0], labels[2]]  # it is another task
 
 
-def test_what_only_clients_evaluate_is_shown(tmp_path: Path) -> None:
-    rows = [{"round": t, "uplink_bytes": 10, "client_loss": 1.0, "client_eval_acc": 0.3 + t} for t in (0, 1)]
-    report = write_report([make_run(tmp_path / "a", rows)], tmp_path / "out")
+def test_a_federation_beside_its_simulation(tmp_path: Path) -> None:
+    one = make_federation(tmp_path / "one", [node_row(0, 0)])
+    other = make_run(tmp_path / "other", rounds(1), engine="reference")
+    labels = [row.label for row in summary([read_run(one), read_run(other)])]
+    assert labels == ["topk(0.99) >> bf16 · federation", "reference"]
+
+
+@pytest.mark.usefixtures("one_picture")
+def test_what_clients_evaluate_is_shown(tmp_path: Path) -> None:
+    """By itself, and beside what the server does."""
+    rows = [{"round": t, "uplink_bytes": 10, "client_eval_loss": 1.0, "client_eval_acc": 0.3} for t in (0, 1)]
+    alone = make_run(tmp_path / "a", rows)
+    report = write_report([alone], tmp_path / "out")
     assert report.rows[0].metric == "client_eval_acc"
-    assert "130.0%" in report.headline
+    assert "30.0%" in report.headline
+    beside = make_run(tmp_path / "b", [own | row for own, row in zip(rounds(2), rows, strict=True)])
+    panels = panels_for(group_runs([read_run(beside)]), "test_accuracy")
+    assert [panel.series[0].key for panel in panels if panel.name == "clients-metric"] == ["client_eval_acc"]
+    runs = [read_run(path) for path in (beside, make_run(tmp_path / "c", rounds(2)), alone)]
+    assert summary(runs)[0].metric == "test_accuracy"  # which one of them lacks
 
 
 def test_a_run_that_has_not_been_evaluated_just_now(tmp_path: Path) -> None:

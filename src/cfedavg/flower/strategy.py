@@ -52,7 +52,7 @@ class CFedAvg(Strategy):
     (0.2: a fifth), of whom the last are not waited for. `min_nodes`: with fewer online no round starts
     (2; a strategy within has its own).
     `quorum`: the share of the needed replies without which a round changes nothing; its updates are not
-    lost, but sent again. `max_norm`: a payload of a larger norm is rejected.
+    lost, but sent again. `max_norm`: no client sends a payload of a larger norm; the rest waits.
 
     `out`: the folder of metrics and state; `resume`: go on with what is in it; `from_backup`: what is in it
     is an older copy, and the clients have seen later rounds.

@@ -18,10 +18,11 @@ from cfedavg.report.axes import INK, MUTED, drawable, frame
 from cfedavg.report.figures import add_legend, as_png, legend_columns, new_figure
 from cfedavg.report.labels import shortened
 from cfedavg.report.nodes import OUTCOMES, Record, by_node, outcome
-from cfedavg.report.pens import BLUE
+from cfedavg.report.pens import BLUE, COLOURS
 
 _WIDTH = 8.0
 _NAMED = 40  # nodes up to which each has room for its name
+_LETTERS = 10  # of a name beside a line
 _LATTICE = 120  # rounds up to which a line between two can be seen
 _COLUMNS = 600  # above so many rounds, several share one, and the worst of them shows
 _KINDS = {"not asked": "#F0F1F3", **OUTCOMES}  # the worse, the later
@@ -104,27 +105,43 @@ def _birth(*at: float) -> Line2D:
 
 
 def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
-    """A thin line for each node: one that leaves the others is what to look for, so the highest is named."""
+    """A line for each node: few have colours and names; of many, the one that leaves the others is named."""
     frame(axes)
-    faint = max(0.15, 0.8 - len(nodes) / 60)
+    few = len(nodes) <= len(COLOURS)
+    pens = COLOURS if few else [BLUE] * len(nodes)
+    faint = 1.0 if few else max(0.15, 0.8 - len(nodes) / 60)
     ends: list[tuple[float, int, str]] = []
-    for own in nodes.values():
+    for own, colour in zip(nodes.values(), pens, strict=False):
         rows = [row for row in own if row.get("residual_norm") is not None]
         x, y = [row["round"] + 1 for row in rows], [row["residual_norm"] for row in rows]
-        axes.plot(x, y, color=BLUE, linewidth=1, alpha=faint, marker="." if len(rows) == 1 else None)
-        ends += [(y[-1], x[-1], rows[-1]["node"])] if rows else []
-    if len(ends) > 1:
-        y_end, x_end, node = max(ends)
+        name = drawable(shortened(own[-1]["node"], _LETTERS))
+        axes.plot(
+            x, y, color=colour, linewidth=1.2, alpha=faint, marker="." if len(rows) == 1 else None, label=name
+        )
+        ends += [(y[-1], x[-1], name)] if rows else []
+    if few:
+        _name_lines(axes)
+    elif ends:
+        y_end, x_end, name = max(ends)
         axes.annotate(
-            drawable(shortened(node, 24)), (x_end, y_end), xytext=(0, 3), textcoords="offset points",
-            ha="right" if 2 * x_end > max(x for _, x, _ in ends) else "left", va="bottom", fontsize=8,
-            color=MUTED, parse_math=False,
+            name, (x_end, y_end), xytext=(0, 3), textcoords="offset points", va="bottom", fontsize=8,
+            ha="right" if 2 * x_end > max(x for _, x, _ in ends) else "left", color=MUTED, parse_math=False,
         )  # fmt: skip
     _title(axes, "norm of what each node holds back")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("communication rounds", fontsize=9, color=MUTED)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+
+
+def _name_lines(axes: Axes) -> None:
+    """Right of the title, where no line runs."""
+    legend = axes.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=len(COLOURS), frameon=False, fontsize=8,
+        labelcolor=MUTED, handlelength=1.2, columnspacing=1.0, borderpad=0.1, borderaxespad=0.2,
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _title(axes: Axes, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cfedavg.config import Config
+from cfedavg.config import APP, Config
 from cfedavg.report.labels import make_labels
 from cfedavg.report.read import Run, column
 
@@ -58,6 +58,11 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     labels = make_labels(
         [group[0].config for group in members], [group[0].path.resolve().name for group in members]
     )
+    if any(group[0].nodes for group in members) and not all(group[0].nodes for group in members):
+        labels = [
+            f"{label} · federation" if group[0].nodes else label
+            for label, group in zip(labels, members, strict=True)
+        ]
     return [
         Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
         for label, group in zip(labels, members, strict=True)
@@ -65,10 +70,19 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def baseline(group: Group, groups: Sequence[Group]) -> Group:
-    """What a group's bytes are compared with: its own uncompressed twin, else any, else the first."""
-    plain = [other for other in groups if other.is_plain()]
+    """What a group's bytes are compared with: its own uncompressed twin, else any, else the first.
+
+    Whoever trains another model, or on other data, is left aside.
+    """
+    alike = [other for other in groups if _task(other.config) == _task(group.config)]
+    plain = [other for other in alike if other.is_plain()]
     twins = [other for other in plain if _uncompressed(other.config) == _uncompressed(group.config)]
-    return [*twins, *plain, *groups][0]
+    return [*twins, *plain, *alike][0]
+
+
+def _task(config: Config) -> tuple[str, ...]:
+    """Of Flower apps nobody knows more than that they are; strategies of one can be compared."""
+    return (config.dataset,) if config.dataset == APP else (config.dataset, config.model)
 
 
 def _uncompressed(config: Config) -> Config:

@@ -11,6 +11,7 @@ from typing import Any
 from cfedavg.config import Config
 
 _LONGEST = 44
+_MANY = 5  # parts
 _PARTS = {
     "compressor": "{}",
     "clients": "m={}",
@@ -52,21 +53,26 @@ def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
     names = differences(configs)
     if "error_feedback" in names and "compressor" not in names:
         names = ["compressor", *names]  # "no feedback" alone says too little
-    labels = [_label(config, names) for config in configs]
+    parts = [_parts(config, names) for config in configs]
+    if max(map(len, parts), default=0) > _MANY:  # nobody reads as many: what is sent, and the folder
+        sent = [name for name in names if name in ("compressor", "error_feedback")]
+        parts = [[*_parts(config, sent), _short(name)] for config, name in zip(configs, folders, strict=True)]
+    labels = [
+        " · ".join(own) or _short(config.compressor) for own, config in zip(parts, configs, strict=True)
+    ]
     labels = _tell_apart(labels, [f" · {_short(folder)}" for folder in folders])
     return _tell_apart(labels, [f" ({n})" for n in range(1, len(labels) + 1)])
 
 
-def _label(config: Config, names: Sequence[str]) -> str:
-    parts = [part for name in names if (part := _part(name, _said(config, name)))]
-    return " · ".join(parts) or _short(config.compressor)
+def _parts(config: Config, names: Sequence[str]) -> list[str]:
+    return [part for name in names if (part := _part(name, _said(config, name)))]
 
 
 def _part(name: str, value: Any) -> str:
     """How a label says one field; empty where saying nothing is clear enough."""
     if name == "error_feedback":
         return "" if value else "no feedback"
-    if value is None or value is False:
+    if value is None or value is False or (name, value) == ("engine", "auto"):
         return ""
     if value is True:
         return name.replace("_", " ")

@@ -60,18 +60,25 @@ def _line(own: Sequence[Record]) -> list[str]:
 
 def reasons(rows: Sequence[Record]) -> list[str]:
     """Why requests came to nothing, the most frequent reason first; empty if none did."""
-    found: dict[str, Counter[str]] = {}
+    found: dict[str, list[Record]] = {}
     for row in rows:
         if not row.get("applied"):
-            found.setdefault(_reason(row), Counter())[row["node"]] += 1
-    in_order = sorted(found.items(), key=lambda item: -item[1].total())
-    said = [f"{why}: {_whose(nodes)}" for why, nodes in in_order[:_REASONS]]
-    more = sum(nodes.total() for _, nodes in in_order[_REASONS:])
+            found.setdefault(_reason(row), []).append(row)
+    in_order = sorted(found.items(), key=lambda item: -len(item[1]))
+    said = [f"{_when(own)}: {why}, {_whose(own)}" for why, own in in_order[:_REASONS]]
+    more = sum(len(own) for _, own in in_order[_REASONS:])
     return said + ([f"{more} more, for other reasons"] if more else [])
 
 
-def _whose(nodes: Counter[str]) -> str:
+def _when(own: Sequence[Record]) -> str:
+    """Counted from 1, as in the pictures."""
+    first, last = (each(row["round"] for row in own) + 1 for each in (min, max))
+    return f"round {first}" if first == last else f"rounds {first} to {last}"
+
+
+def _whose(own: Sequence[Record]) -> str:
     """`node2 3 times, node1 and 5 more nodes`."""
+    nodes = Counter(row["node"] for row in own)
     names = [name if times == 1 else f"{name} {times} times" for name, times in nodes.most_common(_NAMES)]
     more = len(nodes) - len(names)
     return ", ".join(names) + (f" and {more} more node{'s' if more > 1 else ''}" if more else "")

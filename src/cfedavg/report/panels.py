@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 from cfedavg.report.groups import Group, curve
 from cfedavg.report.pens import Pen
+from cfedavg.report.read import best_of, evaluated
 from cfedavg.units import in_words, is_share
+
+_CLIENTS = ("client_accuracy_mean", "client_accuracy_min")  # of a simulation, which asks each of them
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,20 @@ class Frame:
 
 def panels_for(groups: Sequence[Group], metric: str) -> list[Panel]:
     """The panels for which at least one group has numbers."""
-    return [panel for panel in _all(metric) if any(has_data(panel, group) for group in groups)]
+    panels = _all(metric)
+    runs = [run for group in groups for run in group.runs]
+    own = [name for names in evaluated(runs, "client_") for name in names if name not in (metric, *_CLIENTS)]
+    if own:
+        panels.insert(4, _by_clients(best_of(own)))
+    return [panel for panel in panels if any(has_data(panel, group) for group in groups)]
+
+
+def _by_clients(metric: str) -> Panel:
+    return Panel(
+        "clients-metric", f"{in_words(metric)} over rounds", (Series(metric, ""),),
+        "What the clients of a federation have evaluated themselves, as its strategy sums it up.",
+        percent=is_share(metric),
+    )  # fmt: skip
 
 
 def has_data(panel: Panel, group: Group) -> bool:
@@ -90,7 +106,7 @@ def _all(metric: str) -> list[Panel]:
         Panel(
             "metric-uplink", f"{title} over uplink bytes", line,
             "What each byte sent by the clients buys: at the same height, the line further left sends less "
-            "(the axis is logarithmic where runs differ much).",
+            "(the axis is logarithmic).",
             x="uplink_bytes", percent=percent,
         ),
         Panel(
@@ -108,8 +124,8 @@ def _all(metric: str) -> list[Panel]:
         Panel(
             "clients", "accuracy of the clients",
             (
-                Series("client_accuracy_mean", "mean"),
-                Series("client_accuracy_min", "worst", dashed=True),
+                Series(_CLIENTS[0], "mean"),
+                Series(_CLIENTS[1], "worst", dashed=True),
             ),
             "The model on each client's own test data: the mean (solid) and the worst-off client (dashed).",
             percent=True,

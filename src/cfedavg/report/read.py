@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cfedavg.config import Config, read_config
 from cfedavg.errors import InputError
+from cfedavg.units import is_share
 
 CONFIG, METRICS, NODES = "config.toml", "metrics.jsonl", "nodes.jsonl"
 
@@ -117,15 +118,25 @@ def column(run: Run, key: str) -> NDArray[np.float64]:
 
 
 def metric_name(runs: Sequence[Run]) -> str:
-    """The `test_<name>` that all runs with rows have; the loss, if they share nothing better.
+    """The `test_<name>` that all runs share which have any; a loss, if they share nothing better.
 
     A federation may have only what its clients evaluate, `client_<name>`.
     """
-    names = [dict.fromkeys(key for row in run.rows for key in row) for run in runs if run.rows]
-    if not names:
-        return "test_accuracy"
     for prefix in ("test_", "client_"):
-        shared = [key for key in names[0] if key.startswith(prefix) and all(key in own for own in names)]
-        if shared:
-            return next((key for key in shared if key != f"{prefix}loss"), shared[0])
-    return "test_loss"
+        if (names := evaluated(runs, prefix)) and (
+            shared := [key for key in names[0] if all(key in own for own in names)]
+        ):
+            return best_of(shared)
+    return "test_loss" if any(run.rows for run in runs) else "test_accuracy"
+
+
+def evaluated(runs: Sequence[Run], prefix: str) -> list[list[str]]:
+    """The names in the rows of each run that begin so; runs without any are left out."""
+    every = [dict.fromkeys(key for row in run.rows for key in row) for run in runs]
+    found = [[key for key in own if key.startswith(prefix)] for own in every]
+    return [names for names in found if names]
+
+
+def best_of(names: Sequence[str]) -> str:
+    """The metric that people want to see: an accuracy, else whatever is no loss."""
+    return min(names, key=lambda name: (not is_share(name), name.endswith("loss")))  # the first of equals
