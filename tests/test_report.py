@@ -30,9 +30,11 @@ from cfedavg.report import (
     write_run_pictures,
 )
 from cfedavg.report.attendance import draw_attendance
-from cfedavg.report.figures import new_figure
+from cfedavg.report.axes import finish_axes
+from cfedavg.report.figures import draw_lines, new_figure
 from cfedavg.report.groups import curve, group_runs
 from cfedavg.report.panels import panels_for, with_data
+from cfedavg.report.pens import Pen
 from cfedavg.report.table import as_text, headline
 from cfedavg.units import in_bytes
 
@@ -590,6 +592,19 @@ def test_what_the_picture_of_nodes_shows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(below.lines[0].get_xdata()) == [1, 2, 3]
     names = below.get_legend().get_texts()  # type: ignore[union-attr]
     assert [text.get_text() for text in names] == ["node0", "node1"]
+
+
+def test_nothing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a federation that nobody answers the pictures say so."""
+    nobody = [node_row(t, 0, "lost", residual_norm=None) for t in range(3)]
+    below = drawn(nobody, monkeypatch).axes[1]
+    assert [text.get_text() for text in below.texts] == ["nobody has said anything"]
+    folder = make_run(tmp_path / "a", [row | {"uplink_bytes": 0} for row in rounds(3)])
+    groups = group_runs([read_run(folder)])
+    (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "metric-uplink"]
+    axes = new_figure(4, 3).subplots()
+    finish_axes(axes, panel, draw_lines(axes, panel, groups, [Pen("black")]))
+    assert axes.get_xlim() == (0, 1)
 
 
 @pytest.mark.parametrize("last", [599, 600, 10**12])

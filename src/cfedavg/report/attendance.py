@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from cfedavg.report.axes import INK, MUTED, drawable, frame
+from cfedavg.report.axes import INK, MUTED, drawable, frame, say_empty
 from cfedavg.report.figures import add_legend, as_png, legend_columns, new_figure
 from cfedavg.report.labels import shortened
 from cfedavg.report.nodes import OUTCOMES, Record, by_node, outcome
@@ -119,9 +119,11 @@ def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
             x, y, color=colour, linewidth=1.2, alpha=faint, marker="." if len(rows) == 1 else None, label=name
         )
         ends += [(y[-1], x[-1], name)] if rows else []
-    if few:
+    if not ends:
+        say_empty(axes, "nobody has said anything")
+    elif few:
         _name_lines(axes)
-    elif ends:
+    else:
         y_end, x_end, name = max(ends)
         axes.annotate(
             name, (x_end, y_end), xytext=(0, 3), textcoords="offset points", va="bottom", fontsize=8,

@@ -57,13 +57,18 @@ def finish_axes(
     axes.set_ylabel(drawable(panel.side), fontsize=9, color=MUTED, parse_math=False)
     frame(axes)
     if not drawn:
-        axes.grid(False)  # the ticks themselves may be shared with axes that have lines
-        axes.tick_params(labelbottom=False, labelleft=False)
-        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
+        say_empty(axes, panel.empty)
         return
     _set_x(axes, panel.x, in_column or drawn)
     _set_y(axes, panel, [value for line in in_row or drawn for value in line.mean])
     _name_styles(axes, panel)
+
+
+def say_empty(axes: Axes, text: str) -> None:
+    """Instead of lines; ticks may be shared with axes that have some."""
+    axes.grid(False)
+    axes.tick_params(labelbottom=False, labelleft=False)
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
 
 
 def frame(axes: Axes) -> None:
@@ -88,6 +93,10 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
         if low > 0:
             axes.set_xscale("log")
             _log_ticks(axes.xaxis, low, high, text)
+        else:  # a federation whose first replies were all lost
+            axes.set_xlim(0, max(1.03 * high, 1))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     else:
         name = f"simulated time so far{_time_ticks(axes, drawn)}"
     axes.set_xlabel(name, fontsize=9, color=MUTED)
