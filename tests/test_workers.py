@@ -336,6 +336,7 @@ def test_workers_end_after_rank_0(tmp_path: Path) -> None:
     if not leader:
         try:
             os.setsid()
+            torch.set_num_threads(1)  # those of OpenMP did not come along, and would be waited for
             run(BASE.replace(workers=3, rounds=10**6), task(), out=tmp_path / "r")
         finally:
             os._exit(1)
