@@ -80,7 +80,7 @@ SPOILT: dict[str, tuple[Any, str, str]] = {
     "too large for its own": (put("b", lambda b: b.astype(float) + 1e300), "not finite", "holds NaN or Inf"),
     "NaN in what travels whole": (put("bn.running_var", lambda v: v * math.nan), "not finite", "NaN or Inf"),
     "an array less": (without("b"), "another model", "'b' is missing"),
-    "an array more": (put("c", lambda _: np.ones(1)), "another model", "'c' is not in the model"),
+    "an array more": (put("c", lambda _: np.ones(1)), "another model", "'c' is one too many"),
     "another shape": (put("w", lambda w: w.T), "another model", r"'w' is of shape \[3, 4\], not \[4, 3\]"),
     "0-d": (put("n", lambda n: n.reshape(1)), "another model", r"'n' is of shape \[1\], not \[\]"),
     "another dtype": (put("w", lambda w: w.astype(int)), "another model", "'w' is of int64, not float32"),

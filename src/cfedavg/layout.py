@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,8 +76,8 @@ class Layout:
             raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
         return layout
 
-    def difference(self, other: Layout) -> str:
-        """In what another one is not the same; empty if it is.
+    def difference(self, other: Layout, alike: Callable[[str, str], bool] = operator.eq) -> str:
+        """In what another one is not the same, whatever its order; empty if it is. `alike` compares dtypes.
 
         >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
         "'w' is missing"
@@ -90,9 +91,9 @@ class Layout:
             _, found, kind = others[name]
             if found != shape:
                 return f"{name!r} is of shape {list(found)}, not {list(shape)}"
-            if kind != dtype:
+            if not alike(kind, dtype):
                 return f"{name!r} is of {kind}, not {dtype}"
-        return "" if self.names == other.names else "the arrays are in another order"
+        return ""
 
     def _rows(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
         return zip(self.names, self.shapes, self.dtypes, strict=True)

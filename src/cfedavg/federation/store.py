@@ -182,7 +182,8 @@ def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any], layout: La
     for name, value in {"format": FORMAT, **wanted}.items():
         if about.get(name) != value:
             raise InputError(f"{path} is of another {name}: {about.get(name)!r}, here {value!r}")
-    if found := Layout.from_text(about["layout"]).difference(layout):
+    if about["layout"] != layout.text:
+        found = Layout.from_text(about["layout"]).difference(layout) or "the arrays are in another order"
         raise OtherModel(f"{path} is of another model: in that of now {found}")
 
 

@@ -88,16 +88,11 @@ class Form:
 
         Without `kinds`, so does everything that is a mean of such arrays.
         """
-        if missing := [name for name in self.names if name not in arrays]:
-            return f"{missing[0]!r} is missing"
-        if unknown := [name for name in arrays if name not in self.names]:
-            return f"{unknown[0]!r} is not in the model"
-        for name, shape, dtype in self._rows():
-            if arrays[name].shape != shape:
-                return f"{name!r} is of shape {list(arrays[name].shape)}, not {list(shape)}"
-            if kinds and arrays[name].dtype.kind != np.dtype(dtype).kind:
-                return f"{name!r} is of {arrays[name].dtype}, not {dtype}"
-        return ""
+        given = arrays.values()
+        found = Layout(tuple(arrays), tuple(a.shape for a in given), tuple(a.dtype.name for a in given))
+        return Layout(self.names, self.shapes, self.dtypes).difference(
+            found, lambda a, b: not kinds or np.dtype(a).kind == np.dtype(b).kind
+        )
 
     def split(self, arrays: Arrays) -> tuple[NDArray[np.float32], bytes]:
         """The vector and the bytes; arrays in another precision are brought back to the model's own."""
