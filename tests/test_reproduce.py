@@ -352,6 +352,10 @@ def test_time_left(tmp_path: Path) -> None:
     assert grid.seconds_left() == 10.0 * 39
     grid.found[names[-1]] = Entry(names[-1], {}, {}, {"seconds": 20.0})
     assert grid.seconds_left() == 10.0 * 19 + 20.0 * 19
+    begun = tmp_path / "work" / names[1]  # a quarter of its 100 rounds are done
+    begun.mkdir(parents=True)
+    (begun / "metrics.jsonl").write_text("".join(f'{{"round": {t}}}\n' for t in range(25)))
+    assert grid.seconds_left() == 10.0 * 18.75 + 20.0 * 19
 
 
 # --- the command ----------------------------------------------------------------------------------------

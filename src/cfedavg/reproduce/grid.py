@@ -122,7 +122,14 @@ class Grid:
         if not every:
             return None
         means = {name: sum(each) / len(each) for name, each in took.items()}
-        return sum(means.get(self.cells[name][0].name, sum(every) / len(every)) for name in self.missing)
+        return sum(
+            means.get(self.cells[name][0].name, sum(every) / len(every)) * self._to_do(name)
+            for name in self.missing
+        )
+
+    def _to_do(self, name: str) -> float:
+        """The part of a cell that is left."""
+        return 1 - self.started(name) / self.cells[name][1].get("rounds", math.inf)
 
     def measure(self, how: Mapping[str, Any], command: str, minutes: float, console: Console) -> bool:
         """Does the missing cells while there is time, but at least a round; whether all are done."""
