@@ -1,0 +1,14 @@
+"""Flower is an extra: where it is missing, what speaks to it is left out, and the header says so."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+MISSING = find_spec("flwr") is None
+NEED_IT = ["tests/test_flower*.py", "tests/grid.py", "tests/witness.py", "src/cfedavg/flower"]
+
+collect_ignore_glob = NEED_IT * MISSING
+
+
+def pytest_report_header() -> list[str]:
+    return [f"without flwr, which is not installed: {', '.join(NEED_IT)} are left out"] * MISSING
