@@ -340,6 +340,21 @@ def test_one_diverged_seed_is_enough_to_fail() -> None:
     assert "(1 of 3 diverged)" in finding.numbers
 
 
+def test_a_reference_of_which_a_seed_diverged_is_that_of_the_others() -> None:
+    whole = world(as_claimed, seeds=3)
+    hurt = world(as_claimed, seeds=3)
+    for p in (10, 5, 2, 1):
+        hurt[f"mnist-p{p}-none-seed1"].values["diverged"] = "a loss is NaN"
+    before, after = (Results(found) for found in (whole, hurt))
+    assert after.bar("mnist", 2) == pytest.approx(before.bar("mnist", 2), abs=0.002)
+    assert len(after.zigzags("mnist", 2, "none").values) == 2
+    for name in ("topk-as-fast-mnist", "zigzag-grows-mnist", "smoother-mnist"):
+        assert verdict(name, whole) == verdict(name, hurt) == HOLDS
+    finding = BY_NAME["zigzag-grows-mnist"].judge(after)
+    assert finding is not None
+    assert finding.numbers.count("(1 of 3 diverged)") == 4
+
+
 @pytest.mark.parametrize("nulls", ["all", "some", "none there"])
 def test_null_values_crash_nothing(nulls: str, fits: Callable[[Mapping[str, float]], None]) -> None:
     fits({})
@@ -381,6 +396,12 @@ def test_rounds_are_counted_with_those_not_evaluated() -> None:
     seen = entry(test_accuracy=[None, 0.4, None, 0.8])
     assert results.rounds_to(0.5)(seen) == 4
     assert results.rounds_to(0.9)(seen) == math.inf
+
+
+def test_the_tip_of_a_zigzag_is_not_there_yet() -> None:
+    seen = entry(test_accuracy=[0.1, 0.6, 0.1, 0.1, 0.5, 0.6, 0.5, 0.4, 0.6, 0.7])
+    assert results.rounds_to(0.5)(seen) == 5
+    assert results.rounds_to(0.52)(seen) == 6
 
 
 def test_accuracy_at_a_budget() -> None:

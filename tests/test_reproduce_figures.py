@@ -19,10 +19,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
+from cfedavg.report.pens import Pen
 from cfedavg.reproduce import experiment as experiments
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import Experiment, from_table, names
-from cfedavg.reproduce.figures import draw, groups_of, pen_of
+from cfedavg.reproduce.figures import draw, pen_of, pieces
 from cfedavg.reproduce.tables import as_markdown, table
 
 SENT = {"none": 1.0, "topk(0.9)": 0.1, "topk(0.99)": 0.01, "rd(0.9)": 0.1, "rd(0.99)": 0.01}
@@ -277,13 +278,15 @@ def test_one_round_is_a_point(drawing: Drawing) -> None:
     assert zigzag == "0.00"
 
 
-def test_a_line_of_which_a_seed_diverged_ends_in_a_cross(drawing: Drawing) -> None:
+def test_a_seed_that_diverged_ends_in_a_cross_and_the_others_go_on(drawing: Drawing) -> None:
     experiment = at("fig1-mnist", 5, 1)
     found = diverged(cells(experiment, 3), "mnist-p1-rd0.99-seed1", 2)
     figure = drawing(experiment, found)
     assert [len(crosses(axes)) for axes in figure.axes] == [0, 1]
     cross = crosses(figure.axes[1])[0]
     assert (list(cross.get_xdata()), to_hex(cross.get_color()).upper()) == ([2], "#D55E00")
+    ends = [max(line.get_xdata()) for line in lines(figure.axes[1]) if line.get_color() == cross.get_color()]
+    assert sorted(ends) == [2, 5]
     assert figure.texts[1].get_text().endswith("× where a seed diverged")
     assert table(experiment, found)[-1][2:4] == ["3, 1 diverged", "2 to 5"]
 
@@ -299,13 +302,14 @@ def test_a_row_that_ends_early_does_not_shorten_the_others(drawing: Drawing) -> 
 def test_groups_hold_all_seeds_in_order_and_no_other_lines_cells() -> None:
     experiment = at("fig6-mnist", 2)
     found = without(cells(at("fig6-mnist", 2, 1), 11), "p2-rd0.9-")
-    groups = groups_of(experiment, dict(sorted(found.items())), 2)
-    assert [group.label for group in groups] == [line.label for line in experiment.lines]
+    ordered, pen = dict(sorted(found.items())), Pen("#000000")
+    drawn = [list(pieces(experiment, ordered, (2, line), pen)) for line in experiment.lines]
+    assert [len(each) for each in drawn] == [1, 1, 1, 1, 0, 0, 1, 1]
+    groups = [group for each in drawn for group, _ in each]
     assert groups[0].seeds == tuple(range(11))
     assert all(run.config.classes_per_client == 2 for group in groups for run in group.runs)
     assert {run.config.error_feedback for run in groups[0].runs} == {True}
     assert {run.config.error_feedback for run in groups[1].runs} == {False}
-    assert groups[4].runs == ()
 
 
 # Colours

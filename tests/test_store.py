@@ -173,9 +173,12 @@ def killed_while_it_plays(root: Path, rounds: int, after: float) -> None:
 def test_a_process_that_is_killed_again_and_again(tmp_path: Path, kills: int) -> None:
     draw, rounds = random.Random(0), 10 * kills
     play(tmp_path / "before", 1)  # loads the coders: whoever loads them himself is killed before a round
+    began = time.monotonic()
+    play(tmp_path / "before", 11)
+    ten_rounds = time.monotonic() - began
     progress = []
     for _ in range(kills):
-        killed_while_it_plays(tmp_path, rounds, draw.uniform(0.0, 0.08))
+        killed_while_it_plays(tmp_path, rounds, draw.uniform(0.0, ten_rounds))
         if (tmp_path / "server" / FILE).exists():
             assert_law(tmp_path)
             progress.append(contents(tmp_path)[1].number)

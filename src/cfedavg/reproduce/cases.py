@@ -146,11 +146,12 @@ def larger(factor: float) -> int:
 
 def percent(sample: Sample) -> str:
     """
-    >>> percent(Sample((0.9912,))), percent(Sample((0.5, 0.1), diverged=1))
-    ('99.12', '30.00 ± 28.28 (1 of 2 diverged)')
+    >>> percent(Sample((0.5, 0.1), diverged=1)), percent(Sample((0.9912,), left_out=2))
+    ('30.00 ± 28.28 (1 of 2 diverged)', '99.12 (2 of 3 diverged)')
     """
     spread = f" ± {100 * sample.std:.2f}" if len(sample.values) > 1 else ""
-    note = f" ({sample.diverged} of {len(sample.values)} diverged)" if sample.diverged else ""
+    lost, seeds = sample.diverged + sample.left_out, len(sample.values) + sample.left_out
+    note = f" ({lost} of {seeds} diverged)" if lost else ""
     return number(100 * sample.mean, ".2f") + spread + note
 
 

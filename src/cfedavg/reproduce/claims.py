@@ -25,7 +25,8 @@ half a point and by more than two standard errors (from the spread over seeds of
 seeds, from how their curves zigzag). One is *as good* as another if it is at most half a point lower; if it
 is lower but not behind, that is undecided. A run *trains* if it ends at 30% (three times chance) or more, and
 with at least half of what the run without compression gains over chance. The accuracy of a run that diverged
-counts as chance; its residuals decide nothing. Each case is marked {MARKS[1]} as claimed, {MARKS[0]} no
+counts as chance; its residuals decide nothing, and zigzags and what others are held against are taken from
+the other seeds. Each case is marked {MARKS[1]} as claimed, {MARKS[0]} no
 difference, {MARKS[-1]} against the claim, or {MARKS[None]} cannot be told. A claim *holds* if some case goes
 as claimed and none against it, holds *in part* if some go each way, and *does not hold* if none that can be
 told goes as claimed; *where it was run*, if cells are missing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -36,14 +36,14 @@ _ACCURACY = "test_accuracy"
 # Cells and groups
 
 
-def groups_of(experiment: Experiment, found: Found, p: int | None) -> list[Group]:
-    """One group for each line, of all its seeds; one without runs where there are no cells yet."""
-    return [_group(experiment, found, (p, line)) for line in experiment.lines]
-
-
-def _group(experiment: Experiment, found: Found, pair: Pair) -> Group:
-    label = pair[1].label
-    return Group(label, tuple(_run(entry, label) for entry in experiment.entries(found, *pair)))
+def pieces(experiment: Experiment, found: Found, pair: Pair, pen: Pen) -> Iterator[tuple[Group, Pen]]:
+    """The mean of a line's seeds; each that diverged is drawn for itself, up to a cross."""
+    label, entries = pair[1].label, experiment.entries(found, *pair)
+    whole = tuple(_run(entry, label) for entry in entries if not diverged(entry))
+    if whole:
+        yield Group(label, whole), pen
+    for entry in filter(diverged, entries):
+        yield Group(label, (_run(entry, label),)), dataclasses.replace(pen, crossed=True)
 
 
 def _run(entry: Entry, label: str) -> Run:
@@ -55,11 +55,6 @@ def _run(entry: Entry, label: str) -> Run:
     lines = itertools.zip_longest(*columns.values())
     rows = [{"round": t} | dict(zip(columns, values, strict=True)) for t, values in enumerate(lines)]
     return Run(Path(entry.name), config, rows, label)
-
-
-def _diverged(experiment: Experiment, found: Found, pair: Pair) -> int:
-    """How many seeds left the finite numbers."""
-    return sum(map(diverged, experiment.entries(found, *pair)))
 
 
 # Pictures
@@ -118,11 +113,10 @@ def _all_shares(experiment: Experiment, found: Found, place: int, square: str) -
 
 
 def _cell(experiment: Experiment, found: Found, panel: Panel, pens: Sequence[tuple[Pair, Pen]]) -> Cell:
-    groups = [_group(experiment, found, pair) for pair, _ in pens]
-    if not any(group.runs for group in groups):
+    drawn = [piece for pair, pen in pens for piece in pieces(experiment, found, pair, pen)]
+    if not drawn:
         panel = dataclasses.replace(panel, empty="not run yet")
-    marked = [dataclasses.replace(pen, crossed=_diverged(experiment, found, pair) > 0) for pair, pen in pens]
-    return Cell(panel, groups, marked)
+    return Cell(panel, [group for group, _ in drawn], [pen for _, pen in drawn])
 
 
 # Colours
@@ -180,9 +174,9 @@ def _share_pen(experiment: Experiment, p: int | None) -> Pen:
 
 def _subtitle(experiment: Experiment, found: Found) -> str:
     """Where it stands in the paper, and how to read bands and crosses."""
-    pairs = list(experiment.pairs())
-    crosses = any(_diverged(experiment, found, pair) for pair in pairs)
-    seeds = _seeds([len(experiment.entries(found, *pair)) for pair in pairs])
+    entries = [experiment.entries(found, *pair) for pair in experiment.pairs()]
+    crosses = any(map(diverged, itertools.chain.from_iterable(entries)))
+    seeds = _seeds(map(len, entries))
     return " · ".join(filter(None, [experiment.paper, seeds, "× where a seed diverged" if crosses else ""]))
 
 

@@ -64,8 +64,8 @@ def as_fast(dataset: str, results: Results) -> Verdict:
     """The rounds to 95% of what no compression ends with."""
 
     def one(p: int, line: str) -> Outcome:
-        reach = seen.rounds_to(0.95 * results.finals(dataset, p, "none").mean)
-        a, b = (results.sample(dataset, p, name, reach).mean for name in (line, "none"))
+        reach = seen.rounds_to(0.95 * results.level(dataset, p, "none", seen.final))
+        a, b = results.sample(dataset, p, line, reach).mean, results.level(dataset, p, "none", reach)
         return yes(math.isfinite(a) and a <= SLOW * b + 1), f"{number(a)} against {number(b)}"
 
     return weigh(results, itertools.product(LEVELS, ("topk0.9", "topk0.99")), one)
@@ -105,10 +105,10 @@ def rd_fails(dataset: str, results: Results) -> Verdict:
 
 def zigzag_grows(dataset: str, results: Results) -> Verdict:
     """Without compression; p = 10 and p = 1 must be there, those between count where they are."""
-    size = {p: results.sample(dataset, p, "none", seen.zigzag) for p in (10, 1)}
+    size = {p: results.zigzags(dataset, p, "none") for p in (10, 1)}
     for p in (5, 2):
         try:
-            size[p] = results.sample(dataset, p, "none", seen.zigzag)
+            size[p] = results.zigzags(dataset, p, "none")
         except Missing:
             continue
     means = [size[p].mean for p in LEVELS if p in size]
@@ -121,7 +121,7 @@ def smoother(dataset: str, results: Results) -> Verdict:
     """Zigzag at p = 1 with compression and without; a line that does not train is flat for another reason."""
 
     def one(p: int, line: str) -> Outcome:
-        a, b = (results.sample(dataset, p, name, seen.zigzag) for name in (line, "none"))
+        a, b = (results.zigzags(dataset, p, name) for name in (line, "none"))
         if results.finals(dataset, p, line).mean < results.bar(dataset, p):
             return None, f"{percent(a)} (does not train)"
         return seen.rougher(b.mean, a.mean), against(a, b)

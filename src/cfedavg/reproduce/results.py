@@ -1,6 +1,7 @@
 """What archived cells say, in the numbers that claims are decided by.
 
 A run that left the finite numbers has failed: its accuracy counts as chance, its residuals decide nothing.
+How a curve zigzags, and what others are measured against, is told by the seeds that did not.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def column(entry: Entry, name: str) -> list[float]:
 
 def diverged(entry: Entry) -> bool:
     return "diverged" in entry.values
+
+
+def sound(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that did not diverge; all of them, if none is left then."""
+    return [entry for entry in entries if not diverged(entry)] or list(entries)
 
 
 def final(entry: Entry) -> float:
@@ -77,11 +83,18 @@ def rougher(a: float, b: float) -> int:
 
 
 def rounds_to(accuracy: float) -> Callable[[Entry], float]:
-    """A measure: the rounds until the accuracy is first this high, infinite if it never is."""
+    """A measure: the rounds until the accuracy is this high, infinite if it never is.
+
+    A tip of a zigzag is not enough: with the four rounds after it, it has to be so on average.
+    """
 
     def measure(entry: Entry) -> float:
-        seen = () if diverged(entry) else entry.values.get("test_accuracy") or ()
-        return next((t for t, each in enumerate(seen, 1) if each is not None and each >= accuracy), math.inf)
+        seen = [] if diverged(entry) else entry.values.get("test_accuracy") or []
+        known = [(t, each) for t, each in enumerate(seen, 1) if each is not None]
+        for i, (t, each) in enumerate(known):
+            if each >= accuracy and mean([later for _, later in known[i : i + LAST]]) >= accuracy:
+                return t
+        return math.inf
 
     return measure
 
@@ -148,6 +161,7 @@ class Sample:
     values: tuple[float, ...]
     wobble: float = 0.0
     diverged: int = 0
+    left_out: int = 0  # seeds that diverged and are not among the values
 
     @property
     def mean(self) -> float:
@@ -229,6 +243,14 @@ class Results:
         cells = self.line(dataset, p, name)
         return Sample(tuple(map(measure, cells)), diverged=sum(map(diverged, cells)))
 
+    def zigzags(self, dataset: str, p: int, name: str) -> Sample:
+        """How the seeds of a line zigzag."""
+        cells = self.line(dataset, p, name)
+        kept = sound(cells)
+        return Sample(
+            tuple(map(zigzag, kept)), diverged=sum(map(diverged, kept)), left_out=len(cells) - len(kept)
+        )
+
     def finals(self, dataset: str, p: int, name: str) -> Sample:
         """The final accuracies."""
         return self._accuracy(self.line(dataset, p, name), final, LAST)
@@ -250,4 +272,8 @@ class Results:
 
     def bar(self, dataset: str, p: int, reference: str = "none") -> float:
         """The accuracy from which a run has trained: thrice chance, and half of the reference's gain."""
-        return max(3 * CHANCE, (CHANCE + self.finals(dataset, p, reference).mean) / 2)
+        return max(3 * CHANCE, (CHANCE + self.level(dataset, p, reference, final)) / 2)
+
+    def level(self, dataset: str, p: int, name: str, measure: Callable[[Entry], float]) -> float:
+        """A measure of a line that others are held against."""
+        return mean([measure(entry) for entry in sound(self.line(dataset, p, name))])

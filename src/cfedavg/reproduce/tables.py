@@ -89,6 +89,10 @@ def _points(share: float) -> str:
     return number(100 * share, ".2f")
 
 
+def _zigzag(entries: Sequence[Entry]) -> str:
+    return _mean(results.zigzag, _points)(results.sound(entries))
+
+
 def _at(budget: float) -> Measure:
     """The accuracy for a budget that the run begins with and uses up."""
 
@@ -109,7 +113,7 @@ _TABLES: dict[str, dict[str, Callable[[Sequence[Entry]], str]]] = {
         "rounds": _rounds,
         "accuracy after the last round": _accuracy(_last("test_accuracy")),
         "mean of the last 5": _accuracy(results.final),
-        "zigzag of the last 20, points": _mean(results.zigzag, _points),
+        "zigzag of the last 20, points": _zigzag,
         "uplink of a client": _mean(_client_bytes, in_bytes),
         "model sizes sent": _mean(results.sent, lambda sizes: number(sizes, ".4g")),
     },
