@@ -129,7 +129,8 @@ class Grid:
 
     def _to_do(self, name: str) -> float:
         """The part of a cell that is left."""
-        return 1 - self.started(name) / self.cells[name][1].get("rounds", math.inf)
+        rounds: float = self.cells[name][1].get("rounds", math.inf)
+        return 1 - self.started(name) / rounds
 
     def measure(self, how: Mapping[str, Any], command: str, minutes: float, console: Console) -> bool:
         """Does the missing cells while there is time, but at least a round; whether all are done."""
