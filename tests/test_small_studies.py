@@ -133,7 +133,7 @@ def test_no_power_law_without_enough_to_fit(x: list[float], y: list[float]) -> N
 def test_rate_is_found_again(c1: float, c2: float) -> None:
     m = [2**i for i in range(7)]
     T = speedup.solve(c1, c2, 2.0 * np.array(m), 20.0)
-    found = speedup.Line("none", m, T.tolist(), [2] * 7, 20.0).rate()
+    found = speedup.Line("none", m, T.tolist(), [2] * 7, 20.0, 0.5).rate()
     assert found == (pytest.approx(c1, rel=1e-3, abs=0.1), pytest.approx(c2, rel=1e-3, abs=1.0))
 
 
@@ -175,12 +175,15 @@ def entries(study: ModuleType, fake: Any) -> dict[str, Entry]:
 
 
 def fake_speedup(s: dict[str, Any]) -> dict[str, Any]:
-    return {"horizon": 6000 / s["m"] * (1.01 if s["seed"] else 0.99)}
+    broken = {"none": 0.5, "topk(0.9)": 2.0 * s["m"], "rd(0.9)": None if s["m"] > 2 else 1.0}
+    horizon = 6000 / s["m"] * (1.01 if s["seed"] else 0.99)
+    return {"horizon": horizon, "condition3": broken[s["compressor"]]}
 
 
 def fake_variance(s: dict[str, Any]) -> dict[str, Any]:
     extra = s["K"] * (1 + s["sigma_G"] ** 2) / s["m"] * (1.01 if s["seed"] else 0.99)
-    return {name: {"extra": extra, "promised": 1.0} for name in variance.COMPRESSORS}
+    compressed = {name: {"extra": extra, "promised": 1.0} for name in variance.COMPRESSORS}
+    return {"level": 3 * extra / s["K"], **compressed}
 
 
 def fake_conditions(s: dict[str, Any]) -> dict[str, Any]:
@@ -210,6 +213,9 @@ def test_speedup_verdict() -> None:
     numbers = speedup.verdict_numbers(entries(speedup, fake_speedup))
     assert numbers["slope_none"] == pytest.approx(-1, abs=0.01)
     assert 0 < numbers["slope_rd0.9_se"] < 0.01
+    broken = {name: ratio for name, ratio in numbers.items() if name.endswith("_condition")}
+    most = 2.0 * max(s["m"] for s in speedup.cells("paper", 1).values())
+    assert broken == {"slope_topk0.9_condition": most, "slope_rd0.9_condition": math.inf}
 
 
 def test_variance_verdict() -> None:
@@ -218,6 +224,9 @@ def test_variance_verdict() -> None:
     assert numbers["slope_K_iid_rd"] == pytest.approx(1)
     assert numbers["slope_m_rd"] == pytest.approx(-1)
     assert 1 < numbers["slope_sigma_topk"] < 2
+    assert numbers["slope_m_level"] == pytest.approx(-1)
+    least = {row[0]: row[-1] for row in variance.table(entries(variance, fake_variance))}
+    assert least["m"] == f"{2 / (4 * 7.25):.3g}"  # where the extra variance is largest, at two clients
 
 
 def test_conditions_table_says_how_far_over() -> None:

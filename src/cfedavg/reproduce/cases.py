@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing the paper says, in our words, and how it is checked."""
+    """One thing the paper says, or leaves open, in our words, and how it is checked."""
 
     name: str
     text: str
@@ -43,6 +43,7 @@ class Claim:
     figure: str  # the experiment or study that shows it
     criterion: str
     judge: Callable[[Results], Finding | None]
+    asked: bool = False  # by us: the paper does not say it
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,17 @@ def weigh(results: Results, items: Iterable[tuple[Any, ...]], one: Callable[...,
             absent.append((group, label))
     if not cases:
         raise Missing
-    verdict = decide([case.outcome for case in cases])
-    if absent and verdict in (HOLDS, FAILS):
-        verdict += WHERE_RUN
-    return verdict, tell(cases) + _not_run(cases, absent)
+    there = {case.group for case in cases}
+    # A group that is missing as a whole is named once.
+    names = dict.fromkeys(f"{group} {label}".strip() if group in there else group for group, label in absent)
+    return where_run(decide([case.outcome for case in cases]), tell(cases), list(names))
+
+
+def where_run(verdict: str, numbers: str, absent: Sequence[str]) -> Verdict:
+    """The verdict says so where cells are missing, and the numbers which."""
+    if not absent:
+        return verdict, numbers
+    return verdict + WHERE_RUN, f"{numbers} (not run: {', '.join(absent)})"
 
 
 def decide(outcomes: Iterable[int | None]) -> str:
@@ -110,13 +118,6 @@ def tell(cases: Iterable[Case]) -> str:
         f"{group}: " + ", ".join(f"{c.label} {c.text} {MARKS[c.outcome]}".strip() for c in its)
         for group, its in itertools.groupby(cases, key=lambda case: case.group)
     )
-
-
-def _not_run(cases: Iterable[Case], absent: Iterable[tuple[str, str]]) -> str:
-    """A group that is missing as a whole is named once."""
-    there = {case.group for case in cases}
-    names = dict.fromkeys(f"{group} {label}".strip() if group in there else group for group, label in absent)
-    return f" (not run: {', '.join(names)})" if names else ""
 
 
 def spelt(part: Any) -> str:

@@ -24,7 +24,8 @@ over seeds where there are several. One is *ahead* of another, and that *behind*
 half a point and by more than two standard errors (from the spread over seeds of both, pooled; for single
 seeds, from how their curves zigzag). One is *as good* as another if it is at most half a point lower; if it
 is lower but not behind, that is undecided. A run *trains* if it ends at 30% (three times chance) or more, and
-with at least half of what the run without compression gains over chance. The accuracy of a run that diverged
+with at least half of what the run without compression gains over chance; within two standard errors of that,
+it cannot be told. Of two or three seeds, standard errors are rough. The accuracy of a run that diverged
 counts as chance; its residuals decide nothing, and zigzags and what others are held against are taken from
 the other seeds. Each case is marked {MARKS[1]} as claimed, {MARKS[0]} no
 difference, {MARKS[-1]} against the claim, or {MARKS[None]} cannot be told. A claim *holds* if some case goes
@@ -39,15 +40,27 @@ def judge_all(found: Mapping[str, Entry]) -> list[tuple[Claim, Finding | None]]:
 
 
 def overview(judged: Judged) -> str:
-    """The verdicts alone: claims on data sets with one column for each, and those of the theory."""
+    """The verdicts alone: of claims on data sets, with one column for each, of the theory, of questions."""
     shown: dict[str, dict[str, str]] = {}
+    theory, questions = list[list[str]](), list[list[str]]()
     for claim, found in judged:
         dataset, _, text = claim.text.rpartition(": ")
-        shown.setdefault(text, {})[dataset] = found.verdict if found else NOT_RUN
+        if dataset:
+            shown.setdefault(text, {})[dataset] = _brief(found)
+        else:
+            (questions if claim.asked else theory).append([text, _brief(found)])
     names = list(DATASETS.values())
-    measured = [[text, *map(own.get, names)] for text, own in shown.items() if "" not in own]
-    proved = [[text, own[""]] for text, own in shown.items() if "" in own]
-    return f"{_table(['claim', *names], measured)}\n{_table(['claim', 'verdict'], proved)}"
+    measured = _table(["claim", *names], [[text, *map(own.get, names)] for text, own in shown.items()])
+    asked = _table(["what the paper does not say, but one may ask", "verdict"], questions)
+    return f"{measured}\n{_table(['claim', 'verdict'], theory)}\n{asked}"
+
+
+def _brief(found: Finding | None) -> str:
+    """The verdict, with the number of cases of each kind."""
+    if not found:
+        return NOT_RUN
+    counts = [f"{count}{mark}" for mark in MARKS.values() if (count := found.numbers.count(mark))]
+    return found.verdict + (f" ({' '.join(counts)})" if counts else "")
 
 
 def as_markdown(judged: Judged, why: Mapping[str, str] | None = None) -> str:

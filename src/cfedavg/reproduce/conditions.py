@@ -27,7 +27,7 @@ from cfedavg.theory import Condition, rate_conditions
 
 TITLE = "The theorems' rate conditions at the paper's own settings"
 
-# The paper's MNIST setting: 600 samples a client, 10 epochs in batches of 64.
+# The paper's setting for 600 samples a client: 10 epochs in batches of 64.
 _PAPER = {"eta_local": 0.1, "eta": 1.0, "batch_size": 64, "K": 100, "compressor": "topk(0.9)"}
 # What is done here, to get at a trained model, gamma and alpha: fewer clients, fewer steps, few rounds.
 _SCALES: dict[str, dict[str, Any]] = {

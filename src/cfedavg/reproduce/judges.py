@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
 from cfedavg.reproduce import results as seen
@@ -21,6 +22,7 @@ from cfedavg.reproduce.cases import (
     percent,
     spelt,
     weigh,
+    where_run,
     yes,
 )
 from cfedavg.reproduce.results import GROWS, Missing, Results, Undecided, column, compare
@@ -44,17 +46,17 @@ def converges(dataset: str, results: Results) -> Verdict:
 
 
 def _trains(results: Results, dataset: str, p: int, line: str, reference: str) -> Outcome:
-    """Whether no seed diverges and the accuracy rises above the bar."""
+    """Whether no seed diverges and the accuracy rises, to above the bar."""
     ends, start = results.finals(dataset, p, line), results.sample(dataset, p, line, seen.first)
-    good = ends.mean >= results.bar(dataset, p, reference) and ends.mean > start.mean and not ends.diverged
-    return yes(good), percent(ends)
+    failed = ends.diverged or ends.mean <= start.mean
+    return -1 if failed else seen.above(ends, results.bar(dataset, p, reference)), percent(ends)
 
 
 def as_good(dataset: str, results: Results) -> Verdict:
     """Top-k beside no compression."""
 
     def one(p: int, line: str) -> Outcome:
-        a, b = (results.finals(dataset, p, name) for name in (line, "none"))
+        a, b = results.finals(dataset, p, line), results.reference(dataset, p, "none")
         return seen.as_good(a, b), against(a, b)
 
     return weigh(results, itertools.product(LEVELS, ("topk0.9", "topk0.99")), one)
@@ -64,8 +66,9 @@ def as_fast(dataset: str, results: Results) -> Verdict:
     """The rounds to 95% of what no compression ends with."""
 
     def one(p: int, line: str) -> Outcome:
-        reach = seen.rounds_to(0.95 * results.level(dataset, p, "none", seen.final))
-        a, b = results.sample(dataset, p, line, reach).mean, results.level(dataset, p, "none", reach)
+        reach = seen.rounds_to(0.95 * results.reference(dataset, p, "none").mean)
+        a = results.sample(dataset, p, line, reach).mean
+        b = seen.mean(list(map(reach, seen.sound(results.line(dataset, p, "none")))))
         return yes(math.isfinite(a) and a <= SLOW * b + 1), f"{number(a)} against {number(b)}"
 
     return weigh(results, itertools.product(LEVELS, ("topk0.9", "topk0.99")), one)
@@ -98,7 +101,8 @@ def rd_worsens(dataset: str, results: Results) -> Verdict:
 def rd_fails(dataset: str, results: Results) -> Verdict:
     def one(p: int) -> Outcome:
         ends, bar = results.finals(dataset, p, "rd0.99"), results.bar(dataset, p)
-        return yes(ends.mean < bar), f"{percent(ends)}, training begins at {100 * bar:.2f}"
+        trains = seen.above(ends, bar)
+        return trains and -trains, f"{percent(ends)}, training begins at {100 * bar:.2f}"
 
     return weigh(results, [(1,)], one)
 
@@ -107,14 +111,13 @@ def zigzag_grows(dataset: str, results: Results) -> Verdict:
     """Without compression; p = 10 and p = 1 must be there, those between count where they are."""
     size = {p: results.zigzags(dataset, p, "none") for p in (10, 1)}
     for p in (5, 2):
-        try:
+        with suppress(Missing):
             size[p] = results.zigzags(dataset, p, "none")
-        except Missing:
-            continue
     means = [size[p].mean for p in LEVELS if p in size]
     falls = any(seen.rougher(a, b) > 0 for a, b in itertools.pairwise(means))
     verdict = FAILS if seen.rougher(means[-1], means[0]) < 1 else PARTLY if falls else HOLDS
-    return verdict, "; ".join(f"p={p}: {percent(size[p])}" for p in LEVELS if p in size)
+    numbers = "; ".join(f"p={p}: {percent(size[p])}" for p in LEVELS if p in size)
+    return where_run(verdict, numbers, [f"p={p}" for p in LEVELS if p not in size])
 
 
 def smoother(dataset: str, results: Results) -> Verdict:
@@ -131,8 +134,8 @@ def smoother(dataset: str, results: Results) -> Verdict:
 
 def beats_none(dataset: str, results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
-        a, b = (results.finals(dataset, p, name) for name in (line, "none"))
-        return yes(compare(a, b) > 0), against(a, b)
+        a, b = results.finals(dataset, p, line), results.reference(dataset, p, "none")
+        return compare(a, b), against(a, b)
 
     return weigh(results, itertools.product([1], ("rd0.9", "topk0.99")), one)
 
@@ -167,10 +170,20 @@ def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
 
 def bounded(dataset: str, results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
-        growth = results.sample(dataset, p, line, seen.residual_growth).mean
-        return yes(growth <= GROWS), f"×{number(growth, '.2f')}"
+        grows, text = _growth(results, dataset, p, line)
+        return yes(not grows), text
 
     return weigh(results, itertools.product(LEVELS, MILD), one)
+
+
+def _growth(results: Results, dataset: str, p: int, line: str) -> tuple[bool, str]:
+    """Whether most seeds' residuals still grow at the end, and the growth; of those that turned, when."""
+    growth, share, peak = (
+        results.sample(dataset, p, line, measure).mean
+        for measure in (seen.residual_growth, seen.still_grows, seen.residual_peak)
+    )
+    turned = f" until round {number(peak, '.0f')}" if growth > GROWS and share <= 0.5 else ""
+    return share > 0.5, f"×{number(growth, '.2f')}{turned}"
 
 
 def several_times(dataset: str, results: Results) -> Verdict:
@@ -206,8 +219,8 @@ def keeps_growing(lines: Iterable[str], dataset: str, results: Results) -> Verdi
     """The lines of which it is said decide; others that grow are named."""
 
     def one(p: int, line: str) -> Outcome:
-        growth = results.sample(dataset, p, line, seen.residual_growth).mean
-        return yes(growth > GROWS), f"×{number(growth, '.2f')}"
+        grows, text = _growth(results, dataset, p, line)
+        return yes(grows), text
 
     verdict, numbers = weigh(results, itertools.product(LEVELS, lines := tuple(lines)), one)
     others = _growing(dataset, results, [line for line in LINES if line not in lines])
@@ -218,11 +231,11 @@ def _growing(dataset: str, results: Results, lines: Iterable[str]) -> list[str]:
     found = []
     for p, line in itertools.product(LEVELS, lines):
         try:
-            growth = results.sample(dataset, p, line, seen.residual_growth).mean
+            grows, text = _growth(results, dataset, p, line)
         except (Missing, Undecided):
             continue
-        if growth > GROWS:
-            found.append(f"p={p} {spelt(line)} ×{number(growth, '.2f')}")
+        if grows:
+            found.append(f"p={p} {spelt(line)} {text}")
     return found
 
 
@@ -234,7 +247,7 @@ def spares_uplink(dataset: str, results: Results) -> Verdict:
         return results.sample(dataset, p, line, lambda entry: seen.mean(column(entry, name))).mean
 
     def one(p: int) -> Outcome:
-        a, b = (results.finals(dataset, p, line) for line in ("topk0.99", "none"))
+        a, b = results.finals(dataset, p, "topk0.99"), results.reference(dataset, p, "none")
         saved = 1 - mean_of(p, "topk0.99", "uplink_bytes") / mean_of(p, "none", "uplink_bytes")
         left_out = 1 - mean_of(p, "topk0.99", "model_sizes_sent")
         text = f"{100 * saved:.2f}% of bytes and {100 * left_out:.2f}% of coordinates saved, {against(a, b)}"

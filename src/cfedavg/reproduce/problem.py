@@ -109,7 +109,7 @@ class Fit:
 def power_law(x: Sequence[float], y: Sequence[float]) -> Fit | None:
     """The line through log y over log x; None if the points do not say how uncertain it is.
 
-    The error is that of least squares: it holds the scatter of seeds, and any bend of the line.
+    The error is that of least squares: it holds the scatter of the points, and any bend of the line.
 
     >>> str(power_law([1, 2, 4, 8], [3, 12, 48, 192]))
     '2.00 ± 0.00'

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cfedavg.reproduce.archive import Entry
 
@@ -18,7 +18,7 @@ CLOSE = 0.005  # half a point of accuracy
 LAST = 5  # rounds that make up the final accuracy
 TAIL = 20  # rounds at the end that say how a curve zigzags and how large the residuals are
 ROUGHER = 1.6  # times: by less, deviations of 20 rounds each may differ by chance (two standard errors)
-GROWS = 1.2  # a residual keeps growing if it is this much larger at the end than in the middle
+GROWS = 1.2  # a residual that keeps growing is this much larger at the end than in the middle
 SLACK = 1.05  # a hundredth of the coordinates, rounded and sent 100 times, is not exactly one model
 
 
@@ -92,7 +92,8 @@ def rounds_to(accuracy: float) -> Callable[[Entry], float]:
         seen = [] if diverged(entry) else entry.values.get("test_accuracy") or []
         known = [(t, each) for t, each in enumerate(seen, 1) if each is not None]
         for i, (t, each) in enumerate(known):
-            if each >= accuracy and mean([later for _, later in known[i : i + LAST]]) >= accuracy:
+            start = max(0, min(i, len(known) - LAST))  # at the end, with those before it
+            if each >= accuracy and mean([near for _, near in known[start : start + LAST]]) >= accuracy:
                 return t
         return math.inf
 
@@ -142,6 +143,19 @@ def residual_growth(entry: Entry) -> float:
     return mean(seen[-fifth:]) / middle if middle else 1.0
 
 
+def residual_peak(entry: Entry) -> float:
+    """The round in which the mean residual is largest."""
+    _stayed_finite(entry)
+    seen = column(entry, "error_norm")
+    return 1 + seen.index(max(seen)) if seen else 0.0
+
+
+def still_grows(entry: Entry) -> float:
+    """1 if the residual has grown since the middle and is largest in one of the last five rounds, else 0."""
+    late = len(column(entry, "error_norm")) - residual_peak(entry) < LAST
+    return float(late and residual_growth(entry) > GROWS)
+
+
 def _stayed_finite(entry: Entry) -> None:
     """Of a run that did not, the size of residuals says nothing about compression."""
     if diverged(entry):
@@ -185,6 +199,18 @@ def standard_error(a: Sample, b: Sample) -> float:
         return math.hypot(a.wobble, b.wobble)
     pooled = ((n - 1) * a.std**2 + (m - 1) * b.std**2) / (n + m - 2)
     return math.sqrt(pooled * (1 / n + 1 / m))
+
+
+def above(a: Sample, bar: float) -> int | None:
+    """1 if a is above the bar, -1 if below, None if it is within two standard errors of it.
+
+    >>> [above(Sample((0.5,), wobble=w), 0.45) for w in (0.04, 0.01)], above(Sample((0.4, 0.42)), 0.45)
+    ([None, 1], -1)
+    """
+    error = a.std / math.sqrt(len(a.values)) if len(a.values) > 1 else a.wobble
+    if abs(a.mean - bar) <= 2 * error:
+        return None
+    return 1 if a.mean > bar else -1
 
 
 def margin(a: Sample, b: Sample) -> float:
@@ -255,6 +281,12 @@ class Results:
         """The final accuracies."""
         return self._accuracy(self.line(dataset, p, name), final, LAST)
 
+    def reference(self, dataset: str, p: int, name: str) -> Sample:
+        """The final accuracies of a line that others are held against."""
+        cells = self.line(dataset, p, name)
+        kept = sound(cells)
+        return replace(self._accuracy(kept, final, LAST), left_out=len(cells) - len(kept))
+
     def curves(self, dataset: str, p: int, name: str) -> Sample:
         """The accuracies averaged over all rounds."""
         cells = self.line(dataset, p, name)
@@ -272,8 +304,4 @@ class Results:
 
     def bar(self, dataset: str, p: int, reference: str = "none") -> float:
         """The accuracy from which a run has trained: thrice chance, and half of the reference's gain."""
-        return max(3 * CHANCE, (CHANCE + self.level(dataset, p, reference, final)) / 2)
-
-    def level(self, dataset: str, p: int, name: str, measure: Callable[[Entry], float]) -> float:
-        """A measure of a line that others are held against."""
-        return mean([measure(entry) for entry in sound(self.line(dataset, p, name))])
+        return max(3 * CHANCE, (CHANCE + self.reference(dataset, p, reference).mean) / 2)

@@ -127,6 +127,7 @@ class Line:
     T: list[float]
     K: list[int]
     target: float
+    condition: float  # the largest value of Theorem 1's third, over its limit
 
     def fit(self, most: float = math.inf) -> Fit | None:
         """The slope of log T over log m, for m up to `most`."""
@@ -152,24 +153,29 @@ def lines(found: Mapping[str, Entry]) -> list[Line]:
         if len({e.settings["m"] for e in own}) > 1:
             m, K = ([int(e.settings[name]) for e in own] for name in ("m", "K"))
             horizons = [float(e.values["horizon"]) for e in own]
-            made.append(Line(compressor, m, horizons, K, own[0].settings["target"]))
+            conditions = [e.values["condition3"] for e in own]
+            worst = math.inf if None in conditions else max(conditions)
+            made.append(Line(compressor, m, horizons, K, own[0].settings["target"], worst))
     return made
 
 
 def verdict_numbers(found: Mapping[str, Entry]) -> dict[str, float]:
-    """The slopes over all m, slope_none and the like, with their _se."""
+    """The slopes over all m, slope_none and the like, with their _se, and how far a _condition is broken."""
     numbers: dict[str, float] = {}
     for line in lines(found):
         if fit := line.fit():
             key = f"slope_{short(line.compressor)}"
             numbers |= {key: fit.slope, f"{key}_se": fit.se}
+            if line.condition > 1:
+                numbers[f"{key}_condition"] = line.condition
     return numbers
 
 
 def table(found: Mapping[str, Entry]) -> list[list[str]]:
     """A row for each compressor."""
     slopes = ["slope, all m", f"slope, m up to {FEW}"]
-    head = ["compressor", *slopes, "C1", "C2", "C2/T is the less from T =", "least T found"]
+    more = ["C1", "C2", "C2/T is the less from T =", "least T found", "condition 3, at most times its limit"]
+    head = ["compressor", *slopes, *more]
     return [head, *map(_row, lines(found))]
 
 
@@ -177,7 +183,8 @@ def _row(line: Line) -> list[str]:
     c1, c2 = line.rate()
     slopes = [str(fit or "") for fit in (line.fit(), line.fit(FEW))]
     equal = f"{(c2 / c1) ** 2:.3g} mK" if c1 > 0 else ""
-    return [line.compressor, *slopes, f"{c1:.4g}", f"{c2:.4g}", equal, f"{min(line.over_mK()):.3g} mK"]
+    least, worst = f"{min(line.over_mK()):.3g} mK", f"{line.condition:.3g}"
+    return [line.compressor, *slopes, f"{c1:.4g}", f"{c2:.4g}", equal, least, worst]
 
 
 def figure(found: Mapping[str, Entry]) -> bytes:

@@ -9,7 +9,7 @@ from cfedavg.reproduce import results
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import number, percent
 from cfedavg.reproduce.experiment import Experiment, Found
-from cfedavg.reproduce.results import GROWS, Missing, Sample, Undecided
+from cfedavg.reproduce.results import Missing, Sample, Undecided
 from cfedavg.units import in_bytes
 
 _BUDGETS = (0.1, 1.0, 10.0, 100.0)
@@ -105,7 +105,7 @@ def _at(budget: float) -> Measure:
     return measure
 
 
-_GROWN = _mean(results.residual_growth, lambda growth: "yes" if growth > GROWS else "no")
+_GROWN = _mean(results.still_grows, lambda share: "yes" if share > 0.5 else "no")
 
 
 _TABLES: dict[str, dict[str, Callable[[Sequence[Entry]], str]]] = {
