@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cfedavg.report.panels import Frame
 from cfedavg.reproduce import conditions, speedup, variance
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.problem import Bowl, Point, gradient_norm2, power_law, tilted
 
 STUDIES = (speedup, variance, conditions)
+FRAME = Frame("A title", "a subtitle", (), "a note")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -199,7 +201,7 @@ def test_figure_and_table_of_all_some_and_none(study: ModuleType, fake: Any) -> 
     pictures, rows = set(), []
     for size in (len(found), len(found) // 3, 0):
         part = dict(list(found.items())[:size])
-        picture, table = study.figure(part), study.table(part)
+        picture, table = study.figure(part, FRAME), study.table(part)
         assert picture.startswith(PNG)
         assert all(len(row) == len(table[0]) for row in table)
         pictures.add(picture)

@@ -38,20 +38,25 @@ class _Text:
 
 def draw_grid(rows: Sequence[Sequence[Cell]], frame: Frame, *, share_y: bool = False) -> bytes:
     """As PNG; a column shares x, and a row shares y if that is wished."""
+    figure = framed(len(rows) * _ROW + _AXIS, frame)
+    _draw_cells(figure, rows, share_y)
+    return as_png(figure)
+
+
+def framed(height: float, frame: Frame) -> Figure:
+    """A figure with a heading, a legend and a note, and so many inches for axes between them."""
     head = [_text(frame.title, 11, INK, "bold"), _text(frame.subtitle, 9, MUTED)]
     foot = _text(frame.note, 8, MUTED)
     abreast = _abreast(frame.legend)
     top = 2 * _MARGIN + sum(text.height for text in head)
     top += _LEGEND_LINE * math.ceil(len(frame.legend) / abreast)
     bottom = foot.height + (_MARGIN if foot.lines else 0)
-    height = top + len(rows) * _ROW + _AXIS + bottom
-    figure = new_figure(_WIDTH, height, top, bottom)
-    _draw_cells(figure, rows, share_y)
-    below = _write(figure, height - _MARGIN, head)
+    figure = new_figure(_WIDTH, top + height + bottom, top, bottom)
+    below = _write(figure, top + height + bottom - _MARGIN, head)
     _write(figure, bottom, [foot])
     if frame.legend:
         _add_legend(figure, frame.legend, abreast, below - _MARGIN / 2)
-    return as_png(figure)
+    return figure
 
 
 def _draw_cells(figure: Figure, rows: Sequence[Sequence[Cell]], share_y: bool) -> None:

@@ -7,6 +7,7 @@ the Hessian there, bounds it from below: if a condition is broken with that, it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from cfedavg import Config, Task, run
 from cfedavg.data.tasks import build_task
 from cfedavg.metrics import finite
 from cfedavg.report.axes import MUTED
-from cfedavg.report.figures import as_png, new_figure
-from cfedavg.report.pens import BLUE, GREEN, VERMILION
+from cfedavg.report.figures import as_png
+from cfedavg.report.grid import framed
+from cfedavg.report.panels import Frame
+from cfedavg.report.pens import BLUE, GREEN, VERMILION, Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import finish_axes
 from cfedavg.task import Batch, Loss
@@ -129,17 +132,18 @@ def _times(ratio: float | None) -> str:
     return "infinitely" if ratio is None else f"{ratio:.3g}"
 
 
-def figure(found: Mapping[str, Entry]) -> bytes:
+def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     """A dot for each condition and cell, all seeds in one row: how many times its limit the value is."""
     rows = list(dict.fromkeys(map(_where, found.values())))
-    drawing = new_figure(7.2, 1.6 + 0.32 * max(2, len(rows)))
+    legend = [(name, Pen(colour)) for name, colour in zip(_NAMES, _COLOURS, strict=True)]
+    legend.append(("the limit", Pen(MUTED, dashed=True)))
+    drawing = framed(0.8 + 0.32 * max(2, len(rows)), replace(frame, legend=legend))
     axes = drawing.add_subplot()
-    for number, (name, colour) in enumerate(zip(_NAMES, _COLOURS, strict=True)):
+    for number, colour in enumerate(_COLOURS):
         dots = [(e.values["ratios"][number], rows.index(_where(e))) for e in found.values()]
         drawn = [(ratio, row) for ratio, row in dots if ratio is not None]
-        axes.plot(*zip(*drawn, strict=True) if drawn else ([], []), "o", color=colour, label=name)
+        axes.plot(*zip(*drawn, strict=True) if drawn else ([], []), "o", color=colour)
     _finish(axes, rows)
-    drawing.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=MUTED)
     return as_png(drawing)
 
 
@@ -149,8 +153,8 @@ def _where(entry: Entry) -> str:
 
 def _finish(axes: Axes, rows: list[str]) -> None:
     axes.set_xscale("log")
-    axes.axvline(1, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2, label="the limit")
-    finish_axes(axes, "the paper's η_L = 0.1, η = 1, K = 100 against the theorems", "value / limit", "")
+    axes.axvline(1, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2)
+    finish_axes(axes, r"$\eta_L$ = 0.1, $\eta$ = 1, K = 100", "value / limit", "")
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)  # the first on top
     axes.set_xlim(left=0.3)

@@ -88,7 +88,7 @@ def _all_lines(experiment: Experiment, found: Found, p: int | None, key: str, x:
     """One number of all lines at one p."""
     panel = Panel(
         key, "" if p is None else f"p = {p}", (Series(key, ""),), "", x,
-        log=None if key.endswith("loss") else False, percent=is_share(key), side=in_words(key),
+        log=key.endswith("loss"), percent=is_share(key), side=in_words(key),
     )  # fmt: skip
     pens = [((p, line), pen_of(experiment, line)) for line in experiment.lines]
     return _cell(experiment, found, panel, pens)

@@ -20,7 +20,9 @@ from cfedavg import Config, run
 from cfedavg.loop import Result
 from cfedavg.metrics import finite
 from cfedavg.report.axes import MUTED
-from cfedavg.report.figures import as_png, new_figure
+from cfedavg.report.figures import as_png
+from cfedavg.report.grid import framed
+from cfedavg.report.panels import Frame
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 
@@ -187,9 +189,9 @@ def _row(line: Line) -> list[str]:
     return [line.compressor, *slopes, f"{c1:.4g}", f"{c2:.4g}", equal, least, worst]
 
 
-def figure(found: Mapping[str, Entry]) -> bytes:
+def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     """T over m, with the rate that fits, and slopes of -1 to hold it against."""
-    drawing = new_figure(6.4, 4.4)
+    drawing = framed(4.4, frame)
     axes = drawing.add_subplot()
     drawn = lines(found)
     for line in drawn:

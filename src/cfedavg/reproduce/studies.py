@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from cfedavg.errors import InputError
 from cfedavg.loop import Observer
+from cfedavg.report.panels import Frame
 from cfedavg.reproduce import conditions, experiment, figures, speedup, tables, training, variance
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import MACHINE, Experiment
@@ -94,7 +95,10 @@ class Small:
         return values
 
     def figure(self, found: Mapping[str, Entry], note: str) -> bytes:
-        picture: bytes = self.module.figure(self._own(found))
+        own = self._own(found)
+        seeds = len({entry.settings["seed"] for entry in own.values()})
+        frame = Frame(self.title, f"{self.paper} · {seeds} seed{'s' * (seeds != 1)}", (), note)
+        picture: bytes = self.module.figure(own, frame)
         return picture
 
     def table(self, found: Mapping[str, Entry]) -> list[list[str]]:
@@ -106,9 +110,9 @@ class Small:
 
 
 SMALL = (
-    Small("speedup", "Corollary 1, not plotted", speedup),
-    Small("variance", "Remark 2, not plotted", variance),
-    Small("conditions", "Theorem 1, not plotted", conditions),
+    Small("speedup", "Corollary 1; not plotted in the paper", speedup),
+    Small("variance", "Remark 2; not plotted in the paper", variance),
+    Small("conditions", "Theorem 1; not plotted in the paper", conditions),
 )
 
 

@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cfedavg import Config, run
 from cfedavg.compress import parse
 from cfedavg.layout import Layout
 from cfedavg.loop import Result
 from cfedavg.report.axes import MUTED
-from cfedavg.report.figures import as_png, new_figure
+from cfedavg.report.figures import as_png
+from cfedavg.report.grid import framed
+from cfedavg.report.panels import Frame
+from cfedavg.report.pens import Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 from cfedavg.theory import h, rate_conditions
@@ -194,22 +196,26 @@ def table(found: Mapping[str, Entry]) -> list[list[str]]:
     return [head, *rows]
 
 
-_NAMES = {"K": "local steps K", "m": "clients m", "sigma_G": "heterogeneity σ_G / σ_L"}
-_PROMISES = {"K": "does not grow with K", "m": "falls as 1/m", "sigma_G": "does not depend on σ_G"}
+_NAMES = {"K": "local steps K", "m": "clients m", "sigma_G": r"heterogeneity $\sigma_G / \sigma_L$"}
+_PROMISES = {"K": "does not grow with K", "m": "falls as 1/m", "sigma_G": r"does not depend on $\sigma_G$"}
 
 
-def figure(found: Mapping[str, Entry]) -> bytes:
+def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     """Three panels; dashed: what the Remark says, from where each line begins."""
-    drawing = new_figure(10.5, 3.8)
+    drawing = framed(3.2, replace(frame, legend=_legend()))
     drawn = lines(found)
     panels = {over: drawing.add_subplot(1, 3, place) for place, over in enumerate(_NAMES, 1)}
     for line in drawn:
         _draw(panels[line.over.removesuffix(", IID")], line)
     for over, axes in panels.items():
         _finish(axes, over, [line for line in drawn if line.over == over])
-    if drawn:
-        _legend(drawing, panels["K"])
     return as_png(drawing)
+
+
+def _legend() -> list[tuple[str, Pen]]:
+    kinds = [(compressor, Pen(COLOURS[name])) for name, compressor in COMPRESSORS.items()]
+    dotted = [(f"{label}, IID", replace(pen, dashed=True)) for label, pen in kinds]
+    return [*kinds, *dotted, ("as the Remark says", Pen(MUTED, dashed=True))]
 
 
 def _draw(axes: Axes, line: Line) -> None:
@@ -218,8 +224,8 @@ def _draw(axes: Axes, line: Line) -> None:
     axes.errorbar(
         [_x(line.over, value) for value, _, _ in points], [extra for _, extra, _ in points],
         yerr=[se for _, _, se in points], color=COLOURS[line.name], marker="o", markersize=5, capsize=2,
-        linewidth=1.5, linestyle=(0, (1, 1.5)) if iid else "solid", markerfacecolor="white" if iid else None,
-        label=f"{COMPRESSORS[line.name]}{', IID' if iid else ''}",
+        linewidth=1.5, linestyle=(0, (3.5, 1.8)) if iid else "solid",
+        markerfacecolor="white" if iid else None,
     )  # fmt: skip
 
 
@@ -236,20 +242,13 @@ def _finish(axes: Axes, over: str, drawn: list[Line]) -> None:
         if over != "sigma_G":  # which may be 0
             axes.set_xscale("log")
         mark(axes.xaxis, values)
-    finish_axes(axes, f"“{_PROMISES[over]}”", _NAMES[over], "extra ‖∇f‖²" if over == "K" else "")
+    finish_axes(
+        axes, f"“{_PROMISES[over]}”", _NAMES[over], "extra ‖∇f‖², ± standard error" if over == "K" else ""
+    )
 
 
 def _promise(axes: Axes, over: str, values: list[float], start: float) -> None:
     """The Remark's line, from where a measured one begins."""
     ends = [values[0], values[-1]]
     heights = [start, start * ends[0] / ends[1] if over == "m" else start]
-    axes.plot(ends, heights, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2, label="as the Remark says")
-
-
-def _legend(drawing: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    named = dict(zip(labels, handles, strict=True))
-    drawing.legend(
-        named.values(), named.keys(), loc="outside upper left", ncols=5, frameon=False, fontsize=9,
-        labelcolor=MUTED,
-    )  # fmt: skip
+    axes.plot(ends, heights, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2)
