@@ -20,6 +20,7 @@ WHERE_RUN = " where it was run"
 MARKS = {1: "✓", 0: "≈", -1: "✗", None: "?"}
 DATASETS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 COMPRESSORS = {"topk": "top-k", "rd": "random dropping"}
+CONDITIONS = ("η_L ≤ 1/(8LK)", "η η_L < 1/(KL)", "η η_L K (L²h + 1 + L) ≤ 1")  # of Theorem 1, on rates
 _NAMES = {**DATASETS, "none": "no compression"}
 
 

@@ -24,6 +24,7 @@ from cfedavg.report.grid import framed
 from cfedavg.report.panels import Frame
 from cfedavg.report.pens import BLUE, GREEN, VERMILION, Pen
 from cfedavg.reproduce.archive import Entry, rounded
+from cfedavg.reproduce.cases import CONDITIONS
 from cfedavg.reproduce.problem import finish_axes
 from cfedavg.task import Batch, Loss
 from cfedavg.theory import Condition, rate_conditions
@@ -38,7 +39,6 @@ _SCALES: dict[str, dict[str, Any]] = {
     "small": {"model": "cnn", "clients": 10, "rounds": 2, "steps": 5, "samples": 200, "iterations": 8},
     "paper": {"model": "cnn", "clients": 10, "rounds": 6, "steps": 10, "samples": 500, "iterations": 12},
 }
-_NAMES = ("η_L ≤ 1/(8LK)", "η η_L < 1/(KL)", "η η_L K (L²h + 1 + L) ≤ 1")
 _COLOURS = (BLUE, GREEN, VERMILION)
 
 
@@ -117,7 +117,7 @@ def largest_eigenvalue(model: nn.Module, loss: Loss, batch: Batch, iterations: i
 
 def table(found: Mapping[str, Entry]) -> list[list[str]]:
     """A row for each cell: L, the largest eta_L by the first condition, and value / limit of each."""
-    head = ["p", "model", "L at least", "largest η_L", *(f"times over: {name}" for name in _NAMES)]
+    head = ["p", "model", "L at least", "largest η_L", *(f"times over: {name}" for name in CONDITIONS)]
     return [head, *(_row(entry) for entry in found.values())]
 
 
@@ -135,7 +135,7 @@ def _times(ratio: float | None) -> str:
 def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     """A dot for each condition and cell, all seeds in one row: how many times its limit the value is."""
     rows = list(dict.fromkeys(map(_where, found.values())))
-    legend = [(name, Pen(colour)) for name, colour in zip(_NAMES, _COLOURS, strict=True)]
+    legend = [(name, Pen(colour)) for name, colour in zip(CONDITIONS, _COLOURS, strict=True)]
     legend.append(("the limit", Pen(MUTED, dashed=True)))
     drawing = framed(0.8 + 0.32 * max(2, len(rows)), replace(frame, legend=legend))
     axes = drawing.add_subplot()

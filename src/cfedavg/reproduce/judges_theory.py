@@ -10,15 +10,24 @@ from contextlib import suppress
 
 from cfedavg.reproduce import results as seen
 from cfedavg.reproduce.archive import Entry
-from cfedavg.reproduce.cases import COMPRESSORS, DATASETS, Outcome, Verdict, number, span, weigh, yes
+from cfedavg.reproduce.cases import (
+    COMPRESSORS,
+    CONDITIONS,
+    DATASETS,
+    Outcome,
+    Verdict,
+    number,
+    span,
+    weigh,
+    yes,
+)
 from cfedavg.reproduce.judges import LEVELS, LINES
 from cfedavg.reproduce.results import Missing, Results, Undecided, column
-from cfedavg.theory import h
+from cfedavg.theory import Problem, h, theorem1
 
 NEAR = 0.25  # slopes no further apart than this are the same
 SLIGHT = 0.1  # of the variance that is there without compression
 USEFUL = 10  # times what it bounds
-CONDITIONS = ("eta_L <= 1/(8LK)", "eta eta_L < 1/(KL)", "eta eta_L K (L²h + 1 + L) <= 1")
 
 
 def slopes(study: str, keys: Mapping[str, str], fits: Callable[[float], bool], results: Results) -> Verdict:
@@ -69,6 +78,24 @@ def variance_bound(results: Results) -> Verdict:
         return yes(min(ratios) >= 1), f"the bound is {span(ratios)} times the extra variance"
 
     return weigh(results, ((kind,) for kind in COMPRESSORS), one)
+
+
+def theorem1_holds(results: Results) -> Verdict:
+    """Theorem 1's bound over the mean of |∇f|² after it has settled; the smallest is at most that."""
+    cells = results.study("variance").values()
+
+    def one(kind: str) -> Outcome:
+        ratios = [_theorem1(e, kind) / (e.values["level"] + e.values[kind]["extra"]) for e in cells]
+        return yes(min(ratios) >= 1), f"the bound is {span(ratios)} times what was measured"
+
+    return weigh(results, ((kind,) for kind in COMPRESSORS), one)
+
+
+def _theorem1(entry: Entry, kind: str) -> float:
+    """The bound for a run that starts at the optimum."""
+    s = entry.settings
+    problem = Problem(0.0, s["L"], s["sigma_L"] ** 2, s["sigma_G"] ** 2, s["m"])
+    return theorem1(problem, s["eta_local"], s["eta"], s["K"], s["rounds"], entry.values[kind]["h"])
 
 
 def lemma_holds(results: Results) -> Verdict:

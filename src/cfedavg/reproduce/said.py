@@ -318,6 +318,16 @@ CLAIMS: tuple[Claim, ...] = (
         partial(judges_theory.slopes, "speedup", _SPEEDUP, judges_theory.falls_as_inverse),
     ),
     _claim(
+        "theorem1-holds",
+        "The smallest squared gradient norm of a run is below Theorem 1's bound.",
+        "Theorem 1",
+        _BOWL,
+        "variance",
+        "the mean of |∇f|² after the first quarter of a run, which the smallest does not exceed, is at most "
+        "the bound with the measured alpha, in every cell.",
+        judges_theory.theorem1_holds,
+    ),
+    _claim(
         "variance-level",
         "The variance of the samples is the less the more clients there are, as 1/m.",
         "Remark 1",
