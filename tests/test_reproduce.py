@@ -75,15 +75,37 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no line": ({}, "has no \\[\\[line\\]\\]"),
     "no label": ({"line": [{"name": "a"}]}, "a \\[\\[line\\]\\] has no label"),
     "twice": ({"line": [LINE, LINE]}, "two lines have the same name"),
-    "field": ({"line": [LINE | {"colour": 1}]}, "unexpected keyword argument 'colour'"),
-    "base": ({"line": [LINE], "base": {"colour": 1}}, "unknown key 'colour'"),
+    "field": (
+        {"line": [LINE | {"colour": 1}]},
+        "the \\[\\[line\\]\\] a has an unknown key 'colour'; known are batch",
+    ),
+    "base": ({"line": [LINE], "base": {"colour": 1}}, "base has an unknown key 'colour'; known are batch"),
+    "scale's field": ({"line": [LINE], "scale": {"small": {"k": 1}}}, "scale.small has an unknown key 'k'"),
+    "line's scale's field": ({"line": [LINE | {"small": {"k": 1}}]}, "a.small has an unknown key 'k'"),
     "value": ({"line": [LINE], "scale": {"small": {"rounds": 0}}}, "scale small: --rounds is 0"),
     "compressor": ({"line": [LINE | {"compressor": "zip"}]}, "compressor.*zip"),
     "line's name": ({"line": [LINE | {"name": "a/b"}]}, "named 'a/b': use letters"),
-    "no table": ({"line": [LINE], "base": 3}, "is not as docs/reproduce.md describes it"),
-    "no list": ({"line": [LINE], "p": 5}, "is not as docs/reproduce.md describes it"),
-    "one line": ({"line": LINE}, "is not as docs/reproduce.md describes it"),
-    "no scale": ({"line": [LINE], "scale": 1}, "is not as docs/reproduce.md describes it"),
+    "name of a number": ({"line": [LINE | {"name": 5}]}, "named 5: use letters"),
+    "label": ({"line": [LINE | {"label": 5}]}, "a has the label 5; it must be text"),
+    "title": ({"line": [LINE], "title": 5}, "title is 5; it must be text"),
+    "paper": ({"line": [LINE], "paper": 5}, "paper is 5; it must be text"),
+    "no table": ({"line": [LINE], "base": 3}, "base is 3; it must be a table"),
+    "one line": ({"line": LINE}, "line is {.*}; it must be tables, each begun with \\[\\[line\\]\\]"),
+    "line of text": ({"line": ["a"]}, "line holds 'a'; begin each line with"),
+    "no scale": ({"line": [LINE], "scale": 1}, "scale is 1; it must be tables"),
+    "scale of a number": ({"line": [LINE], "scale": {"small": 1}}, "scale.small is 1; it must be a table"),
+    "line's scale": ({"line": [LINE | {"small": 1}]}, "a.small is 1; it must be a table"),
+    "no column": ({"line": [LINE], "columns": []}, "columns is \\[\\]; it must hold some of train_loss"),
+    "strange column": (
+        {"line": [LINE], "columns": ["nonsense"]},
+        "columns is \\['nonsense'\\]; it must hold",
+    ),
+    "column of lists": ({"line": [LINE], "columns": [[]]}, "columns is \\[\\[\\]\\]; it must hold some of"),
+    "one column": ({"line": [LINE], "columns": "test_loss"}, "columns is 'test_loss'; it must be a list"),
+    "one p": ({"line": [LINE], "p": 5}, "p is 5; it must be a list of whole numbers"),
+} | {
+    f"p = {p}": ({"line": [LINE], "p": p}, "p is .*; it must hold different whole numbers, 1 or more")
+    for p in ([], [0], [2, -1], [2.0], [True], ["2"], [[2]], [2, 2])
 }
 
 
@@ -94,10 +116,34 @@ def test_bad_experiments(name: str) -> None:
         experiment.from_table("mine", table)
 
 
-def test_an_experiment_like_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("like", ["a.toml", "./a.toml", "../{folder}/a.toml", "{path}"])
+def test_an_experiment_like_itself(like: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text(f'like = "{path}"')
+    path.write_text(f'like = "{like.format(path=path, folder=tmp_path.name)}"')
     with pytest.raises(InputError, match="is like itself"):
+        studies.find(str(path))
+
+
+def test_an_experiment_like_another_is_read_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("mine", "mine/models", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "mine/models/base.toml").write_text('like = "fig1-mnist"\ntitle = "Mine"')
+    (tmp_path / "mine/own.toml").write_text('like = "models/base.toml"\np = [3]')
+    for folder, name in (("elsewhere", "../mine/own.toml"), ("mine", "own.toml")):
+        monkeypatch.chdir(tmp_path / folder)
+        found = experiment.load(name)
+        assert (found.name, found.title, found.p, len(found.lines)) == ("own", "Mine", (3,), 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [('like = "fig1-mnist"\nbase = 3', "base is 3"), ("like = 3", "like is 3")]
+)
+def test_an_experiment_is_checked_before_it_is_put_on_another(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"experiment mine: {words}; it must be"):
         studies.find(str(path))
 
 
@@ -107,7 +153,7 @@ def test_an_unknown_experiment_lists_those_that_exist() -> None:
             InputError, match=r"no experiment .*; there are fig1-cifar10, fig1-mnist.*speedup"
         ):
             studies.find(name)
-    with pytest.raises(InputError, match=r"cannot read the experiment nowhere\.toml"):
+    with pytest.raises(InputError, match=r"cannot read the experiment nowhere\.toml \(No such file"):
         studies.find("nowhere.toml")
 
 

@@ -15,12 +15,19 @@ from cfedavg.compress import parse
 from cfedavg.config import EXCLUSIVE, Config
 from cfedavg.errors import InputError
 from cfedavg.reproduce.archive import Entry
+from cfedavg.reproduce.training import COLUMNS
 
 SCALES = ("smoke", "small", "paper")
 DRAWINGS = ("curves", "budget", "norms")
 # How and where a cell is run; whatever these are, it is the same cell.
 MACHINE = {"data_dir", "device", "engine", "workers", "precision", "residuals", "checkpoint_every"}
-_KEYS = {"like", "title", "paper", "draw", "columns", "base", "p", "line", "scale"}
+# What an experiment's TOML may hold.
+_KEYS: dict[str, tuple[type, str]] = {
+    "like": (str, "text"), "title": (str, "text"), "paper": (str, "text"), "draw": (str, "text"),
+    "columns": (list, "a list of names"), "p": (list, "a list of whole numbers"), "base": (dict, "a table"),
+    "line": (list, "tables, each begun with [[line]]"), "scale": (dict, "tables: [scale.smoke] and so on"),
+}  # fmt: skip
+_FIELDS = {field.name for field in dataclasses.fields(Config)}
 
 
 Found = Mapping[str, Entry]
@@ -98,24 +105,11 @@ def load(name: str) -> Experiment:
 
 def from_table(name: str, table: Mapping[str, Any]) -> Experiment:
     """From TOML; one sentence says what is wrong."""
-    try:
-        return _from_table(name, table)
-    except InputError:
-        raise
-    except (TypeError, ValueError, AttributeError) as error:  # a number where a table should be, and the like
-        raise InputError(f"experiment {name} is not as docs/reproduce.md describes it ({error})") from None
-
-
-def _from_table(name: str, table: Mapping[str, Any]) -> Experiment:
     where = f"experiment {name}"
-    for key in table:
-        if key not in _KEYS:
-            raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(_KEYS))}")
+    _check_keys(table, where)
     draw = table.get("draw", "curves")
     if draw not in DRAWINGS:
         raise InputError(f"{where}: draw is {draw!r}; it must be {' or '.join(DRAWINGS)}")
-    if strange := set(table.get("scale", {})) - set(SCALES):
-        raise InputError(f"{where}: scale.{min(strange)} is none of {', '.join(SCALES)}")
     if not table.get("line"):
         raise InputError(f"{where} has no [[line]]: give at least one, with name, label and what it changes")
     made = Experiment(
@@ -123,25 +117,69 @@ def _from_table(name: str, table: Mapping[str, Any]) -> Experiment:
         table.get("title", name),
         table.get("paper", ""),
         draw,
-        tuple(table.get("columns", ("test_accuracy",))),
-        table.get("base", {}),
-        tuple(table.get("p", (None,))),
+        _columns(table.get("columns", ["test_accuracy"]), where),
+        _fields(table.get("base", {}), f"{where}: base"),
+        _shares(table["p"], where) if "p" in table else (None,),
         tuple(_line(each, where) for each in table["line"]),
-        table.get("scale", {}),
+        _scales(table.get("scale", {}), f"{where}: scale"),
     )
     _check(made, where)
     return made
 
 
-def _line(table: Mapping[str, Any], where: str) -> Line:
+def _check_keys(table: Mapping[str, Any], where: str) -> None:
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(_KEYS))}")
+        kind, words = _KEYS[key]
+        if not isinstance(value, kind):
+            raise InputError(f"{where}: {key} is {value!r}; it must be {words}")
+
+
+def _columns(names: list[Any], where: str) -> tuple[str, ...]:
+    if not names or any(name not in COLUMNS for name in names):
+        raise InputError(f"{where}: columns is {names!r}; it must hold some of {', '.join(COLUMNS)}")
+    return tuple(names)
+
+
+def _shares(p: list[Any], where: str) -> tuple[int, ...]:
+    if not p or any(type(each) is not int or each < 1 for each in p) or len(set(p)) < len(p):
+        raise InputError(f"{where}: p is {p!r}; it must hold different whole numbers, 1 or more")
+    return tuple(p)
+
+
+def _fields(table: Any, where: str) -> dict[str, Any]:
+    """Some of the configuration; whether the values are right shows when all of it is put together."""
+    if not isinstance(table, dict):
+        raise InputError(f"{where} is {table!r}; it must be a table of the configuration's fields")
+    if strange := table.keys() - _FIELDS:
+        raise InputError(
+            f"{where} has an unknown key {min(strange)!r}; known are {', '.join(sorted(_FIELDS))}"
+        )
+    return table
+
+
+def _scales(table: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    if strange := table.keys() - set(SCALES):
+        raise InputError(f"{where}.{min(strange)} is none of {', '.join(SCALES)}")
+    return {scale: _fields(fields, f"{where}.{scale}") for scale, fields in table.items()}
+
+
+def _line(table: Any, where: str) -> Line:
+    if not isinstance(table, dict):
+        raise InputError(f"{where}: line holds {table!r}; begin each line with [[line]]")
     rest = dict(table)
     try:
         name, label = rest.pop("name"), rest.pop("label")
     except KeyError as error:
         raise InputError(f"{where}: a [[line]] has no {error.args[0]}") from None
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
         raise InputError(f"{where}: a [[line]] is named {name!r}: use letters, digits, dots and dashes")
-    return Line(name, label, rest, {scale: rest.pop(scale) for scale in SCALES if scale in rest})
+    own = f"{where}: the [[line]] {name}"
+    if not isinstance(label, str):
+        raise InputError(f"{own} has the label {label!r}; it must be text")
+    scales = _scales({scale: rest.pop(scale) for scale in SCALES if scale in rest}, own)
+    return Line(name, label, _fields(rest, own), scales)
 
 
 def _check(experiment: Experiment, where: str) -> None:
@@ -153,27 +191,29 @@ def _check(experiment: Experiment, where: str) -> None:
         try:
             for settings in experiment.cells(scale, 1).values():
                 parse(settings["compressor"], "compressor")
-        except TypeError as error:  # dataclasses.replace, of a field that there is not
-            raise InputError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
         except InputError as error:
             raise InputError(f"{where}, scale {scale}: {error}") from None
 
 
 def _table(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """The TOML of an experiment, on top of that of the experiment it is `like`."""
-    if name in above:
-        raise InputError(f"experiment {name} is like itself")
     own = Path(name).suffix == ".toml"
     if not own and name not in names():
         raise InputError(f"there is no experiment {name!r}; there are {', '.join(names())}")
+    file = Path(name).resolve() if own else _folder() / f"{name}.toml"
+    if str(file) in above:
+        raise InputError(f"experiment {name} is like itself")
     try:
-        text = Path(name).read_text() if own else (_folder() / f"{name}.toml").read_text()
-        table = tomllib.loads(text)
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the experiment {name} ({error})") from None
+        raise InputError(f"cannot read the experiment {name} ({getattr(error, 'strerror', error)})") from None
+    _check_keys(table, f"experiment {Path(name).stem}")
     if "like" not in table:
         return table
-    model = _table(str(table.pop("like")), (*above, name))
+    like = table.pop("like")
+    if own and Path(like).suffix == ".toml":  # as seen from the file that names it
+        like = str(Path(name).parent / like)
+    model = _table(like, (*above, str(file)))
     table["base"] = _on_top(model.get("base", {}), table.get("base", {}))
     table["scale"] = model.get("scale", {}) | table.get("scale", {})
     return model | table
