@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -160,21 +161,22 @@ def test_an_unknown_experiment_lists_those_that_exist() -> None:
 # --- the archive ----------------------------------------------------------------------------------------
 
 numbers = st.none() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
-tables = st.dictionaries(st.text(max_size=8), st.lists(numbers, max_size=4) | numbers | st.text(max_size=5))
+columns = st.dictionaries(st.text(max_size=8).filter(lambda key: key != "diverged"), st.lists(numbers))
+plain = st.dictionaries(st.text(max_size=8), st.lists(numbers, max_size=4) | numbers | st.text(max_size=5))
+RUN = {"dataset": "embedded", "rounds": 3, "seed": 0}
+MADE = {"seconds": 1.5, "version": "0.4.0", "hardware": "an abacus"}
 
 
-@given(settings=tables, values=tables)
+@given(settings=plain, values=columns)
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, settings: Any, values: Any
 ) -> None:
-    entry = Entry("cell-p2-seed0", settings, values, {"seconds": 1.5})
+    entry = Entry("cell-p2-seed0", settings | RUN, values, MADE)
     assert archive.read(archive.write(tmp_path_factory.getbasetemp(), entry)) == entry
 
 
 def test_every_change_of_a_byte_is_noticed(tmp_path: Path) -> None:
-    entry = Entry(
-        "cell", {"rounds": 3}, {"test_accuracy": [0.1, 0.25, None], "bytes": [12, 3, 45]}, {"a": "b"}
-    )
+    entry = Entry("cell", RUN, {"test_accuracy": [0.1, 0.25, None], "bytes": [12, 3, 45]}, MADE)
     path = archive.write(tmp_path, entry)
     good = path.read_bytes()
     for place in range(len(good)):
@@ -189,6 +191,39 @@ def test_every_change_of_a_byte_is_noticed(tmp_path: Path) -> None:
     other.write_bytes(good)
     with pytest.raises(Damaged):  # a good cell under another's name
         archive.read(other)
+
+
+@pytest.mark.parametrize(
+    ("part", "content"),
+    [
+        ("made", {}),
+        ("made", []),
+        ("made", MADE | {"seconds": "long"}),
+        ("made", MADE | {"hardware": None}),
+        ("settings", {}),
+        ("settings", 3),
+        ("settings", RUN | {"seed": "0"}),
+        ("settings", RUN | {"rounds": "3"}),
+        ("values", {"test_accuracy": "high"}),
+        ("values", {"test_accuracy": [0.1, "high"]}),
+        ("values", {"test_accuracy": 0.5}),
+        ("values", {"test_accuracy": {"a": 1}}),
+        ("values", {"diverged": [1.0]}),
+    ],
+)
+def test_a_seal_does_not_make_a_cell(part: str, content: Any, tmp_path: Path) -> None:
+    good = Entry("cell", RUN, {"test_accuracy": [0.1]}, MADE)
+    assert archive.read(archive.write(tmp_path, good)) == good
+    path = archive.write(tmp_path, dataclasses.replace(good, **{part: content}))
+    with pytest.raises(Damaged, match=r"cell\.json is damaged"):
+        archive.read(path)
+
+
+def test_what_small_studies_keep(tmp_path: Path) -> None:
+    small = Entry("cell", {"seed": 0}, {"a": 1.5, "b": {"c": [1, None]}, "d": [[1, 2]]}, MADE)
+    assert archive.read(archive.write(tmp_path, small)) == small
+    with pytest.raises(Damaged):
+        archive.read(archive.write(tmp_path, dataclasses.replace(small, values={"b": {"c": ["much"]}})))
 
 
 # --- the grid -------------------------------------------------------------------------------------------
@@ -453,7 +488,7 @@ def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
     cells = experiment.load("fig1-mnist").cells("paper", 1)
     for line, best in (("none", 0.98), ("rd0.9", 0.97), ("rd0.99", 0.6)):
         name, values = f"mnist-p10-{line}-seed0", {"test_accuracy": [0.5, best, best, best, best, best]}
-        archive.write(tmp_path / "out" / CELLS, Entry(name, cells[name], values, {}))
+        archive.write(tmp_path / "out" / CELLS, Entry(name, cells[name], values, MADE))
     words = tmp_path / "words.toml"
     words.write_text('title = "Mine"\nintro = "So it is."\n[why]\nrd-worsens-mnist = "it sends less."\n')
     found = judged(str(tmp_path / "out"), "--out", str(tmp_path / "c.md"), "--words", str(words))
@@ -473,7 +508,7 @@ def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
 def test_bad_words(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / CELLS).mkdir()
     name, settings = next(iter(experiment.load("fig1-mnist").cells("paper", 1).items()))
-    archive.write(tmp_path / CELLS, Entry(name, settings, {}, {}))
+    archive.write(tmp_path / CELLS, Entry(name, settings, {}, MADE))
     (tmp_path / "words.toml").write_text(text)
     found = judged(str(tmp_path), "--words", str(tmp_path / "words.toml"), "--out", str(tmp_path / "c.md"))
     assert sentence in str(found.exception)
@@ -487,7 +522,7 @@ def test_claims_of_nothing(tmp_path: Path) -> None:
 def test_cells_of_another_scale_are_not_the_papers(tmp_path: Path) -> None:
     (tmp_path / CELLS).mkdir()
     name, settings = next(iter(experiment.load("fig1-mnist").cells("smoke", 1).items()))
-    archive.write(tmp_path / CELLS, Entry(name, settings, {"test_accuracy": [0.1, 0.2]}, {}))
+    archive.write(tmp_path / CELLS, Entry(name, settings, {"test_accuracy": [0.1, 0.2]}, MADE))
     assert "no cells of the scale paper" in str(judged(str(tmp_path)).exception)
     assert judged(str(tmp_path), "--scale", "smoke").exit_code == 0
 

@@ -12,6 +12,7 @@ from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
 
 _PARTS = ("name", "made", "settings", "values")
+_NUMBER = (int, float, type(None))  # null where nothing was measured, or it was infinite
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,42 @@ def read(path: Path) -> Entry:
         table = json.loads(path.read_bytes())
         entry = Entry(*(table[part] for part in ("name", "settings", "values", "made")))
         whole = table["seal"] == _seal({part: table[part] for part in _PARTS}) and entry.name == path.stem
+        whole = whole and _usable(entry)
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise Damaged(f"{path} is damaged")
     return entry
+
+
+def _usable(entry: Entry) -> bool:
+    """Whether it holds what figures and claims ask every cell for; a seal does not say that."""
+    made, settings = entry.made, entry.settings
+    is_value = _is_column if "dataset" in settings else _of_numbers
+    return (
+        isinstance(made["seconds"], int | float)
+        and all(isinstance(made[key], str) for key in ("version", "hardware"))
+        and type(settings["seed"]) is int
+        and type(settings.get("rounds", 0)) is int
+        and all(
+            isinstance(value, str) if key == "diverged" else is_value(value)
+            for key, value in entry.values.items()
+        )
+    )
+
+
+def _is_column(value: Any) -> bool:
+    """A run has a number for each round."""
+    return isinstance(value, list) and all(isinstance(each, _NUMBER) for each in value)
+
+
+def _of_numbers(value: Any) -> bool:
+    """A small study has numbers, in lists and tables of its own."""
+    if isinstance(value, list | dict):
+        return all(map(_of_numbers, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _NUMBER)
 
 
 def read_all(folder: Path) -> dict[str, Entry]:
