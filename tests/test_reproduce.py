@@ -323,24 +323,57 @@ def test_only_some_cells(mine: str, tmp_path: Path) -> None:
         carried_out(mine, tmp_path, only=["p3"], resume=True)
 
 
-def test_the_beginning_of_runs(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figure says so."""
-    notes: list[str] = []
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What stands under the figures."""
+    made: list[str] = []
     figure = studies.Training.figure
 
     def noted(study: studies.Training, found: Any, note: str) -> bytes:
-        notes.append(note)
+        made.append(note.partition(";")[0])
         return figure(study, found, note)
 
     monkeypatch.setattr(studies.Training, "figure", noted)
+    return made
+
+
+def test_the_beginning_of_runs(mine: str, tmp_path: Path, notes: list[str]) -> None:
+    """The figure says so."""
     carried_out(mine, tmp_path / "whole")
     grid, _ = carried_out(mine, tmp_path / "cut", rounds=3)
-    assert ["the first 3 of 4 rounds" in note for note in notes] == [False, True]
+    assert notes == ["scale paper", "scale paper, the first 3 of 4 rounds"]
     assert {entry.settings["rounds"] for entry in grid.found.values()} == {3}
     assert "--rounds 3" in next(iter(grid.found.values())).made["command"]
     whole = values(tmp_path / "whole")["embedded-p1-rd-seed0"]
     cut = values(tmp_path / "cut")["embedded-p1-rd-seed0"]
     assert cut == {name: column[:3] for name, column in whole.items()}
+    with pytest.raises(InputError, match=r"holds the first 3 of 4 rounds, .*; add --rounds 3, or choose"):
+        carried_out(mine, tmp_path / "cut", resume=True)
+
+
+def write_cells(out: Path, name: str, scale: str, seeds: int = 1, **changes: Any) -> dict[str, Any]:
+    """Cells of an experiment that nobody has run."""
+    (out / CELLS).mkdir(parents=True, exist_ok=True)
+    cells = experiment.load(name).cells(scale, seeds)
+    for cell, settings in cells.items():
+        values = {"test_accuracy": [0.1, 0.2], "uplink_bytes": [10, 10]}
+        archive.write(out / CELLS, Entry(cell, settings | changes, values, MADE))
+    return cells
+
+
+def test_a_figure_of_runs_that_are_cut_in_part(mine: str, tmp_path: Path, notes: list[str]) -> None:
+    cells = write_cells(tmp_path, mine, "paper")
+    for name, rounds in zip(cells, (3, 2, 3), strict=False):
+        entry = archive.read(tmp_path / CELLS / f"{name}.json")
+        archive.write(tmp_path / CELLS, dataclasses.replace(entry, settings=cells[name] | {"rounds": rounds}))
+    assert drawn(mine, tmp_path).exit_code == 0
+    assert notes == ["scale paper, in part the first 2 of 4 rounds, in part the first 3 of 4 rounds"]
+
+
+def test_a_figure_on_other_data_says_so(tmp_path: Path, notes: list[str]) -> None:
+    write_cells(tmp_path, "fig2-cifar10", "smoke")
+    assert drawn("fig2-cifar10", tmp_path, "--scale", "smoke").exit_code == 0
+    assert notes == ["scale smoke, on embedded digits"]
 
 
 def damage_cell(out: Path) -> None:
@@ -359,8 +392,9 @@ def test_a_damaged_cell_is_done_again(damage: Callable[[Path], None], mine: str,
     damage(tmp_path / "out")
     with pytest.raises(Damaged):
         values(tmp_path / "out")
-    with pytest.raises(InputError, match="holds 3 of the 4 cells, done or begun; add --resume"):
-        carried_out(mine, tmp_path / "out")
+    found = invoked(mine, "--scale", "paper", "--out", str(tmp_path / "out"))
+    assert "holds 3 of the 4 cells, done or begun; add --resume" in str(found.exception)
+    assert not found.output
     _, said = carried_out(mine, tmp_path / "out", resume=True)
     assert "embedded-p2-rd-seed0.json is damaged: the cell is done again" in said
     assert values(tmp_path / "out") == good
@@ -393,20 +427,57 @@ def test_a_begun_cell_is_not_thrown_away(mine: str, tmp_path: Path) -> None:
 
 
 def test_damaged_cells_are_not_drawn(mine: str, tmp_path: Path) -> None:
-    carried_out(mine, tmp_path, only=["*-none-*"])
+    write_cells(tmp_path, mine, "paper")
     (tmp_path / CELLS / "embedded-p1-none-seed0.json").write_text("{}")
-    found = invoked(mine, "--draw", "--scale", "paper", "--out", str(tmp_path))
+    found = drawn(mine, tmp_path)
     assert found.exit_code == 0, found.exception
+    assert "embedded-p1-none-seed0.json is damaged: it is not drawn" in found.output
     assert "| 1 | none | 0 |" in (tmp_path / "mine.md").read_text()
 
 
-def test_cells_of_other_settings_are_left_alone(mine: str, tmp_path: Path) -> None:
-    carried_out(mine, tmp_path / "out")
-    before = values(tmp_path / "out")
-    Path(mine).write_text(MINE.replace("rounds = 4", "rounds = 5"))
-    with pytest.raises(InputError, match=r"holds a cell of other settings \(rounds is 4, here 5\); choose"):
-        carried_out(mine, tmp_path / "out", resume=True)
-    assert values(tmp_path / "out") == before
+@pytest.mark.parametrize(
+    ("there", "difference"), [("rounds = 5", "rounds is 5, here 4"), ("eta = 2.0", "eta is 2.0, here None")]
+)
+def test_cells_of_other_settings_are_left_alone(
+    there: str, difference: str, mine: str, tmp_path: Path
+) -> None:
+    key, value = there.split(" = ")
+    write_cells(tmp_path, mine, "paper", **{key: json.loads(value)})
+    before = values(tmp_path)
+    with pytest.raises(InputError) as caught:
+        carried_out(mine, tmp_path, resume=True)
+    assert f"holds a cell of other settings ({difference}); choose another folder" in str(caught.value)
+    assert values(tmp_path) == before
+
+
+def test_cells_of_another_scale_are_not_drawn(tmp_path: Path) -> None:
+    write_cells(tmp_path, "fig1-mnist", "smoke")
+    found = drawn("fig1-mnist", tmp_path)
+    assert "holds none of these cells; make some with `cfedavg reproduce NAME" in str(found.exception)
+    assert not list(tmp_path.glob("fig1-mnist.*"))
+    write_cells(tmp_path, "fig2-mnist", "paper", rounds=2)  # p = 5, cut: these are the paper's
+    found = drawn("fig1-mnist", tmp_path)
+    assert found.exit_code == 0, found.exception
+    assert (
+        "not drawn, for their settings are not those of the scale paper: mnist-p1-none-seed0, "
+        "mnist-p1-rd0.9-seed0, mnist-p1-rd0.99-seed0 and 12 more\n"
+    ) in found.output
+    text = (tmp_path / "fig1-mnist.md").read_text()
+    assert "| 5 | no compression | 1 |" in text
+    assert "| 10 | no compression | 0 |" in text
+
+
+def test_some_cells_are_drawn(mine: str, tmp_path: Path) -> None:
+    write_cells(tmp_path, mine, "paper", seeds=3)
+    for words, seeds in (
+        ([], ["3", "3", "3", "3"]),
+        (["--seeds", "2"], ["2", "2", "2", "2"]),
+        (["--only", "*-p1-*", "--only", "*-p2-rd-seed1"], ["0", "1", "3", "3"]),
+    ):
+        assert drawn(mine, tmp_path, *words).exit_code == 0
+        lines = (tmp_path / "mine.md").read_text().splitlines()[4:]
+        assert [line.split(" | ")[2] for line in lines] == seeds
+    assert "--only: no cell is named p3" in str(drawn(mine, tmp_path, "--only", "p3").exception)
 
 
 def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
@@ -446,6 +517,11 @@ def invoked(*words: str) -> Any:
     return CliRunner().invoke(app, ["reproduce", *words], catch_exceptions=True)
 
 
+def drawn(name: str, out: Path, *words: str) -> Any:
+    """What the command says of a folder's cells, of the paper's scale unless told otherwise."""
+    return invoked(name, "--draw", "--scale", "paper", "--out", str(out), *words)
+
+
 def test_without_a_name_all_are_listed() -> None:
     found = invoked()
     assert found.exit_code == 0
@@ -459,19 +535,36 @@ def test_without_a_name_all_are_listed() -> None:
         (["fig1-mnist", "--scale", "huge"], "--scale is 'huge': it must be smoke or small or paper"),
         (["fig1-mnist", "--scale", "paper", "--data-dir", "nowhere"], "--data-dir: nowhere is not a folder"),
         (["fig1-mnist", "--precision", "int8"], "--precision is 'int8'"),
+        (["--scale", "huge"], "--scale needs a NAME; `cfedavg reproduce` alone lists them"),
+        (["--resume"], "--resume needs a NAME"),
+        (["--draw", "--scale", "huge"], "--scale is 'huge': it must be smoke or small or paper"),
+        (["--draw", "--resume"], "--resume is for training, and --draw trains nothing: leave one out"),
+        (["fig1-mnist", "--draw", "--minutes", "3"], "--minutes is for training"),
+        (["fig1-mnist", "--draw", "--rounds", "3"], "--rounds is for training"),
+        (["fig1-mnist", "--draw"], "out holds none of these cells; make some with `cfedavg reproduce NAME"),
     ],
 )
 def test_bad_input(words: list[str], sentence: str, tmp_path: Path) -> None:
-    found = invoked(*words, "--out", str(tmp_path))
+    found = invoked(*words, "--out", str(tmp_path / "out"))
     assert isinstance(found.exception, InputError)
     assert sentence in str(found.exception)
+    assert "draw" not in found.output
+    assert not list(tmp_path.glob("out/*.*"))
+
+
+def test_everything_is_drawn_without_names(tmp_path: Path) -> None:
+    write_cells(tmp_path, "fig2-mnist", "paper")
+    found = invoked("--draw", "--scale", "paper", "--out", str(tmp_path))
+    assert found.exit_code == 0, found.exception
+    # Figures that share cells with it are drawn too.
+    assert {"fig1-mnist.png", "fig2-mnist.png", "fig2-mnist.md"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_drawing_trains_nothing(mine: str, tmp_path: Path) -> None:
     carried_out(mine, tmp_path, only=["*-p2-none-*"])
     (tmp_path / "mine.png").unlink()
     before = (tmp_path / "mine.md").read_bytes()
-    found = invoked(mine, "--draw", "--scale", "paper", "--out", str(tmp_path))
+    found = drawn(mine, tmp_path)
     assert found.exit_code == 0, found.exception
     assert (tmp_path / "mine.png").exists()
     assert (tmp_path / "mine.md").read_bytes() == before
@@ -506,9 +599,7 @@ def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
     [("title = ", "--words: cannot read"), ('[why]\nnone-such = "x"', "there is no claim 'none-such'")],
 )
 def test_bad_words(text: str, sentence: str, tmp_path: Path) -> None:
-    (tmp_path / CELLS).mkdir()
-    name, settings = next(iter(experiment.load("fig1-mnist").cells("paper", 1).items()))
-    archive.write(tmp_path / CELLS, Entry(name, settings, {}, MADE))
+    write_cells(tmp_path, "fig2-mnist", "paper")
     (tmp_path / "words.toml").write_text(text)
     found = judged(str(tmp_path), "--words", str(tmp_path / "words.toml"), "--out", str(tmp_path / "c.md"))
     assert sentence in str(found.exception)
@@ -520,9 +611,7 @@ def test_claims_of_nothing(tmp_path: Path) -> None:
 
 
 def test_cells_of_another_scale_are_not_the_papers(tmp_path: Path) -> None:
-    (tmp_path / CELLS).mkdir()
-    name, settings = next(iter(experiment.load("fig1-mnist").cells("smoke", 1).items()))
-    archive.write(tmp_path / CELLS, Entry(name, settings, {"test_accuracy": [0.1, 0.2]}, MADE))
+    write_cells(tmp_path, "fig2-mnist", "smoke")
     assert "no cells of the scale paper" in str(judged(str(tmp_path)).exception)
     assert judged(str(tmp_path), "--scale", "smoke").exit_code == 0
 

@@ -9,10 +9,15 @@ import typer
 from rich.console import Console
 
 from cfedavg.cli.voice import ranks
+from cfedavg.config import flag
 from cfedavg.errors import InputError
+
+# What --draw has no use for.
+_TRAINING = {"resume", "minutes", "rounds", "data_dir", "device", "precision"}
 
 
 def reproduce(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(help="experiments, or TOML files of your own; none: list them", metavar="NAME..."),
@@ -20,7 +25,15 @@ def reproduce(
     scale: Annotated[
         str, typer.Option(help="smoke: minutes on a laptop; small: an hour or so; paper: its own settings")
     ] = "small",
-    seeds: Annotated[int, typer.Option(help="runs of each cell, with seeds 0, 1, ...", min=1, max=20)] = 1,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="runs of each cell, with seeds 0, 1, ...",
+            show_default="1; all there are with --draw",
+            min=1,
+            max=20,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="folder of cells and figures", show_default="runs/reproduce/SCALE")
     ] = None,
@@ -49,18 +62,29 @@ def reproduce(
     """
     from cfedavg.reproduce import command
 
+    given = _typed(context)
     how = {"device": device, "precision": precision} | ({"data_dir": data_dir} if data_dir else {})
     console = Console()
     if draw:
-        command.draw(names, scale, out, console)
+        if idle := _TRAINING.intersection(given):
+            raise InputError(f"{flag(min(idle))} is for training, and --draw trains nothing: leave one out")
+        command.draw(names, scale, seeds, out, only, console)
         return
     if not names:
+        if given:
+            raise InputError(f"{flag(given[0])} needs a NAME; `cfedavg reproduce` alone lists them")
         command.show_all(console)
         return
     if ranks() > 1:
         raise InputError("start `cfedavg run` with torchrun; reproduce uses one process")
-    grid = command.open_grid(names, scale, seeds, out, only, rounds, resume, console)
+    grid = command.open_grid(names, scale, seeds or 1, out, only, rounds, resume, console)
     command.carry_out(grid, how, minutes, console)
+
+
+def _typed(context: typer.Context) -> list[str]:
+    """What was given on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def claims(

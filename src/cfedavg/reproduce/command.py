@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cfedavg.files import write_atomic
 from cfedavg.reproduce import archive, claims, studies
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import SCALES
-from cfedavg.reproduce.grid import CELLS, Grid
+from cfedavg.reproduce.grid import CELLS, MANY, Grid
 from cfedavg.units import in_time
 
 
@@ -41,14 +42,20 @@ def open_grid(
     """The grid with what is done of it; nothing has been written yet."""
     chosen = [studies.find(name) for name in dict.fromkeys(names)]
     grid = Grid(chosen, scale, seeds, _folder(out, scale), names, only or ("*",), rounds)
-    grid.look(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
+    damaged = grid.look()
     begun = len(grid.found) + sum(grid.started(name) > 0 for name in grid.missing)
     if begun and grid.missing and not resume:
         raise InputError(
             f"--out: {grid.out} holds {begun} of the {len(grid.cells)} cells, done or begun; "
             "add --resume to go on, or choose another folder"
         )
+    for sentence in damaged:
+        _speaker(console)(f"{sentence}: the cell is done again")
     return grid
+
+
+def _speaker(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _folder(out: Path | None, scale: str) -> Path:
@@ -62,18 +69,32 @@ def _known(scale: str) -> str:
     return scale
 
 
-def draw(names: list[str] | None, scale: str, out: Path | None, console: Console) -> None:
+def draw(
+    names: list[str] | None,
+    scale: str,
+    seeds: int | None,
+    out: Path | None,
+    only: list[str] | None,
+    console: Console,
+) -> None:
     """Figures and tables of the cells that are there."""
-    chosen = [studies.find(name) for name in names or studies.names()]
-    _show_pictures(Grid(chosen, scale, 1, _folder(out, scale)), console)
+    chosen = [studies.find(name) for name in dict.fromkeys(names or studies.names())]
+    grid = Grid(chosen, scale, seeds or MANY, _folder(out, scale), only=only or ("*",))
+    if not _show_pictures(grid, console):
+        raise InputError(f"--draw: {grid.out} holds none of these cells; {_to_make_some(grid.out, scale)}")
 
 
-def _show_pictures(grid: Grid, console: Console) -> None:
-    pictures = grid.draw()
-    if not pictures:
-        console.print(f"nothing to draw: {grid.out} holds none of these cells", highlight=False)
+def _to_make_some(folder: Path, scale: str) -> str:
+    return f"make some with `cfedavg reproduce NAME --scale {scale} --out {folder}`"
+
+
+def _show_pictures(grid: Grid, console: Console) -> bool:
+    """Whether there are any."""
+    say = _speaker(console)
+    pictures = grid.draw(say)
     for picture in pictures:
-        console.print(f"drawn: {picture}, and its table beside it", highlight=False, soft_wrap=True)
+        say(f"drawn: {picture}, and its table beside it")
+    return bool(pictures)
 
 
 def carry_out(grid: Grid, how: Mapping[str, Any], minutes: float, console: Console) -> None:
@@ -82,7 +103,7 @@ def carry_out(grid: Grid, how: Mapping[str, Any], minutes: float, console: Conso
     try:
         done = grid.measure(how, _command(grid, how), minutes, console)
     finally:
-        _show_pictures(grid, console)
+        _show_pictures(dataclasses.replace(grid, seeds=MANY, only=("*",), rounds=None), console)
     if not done:
         console.print(
             f"the time is over: {len(grid.missing)} cells are left; --resume goes on", highlight=False
@@ -117,10 +138,7 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
     """Every claim with its verdict; the numbers go into the file."""
     found = of_scale(archive.read_all(folder / CELLS), scale)
     if not found:
-        raise InputError(
-            f"{folder} holds no cells of the scale {scale}; make some with "
-            f"`cfedavg reproduce NAME --scale {scale} --out {folder}`"
-        )
+        raise InputError(f"{folder} holds no cells of the scale {scale}; {_to_make_some(folder, scale)}")
     judged = claims.judge_all(found)
     table = Table("claim", "verdict", "what came out")
     for claim, finding in judged:
@@ -136,18 +154,13 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
 
 def of_scale(found: dict[str, Entry], scale: str) -> dict[str, Entry]:
     """The cells that are what their names say at this scale; of a run, the beginning may be all there is."""
-    every = [study.cells(_known(scale), 20) for study in map(studies.find, studies.names())]
+    every = [study.cells(_known(scale), MANY) for study in map(studies.find, studies.names())]
     wanted = {name: settings for cells in every for name, settings in cells.items()}
     return {
         name: entry
         for name, entry in found.items()
-        if name in wanted and studies.same(entry.settings, wanted[name] | _begun(entry, wanted[name]))
+        if name in wanted and studies.begins(entry.settings, wanted[name])
     }
-
-
-def _begun(entry: Entry, wanted: dict[str, Any]) -> dict[str, Any]:
-    rounds = entry.settings.get("rounds", 0)
-    return {"rounds": rounds} if "dataset" in wanted and rounds <= wanted["rounds"] else {}
 
 
 def page(judged: claims.Judged, words: Path | None) -> str:

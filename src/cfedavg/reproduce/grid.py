@@ -7,8 +7,7 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +24,13 @@ from cfedavg.metrics import Record
 from cfedavg.reproduce import archive
 from cfedavg.reproduce.archive import Damaged, Entry
 from cfedavg.reproduce.experiment import MACHINE
-from cfedavg.reproduce.studies import Settings, Study, same
+from cfedavg.reproduce.studies import Settings, Study, begins, same
 from cfedavg.reproduce.tables import as_markdown
 from cfedavg.reproduce.training import rounds_done
 from cfedavg.units import in_time
 
 CELLS, WORK = "cells", "work"
+MANY = 20  # seeds that a figure shows, if there are as many
 
 
 class TimeUp(KeyboardInterrupt):
@@ -71,15 +71,23 @@ class Grid:
     @cached_property
     def cells(self) -> dict[str, tuple[Study, Settings]]:
         """Each cell once, whatever number of studies it belongs to."""
-        made = {
-            name: (study, self._cut(settings))
-            for study in self.studies
+        made = {name: (study, each) for study, plan in self._plans for name, each in plan.items()}
+        if not made:
+            one = next(iter(self.studies[0].cells(self.scale, 1)))
+            raise InputError(f"--only: no cell is named {' or '.join(self.only)}; one is {one}")
+        return made
+
+    @cached_property
+    def _plans(self) -> list[tuple[Study, dict[str, Settings]]]:
+        """Each study with those of its cells that are asked for."""
+        return [(study, self._chosen(study)) for study in self.studies]
+
+    def _chosen(self, study: Study) -> dict[str, Settings]:
+        return {
+            name: self._cut(settings)
             for name, settings in study.cells(self.scale, self.seeds).items()
+            if any(fnmatch.fnmatch(name, pattern) for pattern in self.only)
         }
-        chosen = {n: cell for n, cell in made.items() if any(fnmatch.fnmatch(n, each) for each in self.only)}
-        if not chosen:
-            raise InputError(f"--only: no cell is named {' or '.join(self.only)}; one is {next(iter(made))}")
-        return chosen
 
     def _cut(self, settings: Settings) -> Settings:
         """The beginning of a run, where all of it takes too long."""
@@ -87,8 +95,9 @@ class Grid:
             return settings
         return settings | {"rounds": min(self.rounds, settings["rounds"])}
 
-    def look(self, say: Callable[[str], None]) -> None:
-        """Finds what is done already. A damaged cell is not trusted: it counts as missing."""
+    def look(self) -> list[str]:
+        """Finds what is done already, and says what is damaged: not to be trusted, it counts as missing."""
+        damaged = []
         for name, (_, settings) in self.cells.items():
             path = self.out / CELLS / f"{name}.json"
             if not path.exists():
@@ -96,14 +105,12 @@ class Grid:
             try:
                 entry = archive.read(path)
             except Damaged as error:
-                say(f"{error}: the cell is done again")
+                damaged.append(str(error))
                 continue
             if not same(entry.settings, settings):
-                differs = _difference(entry.settings, settings)
-                raise InputError(
-                    f"--out: {path} holds a cell of other settings ({differs}); choose another folder"
-                )
+                raise InputError(f"--out: {path} holds {_difference(entry.settings, settings)}")
             self.found[name] = entry
+        return damaged
 
     @property
     def missing(self) -> list[str]:
@@ -168,40 +175,73 @@ class Grid:
         self.found[name] = archive.read(self.out / CELLS / f"{name}.json")
         shutil.rmtree(work, ignore_errors=True)
 
-    def draw(self) -> list[Path]:
-        """The figure and the table of every study of which something is there."""
-        there, made = _whole(self.out / CELLS), []
-        for study in self.studies:
-            planned = study.cells(self.scale, _MANY)
+    def draw(self, say: Callable[[str], None]) -> list[Path]:
+        """The figure and the table of every study of which something is there; says what is left out."""
+        there, made = self._there(say), []
+        for study, planned in self._plans:
             found = {name: there[name] for name in planned if name in there}
             if not found:
                 continue
             rows = study.table(found)
-            write_atomic(self.out / f"{study.name}.png", study.figure(found, self._note(found, planned)))
+            note = self._note(study, found, planned)
+            write_atomic(self.out / f"{study.name}.png", study.figure(found, note))
             write_atomic(self.out / f"{study.name}.md", f"# {study.title}\n\n{as_markdown(rows)}".encode())
             made.append(self.out / f"{study.name}.png")
         return made
 
-    def _note(self, found: Mapping[str, Entry], planned: Mapping[str, Settings]) -> str:
+    def _there(self, say: Callable[[str], None]) -> dict[str, Entry]:
+        """The cells in the folder, whole or cut, that are of this grid."""
+        found, others = {}, []
+        for path in sorted((self.out / CELLS).glob("*.json")):
+            if path.stem not in self.cells:
+                continue
+            try:
+                entry = archive.read(path)
+            except Damaged as error:
+                say(f"{error}: it is not drawn")
+                continue
+            if begins(entry.settings, self.cells[entry.name][1]):
+                found[entry.name] = entry
+            else:
+                others.append(entry.name)
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            names = ", ".join(others[:3]) + more
+            say(f"not drawn, for their settings are not those of the scale {self.scale}: {names}")
+        return found
+
+    def _note(self, study: Study, found: Mapping[str, Entry], planned: Mapping[str, Settings]) -> str:
         """Where the numbers are from, for under the figure."""
         made = [entry.made for entry in found.values()]
         versions = sorted({each["version"] for each in made})
         hardware = sorted({each["hardware"] for each in made})
-        pairs = {(entry.settings.get("rounds"), planned[name].get("rounds")) for name, entry in found.items()}
-        cut = "".join(f", the first {done} of {whole} rounds" for done, whole in pairs if done != whole)
-        return f"scale {self.scale}{cut}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
+        own = {settings.get("dataset") for settings in study.cells("paper", 1).values()}
+        cut = _together(_beginning(entry.settings, planned[name]) for name, entry in found.items())
+        data = _together(_other_data(entry.settings, own) for entry in found.values())
+        return f"scale {self.scale}{cut}{data}; cfedavg {', '.join(versions)} on {', '.join(hardware)}"
 
 
-def _whole(folder: Path) -> dict[str, Entry]:
-    """The cells in a folder that are not damaged."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        with suppress(Damaged):
-            found[path.stem] = archive.read(path)
-    return found
+def _beginning(done: Settings, whole: Settings) -> str:
+    """What to say of a run that was cut."""
+    same_length = done.get("rounds") == whole.get("rounds")
+    return "" if same_length else f"the first {done['rounds']} of {whole['rounds']} rounds"
 
 
-_MANY = 20  # seeds that a figure shows, if there are as many
+def _other_data(settings: Settings, own: set[str | None]) -> str:
+    """What to say of a run on other data than the experiment's own, as at the smaller scales."""
+    dataset = settings.get("dataset")
+    return "" if dataset in own else "on embedded digits" if dataset == "embedded" else f"on {dataset}"
+
+
+def _together(remarks: Iterable[str]) -> str:
+    """Remarks on single cells as one on all; what is not true of all of them is so in part.
+
+    >>> _together(["cut", "cut"]), _together(["", "cut"]), _together([""])
+    (', cut', ', in part cut', '')
+    """
+    different = sorted(set(remarks))
+    part = "in part " if len(different) > 1 else ""
+    return "".join(f", {part}{remark}" for remark in different if remark)
 
 
 def machine(device: str) -> dict[str, str]:
@@ -233,6 +273,13 @@ def _precision(how: Mapping[str, Any], settings: Settings) -> Settings:
 
 
 def _difference(found: Settings, wanted: Settings) -> str:
+    """What a cell is that is not the wanted one, and what to do."""
+    if begins(found, wanted):
+        return (
+            f"{_beginning(found, wanted)}, without what it takes to go on; "
+            f"add --rounds {found['rounds']}, or choose another folder"
+        )
     keys = [key for key in {**found, **wanted} if key not in MACHINE]
     name = next(key for key in keys if found.get(key) != wanted.get(key))
-    return f"{name} is {found.get(name)!r}, here {wanted.get(name)!r}"
+    differs = f"{name} is {found.get(name)!r}, here {wanted.get(name)!r}"
+    return f"a cell of other settings ({differs}); choose another folder"

@@ -137,3 +137,10 @@ def same(found: Settings, wanted: Settings) -> bool:
     """Whether two settings are of one cell: where and how exactly it was computed does not matter."""
     left, right = ({k: v for k, v in each.items() if k not in MACHINE} for each in (found, wanted))
     return left == right
+
+
+def begins(found: Settings, wanted: Settings) -> bool:
+    """Whether they are of one cell, or of a run's beginning."""
+    rounds = found.get("rounds", 0)
+    cut = {"rounds": rounds} if "dataset" in wanted and rounds <= wanted["rounds"] else {}
+    return same(found, wanted | cut)
