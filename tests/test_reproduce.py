@@ -596,14 +596,37 @@ def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("title = ", "--words: cannot read"), ('[why]\nnone-such = "x"', "there is no claim 'none-such'")],
+    [
+        ("title = ", "--words: cannot read"),
+        ('[why]\nnone-such = "x"', "there is no claim 'none-such'"),
+        ("title = 5", "must hold texts: title, intro and, by claim, [why]"),
+        ("intro = 5", "must hold texts"),
+        ("why = 5", "must hold texts"),
+        ("[why]\nrd-worsens-mnist = 5", "must hold texts"),
+        ('titel = "Mine"', "has an unknown key 'titel'; known are title, intro, why"),
+        ("[wy]", "has an unknown key 'wy'"),
+    ],
 )
 def test_bad_words(text: str, sentence: str, tmp_path: Path) -> None:
     write_cells(tmp_path, "fig2-mnist", "paper")
     (tmp_path / "words.toml").write_text(text)
     found = judged(str(tmp_path), "--words", str(tmp_path / "words.toml"), "--out", str(tmp_path / "c.md"))
     assert sentence in str(found.exception)
+    assert not found.output
     assert not (tmp_path / "c.md").exists()
+
+
+def test_bad_files_of_claims(tmp_path: Path) -> None:
+    write_cells(tmp_path, "fig2-mnist", "paper")
+    found = judged(str(tmp_path), "--words", "words.toml")
+    assert "--words needs --out, the file that the words are for" in str(found.exception)
+    found = judged(str(tmp_path), "--out", str(tmp_path / "nowhere" / "c.md"))
+    assert "c.md (No such file or directory)" in str(found.exception)
+    assert not found.output
+
+
+def test_help_shows_brackets() -> None:
+    assert "[why]" in judged("--help").output
 
 
 def test_claims_of_nothing(tmp_path: Path) -> None:

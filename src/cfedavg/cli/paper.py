@@ -92,7 +92,7 @@ def claims(
     scale: Annotated[str, typer.Option(help="of which cells are judged: smoke, small or paper")] = "paper",
     out: Annotated[Path | None, typer.Option(help="a Markdown file for the whole table")] = None,
     words: Annotated[
-        Path | None, typer.Option(help="a TOML file with title, intro and, by claim, [why]; for --out")
+        Path | None, typer.Option(help="a TOML file with title, intro and, by claim, \\[why]; for --out")
     ] = None,
 ) -> None:
     """Hold the paper's claims against what was reproduced: verdicts with the numbers that decide."""

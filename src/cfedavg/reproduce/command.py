@@ -136,10 +136,14 @@ def _command(grid: Grid, how: Mapping[str, Any]) -> str:
 
 def judge(folder: Path, scale: str, out: Path | None, words: Path | None, console: Console) -> None:
     """Every claim with its verdict; the numbers go into the file."""
+    if words and not out:
+        raise InputError("--words needs --out, the file that the words are for")
     found = of_scale(archive.read_all(folder / CELLS), scale)
     if not found:
         raise InputError(f"{folder} holds no cells of the scale {scale}; {_to_make_some(folder, scale)}")
     judged = claims.judge_all(found)
+    if out:
+        write_atomic(out, page(judged, words).encode())
     table = Table("claim", "verdict", "what came out")
     for claim, finding in judged:
         if finding:
@@ -148,7 +152,6 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
     missing = sum(finding is None for _, finding in judged)
     console.print(f"{len(judged) - missing} claims judged from {len(found)} cells, {missing} not run yet")
     if out:
-        write_atomic(out, page(judged, words).encode())
         console.print(f"written to {out}", highlight=False)
 
 
@@ -165,17 +168,24 @@ def of_scale(found: dict[str, Entry], scale: str) -> dict[str, Entry]:
 
 def page(judged: claims.Judged, words: Path | None) -> str:
     """The claims as Markdown, with words of one's own around them."""
-    try:
-        table = tomllib.loads(words.read_text(encoding="utf-8")) if words else {}
-    except (OSError, ValueError) as error:
-        raise InputError(f"--words: cannot read {words} ({error})") from None
+    table = _words(words, {claim.name for claim, _ in judged}) if words else {}
     why = table.get("why", {})
-    if not isinstance(why, dict) or not all(
-        isinstance(text, str) for text in (*why.values(), table.get("intro", ""))
-    ):
-        raise InputError(f"--words: {words} must hold texts: title, intro and, by claim, [why]")
-    if unknown := why.keys() - {claim.name for claim, _ in judged}:
-        raise InputError(f"--words: there is no claim {min(unknown)!r} to explain")
     title, intro = table.get("title", "The claims of the paper"), table.get("intro", "").strip()
     short, long = claims.overview(judged), claims.as_markdown(judged, why)
     return f"# {title}\n\n{intro}\n\n## The verdicts\n\n{short}\n## The numbers\n\n{long}"
+
+
+def _words(path: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--words: cannot read {path} ({getattr(error, 'strerror', error)})") from None
+    if strange := table.keys() - {"title", "intro", "why"}:
+        raise InputError(f"--words: {path} has an unknown key {min(strange)!r}; known are title, intro, why")
+    why = table.get("why", {})
+    texts = isinstance(why, dict) and [table.get("title", ""), table.get("intro", ""), *why.values()]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"--words: {path} must hold texts: title, intro and, by claim, [why]")
+    if unknown := why.keys() - known:
+        raise InputError(f"--words: there is no claim {min(unknown)!r} to explain")
+    return table
