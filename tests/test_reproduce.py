@@ -110,6 +110,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_cell_is_one_file_whatever_its_data() -> None:
+    made = experiment.from_table("mine", {"line": [LINE], "p": [1], "base": {"dataset": "owner/name"}})
+    assert list(made.cells("paper", 1)) == ["owner-name-p1-a-seed0"]
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_experiments(name: str) -> None:
     table, words = BAD[name]

@@ -71,7 +71,8 @@ class Experiment:
     def stem(self, p: int | None, line: Line) -> str:
         """What the names of a line's cells begin with; experiments share the cells that agree in it."""
         share = "" if p is None else f"-p{p}"
-        return f"{self.base.get('dataset', 'embedded')}{share}-{line.name}"
+        dataset = str(self.base.get("dataset", "embedded")).replace("/", "-")  # owner/name of the hub
+        return f"{dataset}{share}-{line.name}"
 
     def entries(self, found: Found, p: int | None, line: Line) -> list[Entry]:
         """The cells of a line that are there, in the order of their seeds."""
