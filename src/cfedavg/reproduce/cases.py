@@ -64,12 +64,12 @@ Judge = Callable[[Results], Verdict]
 
 def finding(judge: Judge, results: Results) -> Finding | None:
     """What a judge finds, or None if the cells are missing."""
-    look = Results(results.found)
+    look = Results(results.found, results.planned)
     try:
         verdict, numbers = judge(look)
     except Missing:
         return None
-    return Finding(verdict, numbers, tuple(look.shown))
+    return Finding(verdict + look.cut(), numbers, tuple(look.shown))
 
 
 def weigh(results: Results, items: Iterable[tuple[Any, ...]], one: Callable[..., Outcome]) -> Verdict:

@@ -33,9 +33,14 @@ as claimed and none against it, holds *in part* if some go each way, and *does n
 told goes as claimed; *where it was run*, if cells are missing."""
 
 
-def judge_all(found: Mapping[str, Entry]) -> list[tuple[Claim, Finding | None]]:
-    """Every claim with what was found, or None where its cells are missing."""
-    results = Results(found)
+def judge_all(
+    found: Mapping[str, Entry], planned: Mapping[str, int] | None = None
+) -> list[tuple[Claim, Finding | None]]:
+    """Every claim with what was found, or None where its cells are missing.
+
+    Verdicts say where runs have fewer rounds than planned.
+    """
+    results = Results(found, planned)
     return [(claim, claim.judge(results)) for claim in CLAIMS]
 
 

@@ -138,10 +138,11 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
     """Every claim with its verdict; the numbers go into the file."""
     if words and not out:
         raise InputError("--words needs --out, the file that the words are for")
-    found = of_scale(archive.read_all(folder / CELLS), scale)
+    found, planned = of_scale(archive.read_all(folder / CELLS), scale)
     if not found:
         raise InputError(f"{folder} holds no cells of the scale {scale}; {_to_make_some(folder, scale)}")
-    judged = claims.judge_all(found)
+    _check_lengths(found, planned)
+    judged = claims.judge_all(found, planned)
     if out:
         write_atomic(out, page(judged, words).encode())
     table = Table("claim", "verdict", "what came out")
@@ -155,15 +156,33 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
         console.print(f"written to {out}", highlight=False)
 
 
-def of_scale(found: dict[str, Entry], scale: str) -> dict[str, Entry]:
-    """The cells that are what their names say at this scale; of a run, the beginning may be all there is."""
+def of_scale(found: dict[str, Entry], scale: str) -> tuple[dict[str, Entry], dict[str, int]]:
+    """The cells that are what their names say at this scale, and how many rounds the runs should have.
+
+    Of a run, the beginning may be all there is.
+    """
     every = [study.cells(_known(scale), MANY) for study in map(studies.find, studies.names())]
     wanted = {name: settings for cells in every for name, settings in cells.items()}
-    return {
+    mine = {
         name: entry
         for name, entry in found.items()
         if name in wanted and studies.begins(entry.settings, wanted[name])
     }
+    return mine, {name: wanted[name]["rounds"] for name in mine if "dataset" in wanted[name]}
+
+
+def _check_lengths(found: Mapping[str, Entry], planned: Mapping[str, int]) -> None:
+    """A beginning beside a whole run of the same data would be judged as if it were as long."""
+    shares: dict[str, dict[float, str]] = {}
+    for name, rounds in planned.items():
+        done = found[name].settings["rounds"]
+        shares.setdefault(name.partition("-")[0], {})[done / rounds] = f"{name} has {done} of {rounds} rounds"
+    for several in shares.values():
+        if len(several) > 1:
+            raise InputError(
+                f"{', '.join(sorted(several.values()))}: claims compare runs of one length; "
+                "keep the others in another folder"
+            )
 
 
 def page(judged: claims.Judged, words: Path | None) -> str:

@@ -240,11 +240,25 @@ def as_good(a: Sample, b: Sample) -> int | None:
 
 
 class Results:
-    """An archive, asked for lines of figures. It remembers in `shown` which cells it was asked for."""
+    """An archive, asked for lines of figures. It remembers in `shown` which cells it was asked for.
 
-    def __init__(self, found: Mapping[str, Entry]) -> None:
-        self.found = found
+    `planned` is how many rounds the runs should have.
+    """
+
+    def __init__(self, found: Mapping[str, Entry], planned: Mapping[str, int] | None = None) -> None:
+        self.found, self.planned = found, planned or {}
         self.shown: dict[str, None] = {}
+
+    def cut(self) -> str:
+        """What a verdict from the beginnings of runs has to say of them."""
+        runs = [
+            (self.found[name].settings["rounds"], self.planned[name])
+            for name in self.shown
+            if name in self.planned
+        ]
+        short = sorted({pair for pair in runs if pair[0] < pair[1]})
+        part = "in part " if any(done == whole for done, whole in runs) else ""
+        return "".join(f", {part}after {done} of {whole} rounds" for done, whole in short)
 
     def line(self, dataset: str, p: int, name: str) -> list[Entry]:
         """The cells of a line over seeds; Missing if there is none that says anything."""
