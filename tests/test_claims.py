@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cfedavg.reproduce import experiment, results
+from cfedavg.reproduce import experiment, judges_theory, results
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import FAILS, HOLDS, PARTLY, UNDECIDED, WHERE_RUN
 from cfedavg.reproduce.claims import CLAIMS, Claim, Finding, Results, as_markdown, judge_all, overview
@@ -567,3 +567,126 @@ def test_the_overview_has_every_verdict_once() -> None:
 def test_a_finding_of_ones_own_is_written_down() -> None:
     text = as_markdown([(CLAIMS[0], Finding(PARTLY, "1 | 2", ("a",)))])
     assert rows(text)[2][3:] == [" 1 ¦ 2 ", " **holds in part** "]
+
+
+# What a programmer could get wrong and nobody would see in a table
+
+
+def judged_in(name: str, found: Mapping[str, Entry]) -> Finding:
+    finding = BY_NAME[name].judge(Results(found))
+    assert finding is not None
+    return finding
+
+
+def test_reaching_the_bar_is_enough() -> None:
+    assert results.rounds_to(0.5)(entry(test_accuracy=[0.5] * 6)) == 1
+
+
+def test_errors_of_samples_of_different_sizes_are_pooled() -> None:
+    """By degrees of freedom; of a single seed beside several, the several say how much seeds differ."""
+    assert results.standard_error(Sample((1.0, 3.0)), Sample((1.0, 3.0, 5.0))) == pytest.approx(5 / 3)
+    assert results.standard_error(Sample((1.0,), wobble=9.0), Sample((1.0, 3.0))) == pytest.approx(
+        math.sqrt(3)
+    )
+
+
+def test_a_seed_that_diverged_is_surely_at_chance() -> None:
+    found = world(as_claimed)
+    found["mnist-p10-topk0.9-seed0"].values["diverged"] = "a loss is NaN"
+    assert Results(found).finals("mnist", 10, "topk0.9") == Sample((0.1,), diverged=1)
+
+
+def test_a_decaying_rate_is_held_against_the_constant_one() -> None:
+    """Which may be far behind no compression."""
+    lines = ("topk0.99", "topk0.99-decaying1", "topk0.99-decaying25")
+    assert verdict("decaying-converges", world(altered(as_claimed, lines, final=0.4))) == HOLDS
+
+
+def test_whoever_only_falls_does_not_train() -> None:
+    found = world(as_claimed)
+    found |= [cell("mnist-p10-topk0.9-seed0", Run(0.7))]
+    found["mnist-p10-topk0.9-seed0"].values["test_accuracy"] = [0.9] + [0.7] * 99
+    assert judged_in("converges-mnist", found).numbers.startswith("p=10: top-k 0.9 70.00 ✗")
+
+
+def test_half_of_the_gain_is_what_random_dropping_fails_by() -> None:
+    found = world(altered(as_claimed, ("rd0.99",), final=0.4))
+    assert verdict("rd-fails-fashion", found) == HOLDS  # 30% would be enough, but for 80% without compression
+
+
+def test_the_growth_of_a_gap_is_as_sure_as_both_gaps() -> None:
+    """Either p may be the noisy one; a gap that has grown by five points needs less than half of it."""
+    for noisy, zigzag, mark in ((10, 0.05, "≈"), (1, 0.05, "≈"), (1, 0.03, "✓"), (1, 0.045, "≈")):
+        found = world(as_claimed)
+        for p, gap in ((10, 0.02), (1, 0.07)):
+            for line, final in (("rd0.99", 0.7), ("rd0.99-noef", 0.7 - gap)):
+                run = Run(final, zigzag=zigzag if p == noisy else 0.0)
+                found |= [cell(f"mnist-p{p}-{line}-seed0", run)]
+        assert judged_in("feedback-gap-grows-mnist", found).numbers[-1] == mark, (noisy, zigzag)
+
+
+def test_more_than_nothing_is_much_larger() -> None:
+    found = world(as_claimed)
+    found |= [cell("mnist-p10-topk0.9-seed0", Run(0.99, residual=0.0))]
+    numbers = judged_in("residual-larger-at-low-p-mnist", found).numbers
+    assert numbers.startswith("top-k 0.9: 5 against 0 ✓")
+
+
+@pytest.mark.parametrize(
+    ("fits", "slopes"),
+    [
+        (judges_theory.falls_as_inverse, {-2.0: False, -1.2: True, -0.8: True, 0.0: False}),
+        (judges_theory.does_not_grow, {-2.0: True, 0.2: True, 0.3: False}),
+        (judges_theory.stays, {-1.0: False, -0.2: True, 0.2: True, 0.3: False}),
+    ],
+)
+def test_slopes(fits: Callable[[float], bool], slopes: dict[float, bool]) -> None:
+    assert {slope: fits(slope) for slope in slopes} == slopes
+
+
+def test_which_slope_a_claim_asks_for(fits: Callable[[Mapping[str, float]], None]) -> None:
+    """All of them as steep as they can be: only what must not grow is fine with that."""
+    fits(dict.fromkeys(SLOPES, -2.0))
+    good = {name for name in BY_NAME if name.startswith(("linear", "variance"))}
+    good = {name for name in good if verdict(name, studies(0.5)) == HOLDS}
+    assert good == {"variance-K", "variance-slight", "variance-bound"}
+
+
+def test_a_slope_that_cannot_be_fitted_decides_nothing(fits: Callable[[Mapping[str, float]], None]) -> None:
+    fits({})
+    finding = judged_in("linear-speedup", studies(0.5))
+    assert finding.verdict == UNDECIDED
+    assert finding.numbers.count("cannot be fitted") == 3
+
+
+def test_the_worst_run_and_the_worst_cell_decide() -> None:
+    found = world(as_claimed) | [cell("cifar10-p1-rd0.9-seed7", Run(0.9, residual=2.0, bound=0.5))]
+    assert judged_in("lemma1-holds", found).verdict == PARTLY
+    worst = conditions(0.5) | {"conditions-y": Entry("conditions-y", {}, {"ratios": [2.0] * 3}, {})}
+    assert judged_in("rate-conditions", worst).verdict == FAILS
+
+
+def test_a_run_that_holds_nothing_back_says_nothing_of_the_bound() -> None:
+    found = world(as_claimed) | [cell("cifar10-p1-rd0.9-seed7", Run(0.9, residual=0.0))]
+    assert judged_in("lemma1-holds", found) == judged_in("lemma1-holds", found | world(as_claimed))
+
+
+def test_the_work_of_clients_with_all_classes_is_counted() -> None:
+    found = world(as_claimed)
+    for name, each in found.items():
+        if "-p10-" in name:
+            each.values["local_steps_mean"] = [200.0] * 100
+    assert "MNIST: T = 100, mK = 400 ✗" in judged_in("long-enough", found).numbers
+
+
+def test_a_finding_names_the_cells_it_is_from_and_no_others() -> None:
+    found = world(as_claimed)
+    results_ = Results(found)
+    first = BY_NAME["rd-worsens-mnist"].judge(results_)
+    second = BY_NAME["feedback-gap-iid-cifar10"].judge(results_)
+    assert first is not None and second is not None
+    assert set(first.cells) == {f"mnist-p{p}-rd{comp}-seed0" for p in NONE for comp in ("0.9", "0.99")}
+    lines = ("topk0.99", "rd0.99", "topk0.99-noef", "rd0.99-noef")
+    assert set(second.cells) == {f"cifar10-p10-{line}-seed0" for line in lines}
+    del found["mnist-p5-rd0.99-seed0"]
+    assert not [name for name in judged_in("rd-worsens-mnist", found).cells if "-p5-" in name]
