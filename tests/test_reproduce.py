@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +21,11 @@ from typer.testing import CliRunner
 
 from cfedavg import Config, InputError
 from cfedavg.cli import app
+from cfedavg.metrics import Record
 from cfedavg.reproduce import archive, experiment, studies
 from cfedavg.reproduce.archive import Damaged, Entry
 from cfedavg.reproduce.command import carry_out, open_grid
-from cfedavg.reproduce.grid import CELLS, WORK, Grid
+from cfedavg.reproduce.grid import CELLS, WORK, Grid, Watch, processor
 from cfedavg.reproduce.training import COLUMNS
 
 # --- the experiments of the package ---------------------------------------------------------------------
@@ -141,6 +144,32 @@ def test_an_experiment_like_another_is_read_beside_it(
         monkeypatch.chdir(tmp_path / folder)
         found = experiment.load(name)
         assert (found.name, found.title, found.p, len(found.lines)) == ("own", "Mine", (3,), 5)
+
+
+def test_the_nearer_wins(tmp_path: Path) -> None:
+    """A scale over the base, one's own over the model's, a line over those, and its scale over itself."""
+    text = """
+    like = "fig1-mnist"
+    p = [1]
+    [scale.smoke]
+    rounds = 7
+    clients = 6
+    [[line]]
+    name = "a"
+    label = "a"
+    rounds = 8
+    smoke.rounds = 9
+    [[line]]
+    name = "b"
+    label = "b"
+    """
+    (tmp_path / "own.toml").write_text(text)
+    cells = experiment.load(str(tmp_path / "own.toml")).cells("smoke", 1)
+    found = [
+        (cells[name]["rounds"], cells[name]["clients"]) for name in ("mnist-p1-a-seed0", "mnist-p1-b-seed0")
+    ]
+    assert found == [(9, 6), (7, 6)]
+    assert cells["mnist-p1-b-seed0"]["precision"] == "float32"  # not part of what it is, but recorded
 
 
 @pytest.mark.parametrize(
@@ -319,6 +348,26 @@ def test_pieces_come_to_the_same_as_the_whole(mine: str, tmp_path: Path) -> None
     assert values(tmp_path / "pieces") == values(tmp_path / "whole")
 
 
+def test_time_is_given_in_minutes(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by two seconds whenever somebody looks."""
+    looks = itertools.count(step=2.0)
+    monkeypatch.setattr("cfedavg.reproduce.grid.time", SimpleNamespace(monotonic=lambda: next(looks)))
+    assert not carried_out(mine, tmp_path / "five", minutes=5)[0].missing
+    assert carried_out(mine, tmp_path / "half", minutes=0.5)[0].missing
+
+
+def test_the_time_of_earlier_calls_counts(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resumed(settings: Any, work: Path, how: Any, watch: Watch) -> dict[str, Any]:
+        row = {"uplink_bytes": 1, "snr_min": None, "delta_norm2": None, "error_norm2": None, "lost": 0}
+        watch.begin([Record(row | {"seconds": 100.0, "round": 0})])
+        watch.row(Record(row | {"seconds": 20.0, "round": 1}))
+        return {"test_accuracy": [0.1, 0.2]}
+
+    monkeypatch.setattr("cfedavg.reproduce.training.measure", resumed)
+    grid, _ = carried_out(mine, tmp_path)
+    assert {entry.made["seconds"] for entry in grid.found.values()} == {120.0}
+
+
 def test_only_some_cells(mine: str, tmp_path: Path) -> None:
     grid, _ = carried_out(mine, tmp_path, only=["*-p1-*", "*-p2-none-*"])
     assert list(grid.found) == [
@@ -354,6 +403,7 @@ def test_the_beginning_of_runs(mine: str, tmp_path: Path, notes: list[str]) -> N
     assert cut == {name: column[:3] for name, column in whole.items()}
     with pytest.raises(InputError, match=r"holds the first 3 of 4 rounds, .*; add --rounds 3, or choose"):
         carried_out(mine, tmp_path / "cut", resume=True)
+    carried_out(mine, tmp_path / "whole", rounds=10)  # no longer than they are: nothing is left to do
 
 
 def write_cells(out: Path, name: str, scale: str, seeds: int = 1, **changes: Any) -> dict[str, Any]:
@@ -496,8 +546,11 @@ def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
 def test_a_small_study_in_the_grid(tmp_path: Path) -> None:
     console = quiet()
     grid = open_grid(["conditions"], "smoke", 1, tmp_path, None, 1, False, console)
-    carry_out(grid, HOW, math.inf, console)
+    carry_out(grid, HOW | {"device": "cuda"}, math.inf, console)
     assert not grid.missing
+    for entry in grid.found.values():  # it knows no other device, and its rounds are its own
+        assert entry.made["hardware"] == processor()
+        assert entry.settings["rounds"] > 1
     assert (tmp_path / "conditions.png").read_bytes().startswith(b"\x89PNG")
 
 
