@@ -364,8 +364,10 @@ def test_the_time_of_earlier_calls_counts(mine: str, tmp_path: Path, monkeypatch
         return {"test_accuracy": [0.1, 0.2]}
 
     monkeypatch.setattr("cfedavg.reproduce.training.measure", resumed)
+    monkeypatch.setitem(HOW, "precision", "bf16")
     grid, _ = carried_out(mine, tmp_path)
     assert {entry.made["seconds"] for entry in grid.found.values()} == {120.0}
+    assert {entry.settings["precision"] for entry in grid.found.values()} == {"bf16"}
 
 
 def test_only_some_cells(mine: str, tmp_path: Path) -> None:
@@ -373,6 +375,9 @@ def test_only_some_cells(mine: str, tmp_path: Path) -> None:
     assert list(grid.found) == [
         "embedded-p2-none-seed0", "embedded-p1-none-seed0", "embedded-p1-rd-seed0"
     ]  # fmt: skip
+    carried_out(mine, tmp_path, only=["*-p2-none-*"], seeds=2, resume=True)
+    rows = (tmp_path / "mine.md").read_text().splitlines()[4:]  # of all that is there, whatever was asked for
+    assert [row.split(" | ")[2] for row in rows] == ["2", "0", "1", "1"]
     with pytest.raises(InputError, match="--only: no cell is named p3; one is embedded-p2-none-seed0"):
         carried_out(mine, tmp_path, only=["p3"], resume=True)
 
