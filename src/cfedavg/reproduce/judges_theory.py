@@ -63,7 +63,7 @@ def variance_is_slight(results: Results) -> Verdict:
 
     def one(kind: str) -> Outcome:
         shares = [entry.values[kind]["extra"] / entry.values["level"] for entry in cells]
-        return yes(max(shares) <= SLIGHT), f"{100 * min(shares):.2g}% to {100 * max(shares):.2g}%"
+        return yes(max(shares) <= SLIGHT), f"{span([100 * share for share in shares])}%"
 
     return weigh(results, ((kind,) for kind in COMPRESSORS), one)
 

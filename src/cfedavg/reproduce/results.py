@@ -287,9 +287,7 @@ class Results:
         """How the seeds of a line zigzag."""
         cells = self.line(dataset, p, name)
         kept = sound(cells)
-        return Sample(
-            tuple(map(zigzag, kept)), diverged=sum(map(diverged, kept)), left_out=len(cells) - len(kept)
-        )
+        return Sample(tuple(map(zigzag, kept)), 0.0, sum(map(diverged, kept)), len(cells) - len(kept))
 
     def finals(self, dataset: str, p: int, name: str) -> Sample:
         """The final accuracies."""

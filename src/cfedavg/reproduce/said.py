@@ -22,7 +22,7 @@ _BARE = "compressors with and without error feedback, p = 10, 5, 2, 1"
 _MILD = "both compressors at comp 0.9 with error feedback, p = 10, 5, 2, 1"
 _RATES = "top-k 0.99 on MNIST with a constant rate and with 0.1/sqrt(1 + t/a), a = 1 and 25, p = 10, 2, 1"
 _EVERY = "every run of both compressors with error feedback, all data sets and p"
-_BOWL = "a problem with known constants, half of the coordinates sent; every K, m and sigma, 3 seeds"
+_BOWL = "a problem with known constants, half of the coordinates sent; every K, m and sigma"
 # What decides.
 _GROWTH = (
     "in most seeds, the mean residual of the last fifth of the rounds is more than 1.2 times that of the "
@@ -312,7 +312,7 @@ CLAIMS: tuple[Claim, ...] = (
         "The rounds to a given gradient norm fall in inverse proportion to the number of clients, with "
         "compression as without.",
         "Corollary 1, Remark 4",
-        "a problem with known constants, 1 to 64 clients, rates of Corollary 1, T above mK; one seed",
+        "a problem with known constants, 1 to 64 clients, rates of Corollary 1, T above mK",
         "speedup",
         "the slope of log T over log m is within 0.25 of -1.",
         partial(judges_theory.slopes, "speedup", _SPEEDUP, judges_theory.falls_as_inverse),
@@ -379,7 +379,7 @@ CLAIMS: tuple[Claim, ...] = (
         "The rates of the experiments satisfy what the theorems ask of them.",
         "Theorem 1 with Section 5, 1-c",
         "the largest curvature at single models (L is at least that) of the CNN, and alpha, measured with 10 "
-        "clients, p = 10 and 1, on the embedded digits; 3 seeds",
+        "clients, p = 10 and 1, on the embedded digits",
         "conditions",
         "with the paper's K and rates, no condition's value is above its limit.",
         judges_theory.rate_conditions,
