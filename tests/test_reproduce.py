@@ -24,6 +24,7 @@ from cfedavg.cli import app
 from cfedavg.metrics import Record
 from cfedavg.reproduce import archive, experiment, studies
 from cfedavg.reproduce.archive import Damaged, Entry
+from cfedavg.reproduce.claims import CLAIMS
 from cfedavg.reproduce.command import carry_out, open_grid
 from cfedavg.reproduce.grid import CELLS, WORK, Grid, Watch, processor
 from cfedavg.reproduce.training import COLUMNS
@@ -370,6 +371,31 @@ def test_the_time_of_earlier_calls_counts(mine: str, tmp_path: Path, monkeypatch
     assert {entry.settings["precision"] for entry in grid.found.values()} == {"bf16"}
 
 
+def test_a_cell_that_is_begun_is_not_gone_on_with_unasked(mine: str, tmp_path: Path) -> None:
+    grid, _ = carried_out(mine, tmp_path, minutes=1e-9)
+    assert not grid.found
+    with pytest.raises(InputError, match="holds 1 of the 4 cells, done or begun; add --resume"):
+        carried_out(mine, tmp_path)
+
+
+def test_pictures_of_what_an_interrupted_grid_has(
+    mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, calls = studies.Training.measure, itertools.count()
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(studies.Training, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        carried_out(mine, tmp_path)
+    rows = (tmp_path / "mine.md").read_text().splitlines()[4:]
+    assert [row.split(" | ")[2] for row in rows] == ["1", "1", "0", "0"]
+    assert (tmp_path / "mine.png").exists()
+
+
 def test_only_some_cells(mine: str, tmp_path: Path) -> None:
     grid, _ = carried_out(mine, tmp_path, only=["*-p1-*", "*-p2-none-*"])
     assert list(grid.found) == [
@@ -548,6 +574,13 @@ def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
     assert all(len(column) < 4 for name, column in found.items() if name != "diverged")
 
 
+def test_without_names_all_is_drawn_that_is_there(tmp_path: Path) -> None:
+    """Figures share cells."""
+    write_cells(tmp_path, "fig2-cifar10", "paper")
+    assert invoked("--draw", "--scale", "paper", "--out", str(tmp_path)).exit_code == 0
+    assert {path.stem for path in tmp_path.glob("*.png")} == {f"fig{n}-cifar10" for n in (1, 2, 3, 5)}
+
+
 def test_a_small_study_in_the_grid(tmp_path: Path) -> None:
     console = quiet()
     grid = open_grid(["conditions"], "smoke", 1, tmp_path, None, 1, False, console)
@@ -649,7 +682,8 @@ def test_claims_are_judged_from_cells(tmp_path: Path) -> None:
     words.write_text('title = "Mine"\nintro = "So it is."\n[why]\nrd-worsens-mnist = "it sends less."\n')
     found = judged(str(tmp_path / "out"), "--out", str(tmp_path / "c.md"), "--words", str(words))
     assert found.exit_code == 0, found.exception
-    assert "judged from 3 cells" in found.output
+    count = len([line for line in (tmp_path / "c.md").read_text().splitlines() if "**" in line])
+    assert f"{count} claims judged from 3 cells, {len(CLAIMS) - count} not run yet" in found.output
     text = (tmp_path / "c.md").read_text()
     assert text.startswith("# Mine\n\nSo it is.\n\n")
     (line,) = (line for line in text.splitlines() if "it sends less." in line)
@@ -716,6 +750,8 @@ def test_cells_of_another_scale_are_not_the_papers(tmp_path: Path) -> None:
     write_cells(tmp_path, "fig2-mnist", "smoke")
     assert "no cells of the scale paper" in str(judged(str(tmp_path)).exception)
     assert judged(str(tmp_path), "--scale", "smoke").exit_code == 0
+    write_cells(tmp_path, "fig2-mnist", "smoke", rounds=1000)  # longer than they should be
+    assert "no cells of the scale smoke" in str(judged(str(tmp_path), "--scale", "smoke").exception)
 
 
 def test_cells_hold_json_proper(mine: str, tmp_path: Path) -> None:
