@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from cfedavg import Config, InputError
 from cfedavg.cli import app
 from cfedavg.metrics import Record
-from cfedavg.reproduce import archive, experiment, studies
+from cfedavg.reproduce import archive, experiment, studies, training
 from cfedavg.reproduce.archive import Damaged, Entry
 from cfedavg.reproduce.claims import CLAIMS
 from cfedavg.reproduce.command import carry_out, open_grid
@@ -567,11 +567,32 @@ def test_some_cells_are_drawn(mine: str, tmp_path: Path) -> None:
 
 
 def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
-    Path(mine).write_text(MINE.replace("rounds = 4", "rounds = 4\neta_local = 1e38"))
+    """The rounds before it are kept."""
+    Path(mine).write_text(MINE.replace('"linear"', '"mlp"\neta = 1e8').replace("rounds = 4", "rounds = 9"))
+    grid, _ = carried_out(mine, tmp_path / "out", only=["*-p2-none-*"])
+    found = dict(grid.found["embedded-p2-none-seed0"].values)
+    assert "is NaN or infinite" in found.pop("diverged")
+    assert {1 < len(column) < 9 for column in found.values()} == {True}
+
+
+def test_rounds_that_are_not_evaluated_stay_empty(mine: str, tmp_path: Path) -> None:
+    Path(mine).write_text(MINE.replace("rounds = 4", "rounds = 5\neval_every = 2"))
     grid, _ = carried_out(mine, tmp_path / "out", only=["*-p2-none-*"])
     found = grid.found["embedded-p2-none-seed0"].values
-    assert "is NaN or infinite" in found["diverged"]
-    assert all(len(column) < 4 for name, column in found.items() if name != "diverged")
+    assert [each is None for each in found["test_accuracy"]] == [True, False, True, False, False]
+    assert len(found["uplink_bytes"]) == 5
+
+
+def test_a_long_cell_has_checkpoints(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a kill does not cost all of it."""
+    seen = list[int]()
+    monkeypatch.setattr(
+        "cfedavg.reproduce.training.run",
+        lambda config, **_: seen.append(config.checkpoint_every) or SimpleNamespace(rows=[]),
+    )
+    settings = {"rounds": 100, "local_steps": "1"}
+    assert training.measure(settings, tmp_path, {}, Watch(quiet(), 100, "", math.inf)) == {}
+    assert seen == [25]
 
 
 def test_without_names_all_is_drawn_that_is_there(tmp_path: Path) -> None:
