@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import runpy
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,3 +126,26 @@ def test_cells_say_how_they_were_made() -> None:
         assert entry.made.keys() == {"command", "seconds", "version", "torch", "python", "hardware"}
         assert entry.made["command"].startswith("cfedavg reproduce ")
         assert "/" not in entry.made["command"].replace("--data-dir DIR", "")
+
+
+def numbers(value: Any) -> Iterator[float | None]:
+    """All numbers in lists and tables of a small study."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from numbers(each)
+    else:
+        yield value
+
+
+LONG = ("speedup-m16-topk0.9-seed1", "variance-K4-m2-g2.5-seed0", "conditions-p1-start-seed0")
+
+
+@pytest.mark.parametrize(
+    "name", ["speedup-m64-none-seed2", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+)
+def test_cells_of_small_studies_come_out_again(name: str) -> None:
+    """To the digits that rounding on another processor leaves alone."""
+    entry = archive.read(PAPER / CELLS / f"{name}.json")
+    module = importlib.import_module(f"cfedavg.reproduce.{name.partition('-')[0]}")
+    again = module.measure(entry.settings, lambda text: None)
+    assert list(numbers(again)) == pytest.approx(list(numbers(entry.values)), rel=0.01)
