@@ -595,13 +595,6 @@ def test_a_long_cell_has_checkpoints(mine: str, tmp_path: Path, monkeypatch: pyt
     assert seen == [25]
 
 
-def test_without_names_all_is_drawn_that_is_there(tmp_path: Path) -> None:
-    """Figures share cells."""
-    write_cells(tmp_path, "fig2-cifar10", "paper")
-    assert invoked("--draw", "--scale", "paper", "--out", str(tmp_path)).exit_code == 0
-    assert {path.stem for path in tmp_path.glob("*.png")} == {f"fig{n}-cifar10" for n in (1, 2, 3, 5)}
-
-
 def test_a_small_study_in_the_grid(tmp_path: Path) -> None:
     console = quiet()
     grid = open_grid(["conditions"], "smoke", 1, tmp_path, None, 1, False, console)

@@ -59,10 +59,12 @@ class Experiment:
 
     def cells(self, scale: str, seeds: int) -> dict[str, dict[str, Any]]:
         """The settings of every cell, by name; all of the first seed come first."""
+        # Checked once for all seeds: there may be hundreds of cells.
+        plan = {self.stem(p, line): settings_of(self._config(scale, p, line)) for p, line in self.pairs()}
         return {
-            f"{self.stem(p, line)}-seed{seed}": settings_of(self._config(scale, p, line, seed))
+            f"{stem}-seed{seed}": settings | {"seed": seed}
             for seed in range(seeds)
-            for p, line in self.pairs()
+            for stem, settings in plan.items()
         }
 
     def pairs(self) -> Iterator[tuple[int | None, Line]]:
@@ -80,11 +82,11 @@ class Experiment:
         mine = [entry for name, entry in found.items() if name.rpartition("-seed")[0] == stem]
         return sorted(mine, key=lambda entry: int(entry.settings["seed"]))
 
-    def _config(self, scale: str, p: int | None, line: Line, seed: int) -> Config:
+    def _config(self, scale: str, p: int | None, line: Line) -> Config:
         made = Config.from_dict(self.base, self.name).replace(**self.scales.get(scale, {}))
         if p is not None:
             made = made.replace(classes_per_client=p)
-        return made.replace(**{**line.changes, **line.at.get(scale, {}), "seed": seed})
+        return made.replace(**{**line.changes, **line.at.get(scale, {})})
 
 
 def settings_of(config: Config) -> dict[str, Any]:
