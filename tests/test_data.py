@@ -644,7 +644,13 @@ def test_without_network_the_answer_is_quick_and_useful(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     (line,) = done.stdout.splitlines()
-    for words in ("--dataset: cifar10", "could not be downloaded", "--data-dir FOLDER", "--dataset embedded"):
+    for words in (
+        "--dataset: cifar10",
+        "could not be downloaded",
+        "--data-dir FOLDER",
+        "embedded",
+        "--scale smoke",
+    ):
         assert words in line
 
 

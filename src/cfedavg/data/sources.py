@@ -150,7 +150,7 @@ def _downloaded(repo: str, where: str) -> dict[str, list[Path]]:
         raise InputError(
             f"{where} could not be downloaded from the Hugging Face hub ({_reason(error)}): "
             "give --data-dir FOLDER with its parquet files, or run once on a machine with network, "
-            "or take --dataset embedded"
+            "or do without: --dataset embedded, or --scale smoke of `reproduce`"
         ) from None
     raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
 
