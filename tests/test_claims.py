@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -21,9 +22,11 @@ from cfedavg.theory import h
 
 VERDICTS = {HOLDS, PARTLY, FAILS, UNDECIDED, HOLDS + WHERE_RUN, FAILS + WHERE_RUN, "not run yet"}
 DATASETS = ("mnist", "fashion_mnist", "cifar10")
-STUDIES = ("speedup", "variance", "conditions")
+STUDIES = ("speedup", "bounds", "variance", "conditions")
 LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
+OTHERS = ("sign", "qsgd4", "proportional0.99")
 BY_NAME = {claim.name: claim for claim in CLAIMS}
+SMALL = ("linear", "variance", "theorem", "corollary")  # claims about the small problem
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def as_claimed(dataset: str, p: int, line: str) -> Run:
     if line in ("none", "one-step"):
         slow = line == "one-step"
         return Run(NONE[p], 200 if slow else 2, zigzag, rounds=500 if slow else 100)
-    if line in ("k50", "k5..95", "deadline"):
+    if line in ("k50", "k5..95", "deadline", *OTHERS):
         return Run(NONE[p])
     gain = 0.07 if p == 1 else 0.0
     final, pace, residual = {
@@ -129,13 +132,19 @@ BAD: dict[str, Rule] = {
 SLOPES = {"slope_none": -1.0, "slope_topk0.9": -0.9, "slope_rd0.9": -1.1, "slope_m_level": -1.0} | {
     f"slope_{name}_{kind}": slope
     for name, slope in (("K", -0.5), ("m", -1.1), ("sigma", 0.1)) for kind in ("topk", "rd")
+} | {
+    f"slope_{name}_{kind}": slope
+    for name, slope in (
+        ("rounds_theorem1", -0.7), ("rounds_theorem2", -0.7), ("rounds_theorem3", -0.7), ("m_theorem3", -0.4)
+    )
+    for kind in ("none", "topk", "rd")
 }  # fmt: skip
 
 
 def world(rule: Rule, seeds: int = 1) -> dict[str, Entry]:
     """All cells that any claim asks for."""
     lines = ["none", "one-step", *LINES, *(f"{line}-noef" for line in LINES)]
-    lines += ["k50", "k5..95", "deadline", "topk0.99-decaying1", "topk0.99-decaying25"]
+    lines += ["k50", "k5..95", "deadline", "topk0.99-decaying1", "topk0.99-decaying25", *OTHERS]
     return dict(
         cell(f"{dataset}-p{p}-{line}-seed{seed}", rule(dataset, p, line))
         for dataset in DATASETS for p in NONE for line in lines for seed in range(seeds)
@@ -151,12 +160,23 @@ def conditions(ratio: float | None) -> dict[str, Entry]:
 
 
 def studies(ratio: float | None) -> dict[str, Entry]:
-    extra = {"extra": 0.1 * (ratio or 1), "promised": 0.1, "h": 2.0}
+    extra = {"extra": 0.1 * (ratio or 1), "promised": 0.1}
     values = {"level": 1.0, "topk": extra, "rd": extra}
-    rates = {"eta_local": 0.01, "eta": 1.0, "K": 1, "rounds": 10}
-    bowl = {"L": 1.0, "sigma_L": 10.0 if ratio == 0.5 else 1.0, "sigma_G": 0.0, "m": 1}  # loud enough, or not
-    found = {f"{name}-x": Entry(f"{name}-x", rates | bowl, values, {}) for name in ("speedup", "variance")}
-    return found | conditions(ratio)
+    found = {f"{name}-x": Entry(f"{name}-x", {}, values, {}) for name in ("speedup", "variance")}
+    return found | bounds(ratio or 1) | conditions(ratio)
+
+
+def bounds(mean: float, broken: float = 0.9) -> dict[str, Entry]:
+    """A cell for each theorem and compressor; the bound is 1."""
+    return {
+        (name := f"bounds-{theorem}-{kind}"): Entry(
+            name,
+            {"theorem": theorem, "compressor": kind},
+            {"mean": mean, "bound": 1.0, "conditions": [0.1, 0.1, broken]},
+            {},
+        )
+        for theorem, kind in itertools.product((1, 2, 3), ("none", "topk(0.5)", "rd(0.5)"))
+    }
 
 
 @pytest.fixture
@@ -165,7 +185,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], Non
 
     def put(numbers: Mapping[str, float]) -> None:
         errors = {f"{key}_se": 0.05 for key in numbers}
-        for name in ("speedup", "variance"):
+        for name in ("speedup", "bounds", "variance"):
             study = SimpleNamespace(verdict_numbers=lambda found: {**numbers, **errors})
             monkeypatch.setitem(sys.modules, f"cfedavg.reproduce.{name}", study)
 
@@ -247,14 +267,17 @@ def test_one_broken_condition_of_three_is_in_part() -> None:
 
 
 def test_the_small_studies_give_what_is_asked_of_them() -> None:
-    from cfedavg.reproduce import speedup, variance
+    from cfedavg.reproduce import bounds, speedup, variance
 
     cells = speedup.cells("paper", 1)
     found = {n: Entry(n, s, {"horizon": 1000 / s["m"], "condition3": 0.5}, {}) for n, s in cells.items()}
     for n, s in variance.cells("paper", 1).items():
         added = {"extra": 0.1 / s["m"], "promised": 1.0, "h": 1.0}
         found[n] = Entry(n, s, {"level": 1 / s["m"], "topk": added, "rd": added}, {})
-    for name in ["linear-speedup", *(name for name in BY_NAME if name.startswith("variance-"))]:
+    for n, s in bounds.cells("paper", 1).items():
+        mean = 1 / math.sqrt(s["rounds"] * s["m"])
+        found[n] = Entry(n, s, {"mean": mean, "bound": 2 * mean, "conditions": [0.5] * 3}, {})
+    for name in (name for name in BY_NAME if name.startswith(SMALL)):
         finding = BY_NAME[name].judge(Results(found))
         assert finding is not None
         assert finding.verdict == HOLDS
@@ -286,7 +309,9 @@ def test_a_condition_that_is_broken_is_told(fits: Callable[[Mapping[str, float]]
     finding = BY_NAME["linear-speedup"].judge(Results(studies(0.5)))
     assert finding is not None
     assert finding.numbers.count("condition") == 1
-    assert finding.numbers.endswith("-1.10 ± 0.05 (Theorem 1's third condition: up to 34 times its limit) ✓")
+    assert finding.numbers.endswith(
+        "-1.10 ± 0.05 (the third condition on the rates: up to 34 times its limit) ✓"
+    )
 
 
 def test_what_is_missing_is_told_of_every_verdict() -> None:
@@ -352,10 +377,9 @@ def test_diverged_cells_have_failed_and_crash_nothing(
             cut = {column: values[:rounds] for column, values in entry.values.items() if rounds}
             found[name] = replace(entry, values=cut | {"diverged": "a loss is NaN"})
     judged = {claim.name: finding for claim, finding in judge_all(found)}
-    small = ("linear", "variance", "rate", "theorem")
     good = [
         name for name, finding in judged.items()
-        if finding and finding.verdict != FAILS and not name.startswith(small)
+        if finding and finding.verdict != FAILS and not name.startswith((*SMALL, "rate"))
     ]  # fmt: skip
     undecided = {name for name in good if judged[name].verdict == UNDECIDED}
     assert undecided >= {name for name, found in judged.items() if found and name.startswith("residual")}
@@ -647,9 +671,27 @@ def test_slopes(fits: Callable[[float], bool], slopes: dict[float, bool]) -> Non
 def test_which_slope_a_claim_asks_for(fits: Callable[[Mapping[str, float]], None]) -> None:
     """All of them as steep as they can be: only what must not grow is fine with that."""
     fits(dict.fromkeys(SLOPES, -2.0))
-    good = {name for name in BY_NAME if name.startswith(("linear", "variance"))}
+    good = {name for name in BY_NAME if name.startswith(("linear", "variance", "corollary"))}
     good = {name for name in good if verdict(name, studies(0.5)) == HOLDS}
-    assert good == {"variance-K", "variance-slight", "variance-bound"}
+    rates = {f"corollary{number}-rate" for number in (1, 2, 3)}
+    assert good == {"variance-K", "variance-slight", "variance-bound"} | rates
+
+
+def test_a_bound_is_held_against_the_cells_that_its_theorem_speaks_of() -> None:
+    found = bounds(0.5)
+    assert judged_in("theorem2-holds", found).numbers.count("2 times what was measured, in 1 of 1 cells") == 3
+    found["bounds-2-rd(0.5)"].values["mean"] = 1.5
+    found["bounds-2-more"] = bounds(0.5)["bounds-2-rd(0.5)"]
+    verdicts = [judged_in(f"theorem{number}-holds", found).verdict for number in (1, 2, 3)]
+    assert verdicts == [HOLDS, PARTLY, HOLDS]
+    found["bounds-2-rd(0.5)"].values["conditions"][1] = 1.01
+    finding = judged_in("theorem2-holds", found)
+    assert finding.verdict == HOLDS
+    assert "random dropping: the bound is 2 times what was measured, in 1 of 2 cells" in finding.numbers
+    finding = judged_in("theorem1-holds", bounds(0.5, broken=1.1))
+    assert finding.verdict == UNDECIDED
+    del found["bounds-1-none"]
+    assert judged_in("theorem1-holds", found).numbers.endswith("(not run: no compression)")
 
 
 def test_a_slope_that_cannot_be_fitted_decides_nothing(fits: Callable[[Mapping[str, float]], None]) -> None:

@@ -54,7 +54,7 @@ MAY_IMPORT = {
                "federation", "files", "folder", "interrupts", "keys", "layout", "local", "metrics",
                "payload", "plan", "report", "task", "tensors", "wire"},
     "reproduce": {"compress", "config", "data", "display", "errors", "files", "folder", "layout", "local",
-                  "loop", "metrics", "models", "report", "task", "theory", "units", "__init__"},
+                  "loop", "metrics", "models", "report", "schedule", "task", "theory", "units", "__init__"},
     "cli": {"compress", "config", "data", "display", "errors", "files", "flower", "inspection", "layout",
             "loop", "report", "reproduce", "sweep", "units", "__init__"},
 }  # fmt: skip

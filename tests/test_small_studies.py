@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cfedavg import Config, run
 from cfedavg.report.panels import Frame
-from cfedavg.reproduce import conditions, speedup, variance
+from cfedavg.reproduce import bounds, conditions, speedup, variance
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.problem import Bowl, Point, gradient_norm2, power_law, tilted
 
-STUDIES = (speedup, variance, conditions)
+STUDIES = (speedup, bounds, variance, conditions)
 FRAME = Frame("A title", "a subtitle", (), "a note")
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -188,11 +189,19 @@ def fake_variance(s: dict[str, Any]) -> dict[str, Any]:
     return {"level": 3 * extra / s["K"], **compressed}
 
 
+def fake_bounds(s: dict[str, Any]) -> dict[str, Any]:
+    mean = s["theorem"] / math.sqrt(s["rounds"] * s["m"]) * (1.01 if s["seed"] else 0.99)
+    third = s["m"] / 4 if s["compressor"] != "none" else 0.1
+    return {"mean": mean, "bound": 5 * mean, "conditions": [0.1, 0.1, third]}
+
+
 def fake_conditions(s: dict[str, Any]) -> dict[str, Any]:
     return {"L": 5.0, "ratios": [400.0, 50.0, None if s["at"] == "start" else 1000.0]}
 
 
-FAKES = [(speedup, fake_speedup), (variance, fake_variance), (conditions, fake_conditions)]
+FAKES = [
+    (speedup, fake_speedup), (bounds, fake_bounds), (variance, fake_variance), (conditions, fake_conditions)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("study", "fake"), FAKES)
@@ -231,6 +240,26 @@ def test_variance_verdict() -> None:
     assert least["m"] == f"{2 / (4 * 7.25):.3g}"  # where the extra variance is largest, at two clients
 
 
+def test_bounds_verdict() -> None:
+    found = entries(bounds, fake_bounds)
+    numbers = bounds.verdict_numbers(found)
+    slopes = {key: numbers[key] for key in numbers if not key.endswith(("_se", "_condition"))}
+    assert len(slopes) == 3 * 3 * 2
+    assert list(slopes.values()) == pytest.approx([-0.5] * len(slopes))
+    broken = {key: numbers[key] for key in numbers if key.endswith("_condition")}
+    named = [f"slope_m_theorem{i}_{kind}_condition" for i in (1, 2, 3) for kind in ("topk", "rd")]
+    assert broken == dict.fromkeys(named, 4.0)
+    table = {tuple(row[:3]): row[3:] for row in bounds.table(found)}
+    assert table["3", "rd(0.5)", "m"] == ["-0.50 ± 0.01", "0.0469", "0.0166", "5 to 5", "4"]
+
+
+def test_a_line_over_rounds_has_the_fewest_clients_and_one_over_clients_the_same_rounds() -> None:
+    for line in bounds.lines(entries(bounds, fake_bounds)):
+        other = {"rounds": "m", "m": "rounds"}[line.over]
+        assert len({entry.settings[other] for entry in line.entries}) == 1
+        assert len(line.entries) == 2 * 4
+
+
 def test_conditions_table_says_how_far_over() -> None:
     head, first, *_ = conditions.table(entries(conditions, fake_conditions))
     assert dict(zip(head, first, strict=True))["largest η_L"] == "0.00025"
@@ -241,6 +270,7 @@ def test_conditions_table_says_how_far_over() -> None:
     ("study", "name", "shorter"),
     [
         (speedup, "speedup-m4-topk0.9-seed0", {"first": 16, "target": 600.0}),
+        (bounds, "bounds-theorem3-rd-T256-m2-seed0", {"rounds": 160}),
         (variance, "variance-K4-m4-g2.5-seed0", {"rounds": 8}),
         (conditions, "conditions-p1-trained-seed0", {"steps": 2, "iterations": 2}),
     ],
@@ -255,3 +285,37 @@ def test_measure_twice_is_the_same(study: ModuleType, name: str, shorter: dict[s
 def test_more_clients_need_fewer_rounds() -> None:
     found = [speedup.measure(speedup.cells("smoke", 1)[f"speedup-m{m}-none-seed0"], ignore) for m in (1, 4)]
     assert found[0]["horizon"] > 2 * found[1]["horizon"]
+
+
+@pytest.mark.parametrize("theorem", [1, 2, 3])
+def test_bounds_are_of_the_rates_and_steps_that_were_run(theorem: int) -> None:
+    """What a cell says, computed again from its settings, a run of its own and the theorem as it stands."""
+    s = bounds.cells("smoke", 1)[f"bounds-theorem{theorem}-topk-T160-m2-seed0"] | {"rounds": 200}
+    K = {1: [2, 2], 2: [2, 2], 3: [1, 3]}[theorem]
+    scale = s["L"] * {1: 2 * math.sqrt(200), 2: 2 * math.sqrt(1024), 3: math.sqrt(200)}[theorem]
+    eta_L, eta = 1 / scale, math.sqrt(2 if theorem == 3 else 4)
+    task = Bowl.of(s).task()
+    config = Config(
+        rounds=200, local_steps=",".join(map(str, K)), batch_size=1, eta_local=eta_L, eta=eta,
+        compressor="topk(0.5)", update="mean" if theorem == 3 else "sum", seed=0, device="cpu", workers=1,
+        schedule="decaying(a=1024)" if theorem == 2 else "constant",
+    )  # fmt: skip
+    rows = run(config, task, draw=False).rows
+    rates = [eta_L / math.sqrt(1 + t / 1024) if theorem == 2 else eta_L for t in range(200)]
+    levels = [gradient_norm2(task.model, None).item()] + [row["test_gradient_norm2"] for row in rows[:-1]]
+    factor = float(np.mean([row["alpha"] for row in rows])) / (math.sqrt(2) - 1) ** 2
+    c = 0.5 - 15 * (eta_L * s["L"]) ** 2 * (K[0] ** 2 + K[1] ** 2) / 2
+    gap = 100 * 0.2 / 3 * (2.5**2 / 2 + 2 * (1 - math.cos(2.5)))
+    noise = (0.2**2 * factor / 2 + 0.5 + 0.1) * eta / 2 * 25
+    drift = 2.5 * 0.2**2
+    if theorem == 3:
+        first = gap / (eta * sum(rates)) + noise * eta_L * (1 / K[0] + 1 / K[1]) / 2
+        bound = first + drift * eta_L**2 * sum(k * (25 + 6 * k * 6.25) for k in K) / 2
+    else:
+        sums = [sum(rate**power for rate in rates) for power in (1, 2, 3)]
+        bound = gap / (eta * 2 * sums[0]) + noise * sums[1] / sums[0]
+        bound += drift * 2 * (25 + 12 * 6.25) * sums[2] / sums[0]
+    found = bounds.measure(s, ignore)
+    assert found["bound"] == pytest.approx(bound / c, rel=1e-4)
+    assert found["mean"] == pytest.approx(np.average(levels, weights=rates), rel=1e-4)
+    assert found["h"] == pytest.approx(factor, rel=1e-4)

@@ -30,6 +30,7 @@ from cfedavg.reproduce.results import GROWS, Missing, Results, Undecided, column
 LEVELS = (10, 5, 2, 1)  # p
 MILD, HARSH = ("topk0.9", "rd0.9"), ("topk0.99", "rd0.99")
 LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
+OTHERS = ("sign", "qsgd4", "proportional0.99")
 DECAYING = ("topk0.99-decaying1", "topk0.99-decaying25")
 BARE = {"cifar10": HARSH}  # the lines that were run without error feedback too, if not all
 SLOW = 1.5  # as fast: within this many times the rounds
@@ -268,7 +269,13 @@ def better_at_equal_uplink(dataset: str, results: Results) -> Verdict:
     return weigh(results, ((line,) for line in (*LINES, "none")), one)
 
 
-# Local steps and rates
+# Other compressors, local steps and rates
+
+
+def others_train(results: Results) -> Verdict:
+    return weigh(
+        results, itertools.product((10, 2, 1), OTHERS), partial(_trains, results, "mnist", reference="none")
+    )
 
 
 def ragged_steps(results: Results) -> Verdict:

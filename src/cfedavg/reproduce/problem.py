@@ -11,8 +11,9 @@ Beside it, what the small studies share: the fit of a power law, and the looks o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -73,11 +74,22 @@ class Bowl:
     samples: int
     seed: int
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """That of a cell, whose settings have more besides."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls)})
+
     def task(self) -> Task:
-        model = Point(torch.full((self.d,), self.start), self.L)
         clients = list(self.pulls())
         # One row of no pull: the test loss is f, and the metric needs no data.
-        return Task(model, clients, test=torch.zeros(1, self.d), loss=tilted, metric=gradient_norm2)
+        return Task(self._first(), clients, test=torch.zeros(1, self.d), loss=tilted, metric=gradient_norm2)
+
+    def gap(self) -> float:
+        """How far f falls, from the start to its minimum, which is 0."""
+        return float(self._first().height().item())
+
+    def _first(self) -> Point:
+        return Point(torch.full((self.d,), self.start), self.L)
 
     def pulls(self) -> Tensor:
         """Of each client and sample, (m, samples, d)."""

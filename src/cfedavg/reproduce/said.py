@@ -22,6 +22,10 @@ _BARE = "compressors with and without error feedback, p = 10, 5, 2, 1"
 _MILD = "both compressors at comp 0.9 with error feedback, p = 10, 5, 2, 1"
 _RATES = "top-k 0.99 on MNIST with a constant rate and with 0.1/sqrt(1 + t/a), a = 1 and 25, p = 10, 2, 1"
 _EVERY = "every run of both compressors with error feedback, all data sets and p"
+_BOUNDS = (
+    "a problem with known constants, without compression and with half of the coordinates sent, at the "
+    "corollary's rates"
+)
 _BOWL = "a problem with known constants, half of the coordinates sent; every K, m and sigma"
 # What decides.
 _GROWTH = (
@@ -83,6 +87,36 @@ def _variance(varied: str, text: str, criterion: str, fits: Callable[[float], bo
         "variance",
         f"the slope of its logarithm over that of {varied} is {criterion}.",
         partial(judges_theory.slopes, "variance", keys, fits),
+    )
+
+
+def _theorem(number: int) -> Claim:
+    what = "expected" if number == 2 else "smallest"
+    return _claim(
+        f"theorem{number}-holds",
+        f"The {what} squared gradient norm of a run is below Theorem {number}'s bound.",
+        f"Theorem {number}",
+        _BOUNDS,
+        "bounds",
+        "where the rates satisfy the theorem's conditions, the mean of |∇f|² over a run, each round in "
+        "proportion to its rate, is at most the bound with the guaranteed γ and the measured α"
+        + ("." if number == 2 else "; the smallest does not exceed the mean."),
+        partial(judges_theory.theorem_holds, number),
+    )
+
+
+def _rate(name: str, text: str, where: str, over: str, fits: Callable[[float], bool]) -> Claim:
+    keys = {kind: f"slope_{over}_{kind}" for kind in ("none", "topk", "rd")}
+    varied = "T" if over.startswith("rounds") else "m"
+    wanted = "at most -0.25" if varied == "T" else "within 0.25 of -0.5"
+    return _claim(
+        name,
+        text,
+        where,
+        f"{_BOUNDS}, at one {varied} after another",
+        "bounds",
+        f"the slope of the logarithm of the mean of |∇f|² over that of {varied} is {wanted}.",
+        partial(judges_theory.slopes, "bounds", keys, fits),
     )
 
 
@@ -278,7 +312,17 @@ CLAIMS: tuple[Claim, ...] = (
         "nowhere behind.",
         judges.better_at_equal_uplink,
     ),
-    # Local steps and rates
+    # Other compressors, local steps and rates
+    _claim(
+        "other-compressors",
+        "Other compressors that satisfy Definition 1 can be used with error feedback too, biased or not.",
+        "Remark 3",
+        "signs, QSGD with 4 levels and dropping in proportion to the magnitudes at comp 0.99, on MNIST, "
+        "p = 10, 2, 1",
+        "compressors",
+        "every line trains (see above).",
+        judges.others_train,
+    ),
     _claim(
         "ragged-steps",
         "Clients may do different numbers of local steps, and it works as well.",
@@ -317,15 +361,37 @@ CLAIMS: tuple[Claim, ...] = (
         "the slope of log T over log m is within 0.25 of -1.",
         partial(judges_theory.slopes, "speedup", _SPEEDUP, judges_theory.falls_as_inverse),
     ),
-    _claim(
-        "theorem1-holds",
-        "The smallest squared gradient norm of a run is below Theorem 1's bound.",
-        "Theorem 1",
-        _BOWL,
-        "variance",
-        "the mean of |∇f|² after the first quarter of a run, which the smallest does not exceed, is at most "
-        "the bound with the measured alpha, in every cell.",
-        judges_theory.theorem1_holds,
+    *map(_theorem, (1, 2, 3)),
+    _rate(
+        "corollary1-rate",
+        "With a constant rate of 1/sqrt(T), the squared gradient norm falls as 1/sqrt(T), with compression "
+        "as without.",
+        "Corollary 1, Remark 2",
+        "rounds_theorem1",
+        judges_theory.falls_as_root_at_least,
+    ),
+    _rate(
+        "corollary2-rate",
+        "With a rate that falls as 1/sqrt(t), the squared gradient norm falls as 1/sqrt(T), but for a "
+        "logarithm.",
+        "Corollary 2, Remark 5",
+        "rounds_theorem2",
+        judges_theory.falls_as_root_at_least,
+    ),
+    _rate(
+        "corollary3-rate",
+        "With different numbers of local steps, the squared gradient norm falls as 1/sqrt(T).",
+        "Corollary 3",
+        "rounds_theorem3",
+        judges_theory.falls_as_root_at_least,
+    ),
+    _rate(
+        "corollary3-speedup",
+        "With different numbers of local steps, the speedup is still linear, and the squared gradient norm "
+        "after as many rounds falls as 1/sqrt(m).",
+        "Corollary 3, Remark 6",
+        "m_theorem3",
+        judges_theory.falls_as_root,
     ),
     _claim(
         "variance-level",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def _measured(result: Result) -> dict[str, Any]:
 
 def mean_level(settings: Mapping[str, Any], T: int) -> tuple[float, Result]:
     """The mean of |grad f(x_t)|^2 over t < T, of a run made for T rounds."""
-    task = Bowl(**{field.name: settings[field.name] for field in fields(Bowl)}).task()
+    task = Bowl.of(settings).task()
     config = Config(
         rounds=T, schedule="corollary1", smoothness=settings["L"], local_steps=str(settings["K"]),
         batch_size=1, compressor=settings["compressor"], eval_every=max(1, T // _LOOKS),

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from cfedavg.errors import InputError
 from cfedavg.loop import Observer
 from cfedavg.report.panels import Frame
-from cfedavg.reproduce import conditions, experiment, figures, speedup, tables, training, variance
+from cfedavg.reproduce import bounds, conditions, experiment, figures, speedup, tables, training, variance
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import MACHINE, Experiment
 
@@ -111,6 +111,7 @@ class Small:
 
 SMALL = (
     Small("speedup", "Corollary 1; not plotted in the paper", speedup),
+    Small("bounds", "Theorems 1 to 3; not plotted in the paper", bounds),
     Small("variance", "Remark 2; not plotted in the paper", variance),
     Small("conditions", "Theorem 1; not plotted in the paper", conditions),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, A
 
 
 def _run(settings: Mapping[str, Any], compressor: str) -> Result:
-    task = Bowl(**{field.name: settings[field.name] for field in fields(Bowl)}).task()
+    task = Bowl.of(settings).task()
     own = {name: settings[name] for name in ("rounds", "eta_local", "eta", "seed")}
     config = Config(
         **own, local_steps=str(settings["K"]), batch_size=1, compressor=compressor, device="cpu", workers=1
