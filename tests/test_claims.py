@@ -26,7 +26,7 @@ STUDIES = ("speedup", "bounds", "variance", "conditions")
 LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
 OTHERS = ("sign", "qsgd4", "proportional0.99")
 BY_NAME = {claim.name: claim for claim in CLAIMS}
-SMALL = ("linear", "variance", "theorem", "corollary")  # claims about the small problem
+SMALL = ("linear", "variance", "theorem", "corollary", "h-")  # claims about the small problem
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ SLOPES = {"slope_none": -1.0, "slope_topk0.9": -0.9, "slope_rd0.9": -1.1, "slope
 } | {
     f"slope_{name}_{kind}": slope
     for name, slope in (
-        ("rounds_theorem1", -0.7), ("rounds_theorem2", -0.7), ("rounds_theorem3", -0.7), ("m_theorem3", -0.4)
+        ("h_theorem1", 0.2), ("rounds_theorem1", -0.7),
+        ("rounds_theorem2", -0.7), ("rounds_theorem3", -0.7), ("m_theorem3", -0.4)
     )
     for kind in ("none", "topk", "rd")
 }  # fmt: skip
@@ -276,7 +277,8 @@ def test_the_small_studies_give_what_is_asked_of_them() -> None:
         found[n] = Entry(n, s, {"level": 1 / s["m"], "topk": added, "rd": added}, {})
     for n, s in bounds.cells("paper", 1).items():
         mean = 1 / math.sqrt(s["rounds"] * s["m"])
-        found[n] = Entry(n, s, {"mean": mean, "bound": 2 * mean, "conditions": [0.5] * 3}, {})
+        h = 0.0 if s["compressor"] == "none" else 2.0
+        found[n] = Entry(n, s, {"mean": mean, "bound": 2 * mean, "h": h, "conditions": [0.5] * 3}, {})
     for name in (name for name in BY_NAME if name.startswith(SMALL)):
         finding = BY_NAME[name].judge(Results(found))
         assert finding is not None
@@ -671,10 +673,10 @@ def test_slopes(fits: Callable[[float], bool], slopes: dict[float, bool]) -> Non
 def test_which_slope_a_claim_asks_for(fits: Callable[[Mapping[str, float]], None]) -> None:
     """All of them as steep as they can be: only what must not grow is fine with that."""
     fits(dict.fromkeys(SLOPES, -2.0))
-    good = {name for name in BY_NAME if name.startswith(("linear", "variance", "corollary"))}
+    good = {name for name in BY_NAME if name.startswith(("linear", "variance", "corollary", "h-"))}
     good = {name for name in good if verdict(name, studies(0.5)) == HOLDS}
     rates = {f"corollary{number}-rate" for number in (1, 2, 3)}
-    assert good == {"variance-K", "variance-slight", "variance-bound"} | rates
+    assert good == {"variance-K", "variance-slight", "variance-bound", "h-bounded"} | rates
 
 
 def test_a_bound_is_held_against_the_cells_that_its_theorem_speaks_of() -> None:
@@ -722,6 +724,9 @@ def test_the_work_of_clients_with_all_classes_is_counted() -> None:
         if "-p10-" in name:
             each.values["local_steps_mean"] = [200.0] * 100
     assert "MNIST: T = 100, mK = 400 ✗" in judged_in("long-enough", found).numbers
+    cut = BY_NAME["long-enough"].judge(Results(found, {"mnist-p10-none-seed0": 300}))
+    assert cut is not None
+    assert "MNIST: T = 300, mK = 400 ✗" in cut.numbers
 
 
 def test_a_finding_names_the_cells_it_is_from_and_no_others() -> None:

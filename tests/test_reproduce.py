@@ -536,6 +536,13 @@ def test_cells_of_other_settings_are_left_alone(
     assert values(tmp_path) == before
 
 
+def test_where_and_how_exactly_a_cell_was_computed_does_not_matter() -> None:
+    wanted = experiment.load("fig1-mnist").cells("paper", 1)["mnist-p10-none-seed0"]
+    assert wanted["precision"] == "float32"
+    assert studies.same(wanted | {"precision": "bf16", "device": "cuda", "workers": 3}, wanted)
+    assert not studies.same(wanted | {"eta": 2.0}, wanted)
+
+
 def test_cells_of_another_scale_are_not_drawn(tmp_path: Path) -> None:
     write_cells(tmp_path, "fig1-mnist", "smoke")
     found = drawn("fig1-mnist", tmp_path)

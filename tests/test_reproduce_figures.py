@@ -244,6 +244,14 @@ def test_columns_that_were_not_kept_are_not_said_to_be_missing_runs(drawing: Dra
     assert texts(drawing(experiment, found).axes[0]) == ["nothing recorded"]
 
 
+def test_a_column_that_is_not_there_takes_no_other_with_it(drawing: Drawing) -> None:
+    experiment = at("fig1-mnist", 10)
+    found = cells(experiment)
+    for entry in found.values():
+        del entry.values["uplink_bytes"]
+    assert [len(line.get_xdata()) for line in lines(drawing(experiment, found).axes[0])] == [5] * 5
+
+
 def test_the_first_column_of_norms_may_be_missing(drawing: Drawing) -> None:
     experiment = at("fig8-mnist", 10, 1)
     figure = drawing(experiment, without(cells(experiment), "topk0.9-"))

@@ -192,7 +192,12 @@ def fake_variance(s: dict[str, Any]) -> dict[str, Any]:
 def fake_bounds(s: dict[str, Any]) -> dict[str, Any]:
     mean = s["theorem"] / math.sqrt(s["rounds"] * s["m"]) * (1.01 if s["seed"] else 0.99)
     third = s["m"] / 4 if s["compressor"] != "none" else 0.1
-    return {"mean": mean, "bound": 5 * mean, "conditions": [0.1, 0.1, third]}
+    return {
+        "mean": mean,
+        "bound": 5 * mean,
+        "h": s["m"] ** 2 * (s["compressor"] != "none"),
+        "conditions": [0.1, 0.1, third],
+    }
 
 
 def fake_conditions(s: dict[str, Any]) -> dict[str, Any]:
@@ -208,14 +213,14 @@ FAKES = [
 def test_figure_and_table_of_all_some_and_none(study: ModuleType, fake: Any) -> None:
     found = entries(study, fake)
     pictures, rows = set(), []
-    for size in (len(found), len(found) // 3, 0):
+    for size in (len(found), len(found) // 3, 1, 0):
         part = dict(list(found.items())[:size])
         picture, table = study.figure(part, FRAME), study.table(part)
         assert picture.startswith(PNG)
         assert all(len(row) == len(table[0]) for row in table)
         pictures.add(picture)
         rows.append(len(table))
-    assert len(pictures) == 3
+    assert len(pictures) == 3 + (study is not speedup)  # which has no line with one number of clients
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] == 1
 
@@ -244,8 +249,10 @@ def test_bounds_verdict() -> None:
     found = entries(bounds, fake_bounds)
     numbers = bounds.verdict_numbers(found)
     slopes = {key: numbers[key] for key in numbers if not key.endswith(("_se", "_condition"))}
-    assert len(slopes) == 3 * 3 * 2
-    assert list(slopes.values()) == pytest.approx([-0.5] * len(slopes))
+    assert list(slopes.values()) == pytest.approx(
+        [2 if key.startswith("slope_h") else -0.5 for key in slopes]
+    )
+    assert len(slopes) == 3 * (3 * 2 + 2)
     broken = {key: numbers[key] for key in numbers if key.endswith("_condition")}
     named = [f"slope_m_theorem{i}_{kind}_condition" for i in (1, 2, 3) for kind in ("topk", "rd")]
     assert broken == dict.fromkeys(named, 4.0)
@@ -319,3 +326,29 @@ def test_bounds_are_of_the_rates_and_steps_that_were_run(theorem: int) -> None:
     assert found["bound"] == pytest.approx(bound / c, rel=1e-4)
     assert found["mean"] == pytest.approx(np.average(levels, weights=rates), rel=1e-4)
     assert found["h"] == pytest.approx(factor, rel=1e-4)
+
+
+def test_variance_promises_what_the_remark_says() -> None:
+    s = variance.cells("smoke", 1)["variance-K4-m4-g2.5-seed0"] | {"rounds": 12}
+    found = variance.measure(s, ignore)
+    for name in variance.COMPRESSORS:
+        own = found[name]
+        assert own["gamma"] == 2.0
+        factor = own["alpha"] / (math.sqrt(2) - 1) ** 2
+        assert own["h"] == pytest.approx(factor, rel=1e-4)
+        assert own["promised"] == pytest.approx((0.05**2 * factor + 1) * 0.08 * 25 / 4, rel=1e-4)
+        first, second = 0.08 * 8 * 0.05 * 4, 0.08 * 4 * 0.05
+        third = 0.08 * 4 * (0.05**2 * factor + 1 + 0.05)
+        assert own["conditions"] == pytest.approx([first, second, third], rel=1e-4)
+
+
+def test_a_horizon_comes_with_what_its_last_run_was_like() -> None:
+    s = speedup.cells("smoke", 1)["speedup-m4-topk0.9-seed0"] | {"first": 16, "target": 600.0}
+    found = speedup.measure(s, ignore)
+    (T, level), (before, _) = found["tried"][-1], found["tried"][-2]
+    assert min(T, before) <= found["horizon"] <= max(T, before)
+    again, result = speedup.mean_level(s, T)
+    assert level == pytest.approx(again, rel=1e-5)
+    assert found["alpha"] == pytest.approx(np.mean([row["alpha"] for row in result.rows]), rel=1e-5)
+    ratios = [list(row["rate_conditions"].values())[2]["ratio"] for row in result.rows]
+    assert found["condition3"] == pytest.approx(np.median(ratios), rel=1e-5)

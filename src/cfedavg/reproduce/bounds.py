@@ -126,8 +126,8 @@ class Line:
             pairs = zip(self.at, self.all(key), strict=True)
             yield value, statistics.fmean(found for at, found in pairs if at == value)
 
-    def fit(self) -> Fit | None:
-        return power_law(self.at, self.all("mean"))
+    def fit(self, key: str = "mean") -> Fit | None:
+        return power_law(self.at, self.all(key))
 
     def third(self) -> float:
         """The largest value of the third condition, over its limit."""
@@ -160,14 +160,20 @@ def _along(found: Mapping[str, Entry], theorem: int, compressor: str, over: str)
 
 
 def verdict_numbers(found: Mapping[str, Entry]) -> dict[str, float]:
-    """The exponents, slope_rounds_theorem2_topk and the like, with their _se and a _condition if broken."""
+    """The exponents, slope_rounds_theorem2_topk and the like, with their _se and a _condition if broken.
+
+    slope_h_theorem1_topk is that of h over m.
+    """
     numbers: dict[str, float] = {}
     for line in lines(found):
+        name = f"theorem{line.theorem}_{line.name}"
         if fit := line.fit():
-            key = f"slope_{line.over}_theorem{line.theorem}_{line.name}"
+            key = f"slope_{line.over}_{name}"
             numbers |= {key: fit.slope, f"{key}_se": fit.se}
             if line.third() > 1:
                 numbers[f"{key}_condition"] = line.third()
+        if line.over == "m" and (fit := line.fit("h")):
+            numbers |= {f"slope_h_{name}": fit.slope, f"slope_h_{name}_se": fit.se}
     return numbers
 
 
@@ -187,6 +193,7 @@ def _row(line: Line) -> list[str]:
 
 
 _TITLES = {1: "Theorem 1: equal steps", 2: "Theorem 2: a falling rate", 3: "Theorem 3: 1 and 3 steps"}
+_GUIDE = "#CDD2D9"
 _NAMES = {"rounds": "rounds T", "m": "clients m"}
 
 
@@ -206,8 +213,7 @@ def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
 
 def _legend() -> list[tuple[str, Pen]]:
     kinds = [(compressor, Pen(COLOURS[name])) for name, compressor in COMPRESSORS.items()]
-    bounds = [(f"bound, {label}", replace(pen, dashed=True)) for label, pen in kinds]
-    return [*kinds, *bounds, ("falling as 1/√T, 1/√m", Pen(MUTED, dashed=True))]
+    return [*kinds, ("the bound of each", Pen(MUTED, dashed=True)), ("as 1/√T or 1/√m falls", Pen(_GUIDE))]
 
 
 def _draw(axes: Axes, drawn: Sequence[Line]) -> None:
@@ -217,9 +223,10 @@ def _draw(axes: Axes, drawn: Sequence[Line]) -> None:
         for key, style in (("mean", "solid"), ("bound", (0, (3.5, 1.8)))):
             axes.plot(*zip(*line.means(key), strict=True), color=colour, linewidth=1.4, linestyle=style)
     if drawn:
-        (first, level), *_, (last, _) = drawn[0].means("mean")
+        points = list(drawn[0].means("mean"))
+        (first, level), (last, _) = points[0], points[-1]
         fallen = level * math.sqrt(first / last)
-        axes.plot([first, last], [level, fallen], color=MUTED, linestyle=(0, (1, 1.5)), linewidth=1.2)
+        axes.plot([first, last], [level, fallen], color=_GUIDE, linewidth=5, zorder=1)
         axes.set_xscale("log")
         axes.set_yscale("log")
         mark(axes.xaxis, drawn[0].at)

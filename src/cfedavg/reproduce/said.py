@@ -15,6 +15,7 @@ _FEEDBACK = {"mnist": "fig6-mnist", "fashion_mnist": "fig7-fashion", "cifar10": 
 _NORMS = {"mnist": "fig8-mnist", "fashion_mnist": "fig9-fashion", "cifar10": "fig3-cifar10"}
 _BUDGET = {"mnist": "fig2-mnist", "cifar10": "fig2-cifar10"}
 _SPEEDUP = {"none": "slope_none", "topk0.9": "slope_topk0.9", "rd0.9": "slope_rd0.9"}
+_H = {"topk": "slope_h_theorem1_topk", "rd": "slope_h_theorem1_rd"}
 # What was run.
 _ALL = "both compressors at comp 0.9 and 0.99 with error feedback, p = 10, 5, 2, 1"
 _BESIDE = "top-k 0.9 and 0.99 beside no compression, p = 10, 5, 2, 1"
@@ -429,6 +430,16 @@ CLAIMS: tuple[Claim, ...] = (
         "does not depend on how different the clients' data are",
         "within 0.25 of 0",
         judges_theory.stays,
+    ),
+    _claim(
+        "h-bounded",
+        "The factor h, which the corollaries take to be bounded, does not grow with the number of clients.",
+        "Remarks 4 and 5",
+        f"{_BOUNDS}, at one m after another",
+        "bounds",
+        "the slope of the logarithm of h over that of m is at most 0.25.",
+        partial(judges_theory.slopes, "bounds", _H, judges_theory.does_not_grow),
+        asked=True,
     ),
     _claim(
         "long-enough",
