@@ -66,6 +66,7 @@ def draw(experiment: Experiment, found: Found, note: str = "") -> bytes:
 
     rows = {"curves": _curves, "budget": _budget, "norms": _norms}[experiment.draw](experiment, found)
     legend = _norms_legend if experiment.draw == "norms" else _legend
+    note = "; ".join(filter(None, [note, _left_out(experiment, found)]))
     frame = Frame(experiment.title, _subtitle(experiment, found), legend(experiment, found), note)
     return draw_grid(rows, frame, share_y=experiment.draw == "norms")
 
@@ -74,14 +75,22 @@ def _curves(experiment: Experiment, found: Found) -> list[list[Cell]]:
     """A row for each p, a column for each number."""
     return [
         [_all_lines(experiment, found, p, key, "rounds") for key in experiment.columns]
-        for p in experiment.p
-    ]  # fmt: skip
+        for p in _shares(experiment, found)
+    ]
 
 
 def _budget(experiment: Experiment, found: Found) -> list[list[Cell]]:
     """What a client has sent, in the paper's unit and beside it in bytes."""
     units = ("model_sizes_sent", "client_bytes")
-    return [[_all_lines(experiment, found, p, _ACCURACY, x) for x in units] for p in experiment.p]
+    return [
+        [_all_lines(experiment, found, p, _ACCURACY, x) for x in units] for p in _shares(experiment, found)
+    ]
+
+
+def _shares(experiment: Experiment, found: Found) -> Sequence[int | None]:
+    """Each p of which something has been run; all of them before anything is."""
+    run = [p for p in experiment.p if any(experiment.entries(found, p, line) for line in experiment.lines)]
+    return run or experiment.p
 
 
 def _all_lines(experiment: Experiment, found: Found, p: int | None, key: str, x: str) -> Cell:
@@ -96,17 +105,24 @@ def _all_lines(experiment: Experiment, found: Found, p: int | None, key: str, x:
 
 def _norms(experiment: Experiment, found: Found) -> list[list[Cell]]:
     """A column for each line; the squared norms of the paper's captions above those of its text."""
+    lines = _lines(experiment, found)
     return [
-        [_all_shares(experiment, found, place, square) for place in range(len(experiment.lines))]
+        [_all_shares(experiment, found, line, square, line == lines[0]) for line in lines]
         for square in ("2", "")
     ]
 
 
-def _all_shares(experiment: Experiment, found: Found, place: int, square: str) -> Cell:
+def _lines(experiment: Experiment, found: Found) -> Sequence[Line]:
+    """Each line of which something has been run; all of them before anything is."""
+    run = [line for line in experiment.lines if any(experiment.entries(found, p, line) for p in experiment.p)]
+    return run or experiment.lines
+
+
+def _all_shares(experiment: Experiment, found: Found, line: Line, square: str, first: bool) -> Cell:
     """The norms of one line at every p."""
-    line = experiment.lines[place]
-    title = f"({ascii_lowercase[place % 26]}) {line.label}".replace(", ", "\n") if square else ""
-    side = "" if place else "squared norms" if square else "norms"
+    letter = ascii_lowercase[experiment.lines.index(line) % 26]
+    title = f"({letter}) {line.label}".replace(", ", "\n") if square else ""
+    side = "" if not first else "squared norms" if square else "norms"
     series = (Series(f"delta_norm{square}", ""), Series(f"error_norm{square}", "", dashed=True))
     pens = [((p, line), _share_pen(experiment, p)) for p in experiment.p]
     return _cell(experiment, found, Panel("norms", title, series, "", log=True, side=side), pens)
@@ -148,20 +164,11 @@ def _special(experiment: Experiment, line: Line) -> dict[str, Any]:
 
 
 def _legend(experiment: Experiment, found: Found) -> list[tuple[str, Pen]]:
-    """The lines of which something has been run."""
-    return [
-        (line.label, pen_of(experiment, line))
-        for line in experiment.lines
-        if any(experiment.entries(found, p, line) for p in experiment.p)
-    ]
+    return [(line.label, pen_of(experiment, line)) for line in _lines(experiment, found)]
 
 
 def _norms_legend(experiment: Experiment, found: Found) -> list[tuple[str, Pen]]:
-    shares = [
-        (f"p = {p}", _share_pen(experiment, p))
-        for p in experiment.p
-        if p is not None and any(experiment.entries(found, p, line) for line in experiment.lines)
-    ]
+    shares = [(f"p = {p}", _share_pen(experiment, p)) for p in _shares(experiment, found) if p is not None]
     kinds = [("updates ‖g‖", Pen(PLAIN)), ("residuals ‖e‖", Pen(PLAIN, dashed=True))]
     return [*shares, *kinds]
 
@@ -178,6 +185,17 @@ def _subtitle(experiment: Experiment, found: Found) -> str:
     crosses = any(map(diverged, itertools.chain.from_iterable(entries)))
     seeds = _seeds(map(len, entries))
     return " · ".join(filter(None, [experiment.paper, seeds, "× where a seed diverged" if crosses else ""]))
+
+
+def _left_out(experiment: Experiment, found: Found) -> str:
+    """What has no panel, since nothing of it has been run."""
+    if experiment.draw == "norms":
+        shown = _lines(experiment, found)
+        names = [line.label for line in experiment.lines if line not in shown]
+    else:
+        shares = _shares(experiment, found)
+        names = [f"p = {p}" for p in experiment.p if p not in shares]
+    return f"not run yet: {'; '.join(names)}" if names else ""
 
 
 def _seeds(counts: Iterable[int]) -> str:
