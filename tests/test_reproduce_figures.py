@@ -229,7 +229,8 @@ def test_a_part_of_the_grid_is_drawn_as_far_as_it_goes(drawing: Drawing) -> None
     figure = drawing(experiment, found)
     assert [len(lines(axes)) for axes in figure.axes] == [4, 4, 3, 3]
     assert [axes.get_title("left") for axes in figure.axes] == ["p = 10"] * 2 + ["p = 5"] * 2
-    assert figure.texts[-1].get_text() == "not run yet: p = 2; p = 1"
+    missing = "p = 2; p = 1; top-k, comp = 0.99; random dropping, comp = 0.9 at p = 5"
+    assert figure.texts[-1].get_text() == f"not run yet: {missing}"
     assert "top-k, comp = 0.99" not in legend(figure)
     assert "random dropping, comp = 0.9" in legend(figure)
     assert [bool(axes.get_xlabel()) for axes in figure.axes] == [False, False, True, True]

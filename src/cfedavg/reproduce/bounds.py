@@ -2,7 +2,9 @@
 
 Each cell runs a problem with known constants at a corollary's rates, and takes the mean over its rounds of
 |grad f(x_t)|^2, each in proportion to its rate: what the proofs bound, and for Theorem 2 the expectation of
-|grad f(z)|^2. The minimum, of which Theorems 1 and 3 speak, does not exceed it.
+|grad f(z)|^2. The minimum, of which Theorems 1 and 3 speak, does not exceed it. The bounds are the smallest
+that the theorems allow: with the largest c, the best epsilon in h, and for sigma_G the clients' root mean
+square, where Assumption 3 has their largest.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from matplotlib.axes import Axes
 from cfedavg import Config, run
 from cfedavg.compress import parse
 from cfedavg.layout import Layout
+from cfedavg.metrics import Record, finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
 from cfedavg.report.grid import framed
 from cfedavg.report.panels import Frame
 from cfedavg.report.pens import Pen
 from cfedavg.reproduce.archive import Entry, rounded
+from cfedavg.reproduce.cases import satisfied
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 from cfedavg.schedule import Steps, resolve_rates
 from cfedavg.theory import Problem, h, rate_conditions, theorem1, theorem2, theorem3
 
-TITLE = "The theorems' bounds and the corollaries' rates, over rounds and clients"
+TITLE = "The theorems' bounds and the corollaries' rates"
 
 COMPRESSORS = {"none": "none", "topk": "topk(0.5)", "rd": "rd(0.5)"}
 # The rates of each theorem's corollary, and the local steps of even and of odd clients. With a of Corollary 2
@@ -36,27 +40,42 @@ COMPRESSORS = {"none": "none", "topk": "topk(0.5)", "rd": "rd(0.5)"}
 _RATES = {1: "corollary1", 2: "corollary2(a=1024)", 3: "corollary3(k_min=1)"}
 _STEPS = {1: [2, 2], 2: [2, 2], 3: [1, 3]}
 # L is where the third condition leaves most room.
-_FIXED = {"L": 0.2, "sigma_L": 5.0, "sigma_G": 2.5, "start": 2.5, "d": 100, "samples": 64}
-# The numbers of rounds, with as few clients as the first below; their numbers, with the second of these.
+_FIXED = {"L": 0.2, "sigma_L": 5.0, "start": 2.5, "d": 100, "samples": 64}
+_SIGMA_G = 2.5
+# One varies at a time; else there are as many rounds as the second, and as few clients as the first of these.
 _OVER: dict[str, dict[str, Sequence[int]]] = {
-    "smoke": {"rounds": (160, 256, 384), "m": (2, 4)},
-    "small": {"rounds": (512, 1024, 2048), "m": (2, 4, 8)},
-    "paper": {"rounds": (1024, 2048, 4096, 8192), "m": (2, 4, 8, 16)},
+    "smoke": {"rounds": (160, 256, 384), "m": (2, 4), "K": (2, 4)},
+    "small": {"rounds": (512, 1024, 2048), "m": (2, 4, 8), "K": (1, 2, 4)},
+    "paper": {"rounds": (1024, 2048, 4096, 8192), "m": (2, 4, 8, 16), "K": (1, 2, 4, 8)},
 }
+_WINDOW = 32  # rounds
 
 
 def cells(scale: str, seeds: int) -> dict[str, dict[str, Any]]:
-    """A cell for each theorem and compressor, and each point over the rounds and over the clients."""
-    over = _OVER[scale]
-    points = [(T, over["m"][0]) for T in over["rounds"]] + [(over["rounds"][1], m) for m in over["m"][1:]]
+    """A cell for each theorem, compressor and point of a line."""
     return {
-        f"bounds-theorem{theorem}-{name}-T{T}-m{m}-seed{seed}": {
-            **_FIXED, "theorem": theorem, "schedule": _RATES[theorem], "K": _STEPS[theorem],
-            "compressor": compressor, "rounds": T, "m": m, "seed": seed,
+        f"bounds-theorem{theorem}-{name}-{_named(point)}-seed{seed}": {
+            **_FIXED, "theorem": theorem, "schedule": _RATES[theorem], "compressor": compressor, **point,
+            "seed": seed,
         }
         for seed in range(seeds) for theorem in _RATES for name, compressor in COMPRESSORS.items()
-        for T, m in points
+        for point in _points(theorem, _OVER[scale])
     }  # fmt: skip
+
+
+def _points(theorem: int, over: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """Over the rounds and the clients; of Theorem 1 also over K, and over the clients with like data."""
+    base = {"rounds": over["rounds"][1], "m": over["m"][0], "K": _STEPS[theorem], "sigma_G": _SIGMA_G}
+    for name in ("rounds", "m"):
+        yield from ({**base, name: value} for value in over[name])
+    if theorem == 1:
+        yield from ({**base, "K": [K, K]} for K in over["K"])
+        yield from ({**base, "m": m, "sigma_G": 0.0} for m in over["m"])
+
+
+def _named(point: Mapping[str, Any]) -> str:
+    steps = "-".join(map(str, dict.fromkeys(point["K"])))
+    return f"T{point['rounds']}-m{point['m']}-K{steps}-g{point['sigma_G']:g}"
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
@@ -67,17 +86,30 @@ def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, A
     eta_L = [rates.eta_local(t) for t in range(len(rows))]
     levels = [task.metric(task.model, None).item(), *(row[METRIC] for row in rows[:-1])]
     mean = math.fsum(map(math.prod, zip(eta_L, levels, strict=True))) / math.fsum(eta_L)
-    gamma = parse(settings["compressor"]).gamma(Layout.of(task.model))
-    alphas = [row["alpha"] for row in rows]
+    gamma, alphas = parse(settings["compressor"]).gamma(Layout.of(task.model)), _alphas(rows)
     factor = statistics.fmean(h(gamma, alpha) for alpha in alphas)
-    found = {"mean": mean, "bound": _bound(settings, rates.eta, eta_L, factor)}
-    say(f"the mean of |grad f|^2 is {mean:.4g}, its bound {found['bound']:.4g}")
+    bound = _bound(settings, rates.eta, eta_L, factor)
+    say(f"the mean of |grad f|^2 is {mean:.4g}, its bound {bound:.4g}")
     K, L = max(_steps(settings)), settings["L"]
-    conditions = rate_conditions(eta_L[0], rates.eta, K, L, gamma, max(alphas), rates.update)
-    found |= {"alpha": statistics.fmean(alphas), "h": factor}
-    return {name: rounded(value) for name, value in found.items()} | {
-        "conditions": [rounded(each.value / each.limit) for each in conditions]
+    conditions = (
+        rate_conditions(rate, rates.eta, K, L, gamma, alpha, rates.update)
+        for rate, alpha in zip(eta_L[::_WINDOW], alphas, strict=True)
+    )
+    worst = [max(each.value / each.limit for each in of_all) for of_all in zip(*conditions, strict=True)]
+    found = {"mean": mean, "bound": bound, "alpha": statistics.fmean(alphas), "h": factor}
+    return {name: rounded(finite(value)) for name, value in found.items()} | {
+        "conditions": [rounded(finite(ratio)) for ratio in worst]
     }
+
+
+def _alphas(rows: Sequence[Record]) -> list[float]:
+    """The ratio of expectations that alpha is, as that of sums over some rounds: one round's is all noise."""
+    found = []
+    for start in range(0, len(rows), _WINDOW):
+        part = rows[start : start + _WINDOW]
+        common = math.fsum(row["delta_norm2"] / row["alpha"] for row in part)
+        found.append(math.fsum(row["delta_norm2"] for row in part) / common)
+    return found
 
 
 def _config(settings: Mapping[str, Any]) -> Config:
@@ -106,7 +138,7 @@ def _bound(settings: Mapping[str, Any], eta: float, eta_L: Sequence[float], fact
 
 @dataclass(frozen=True)
 class Line:
-    """The cells of one theorem and compressor that differ in the rounds, or in the clients, alone."""
+    """The cells of one theorem and compressor that differ in one quantity alone."""
 
     theorem: int
     name: str
@@ -115,23 +147,35 @@ class Line:
 
     @property
     def at(self) -> list[int]:
-        return [entry.settings[self.over] for entry in self.entries]
+        if self.over == "K":
+            return [entry.settings["K"][0] for entry in self.entries]
+        return [entry.settings[self.over.removesuffix(_IID)] for entry in self.entries]
 
     def all(self, key: str) -> list[float]:
         return [entry.values[key] for entry in self.entries]
 
-    def means(self, key: str) -> Iterator[tuple[int, float]]:
-        """Over the seeds."""
-        for value in sorted(set(self.at)):
-            pairs = zip(self.at, self.all(key), strict=True)
-            yield value, statistics.fmean(found for at, found in pairs if at == value)
+    def points(self, key: str) -> tuple[list[int], list[float]]:
+        """What is varied, and beside it the means over the seeds."""
+        found: dict[int, list[float]] = {}
+        for at, value in zip(self.at, self.all(key), strict=True):
+            found.setdefault(at, []).append(value)
+        return sorted(found), [statistics.fmean(found[at]) for at in sorted(found)]
 
     def fit(self, key: str = "mean") -> Fit | None:
         return power_law(self.at, self.all(key))
 
     def third(self) -> float:
         """The largest value of the third condition, over its limit."""
-        return max(float(entry.values["conditions"][2]) for entry in self.entries)
+        ratios = [entry.values["conditions"][2] for entry in self.entries]
+        return math.inf if None in ratios else max(ratios)
+
+    def within(self) -> Line:
+        """Those cells whose rates satisfy the conditions."""
+        return replace(self, entries=[e for e in self.entries if satisfied(e.values["conditions"])])
+
+
+_IID = ", IID"
+_KEYS = {"rounds": "rounds", "m": "m", "K": "K", f"m{_IID}": "m_iid"}
 
 
 def lines(found: Mapping[str, Entry]) -> list[Line]:
@@ -140,23 +184,28 @@ def lines(found: Mapping[str, Entry]) -> list[Line]:
         Line(theorem, name, over, _along(found, theorem, COMPRESSORS[name], over))
         for theorem in _RATES
         for name in COMPRESSORS
-        for over in ("rounds", "m")
+        for over in (_KEYS if theorem == 1 else ("rounds", "m"))
     ]
     return [line for line in made if line.entries]
 
 
 def _along(found: Mapping[str, Entry], theorem: int, compressor: str, over: str) -> list[Entry]:
-    """Over the rounds, those with the fewest clients; over the clients, those with the same rounds."""
+    """What is not varied is as usual: the fewest clients, and the rounds that more of them have too."""
+    kind = theorem, compressor, 0.0 if over.endswith(_IID) else _SIGMA_G
     own = [
         e
         for e in found.values()
-        if (e.settings["theorem"], e.settings["compressor"]) == (theorem, compressor)
+        if (e.settings["theorem"], e.settings["compressor"], e.settings["sigma_G"]) == kind
     ]
     fewest = min((e.settings["m"] for e in own), default=0)
-    if over == "rounds":
-        return [e for e in own if e.settings["m"] == fewest]
     shared = {e.settings["rounds"] for e in own if e.settings["m"] != fewest}
-    return [e for e in own if e.settings["rounds"] in shared]
+    varied = over.removesuffix(_IID)
+
+    def as_usual(s: Mapping[str, Any]) -> bool:
+        usual = {"rounds": s["rounds"] in shared, "m": s["m"] == fewest, "K": s["K"] == _STEPS[theorem]}
+        return all(usual[name] for name in usual if name != varied)
+
+    return [entry for entry in own if as_usual(entry.settings)]
 
 
 def verdict_numbers(found: Mapping[str, Entry]) -> dict[str, float]:
@@ -168,7 +217,7 @@ def verdict_numbers(found: Mapping[str, Entry]) -> dict[str, float]:
     for line in lines(found):
         name = f"theorem{line.theorem}_{line.name}"
         if fit := line.fit():
-            key = f"slope_{line.over}_{name}"
+            key = f"slope_{_KEYS[line.over]}_{name}"
             numbers |= {key: fit.slope, f"{key}_se": fit.se}
             if line.third() > 1:
                 numbers[f"{key}_condition"] = line.third()
@@ -180,53 +229,62 @@ def verdict_numbers(found: Mapping[str, Entry]) -> dict[str, float]:
 def table(found: Mapping[str, Entry]) -> list[list[str]]:
     """A row for each line; -1/2 is what 1/sqrt(mKT) comes to."""
     head = ["theorem", "compressor", "over", "exponent", "mean ‖∇f‖² from", "to", "the bound over it"]
-    head += ["condition 3, at most times its limit"]
-    return [head, *map(_row, lines(found))]
+    return [[*head, "condition 3 over its limit, at most"], *map(_row, lines(found))]
 
 
 def _row(line: Line) -> list[str]:
-    means = [mean for _, mean in line.means("mean")]
+    _, means = line.points("mean")
     ratios = [b / a for a, b in zip(line.all("mean"), line.all("bound"), strict=True)]
-    names = [str(line.theorem), COMPRESSORS[line.name], {"rounds": "T", "m": "m"}[line.over]]
+    names = [str(line.theorem), COMPRESSORS[line.name], line.over.replace("rounds", "T")]
     ends = [f"{means[0]:.3g}", f"{means[-1]:.3g}", f"{min(ratios):.3g} to {max(ratios):.3g}"]
     return [*names, str(line.fit() or ""), *ends, f"{line.third():.3g}"]
 
 
-_TITLES = {1: "Theorem 1: equal steps", 2: "Theorem 2: a falling rate", 3: "Theorem 3: 1 and 3 steps"}
+# Two rows: a theorem, what is varied, the title of the column.
+_PANELS = (
+    (
+        (1, "rounds", "Theorem 1"),
+        (2, "rounds", "Theorem 2"),
+        (3, "rounds", "Theorem 3"),
+        (1, "K", "Theorem 1"),
+    ),
+    ((1, "m", ""), (2, "m", ""), (3, "m", ""), (1, f"m{_IID}", "")),
+)
+_NAMES = {"rounds": "rounds T", "m": "clients m", "K": "local steps K", f"m{_IID}": "clients m, IID"}
 _GUIDE = "#CDD2D9"
-_NAMES = {"rounds": "rounds T", "m": "clients m"}
+_WIDTHS = {"none": 1.0, "topk": 2.0, "rd": 2.6}
 
 
 def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
-    """A column for each theorem: over the rounds, and below over the clients."""
-    drawing = framed(5.2, replace(frame, legend=_legend()))
-    places = drawing.subplots(2, len(_RATES), sharey=True)
+    """A column for each theorem, over rounds and clients, and one more of Theorem 1: over K, and IID."""
+    drawing = framed(5.0, replace(frame, legend=_legend()))
+    places = drawing.subplots(2, 4, sharey=True)
     drawn = lines(found)
-    for row, over in zip(places, _NAMES, strict=True):
-        for axes, theorem in zip(row, _RATES, strict=True):
-            own = [line for line in drawn if (line.theorem, line.over) == (theorem, over)]
-            _draw(axes, own)
-            title, side = (_TITLES[theorem] if over == "rounds" else ""), theorem == 1
-            finish_axes(axes, title, _NAMES[over], "mean ‖∇f‖², and its bound" if side else "")
+    for row, panels in zip(places, _PANELS, strict=True):
+        for axes, (theorem, over, title) in zip(row, panels, strict=True):
+            _draw(axes, [line for line in drawn if (line.theorem, line.over) == (theorem, over)])
+            side = "mean ‖∇f‖², and its bound" if axes is row[0] else ""
+            finish_axes(axes, title, _NAMES[over], side)
     return as_png(drawing)
 
 
 def _legend() -> list[tuple[str, Pen]]:
     kinds = [(compressor, Pen(COLOURS[name])) for name, compressor in COMPRESSORS.items()]
-    return [*kinds, ("the bound of each", Pen(MUTED, dashed=True)), ("as 1/√T or 1/√m falls", Pen(_GUIDE))]
+    bound = ("the bound, pale where the rates break a condition", Pen(MUTED, dashed=True))
+    return [*kinds, bound, ("falling as 1/√(mKT)", Pen(_GUIDE))]
 
 
 def _draw(axes: Axes, drawn: Sequence[Line]) -> None:
-    for line in drawn:
-        colour = COLOURS[line.name]
-        axes.plot(line.at, line.all("mean"), "o", color=colour, markersize=3, alpha=0.6, markeredgewidth=0)
-        for key, style in (("mean", "solid"), ("bound", (0, (3.5, 1.8)))):
-            axes.plot(*zip(*line.means(key), strict=True), color=colour, linewidth=1.4, linestyle=style)
+    """No compression comes last and is the thinnest, since the others lie where it does."""
+    for line in reversed(drawn):
+        colour, width = COLOURS[line.name], _WIDTHS[line.name]
+        axes.plot(*line.points("mean"), color=colour, linewidth=width, marker="o", markersize=width + 1.5)
+        for part, alpha in ((line, 0.35), (line.within(), 1.0)):
+            dashes = (0, (3.5, 1.8))
+            axes.plot(*part.points("bound"), color=colour, linewidth=width, linestyle=dashes, alpha=alpha)
     if drawn:
-        points = list(drawn[0].means("mean"))
-        (first, level), (last, _) = points[0], points[-1]
-        fallen = level * math.sqrt(first / last)
-        axes.plot([first, last], [level, fallen], color=_GUIDE, linewidth=5, zorder=1)
+        x, y = drawn[0].points("mean")
+        axes.plot(x, [y[0] * math.sqrt(x[0] / at) for at in x], color=_GUIDE, linewidth=7, zorder=1)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        mark(axes.xaxis, drawn[0].at)
+        mark(axes.xaxis, x)

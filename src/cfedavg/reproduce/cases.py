@@ -138,6 +138,15 @@ def yes(condition: bool) -> int:
     return 1 if condition else -1
 
 
+def satisfied(conditions: Iterable[float | None]) -> bool:
+    """Whether those on the rates are, each given as value over limit, null for infinite.
+
+    >>> satisfied([0.2, 1.0, 0.5]), satisfied([0.2, None]), satisfied([1.1])
+    (True, False, False)
+    """
+    return all(ratio is not None and ratio <= 1 for ratio in conditions)
+
+
 def larger(factor: float) -> int:
     """Much larger is twice; anything smaller speaks against it."""
     return 1 if factor >= 2 else 0 if factor >= 1 else -1

@@ -188,13 +188,15 @@ def _subtitle(experiment: Experiment, found: Found) -> str:
 
 
 def _left_out(experiment: Experiment, found: Found) -> str:
-    """What has no panel, since nothing of it has been run."""
-    if experiment.draw == "norms":
-        shown = _lines(experiment, found)
-        names = [line.label for line in experiment.lines if line not in shown]
-    else:
-        shares = _shares(experiment, found)
-        names = [f"p = {p}" for p in experiment.p if p not in shares]
+    """What has not been run: each p and each line of which there is nothing, and what is missing besides."""
+    shares, lines = _shares(experiment, found), _lines(experiment, found)
+    names = [f"p = {p}" for p in experiment.p if p not in shares]
+    names += [line.label for line in experiment.lines if line not in lines]
+    names += [
+        f"{line.label} at p = {p}"
+        for p, line in itertools.product(shares, lines)
+        if found and not experiment.entries(found, p, line)
+    ]
     return f"not run yet: {'; '.join(names)}" if names else ""
 
 

@@ -47,10 +47,17 @@ def converges(dataset: str, results: Results) -> Verdict:
 
 
 def _trains(results: Results, dataset: str, p: int, line: str, reference: str) -> Outcome:
-    """Whether no seed diverges and the accuracy rises, to above the bar."""
+    """Whether no seed diverges and the accuracy rises, to above the bar; if early, all the better."""
     ends, start = results.finals(dataset, p, line), results.sample(dataset, p, line, seen.first)
-    failed = ends.diverged or ends.mean <= start.mean
-    return -1 if failed else seen.above(ends, results.bar(dataset, p, reference)), percent(ends)
+    if ends.diverged:
+        return -1, percent(ends)
+    trains = -1 if ends.mean <= start.mean else seen.above(ends, results.bar(dataset, p, reference))
+    return trains if trains == 1 else _if_whole(results, dataset, p, line, trains), percent(ends)
+
+
+def _if_whole(results: Results, dataset: str, p: int, line: str, outcome: int | None) -> int | None:
+    """What comes out at the end cannot be told from runs that were broken off."""
+    return None if results.is_cut(dataset, p, line) else outcome
 
 
 def as_good(dataset: str, results: Results) -> Verdict:
@@ -103,7 +110,8 @@ def rd_fails(dataset: str, results: Results) -> Verdict:
     def one(p: int) -> Outcome:
         ends, bar = results.finals(dataset, p, "rd0.99"), results.bar(dataset, p)
         trains = seen.above(ends, bar)
-        return trains and -trains, f"{percent(ends)}, training begins at {100 * bar:.2f}"
+        fails = -1 if trains == 1 else _if_whole(results, dataset, p, "rd0.99", trains and -trains)
+        return fails, f"{percent(ends)}, training begins at {100 * bar:.2f}"
 
     return weigh(results, [(1,)], one)
 
@@ -172,7 +180,7 @@ def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
 def bounded(dataset: str, results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
         grows, text = _growth(results, dataset, p, line)
-        return yes(not grows), text
+        return _if_whole(results, dataset, p, line, yes(not grows)), text
 
     return weigh(results, itertools.product(LEVELS, MILD), one)
 
@@ -221,7 +229,7 @@ def keeps_growing(lines: Iterable[str], dataset: str, results: Results) -> Verdi
 
     def one(p: int, line: str) -> Outcome:
         grows, text = _growth(results, dataset, p, line)
-        return yes(grows), text
+        return _if_whole(results, dataset, p, line, yes(grows)), text
 
     verdict, numbers = weigh(results, itertools.product(LEVELS, lines := tuple(lines)), one)
     others = _growing(dataset, results, [line for line in LINES if line not in lines])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from cfedavg.reproduce import results as seen
@@ -17,6 +17,7 @@ from cfedavg.reproduce.cases import (
     Outcome,
     Verdict,
     number,
+    satisfied,
     span,
     weigh,
     yes,
@@ -25,7 +26,7 @@ from cfedavg.reproduce.judges import LEVELS, LINES
 from cfedavg.reproduce.results import Missing, Results, Undecided, column
 from cfedavg.theory import h
 
-NEAR = 0.25  # slopes no further apart than this are the same
+NEAR = 0.25  # slopes no further apart than this are the same; of -1/2, this part of it
 SLIGHT = 0.1  # of the variance that is there without compression
 USEFUL = 10  # times what it bounds
 
@@ -52,11 +53,8 @@ def falls_as_inverse(slope: float) -> bool:
 
 
 def falls_as_root(slope: float) -> bool:
-    return abs(slope + 0.5) <= NEAR
-
-
-def falls_as_root_at_least(slope: float) -> bool:
-    return slope <= NEAR - 0.5
+    """As -1/2, or faster: the theory bounds from above."""
+    return slope <= -0.5 * (1 - NEAR)
 
 
 def does_not_grow(slope: float) -> bool:
@@ -98,18 +96,13 @@ def theorem_holds(theorem: int, results: Results) -> Verdict:
         cells = [entry.values for entry in own if entry.settings["compressor"].startswith(kind)]
         if not cells:
             raise Missing
-        ratios = [each["bound"] / each["mean"] for each in cells if _satisfied(each["conditions"])]
+        ratios = [each["bound"] / each["mean"] for each in cells if satisfied(each["conditions"])]
         if not ratios:
             raise Undecided("no rates satisfy the conditions")
         text = f"the bound is {span(ratios)} times what was measured, in {len(ratios)} of {len(cells)} cells"
         return yes(min(ratios) >= 1), text
 
     return weigh(results, ((kind,) for kind in ("none", *COMPRESSORS)), one)
-
-
-def _satisfied(ratios: Sequence[float | None]) -> bool:
-    """Whether the conditions on the rates are, each a value over its limit, null for infinite."""
-    return all(ratio is not None and ratio <= 1 for ratio in ratios)
 
 
 def lemma_holds(results: Results) -> Verdict:

@@ -270,6 +270,13 @@ class Results:
         self.shown |= dict.fromkeys(entry.name for entry in cells)
         return cells
 
+    def is_cut(self, dataset: str, p: int, name: str) -> bool:
+        """Whether a line has runs of fewer rounds than they should have."""
+        return any(
+            entry.settings["rounds"] < self.planned.get(entry.name, 0)
+            for entry in self.line(dataset, p, name)
+        )
+
     def study(self, name: str) -> dict[str, Entry]:
         """The cells of one of the small studies; Missing if there is none."""
         cells = {n: entry for n, entry in self.found.items() if n.startswith(f"{name}-")}
