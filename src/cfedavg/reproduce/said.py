@@ -110,7 +110,8 @@ def _theorem(number: int) -> Claim:
 
 def _rate(name: str, text: str, where: str, theorem: int, over: str) -> Claim:
     keys = {kind: f"slope_{over}_theorem{theorem}_{kind}" for kind in ("none", "topk", "rd")}
-    varied, alike = over[0].replace("r", "T"), ", with clients whose data are alike" * over.endswith("_iid")
+    varied = {"rounds": "T", "m_iid": "m"}.get(over, over)
+    alike = ", with clients whose data are alike" if over == "m_iid" else ""
     return _claim(
         name,
         text,
