@@ -137,7 +137,10 @@ def numbers(value: Any) -> Iterator[float | None]:
         yield value
 
 
-LONG = ("speedup-m16-topk0.9-seed1", "variance-K4-m2-g2.5-seed0", "conditions-p1-start-seed0")
+LONG = (
+    "speedup-m16-topk0.9-seed1", "bounds-theorem3-rd-T1024-m2-K1-3-g2.5-seed0", "variance-K4-m2-g2.5-seed0",
+    "conditions-p1-start-seed0",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
