@@ -481,6 +481,18 @@ def test_proportional_draws_with_its_probabilities() -> None:
     assert ((share - q).abs() <= math.sqrt(math.log(2 * D / FAILURE) / (2 * DRAWS))).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@given(st.integers(0, 5), st.integers(1, 300), st.floats(0, 0.999), st.integers(0, 2**62))
+def test_compiled_dropping_is_the_readable_one(
+    dtype: torch.dtype, n: int, d: int, comp: float, seed: int
+) -> None:
+    p = torch.randn(n, d, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    words, layout, rd = torch.arange(n) + seed, Layout.flat(d), RandomDropping(comp)
+    fast, slow = rd.select(p, words, layout), Selector.select(rd, p, words, layout)
+    for one, other in zip(fast[:3], slow[:3], strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("spec", ["rd(0.5)", "proportional(0.5)", "qsgd(2)"])
 def test_another_key_is_another_draw(spec: str) -> None:
     p = vector("gaussian")

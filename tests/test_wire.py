@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from cfedavg import Layout, decode, encode, keys, parse
 from cfedavg.compress import EXAMPLES
+from cfedavg.draws import draw, drawn
 from cfedavg.payload import Floats, Payload
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.explain import entropy_bound
-from cfedavg.wire.mask import draw
 from tests.test_payload import assert_same
 
 FLAT = Layout.flat(2000)
@@ -100,11 +100,21 @@ def test_a_header_says_who_sends_what() -> None:
 
 @pytest.mark.parametrize("key", [0, -1, 1234567890123456789, -(2**63)])
 def test_the_mask_is_that_of_the_keys(key: int) -> None:
-    """Compiled for the wire, and written for NumPy and torch: the same coordinates."""
-    expected = np.flatnonzero(keys.bits53(key, np.arange(5000)) < 2**53 // 7)
-    indices = np.empty(5000, np.int64)
-    assert draw(key, 2**53 // 7, 5000, indices) == len(expected)
-    np.testing.assert_array_equal(indices[: len(expected)], expected)
+    """Compiled, and written for NumPy and torch: the same coordinates."""
+    for keep in (0, 1, 2**53 // 7, 2**53 - 1, 2**53):
+        expected = np.flatnonzero(keys.bits53(key, np.arange(5000)) < keep)
+        indices = np.empty(5000, np.int64)
+        assert draw(key, keep, 5000, indices) == len(expected)
+        np.testing.assert_array_equal(indices[: len(expected)], expected)
+        np.testing.assert_array_equal(drawn(key, keep, 5000), expected)
+
+
+def test_a_mask_that_is_larger_than_expected() -> None:
+    """Of two coordinates at 1%, both: once in ten thousand keys."""
+    keep = 2**53 // 100
+    lucky = [key for key in range(20_000) if all(keys.bits53(key, np.arange(2)) < keep)]
+    assert lucky
+    assert [drawn(key, keep, 2).tolist() for key in lucky] == [[0, 1]] * len(lucky)
 
 
 def test_random_dropping_sends_no_indices() -> None:

@@ -21,6 +21,7 @@ from cfedavg.compress.stages import (
     row_sums,
     unit_of,
 )
+from cfedavg.draws import drawn
 from cfedavg.errors import InputError, NotFinite
 from cfedavg.layout import Layout
 from cfedavg.payload import Mask
@@ -119,9 +120,8 @@ class TopK(Selector):
         return max(1, round((1 - self.comp) * d))
 
     def _by_radix(self, p: Tensor) -> bool:
-        """Whether `largest` does the work, which needs NumPy's arrays; torch's own selection else."""
-        on_cpu = p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64)
-        return on_cpu and self.comp is not None and len(p) > 0
+        """Whether `largest` does the work; torch's own selection else."""
+        return self.comp is not None and _as_arrays(p)
 
     def check(self, p: Tensor) -> None:
         if not self._by_radix(p):
@@ -130,14 +130,10 @@ class TopK(Selector):
     def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
         if not self._by_radix(p):
             return super().select(p, keys, layout)
-        rows = p.detach().contiguous().numpy()
-        found = [self._largest(row, layout) for row in rows]
+        found = [self._largest(row, layout) for row in p.detach().contiguous().numpy()]
         if bad := [i for i, (_, finite) in enumerate(found) if not finite]:
             raise NotFinite(bad)
-        offsets = np.cumsum([0, *(len(indices) for indices, _ in found)])
-        values = _joined([row[indices] for row, (indices, _) in zip(rows, found, strict=True)])
-        indices = _joined([indices for indices, _ in found])
-        return Selection(torch.from_numpy(offsets), torch.from_numpy(indices), torch.from_numpy(values))
+        return _picked(p, [indices for indices, _ in found])
 
     def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
         """What `keep` keeps of one vector on the CPU, as indices; and whether the vector is finite."""
@@ -195,8 +191,12 @@ class RandomDropping(Selector):
         check_comp(self.comp)
 
     def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
-        offsets, indices, values, _ = super().select(p, keys, layout)
-        return Selection(offsets, indices, values, Mask(keys, self._keep_53()))
+        keep = self._keep_53()
+        if _as_arrays(p):
+            found = _picked(p, [drawn(key, keep, p.shape[1]) for key in keys.tolist()])
+        else:
+            found = super().select(p, keys, layout)
+        return found._replace(mask=Mask(keys, keep))
 
     def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
         keep: Tensor = keyed.bits53(keys[:, None], _arange(p)) < self._keep_53()
@@ -262,6 +262,19 @@ class Proportional(Selector):
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else INFINITE
+
+
+def _as_arrays(p: Tensor) -> bool:
+    """Whether compiled code can do the work, which needs NumPy's arrays."""
+    return p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and len(p) > 0
+
+
+def _picked(p: Tensor, found: list[np.ndarray]) -> Selection:
+    """Each row's values at the indices found for it."""
+    rows = p.detach().contiguous().numpy()
+    offsets = torch.from_numpy(np.cumsum([0, *map(len, found)]))
+    values = _joined([row[indices] for row, indices in zip(rows, found, strict=True)])
+    return Selection(offsets, torch.from_numpy(_joined(found)), torch.from_numpy(values))
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -11,6 +11,22 @@ MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
+def drawn(key: int, keep: int, d: int) -> np.ndarray:
+    """The coordinates j < d for which bits53(key, j) < keep, increasing.
+
+    >>> drawn(0, 2**52, 10)
+    array([1, 2, 4, 5, 6, 8])
+    """
+    mean = d * keep / 2**53
+    room = int(mean + 6 * np.sqrt(mean)) + 1  # nearly always enough
+    indices = np.empty(room, np.int64)
+    n = draw(key, keep, d, indices)
+    if n > room:
+        indices = np.empty(n, np.int64)
+        draw(key, keep, d, indices)
+    return indices[:n]
+
+
 @kernel
 def draw(key: Int, keep: Int, d: Int, indices: np.ndarray) -> Int:
     """Fills `indices` with the coordinates j < d for which bits53(key, j) < keep; how many there are."""
