@@ -39,6 +39,7 @@ from cfedavg.compress import (
     parse,
     values_of,
 )
+from cfedavg.compress.quantisers import Blocks
 from cfedavg.compress.stages import prefix_sums, row_sums
 from cfedavg.errors import InputError, NotFinite
 from cfedavg.keys import Purpose
@@ -479,6 +480,20 @@ def test_proportional_draws_with_its_probabilities() -> None:
     share = torch.bincount(payload.indices, minlength=D) / DRAWS
     # Hoeffding for each of D coordinates.
     assert ((share - q).abs() <= math.sqrt(math.log(2 * D / FAILURE) / (2 * DRAWS))).all()
+
+
+@given(st.integers(1, 4), st.integers(1, 40), st.integers(0, 20), st.integers(0, 2**62))
+def test_blocks_of_clients_with_as_many_values_are_those_of_any(
+    n: int, k: int, block: int, seed: int
+) -> None:
+    """The matrix without indices is the one with them."""
+    fast, slow = (Blocks(torch.arange(n + 1) * k, block) for _ in range(2))
+    assert fast.each == k
+    slow.each = None
+    words, values = torch.arange(n) + seed, torch.arange(1.0, n * k + 1)
+    assert torch.equal(fast.pack(values), slow.pack(values))
+    assert torch.equal(fast.spread(torch.arange(fast.total)), slow.spread(torch.arange(slow.total)))
+    assert torch.equal(fast.draws(words), slow.draws(words))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -89,7 +89,7 @@ def values_of(payload: Payload) -> Tensor:
     values = payload.values
     if isinstance(values, Levels):
         grid = Blocks(payload.offsets, values.block)
-        scaled: Tensor = values.levels.float() * values.scales[grid.of_value]
+        scaled: Tensor = values.levels.float() * grid.spread(values.scales)
         # Next to the largest float32 a level may round past it; the largest is then closer than Inf.
         top = torch.finfo(torch.float32).max
         return scaled.clamp(-top, top)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cfedavg import keys as keyed
 from cfedavg.compress.stages import Stage, check_block, client_of_value, offsets_of, row_sums, unit_of
@@ -85,7 +86,7 @@ class IntBlocks(Quantiser):
     def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
         grid = Blocks(offsets, self.block)
         scales = _single(grid.pack(values.double()).abs().amax(-1) / self.top)
-        steps = values.double() / scales.double()[grid.of_value]
+        steps = values.double() / grid.spread(scales.double())
         levels = steps.nan_to_num(0.0).round().clamp(-self.top, self.top)
         return Levels(levels.to(torch.int8), scales, self.block, self.top)
 
@@ -102,7 +103,7 @@ class Sign(Quantiser):
 
     def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
         grid = Blocks(offsets, 0)
-        scales = row_sums(grid.pack(values.double().abs())) / grid.sizes
+        scales = row_sums(grid.pack(values.double().abs())) / grid.counts[grid.counts > 0]
         levels = torch.where(values < 0, -1, 1).to(torch.int8)
         return Levels(levels, _single(scales), 0, 1)
 
@@ -132,9 +133,8 @@ class QSGD(Quantiser):
         grid = Blocks(offsets, self.block)
         packed = grid.pack(values.double().abs())
         norm = packed.amax(-1) * row_sums(unit_of(packed).square()).sqrt()
-        ratio = (self.s * values.double().abs() / norm[grid.of_value]).nan_to_num(0.0).clamp(max=self.s)
-        draws = keyed.bits53(keys[grid.client], grid.position).double() / 2.0**53
-        levels = (ratio + draws).floor().clamp(max=self.s)
+        ratio = (self.s * values.double().abs() / grid.spread(norm)).nan_to_num(0.0).clamp(max=self.s)
+        levels = (ratio + grid.draws(keys)).floor().clamp(max=self.s)
         fraction = ratio - ratio.floor()
         beta_s2 = self.s**2 + row_sums(grid.pack(fraction * (1 - fraction)))
         levels = torch.where(values < 0, -levels, levels)
@@ -153,26 +153,53 @@ def _single(values: Tensor) -> Tensor:
 
 
 class Blocks:
-    """The blocks of a ragged row of values: `of_value` maps a value to its block, `pack` makes a matrix."""
+    """The blocks of each client's values, which lie in one row, client after client.
+
+    Where all clients have as many, as without a selector, the row is a matrix and needs no indices.
+    """
 
     def __init__(self, offsets: Tensor, block: int) -> None:
-        counts = offsets[1:] - offsets[:-1]
-        most = max(1, int(counts.max()) if len(counts) else 1)
-        width = min(block, most) if block else most
-        per_client = (counts + width - 1) // width
-        self.width, self.total = width, int(per_client.sum())
-        self.client = client_of_value(offsets)
-        self.position = torch.arange(len(self.client), device=offsets.device) - offsets[self.client]
-        self.of_value = offsets_of(per_client)[self.client] + self.position // width
-        self.cell = self.of_value * width + self.position % width
-
-    @property
-    def sizes(self) -> Tensor:
-        """The number of values in each block."""
-        return torch.bincount(self.of_value, minlength=self.total)
+        self.offsets, self.counts = offsets, offsets[1:] - offsets[:-1]
+        least, most = torch.stack(torch.aminmax(self.counts)).tolist() if len(self.counts) else (0, 1)
+        most = max(1, most)
+        self.width = min(block, most) if block else most
+        self.per_client = (self.counts + self.width - 1) // self.width
+        self.total = int(self.per_client.sum())
+        self.each = most if least == most else None  # values of a client, where all have as many
 
     def pack(self, values: Tensor) -> Tensor:
         """(blocks, width), zeros where a block is not full."""
+        if self.each is not None:
+            rows = values.view(-1, self.each)
+            return nn.functional.pad(rows, (0, -self.each % self.width)).view(self.total, self.width)
         matrix = values.new_zeros(self.total * self.width)
-        matrix[self.cell] = values
+        matrix[self._of_value * self.width + self._position % self.width] = values
         return matrix.view(self.total, self.width)
+
+    def spread(self, of_block: Tensor) -> Tensor:
+        """A number of each block, for each of its values."""
+        if self.each is not None:
+            rows = of_block.view(len(self.counts), -1).repeat_interleave(self.width, 1)
+            return rows[:, : self.each].reshape(-1)
+        return of_block[self._of_value]
+
+    def draws(self, keys: Tensor) -> Tensor:
+        """Keyed draws in [0, 1), one for each value."""
+        if self.each is not None:
+            drawn = keyed.bits53(keys[:, None], torch.arange(self.each, device=keys.device)).view(-1)
+        else:
+            drawn = keyed.bits53(keys[self._client], self._position)
+        numbers: Tensor = drawn.double() / 2.0**53
+        return numbers
+
+    @cached_property
+    def _client(self) -> Tensor:
+        return client_of_value(self.offsets)
+
+    @cached_property
+    def _position(self) -> Tensor:
+        return torch.arange(len(self._client), device=self.offsets.device) - self.offsets[self._client]
+
+    @cached_property
+    def _of_value(self) -> Tensor:
+        return offsets_of(self.per_client)[self._client] + self._position // self.width
