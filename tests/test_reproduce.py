@@ -186,7 +186,7 @@ def test_an_experiment_is_checked_before_it_is_put_on_another(text: str, words: 
 def test_an_unknown_experiment_lists_those_that_exist() -> None:
     for name in ("fig99", "../fig1-mnist"):
         with pytest.raises(
-            InputError, match=r"no experiment .*; there are compressors, fig1-cifar10, fig1-mnist.*speedup"
+            InputError, match=r"no experiment .*; there are fig1-cifar10, fig1-mnist.*speedup"
         ):
             studies.find(name)
     with pytest.raises(InputError, match=r"cannot read the experiment nowhere\.toml \(No such file"):
@@ -648,7 +648,7 @@ def test_without_a_name_all_are_listed() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["fig99"], "there is no experiment 'fig99'; there are compressors, fig1-cifar10"),
+        (["fig99"], "there is no experiment 'fig99'; there are fig1-cifar10"),
         (["fig1-mnist", "--scale", "huge"], "--scale is 'huge': it must be smoke or small or paper"),
         (["fig1-mnist", "--scale", "paper", "--data-dir", "nowhere"], "--data-dir: nowhere is not a folder"),
         (["fig1-mnist", "--precision", "int8"], "--precision is 'int8'"),

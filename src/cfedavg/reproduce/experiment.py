@@ -97,8 +97,9 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """The experiments that come with the package."""
-    return sorted(path.stem for path in _folder().iterdir() if path.name.endswith(".toml"))
+    """The experiments that come with the package, the paper's figures first."""
+    found = [path.stem for path in _folder().iterdir() if path.name.endswith(".toml")]
+    return sorted(found, key=lambda name: (not name.startswith("fig"), name))
 
 
 def load(name: str) -> Experiment:
