@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "local": {"keys", "layout", "task"},
     "evaluate": {"local", "metrics", "task"},
     "plan": {"compress", "config", "errors", "keys", "layout", "schedule", "task"},
-    "tensors": {"files"},
+    "tensors": {"files", "kernel"},
     "residuals": {"errors", "files", "keys", "tensors"},
     "state": {"errors", "residuals", "tensors"},
     "models": {"errors", "keys", "spec"},

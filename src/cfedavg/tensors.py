@@ -10,28 +10,56 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cfedavg.files import replacing
+from cfedavg.kernel import kernel
 
 
 def norm2(v: Tensor) -> float:
     """|v|^2, summed in float64."""
+    if v.device.type == "cpu" and v.dtype in (torch.float32, torch.float64):
+        return float(_squares(v.detach().reshape(-1).numpy()))
     return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
 
 
 def norms2(vectors: Iterable[Tensor]) -> list[float]:
-    """|v|^2 of each, waiting for the device once."""
+    """|v|^2 of each, waiting for a GPU once."""
+    vectors = list(vectors)
+    if not any(v.is_cuda for v in vectors):
+        return list(map(norm2, vectors))
     norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in vectors]
-    return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
+    return [norm**2 for norm in torch.stack(norms).tolist()]
 
 
 def rows_norms2(block: Tensor) -> list[float]:
     """|v|^2 of each row of a block."""
+    if not block.is_cuda:
+        return list(map(norm2, block))
     return [norm**2 for norm in torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64).tolist()]
+
+
+@kernel
+def _squares(v: np.ndarray) -> float:
+    """The sum of squares: eight sums side by side, for speed, and so alike with any number of threads."""
+    a = b = c = d = e = f = g = h = 0.0
+    end = len(v) // 8 * 8
+    for i in range(0, end, 8):
+        a += np.float64(v[i]) * np.float64(v[i])
+        b += np.float64(v[i + 1]) * np.float64(v[i + 1])
+        c += np.float64(v[i + 2]) * np.float64(v[i + 2])
+        d += np.float64(v[i + 3]) * np.float64(v[i + 3])
+        e += np.float64(v[i + 4]) * np.float64(v[i + 4])
+        f += np.float64(v[i + 5]) * np.float64(v[i + 5])
+        g += np.float64(v[i + 6]) * np.float64(v[i + 6])
+        h += np.float64(v[i + 7]) * np.float64(v[i + 7])
+    for i in range(end, len(v)):
+        a += np.float64(v[i]) * np.float64(v[i])
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
 def save_tensors(
