@@ -12,10 +12,15 @@ os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"}
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from cfedavg import Task
 from cfedavg.cli import main
+
+# No test is timed: a first call may compile a kernel.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 class Point(nn.Module):

@@ -108,7 +108,7 @@ def taken(timetable: Timetable, turns: Iterator[Turn], length: int) -> list[list
 
 
 @given(timetables(), st.integers(1, 5), st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_every_client_goes_through_its_own_batches(timetable: Timetable, length: int, together: bool) -> None:
     turns = timetable.together() if together else timetable.apart()
     found = taken(timetable, turns, length)

@@ -108,7 +108,7 @@ TABLE = SELECT + QUANTISE + PAIRS
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.spec)
 every_quantiser = pytest.mark.parametrize("spec", [row.spec for row in QUANTISE])
-QUIET = settings(max_examples=120, deadline=None, derandomize=True, database=None)
+QUIET = settings(max_examples=120, derandomize=True, database=None)
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SUBNORMAL = 2.0**-149  # the smallest float32

@@ -59,7 +59,7 @@ def same(a: Partition, b: Partition) -> bool:
 # --- p classes per client
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(class_sizes, class_sizes, st.integers(0, 400), st.integers(0, 7), seeds)
 def test_by_classes_keeps_its_laws(
     sizes: list[int], test_sizes: list[int], m: int, p: int, seed: int
@@ -89,7 +89,7 @@ def test_by_classes_keeps_its_laws(
         assert set(test[part].tolist()) <= set(np.flatnonzero(row).tolist())
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 200), st.integers(1, 10), seeds)
 def test_mnist_sizes_follow_the_formula(m: int, p: int, seed: int) -> None:
     train, test = labels_of(MNIST), labels_of(MNIST_TEST)
@@ -151,7 +151,7 @@ def test_by_classes_says_what_to_change() -> None:
 # --- Dirichlet and random shares
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     class_sizes,
     st.integers(0, 400),
@@ -205,7 +205,7 @@ def test_the_test_set_has_the_shares_of_the_train_set() -> None:
     assert np.abs(parts.counts(train, 4) / 5 - counts).max() <= 1.2
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(1, 300), st.integers(0, 100), st.integers(0, 400), seeds)
 def test_iid_deals_everything_evenly(n: int, n_test: int, m: int, seed: int) -> None:
     m = 1 + m % n

@@ -28,7 +28,7 @@ GOLDEN = {
 FAILURE = 1e-9  # how likely a right generator fails one of the statistical tests below
 INT64 = st.integers(-(2**63), 2**63 - 1)
 INT64S = arrays(np.int64, st.integers(1, 20), elements=INT64)
-QUIET = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+QUIET = settings(max_examples=100, derandomize=True, database=None)
 
 
 def words(array: np.ndarray) -> list[int]:

@@ -29,7 +29,7 @@ def vectors(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 
 @given(vectors())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_vector(drawn: tuple[np.ndarray, int]) -> None:
     values, k = drawn
     indices, finite = largest(values, k)

@@ -238,7 +238,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=4
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_set(shapes: tuple[tuple[int, ...], ...], data: st.DataObject) -> None:
     layout = Layout(("t",) * len(shapes), shapes, ("float32",) * len(shapes))
     sent = st.dictionaries(st.integers(0, layout.d - 1), BF16) if layout.d else st.just({})
@@ -251,7 +251,7 @@ def test_any_set(shapes: tuple[tuple[int, ...], ...], data: st.DataObject) -> No
     st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.floats(0, 3), st.floats(0, 3),
     st.floats(0, 0.9), st.integers(0, 2**32 - 1),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_uneven_set(r: int, c: int, g: int, rows: float, columns: float, share: float, seed: int) -> None:
     """Sets that crowd in rows and columns, with bit patterns of all kinds."""
     layout = Layout(("t", "b"), ((r, c, g), (r,)), ("float32",) * 2)

@@ -36,7 +36,7 @@ from tests.disk import Disk, Killed
 from tests.test_loop import Stop, rows_without_time
 
 run = partial(run_and_draw, draw=False)
-QUIET = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+QUIET = settings(max_examples=60, derandomize=True, database=None)
 FAILURE = 1e-9  # how likely right code fails a statistical test below
 
 LIKE = torch.zeros(5)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cfedavg.errors import InputError
 from cfedavg.spec import Range, build, load, parse_call
 
-QUIET = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+QUIET = settings(max_examples=300, derandomize=True, database=None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cfedavg.tensors import norm2, norms2, rows_norms2
@@ -15,7 +15,6 @@ NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@settings(deadline=None)  # the first call compiles
 @given(st.lists(NUMBERS, max_size=40))
 def test_norm_is_the_sum_of_squares(dtype: torch.dtype, numbers: list[float]) -> None:
     v = torch.tensor(numbers, dtype=dtype)
@@ -23,7 +22,6 @@ def test_norm_is_the_sum_of_squares(dtype: torch.dtype, numbers: list[float]) ->
     assert norm2(v) == pytest.approx(exact, rel=1e-14)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(0, 30), st.integers(0, 99))
 def test_rows_and_lists_have_the_norms_of_their_vectors(n: int, d: int, seed: int) -> None:
     """To the bit, so that engines agree; also where the numbers do not lie side by side."""

@@ -71,7 +71,7 @@ def sets(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
 
 
 @given(sets())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_set_of_any_layout(drawn: tuple[Layout, np.ndarray]) -> None:
     layout, indices = drawn
     values = Floats(np.arange(len(indices)).astype(np.int16), "bf16")
