@@ -740,6 +740,7 @@ def test_the_work_of_clients_with_all_classes_is_counted() -> None:
     cut = BY_NAME["long-enough"].judge(Results(found, {"mnist-p10-none-seed0": 300}))
     assert cut is not None
     assert "MNIST: T = 300, mK = 400 ✗" in cut.numbers
+    assert cut.verdict == FAILS  # and says nothing of the rounds that were run
 
 
 def test_a_finding_names_the_cells_it_is_from_and_no_others() -> None:

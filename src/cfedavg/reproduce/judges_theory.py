@@ -160,11 +160,10 @@ def _bound(entry: Entry) -> float:
 
 
 def long_enough(results: Results) -> Verdict:
-    """T beside mK, for the first line of each data set; T is the paper's, even if fewer rounds were run."""
+    """T beside mK, for the first line of each data set; T is the paper's, however many rounds were run."""
 
     def one(dataset: str) -> Outcome:
-        entry = results.line(dataset, 10, "none")[0]
-        rounds = results.planned.get(entry.name, entry.settings["rounds"])
+        entry, rounds = results.plan(dataset, 10, "none")
         work = entry.settings["clients"] * seen.mean(column(entry, "local_steps_mean"))
         return yes(rounds >= work), f"T = {rounds}, mK = {number(work, '.0f')}"
 

@@ -248,13 +248,14 @@ class Results:
     def __init__(self, found: Mapping[str, Entry], planned: Mapping[str, int] | None = None) -> None:
         self.found, self.planned = found, planned or {}
         self.shown: dict[str, None] = {}
+        self._by_plan: set[str] = set()  # cells of which only the plan was asked
 
     def cut(self) -> str:
         """What a verdict from the beginnings of runs has to say of them."""
         runs = [
             (self.found[name].settings["rounds"], self.planned[name])
             for name in self.shown
-            if name in self.planned
+            if name in self.planned and name not in self._by_plan
         ]
         short = sorted({pair for pair in runs if pair[0] < pair[1]})
         part = "in part " if any(done == whole for done, whole in runs) else ""
@@ -269,6 +270,12 @@ class Results:
             raise Missing
         self.shown |= dict.fromkeys(entry.name for entry in cells)
         return cells
+
+    def plan(self, dataset: str, p: int, name: str) -> tuple[Entry, int]:
+        """The first cell of a line, and the rounds that it should have, whether they were run or not."""
+        cells = self.line(dataset, p, name)
+        self._by_plan |= {entry.name for entry in cells}
+        return cells[0], self.planned.get(cells[0].name, cells[0].settings["rounds"])
 
     def is_cut(self, dataset: str, p: int, name: str) -> bool:
         """Whether a line has runs of fewer rounds than they should have."""
