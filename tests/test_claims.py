@@ -252,6 +252,16 @@ def test_zigzag_that_grows_only_from_end_to_end_holds_in_part() -> None:
     assert verdict("zigzag-grows-mnist", found) == PARTLY
 
 
+def test_seeds_that_zigzag_by_very_different_factors_decide_nothing() -> None:
+    """Not even whether the curve is rougher with one class than with ten, nor smoother with compression."""
+    found = world(as_claimed, seeds=3)
+    assert verdict("smoother-mnist", found) == verdict("zigzag-grows-mnist", found) == HOLDS
+    for seed, zigzag in enumerate((0.12, 0.03, 0.0003)):
+        found |= [cell(f"mnist-p1-none-seed{seed}", Run(0.95, zigzag=zigzag))]
+    assert judged_in("smoother-mnist", found).numbers.count("?") == len(LINES)
+    assert verdict("smoother-mnist", found) == verdict("zigzag-grows-mnist", found) == UNDECIDED
+
+
 def test_a_flat_line_that_does_not_train_is_no_smooth_one() -> None:
     found = world(altered(as_claimed, final=0.1, zigzag=0.0))
     assert verdict("smoother-mnist", found) == UNDECIDED

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cfedavg.reproduce.results import Missing, Results, Sample, Undecided
+from cfedavg.reproduce.results import Missing, Results, Sample, Undecided, typical
 
 HOLDS, PARTLY, FAILS, UNDECIDED = "holds", "holds in part", "does not hold", "undecided"
 WHERE_RUN = " where it was run"
@@ -161,9 +161,22 @@ def percent(sample: Sample) -> str:
     ('30.00 ± 28.28 (1 of 2 diverged)', '99.12 (2 of 3 diverged)')
     """
     spread = f" ± {100 * sample.std:.2f}" if len(sample.values) > 1 else ""
+    return number(100 * sample.mean, ".2f") + spread + _lost(sample)
+
+
+def points(zigzags: Sample) -> str:
+    """
+    >>> points(Sample((0.01, 0.04))), points(Sample((0.01,), left_out=1))
+    ('2.00 (1.00 to 4.00)', '1.00 (1 of 2 diverged)')
+    """
+    low, high = (number(100 * end(zigzags.values), ".2f") for end in (min, max))
+    spread = f" ({low} to {high})" if len(zigzags.values) > 1 else ""
+    return number(100 * typical(zigzags), ".2f") + spread + _lost(zigzags)
+
+
+def _lost(sample: Sample) -> str:
     lost, seeds = sample.diverged + sample.left_out, len(sample.values) + sample.left_out
-    note = f" ({lost} of {seeds} diverged)" if lost else ""
-    return number(100 * sample.mean, ".2f") + spread + note
+    return f" ({lost} of {seeds} diverged)" if lost else ""
 
 
 def number(value: float, form: str = ".3g") -> str:

@@ -14,12 +14,14 @@ from cfedavg.reproduce.cases import (
     FAILS,
     HOLDS,
     PARTLY,
+    UNDECIDED,
     Outcome,
     Verdict,
     against,
     larger,
     number,
     percent,
+    points,
     spelt,
     weigh,
     where_run,
@@ -122,10 +124,10 @@ def zigzag_grows(dataset: str, results: Results) -> Verdict:
     for p in (5, 2):
         with suppress(Missing):
             size[p] = results.zigzags(dataset, p, "none")
-    means = [size[p].mean for p in LEVELS if p in size]
-    falls = any(seen.rougher(a, b) > 0 for a, b in itertools.pairwise(means))
-    verdict = FAILS if seen.rougher(means[-1], means[0]) < 1 else PARTLY if falls else HOLDS
-    numbers = "; ".join(f"p={p}: {percent(size[p])}" for p in LEVELS if p in size)
+    falls = any(seen.rougher(a, b) == 1 for a, b in itertools.pairwise(size[p] for p in LEVELS if p in size))
+    grows = seen.rougher(size[1], size[10])
+    verdict = (PARTLY if falls else HOLDS) if grows == 1 else UNDECIDED if grows is None else FAILS
+    numbers = "; ".join(f"p={p}: {points(size[p])}" for p in LEVELS if p in size)
     return where_run(verdict, numbers, [f"p={p}" for p in LEVELS if p not in size])
 
 
@@ -135,8 +137,8 @@ def smoother(dataset: str, results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
         a, b = (results.zigzags(dataset, p, name) for name in (line, "none"))
         if results.finals(dataset, p, line).mean < results.bar(dataset, p):
-            return None, f"{percent(a)} (does not train)"
-        return seen.rougher(b.mean, a.mean), against(a, b)
+            return None, f"{points(a)} (does not train)"
+        return seen.rougher(b, a), f"{points(a)} against {points(b)}"
 
     return weigh(results, itertools.product([1], LINES), one)
 

@@ -18,6 +18,7 @@ CLOSE = 0.005  # half a point of accuracy
 LAST = 5  # rounds that make up the final accuracy
 TAIL = 20  # rounds at the end that say how a curve zigzags and how large the residuals are
 ROUGHER = 1.6  # times: by less, deviations of 20 rounds each may differ by chance (two standard errors)
+STEADY = 1e-6  # no zigzag is less: a hundredth of an image of ten thousand
 GROWS = 1.2  # a residual that keeps growing is this much larger at the end than in the middle
 SLACK = 1.05  # a hundredth of the coordinates, rounded and sent 100 times, is not exactly one model
 
@@ -71,15 +72,6 @@ def zigzag(entry: Entry) -> float:
         return 0.0
     slope, start = statistics.linear_regression(range(len(seen)), seen)
     return math.sqrt(math.fsum((y - start - slope * x) ** 2 for x, y in enumerate(seen)) / (len(seen) - 2))
-
-
-def rougher(a: float, b: float) -> int:
-    """Whether one zigzag is larger than another (1), smaller (-1), or neither.
-
-    >>> rougher(2.0, 1.0), rougher(1.5, 1.0), rougher(0.0, math.inf)
-    (1, 0, -1)
-    """
-    return int(a > ROUGHER * b) - int(b > ROUGHER * a)
 
 
 def rounds_to(accuracy: float) -> Callable[[Entry], float]:
@@ -216,6 +208,36 @@ def above(a: Sample, bar: float) -> int | None:
 def margin(a: Sample, b: Sample) -> float:
     """Accuracies that differ by no more than this are close: half a point or two standard errors."""
     return max(CLOSE, 2 * standard_error(a, b))
+
+
+def rougher(a: Sample, b: Sample) -> int | None:
+    """1 if a zigzags more than b, 0 if they are alike, -1 if less, None if the seeds differ too much to tell.
+
+    They differ by factors, so logarithms are compared.
+
+    >>> one, two = Sample((0.01,)), Sample((0.02,))
+    >>> rougher(two, one), rougher(Sample((0.015,)), one), rougher(one, Sample((math.inf,)))
+    (1, 0, -1)
+    >>> rougher(Sample((0.001, 0.1)), Sample((0.001, 0.001)))
+    """
+    a, b = (replace(each, values=tuple(map(_log, each.values))) for each in (a, b))
+    difference, chance = a.mean - b.mean, 2 * standard_error(a, b)
+    if abs(difference) > max(chance, math.log(ROUGHER)):
+        return 1 if difference > 0 else -1
+    return None if chance > math.log(ROUGHER) else 0
+
+
+def _log(zigzag: float) -> float:
+    return math.log(max(zigzag, STEADY))
+
+
+def typical(zigzags: Sample) -> float:
+    """Their geometric mean.
+
+    >>> round(typical(Sample((0.01, 0.04))), 6)
+    0.02
+    """
+    return math.exp(statistics.fmean(map(_log, zigzags.values)))
 
 
 def compare(a: Sample, b: Sample) -> int:

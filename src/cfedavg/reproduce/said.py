@@ -199,7 +199,8 @@ CLAIMS: tuple[Claim, ...] = (
         _CURVES,
         "the standard deviation of the accuracy around a straight line through the last 20 rounds is at "
         "p = 1 more than 1.6 times that at p = 10 (less may be chance), and nowhere between does it fall by "
-        "as much; in part, if it does.",
+        "as much; in part, if it does. Of several seeds the geometric mean counts (in brackets the smallest "
+        "and the largest); where two standard errors of its logarithm are more, these decide.",
         judges.zigzag_grows,
     ),
     *_each(
