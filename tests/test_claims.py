@@ -424,6 +424,14 @@ def test_a_reference_of_which_a_seed_diverged_is_that_of_the_others() -> None:
     assert finding.numbers.count("(1 of 3 diverged)") == 4
 
 
+def test_residuals_of_a_seed_that_diverged_say_nothing_and_those_of_the_others_do() -> None:
+    whole, hurt = world(as_claimed, seeds=2), world(as_claimed, seeds=2)
+    hurt["mnist-p1-rd0.9-seed1"].values.update(error_norm=[1e30] * 50, diverged="a loss is NaN")
+    names = ("residual-bounded", "residual-several-times", "residual-larger-at-low-p")
+    for name in (f"{each}-mnist" for each in names):
+        assert judged_in(name, whole).numbers == judged_in(name, hurt).numbers
+
+
 @pytest.mark.parametrize("nulls", ["all", "some", "none there"])
 def test_null_values_crash_nothing(nulls: str, fits: Callable[[Mapping[str, float]], None]) -> None:
     fits({})

@@ -26,11 +26,11 @@ seeds, from how their curves zigzag). One is *as good* as another if it is at mo
 is lower but not behind, that is undecided. A run *trains* if it ends at 30% (three times chance) or more, and
 with at least half of what the run without compression gains over chance; within two standard errors of that,
 it cannot be told. Of two or three seeds, standard errors are rough. The accuracy of a run that diverged
-counts as chance; its residuals decide nothing, and zigzags and what others are held against are taken from
-the other seeds. Each case is marked {MARKS[1]} as claimed, {MARKS[0]} no
-difference, {MARKS[-1]} against the claim, or {MARKS[None]} cannot be told. A claim *holds* if some case goes
-as claimed and none against it, holds *in part* if some go each way, and *does not hold* if none that can be
-told goes as claimed; *where it was run*, if cells are missing."""
+counts as chance; residuals, zigzags and what others are held against are taken from the other seeds. Each
+case is marked {MARKS[1]} as claimed, {MARKS[0]} no difference, {MARKS[-1]} against the claim, or
+{MARKS[None]} cannot be told. A claim *holds* if some case goes as claimed and none against it, holds *in
+part* if some go each way, and *does not hold* if none that can be told goes as claimed; *where it was run*,
+if cells are missing."""
 
 
 def judge_all(

@@ -190,7 +190,7 @@ def bounded(dataset: str, results: Results) -> Verdict:
 def _growth(results: Results, dataset: str, p: int, line: str) -> tuple[bool, str]:
     """Whether most seeds' residuals still grow at the end, and the growth; of those that turned, when."""
     growth, share, peak = (
-        results.sample(dataset, p, line, measure).mean
+        results.residuals(dataset, p, line, measure)
         for measure in (seen.residual_growth, seen.still_grows, seen.residual_peak)
     )
     turned = f" until round {number(peak, '.0f')}" if growth > GROWS and share <= 0.5 else ""
@@ -199,8 +199,8 @@ def _growth(results: Results, dataset: str, p: int, line: str) -> tuple[bool, st
 
 def several_times(dataset: str, results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
-        plain = results.sample(dataset, p, line, seen.residual_ratio).mean
-        squared = results.sample(dataset, p, line, partial(seen.residual_ratio, norm="norm2")).mean
+        plain = results.residuals(dataset, p, line, seen.residual_ratio)
+        squared = results.residuals(dataset, p, line, partial(seen.residual_ratio, norm="norm2"))
         return yes(1 <= plain <= 10), f"{number(plain, '.2f')} (squared {number(squared, '.2f')})"
 
     return weigh(results, itertools.product(LEVELS, MILD), one)
@@ -208,14 +208,14 @@ def several_times(dataset: str, results: Results) -> Verdict:
 
 def larger_at_low_p(dataset: str, results: Results) -> Verdict:
     def one(line: str) -> Outcome:
-        return _factor(*(results.sample(dataset, p, line, seen.residual).mean for p in (1, 10)))
+        return _factor(*(results.residuals(dataset, p, line, seen.residual) for p in (1, 10)))
 
     return weigh(results, ((line,) for line in LINES), one)
 
 
 def larger_at_high_comp(dataset: str, results: Results) -> Verdict:
     def one(p: int, kind: str) -> Outcome:
-        return _factor(*(results.sample(dataset, p, kind + c, seen.residual).mean for c in ("0.99", "0.9")))
+        return _factor(*(results.residuals(dataset, p, kind + c, seen.residual) for c in ("0.99", "0.9")))
 
     return weigh(results, itertools.product(LEVELS, COMPRESSORS), one)
 

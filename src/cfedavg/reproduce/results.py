@@ -1,7 +1,7 @@
 """What archived cells say, in the numbers that claims are decided by.
 
-A run that left the finite numbers has failed: its accuracy counts as chance, its residuals decide nothing.
-How a curve zigzags, and what others are measured against, is told by the seeds that did not.
+A run that left the finite numbers has failed: its accuracy counts as chance. How large the residuals are,
+how a curve zigzags, and what others are measured against, is told by the seeds that did not.
 """
 
 from __future__ import annotations
@@ -318,6 +318,10 @@ class Results:
         """A measure of a line, for each seed."""
         cells = self.line(dataset, p, name)
         return Sample(tuple(map(measure, cells)), diverged=sum(map(diverged, cells)))
+
+    def residuals(self, dataset: str, p: int, name: str, measure: Callable[[Entry], float]) -> float:
+        """The mean of a measure of residuals; Undecided if all seeds diverged."""
+        return mean(list(map(measure, sound(self.line(dataset, p, name)))))
 
     def zigzags(self, dataset: str, p: int, name: str) -> Sample:
         """How the seeds of a line zigzag."""
