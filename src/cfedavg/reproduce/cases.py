@@ -170,8 +170,9 @@ def points(zigzags: Sample) -> str:
     ('2.00 (1.00 to 4.00)', '1.00 (1 of 2 diverged)')
     """
     low, high = (number(100 * end(zigzags.values), ".2f") for end in (min, max))
-    spread = f" ({low} to {high})" if len(zigzags.values) > 1 else ""
-    return number(100 * typical(zigzags), ".2f") + spread + _lost(zigzags)
+    several = len(zigzags.values) > 1
+    shown = f"{number(100 * typical(zigzags), '.2f')} ({low} to {high})" if several else low
+    return shown + _lost(zigzags)
 
 
 def _lost(sample: Sample) -> str:

@@ -22,15 +22,17 @@ RULES = f"""\
 Accuracies are in percent, means over the last 5 rounds unless it says otherwise, ± the standard deviation
 over seeds where there are several. One is *ahead* of another, and that *behind*, if they differ by more than
 half a point and by more than two standard errors (from the spread over seeds of both, pooled; for single
-seeds, from how their curves zigzag). One is *as good* as another if it is at most half a point lower; if it
-is lower but not behind, that is undecided. A run *trains* if it ends at 30% (three times chance) or more, and
-with at least half of what the run without compression gains over chance; within two standard errors of that,
-it cannot be told. Of two or three seeds, standard errors are rough. The accuracy of a run that diverged
-counts as chance; residuals, zigzags and what others are held against are taken from the other seeds. Each
-case is marked {MARKS[1]} as claimed, {MARKS[0]} no difference, {MARKS[-1]} against the claim, or
-{MARKS[None]} cannot be told. A claim *holds* if some case goes as claimed and none against it, holds *in
-part* if some go each way, and *does not hold* if none that can be told goes as claimed; *where it was run*,
-if cells are missing."""
+seeds, from how their curves zigzag, over the root of the rounds that are averaged). One is *as good* as
+another if it is at most half a point lower; if it is lower but not behind, that cannot be told. A run
+*trains* if it ends at 30% (three times chance) or more, and with at least half of what the run without
+compression gains over chance; within two standard errors of that, it cannot be told. Of two or three seeds,
+standard errors are rough. The accuracy of a run that diverged counts as chance; residuals, zigzags and what
+others are held against are taken from the other seeds. Each case is marked {MARKS[1]} as claimed, {MARKS[0]}
+no difference (an accuracy that is not ahead by half a point even if two standard errors are added),
+{MARKS[-1]} against the claim, or {MARKS[None]} cannot be told. A claim *holds* if some case goes as claimed
+and none against it, holds *in part* if some go each way, and *does not hold* if none that can be told goes as
+claimed; *where it was run*, if cells are missing. Of runs that were broken off, it cannot be told that they
+do not train, nor whether residuals go on growing."""
 
 
 def judge_all(

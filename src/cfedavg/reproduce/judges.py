@@ -15,6 +15,7 @@ from cfedavg.reproduce.cases import (
     HOLDS,
     PARTLY,
     UNDECIDED,
+    WHERE_RUN,
     Outcome,
     Verdict,
     against,
@@ -29,7 +30,7 @@ from cfedavg.reproduce.cases import (
 )
 from cfedavg.reproduce.results import GROWS, Missing, Results, Undecided, column, compare
 
-LEVELS = (10, 5, 2, 1)  # p
+LEVELS: tuple[int, ...] = (10, 5, 2, 1)  # p
 MILD, HARSH = ("topk0.9", "rd0.9"), ("topk0.99", "rd0.99")
 LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
 OTHERS = ("sign", "qsgd4", "proportional0.99")
@@ -119,20 +120,30 @@ def rd_fails(dataset: str, results: Results) -> Verdict:
 
 
 def zigzag_grows(dataset: str, results: Results) -> Verdict:
-    """Without compression; p = 10 and p = 1 must be there, those between count where they are."""
-    size = {p: results.zigzags(dataset, p, "none") for p in (10, 1)}
-    for p in (5, 2):
+    """Without compression, from p = 10 to the smallest p that was run."""
+    size = {10: results.zigzags(dataset, 10, "none")}
+    for p in LEVELS[1:]:
         with suppress(Missing):
             size[p] = results.zigzags(dataset, p, "none")
-    falls = any(seen.rougher(a, b) == 1 for a, b in itertools.pairwise(size[p] for p in LEVELS if p in size))
-    grows = seen.rougher(size[1], size[10])
+    grows = seen.rougher(size[least(results, dataset, "none")], size[10])
+    falls = any(seen.rougher(a, b) == 1 for a, b in itertools.pairwise(size.values()))
     verdict = (PARTLY if falls else HOLDS) if grows == 1 else UNDECIDED if grows is None else FAILS
-    numbers = "; ".join(f"p={p}: {points(size[p])}" for p in LEVELS if p in size)
+    numbers = "; ".join(f"p={p}: {points(each)}" for p, each in size.items())
     return where_run(verdict, numbers, [f"p={p}" for p in LEVELS if p not in size])
 
 
-def smoother(dataset: str, results: Results) -> Verdict:
-    """Zigzag at p = 1 with compression and without; a line that does not train is flat for another reason."""
+def least(results: Results, dataset: str, *lines: str) -> int:
+    """The smallest p of which all of these lines were run; Missing if there is none below 10."""
+    for p in reversed(LEVELS[1:]):
+        with suppress(Missing):
+            for line in lines:
+                results.line(dataset, p, line)
+            return p
+    raise Missing
+
+
+def smoother(levels: Iterable[int], dataset: str, results: Results) -> Verdict:
+    """Zigzag with compression and without; a line that does not train is flat for another reason."""
 
     def one(p: int, line: str) -> Outcome:
         a, b = (results.zigzags(dataset, p, name) for name in (line, "none"))
@@ -140,15 +151,31 @@ def smoother(dataset: str, results: Results) -> Verdict:
             return None, f"{points(a)} (does not train)"
         return seen.rougher(b, a), f"{points(a)} against {points(b)}"
 
-    return weigh(results, itertools.product([1], LINES), one)
+    return weigh(results, itertools.product(levels, LINES), one)
+
+
+def rd_unstable(dataset: str, results: Results) -> Verdict:
+    """Whether random dropping at 0.99 zigzags more than no compression."""
+
+    def one(p: int) -> Outcome:
+        a, b = (results.zigzags(dataset, p, name) for name in ("rd0.99", "none"))
+        return seen.rougher(a, b), f"{points(a)} against {points(b)}"
+
+    return weigh(results, ((p,) for p in LEVELS), one)
 
 
 def beats_none(dataset: str, results: Results) -> Verdict:
-    def one(p: int, line: str) -> Outcome:
-        a, b = results.finals(dataset, p, line), results.reference(dataset, p, "none")
+    measures = {
+        "at the end": (results.finals, results.reference),
+        "over all rounds": (results.curves, results.curves),
+    }
+
+    def one(p: int, line: str, when: str) -> Outcome:
+        of_line, of_none = measures[when]
+        a, b = of_line(dataset, p, line), of_none(dataset, p, "none")
         return compare(a, b), against(a, b)
 
-    return weigh(results, itertools.product([1], ("rd0.9", "topk0.99")), one)
+    return weigh(results, itertools.product([1], ("rd0.9", "topk0.99"), measures), one)
 
 
 # Error feedback
@@ -163,17 +190,22 @@ def feedback_helps(dataset: str, results: Results, levels: Iterable[int] = LEVEL
 
 
 def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
-    """The gap at p = 1 beyond that at p = 10, by more than their margins allow, or behind it."""
+    """The gap at the smallest p that was run beside that at p = 10."""
+    lowest = set[int]()
 
     def one(line: str) -> Outcome:
-        pairs = {p: [results.finals(dataset, p, line + end) for end in ("", "-noef")] for p in (10, 1)}
+        low = least(results, dataset, line, f"{line}-noef")
+        pairs = {p: [results.finals(dataset, p, line + end) for end in ("", "-noef")] for p in (10, low)}
         gaps = {p: a.mean - b.mean for p, (a, b) in pairs.items()}
         error = math.hypot(*(seen.standard_error(a, b) for a, b in pairs.values()))
-        grown, margin = gaps[1] - gaps[10], max(seen.CLOSE, 2 * error)
-        outcome = 0 if abs(grown) <= margin else 1 if grown > 0 else -1
-        return outcome, f"{100 * gaps[10]:.2f} at p=10, {100 * gaps[1]:.2f} at p=1"
+        lowest.add(low)
+        return seen.ahead(gaps[low] - gaps[10], error), ", ".join(
+            f"{100 * gap:.2f} at p={p}" for p, gap in gaps.items()
+        )
 
-    return weigh(results, ((line,) for line in BARE.get(dataset, LINES)), one)
+    verdict, numbers = weigh(results, ((line,) for line in BARE.get(dataset, LINES)), one)
+    whole = lowest == {1} or WHERE_RUN in verdict
+    return (verdict, numbers) if whole else where_run(verdict, numbers, ["p=1"])
 
 
 # Residuals
@@ -274,7 +306,7 @@ def better_at_equal_uplink(dataset: str, results: Results) -> Verdict:
         pair = (line, "one-step" if line == "none" else "none")
         budget = min(results.sample(dataset, 5, name, seen.sent).mean for name in pair)
         a, b = (results.at_budget(dataset, 5, name, budget) for name in pair)
-        return compare(a, b), f"{against(a, b)} at {number(budget)} model sizes"
+        return compare(a, b), f"{against(a, b)} for {number(budget)} times the model's size"
 
     return weigh(results, ((line,) for line in (*LINES, "none")), one)
 
@@ -308,6 +340,6 @@ def decaying_converges(results: Results) -> Verdict:
 def decaying_slower(results: Results) -> Verdict:
     def one(p: int, line: str) -> Outcome:
         a, b = (results.curves("mnist", p, name) for name in (line, "topk0.99"))
-        return -compare(a, b), against(a, b)
+        return compare(b, a), against(a, b)
 
     return weigh(results, itertools.product((10, 2, 1), DECAYING), one)

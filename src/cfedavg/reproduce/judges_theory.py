@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from cfedavg.reproduce import results as seen
@@ -116,25 +116,35 @@ def lemma_holds(results: Results) -> Verdict:
 
 
 def lemma_is_tight(results: Results) -> Verdict:
-    def one(line: str, p: int) -> Outcome:
-        ratios = [_bound(entry) for entry in _runs(results, line, [p])]
-        return yes(max(ratios) <= USEFUL), f"{span(ratios)} times"
+    def one(line: str, dataset: str, p: int) -> Outcome:
+        ratio = seen.mean([_bound(entry) for entry in _runs(results, line, [dataset], [p])])
+        return yes(ratio <= USEFUL), number(ratio)
 
-    return weigh(results, itertools.product(LINES, LEVELS), one)
+    return weigh(results, _lines(results), one)
 
 
 def loss_is_a_fraction(results: Results) -> Verdict:
-    def one(line: str, p: int) -> Outcome:
-        shares = [_share(entry) for entry in _runs(results, line, [p])]
-        return yes(max(shares) < 1), span(shares)
+    def one(line: str, dataset: str, p: int) -> Outcome:
+        share = seen.mean([_share(entry) for entry in _runs(results, line, [dataset], [p])])
+        return yes(share < 1), number(share)
 
-    return weigh(results, itertools.product(LINES, LEVELS), one)
+    return weigh(results, _lines(results), one)
 
 
-def _runs(results: Results, line: str, levels: Iterable[int] = LEVELS) -> list[Entry]:
-    """Of all data sets, those that stayed finite and in which something was held back."""
+def _lines(results: Results) -> Iterator[tuple[str, str, int]]:
+    """Every line with error feedback that was run, at every p."""
+    for line, dataset, p in itertools.product(LINES, DATASETS, LEVELS):
+        with suppress(Missing):
+            _runs(results, line, [dataset], [p])
+            yield line, dataset, p
+
+
+def _runs(
+    results: Results, line: str, datasets: Iterable[str] = DATASETS, levels: Iterable[int] = LEVELS
+) -> list[Entry]:
+    """Those that stayed finite and in which something was held back."""
     found = []
-    for dataset, p in itertools.product(DATASETS, levels):
+    for dataset, p in itertools.product(datasets, levels):
         with suppress(Missing):
             found += results.line(dataset, p, line)
     whole = [entry for entry in found if not seen.diverged(entry) and sum(column(entry, "error_norm2")) > 0]

@@ -6,6 +6,7 @@ how a curve zigzags, and what others are measured against, is told by the seeds 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,8 @@ CLOSE = 0.005  # half a point of accuracy
 LAST = 5  # rounds that make up the final accuracy
 TAIL = 20  # rounds at the end that say how a curve zigzags and how large the residuals are
 ROUGHER = 1.6  # times: by less, deviations of 20 rounds each may differ by chance (two standard errors)
-STEADY = 1e-6  # no zigzag is less: a hundredth of an image of ten thousand
+STEADY = 1e-4  # no zigzag is less: one image of ten thousand
 GROWS = 1.2  # a residual that keeps growing is this much larger at the end than in the middle
-SLACK = 1.05  # a hundredth of the coordinates, rounded and sent 100 times, is not exactly one model
 
 
 class Missing(Exception):
@@ -93,16 +93,14 @@ def rounds_to(accuracy: float) -> Callable[[Entry], float]:
 
 
 def accuracy_at(budget: float) -> Callable[[Entry], float]:
-    """A measure: the accuracy when a client has sent this many model sizes."""
+    """A measure: the accuracy when a client has sent this many model sizes, as nearly as rounds allow."""
 
     def measure(entry: Entry) -> float:
-        spent, reached = 0.0, CHANCE
         sizes, seen = (entry.values.get(name) or () for name in ("model_sizes_sent", "test_accuracy"))
-        for size, accuracy in zip(sizes, seen, strict=False):
-            spent += size or 0.0
-            if spent <= SLACK * budget:
-                reached = reached if accuracy is None else accuracy
-        return CHANCE if diverged(entry) else reached
+        spent = list(itertools.accumulate((size or 0.0 for size in sizes), initial=0.0))
+        rounds = min(range(len(spent)), key=lambda t: abs(spent[t] - budget))
+        known = [accuracy for accuracy in seen[:rounds] if accuracy is not None]
+        return known[-1] if known and not diverged(entry) else CHANCE
 
     return measure
 
@@ -205,11 +203,6 @@ def above(a: Sample, bar: float) -> int | None:
     return 1 if a.mean > bar else -1
 
 
-def margin(a: Sample, b: Sample) -> float:
-    """Accuracies that differ by no more than this are close: half a point or two standard errors."""
-    return max(CLOSE, 2 * standard_error(a, b))
-
-
 def rougher(a: Sample, b: Sample) -> int | None:
     """1 if a zigzags more than b, 0 if they are alike, -1 if less, None if the seeds differ too much to tell.
 
@@ -240,14 +233,26 @@ def typical(zigzags: Sample) -> float:
     return math.exp(statistics.fmean(map(_log, zigzags.values)))
 
 
-def compare(a: Sample, b: Sample) -> int:
-    """1 if a is ahead of b, 0 if they are close, -1 if a is behind.
+def compare(a: Sample, b: Sample) -> int | None:
+    """1 if a is ahead of b, -1 if behind, 0 if not ahead, None if that cannot be told.
 
     >>> compare(Sample((0.99,)), Sample((0.98,))), compare(Sample((0.99,)), Sample((0.987,)))
     (1, 0)
     """
-    difference = a.mean - b.mean
-    return 0 if abs(difference) <= margin(a, b) else 1 if difference > 0 else -1
+    return ahead(a.mean - b.mean, standard_error(a, b))
+
+
+def ahead(difference: float, error: float) -> int | None:
+    """1 if it exceeds half a point and two standard errors, -1 if it is below zero by as much.
+
+    Otherwise 0 if it surely is less than half a point, None if it may be more.
+
+    >>> [ahead(difference, 0.01) for difference in (0.03, 0.01, -0.016, -0.03)]
+    [1, None, 0, -1]
+    """
+    if abs(difference) > max(CLOSE, 2 * error):
+        return 1 if difference > 0 else -1
+    return 0 if difference + 2 * error <= CLOSE else None
 
 
 def as_good(a: Sample, b: Sample) -> int | None:
@@ -256,7 +261,7 @@ def as_good(a: Sample, b: Sample) -> int | None:
     >>> as_good(Sample((0.9, 0.94)), Sample((0.94, 0.94))), as_good(Sample((0.9,)), Sample((0.94,)))
     (None, -1)
     """
-    if a.diverged or compare(a, b) < 0:
+    if a.diverged or compare(a, b) == -1:
         return -1
     return 1 if a.mean >= b.mean - CLOSE else None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cfedavg.reproduce import results
 from cfedavg.reproduce.archive import Entry
-from cfedavg.reproduce.cases import number, percent
+from cfedavg.reproduce.cases import number, percent, points
 from cfedavg.reproduce.experiment import Experiment, Found
 from cfedavg.reproduce.results import Missing, Sample, Undecided
 from cfedavg.units import in_bytes
@@ -85,20 +85,16 @@ def _client_bytes(entry: Entry) -> float:
     return math.fsum(results.column(entry, "uplink_bytes")) / clients
 
 
-def _points(share: float) -> str:
-    return number(100 * share, ".2f")
-
-
 def _zigzag(entries: Sequence[Entry]) -> str:
-    return _mean(results.zigzag, _points)(results.sound(entries))
+    return points(Sample(tuple(map(results.zigzag, results.sound(entries)))))
 
 
 def _at(budget: float) -> Measure:
-    """The accuracy for a budget that the run begins with and uses up."""
+    """The accuracy for a budget that the run begins with and uses up, within a hundredth."""
 
     def measure(entry: Entry) -> float:
         sizes = results.column(entry, "model_sizes_sent")
-        if not sizes or not sizes[0] / results.SLACK <= budget <= math.fsum(sizes) * results.SLACK:
+        if not sizes or not 0.99 * sizes[0] <= budget <= 1.01 * math.fsum(sizes):
             raise Missing
         return results.accuracy_at(budget)(entry)
 
