@@ -165,7 +165,8 @@ def percent(sample: Sample) -> str:
 
 
 def points(zigzags: Sample) -> str:
-    """
+    """In points of accuracy; of several the geometric mean, the smallest and the largest.
+
     >>> points(Sample((0.01, 0.04))), points(Sample((0.01,), left_out=1))
     ('2.00 (1.00 to 4.00)', '1.00 (1 of 2 diverged)')
     """

@@ -125,21 +125,13 @@ def zigzag_grows(dataset: str, results: Results) -> Verdict:
     for p in LEVELS[1:]:
         with suppress(Missing):
             size[p] = results.zigzags(dataset, p, "none")
-    grows = seen.rougher(size[least(results, dataset, "none")], size[10])
+    if len(size) == 1:
+        raise Missing
+    grows = seen.rougher(size[min(size)], size[10])
     falls = any(seen.rougher(a, b) == 1 for a, b in itertools.pairwise(size.values()))
     verdict = (PARTLY if falls else HOLDS) if grows == 1 else UNDECIDED if grows is None else FAILS
     numbers = "; ".join(f"p={p}: {points(each)}" for p, each in size.items())
     return where_run(verdict, numbers, [f"p={p}" for p in LEVELS if p not in size])
-
-
-def least(results: Results, dataset: str, *lines: str) -> int:
-    """The smallest p of which all of these lines were run; Missing if there is none below 10."""
-    for p in reversed(LEVELS[1:]):
-        with suppress(Missing):
-            for line in lines:
-                results.line(dataset, p, line)
-            return p
-    raise Missing
 
 
 def smoother(levels: Iterable[int], dataset: str, results: Results) -> Verdict:
@@ -194,14 +186,15 @@ def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
     lowest = set[int]()
 
     def one(line: str) -> Outcome:
-        low = least(results, dataset, line, f"{line}-noef")
+        low = min(p for p in LEVELS if p == 10 or results.has(dataset, p, line, f"{line}-noef"))
+        if low == 10:
+            raise Missing
         pairs = {p: [results.finals(dataset, p, line + end) for end in ("", "-noef")] for p in (10, low)}
         gaps = {p: a.mean - b.mean for p, (a, b) in pairs.items()}
         error = math.hypot(*(seen.standard_error(a, b) for a, b in pairs.values()))
         lowest.add(low)
-        return seen.ahead(gaps[low] - gaps[10], error), ", ".join(
-            f"{100 * gap:.2f} at p={p}" for p, gap in gaps.items()
-        )
+        text = ", ".join(f"{100 * gap:.2f} at p={p}" for p, gap in gaps.items())
+        return seen.ahead(gaps[low] - gaps[10], error), text
 
     verdict, numbers = weigh(results, ((line,) for line in BARE.get(dataset, LINES)), one)
     whole = lowest == {1} or WHERE_RUN in verdict

@@ -290,13 +290,19 @@ class Results:
 
     def line(self, dataset: str, p: int, name: str) -> list[Entry]:
         """The cells of a line over seeds; Missing if there is none that says anything."""
-        stem = f"{dataset}-p{p}-{name}-seed"
-        cells = [e for n, e in self.found.items() if n.startswith(stem) and n[len(stem) :].isdigit()]
-        cells = [entry for entry in cells if diverged(entry) or column(entry, "test_accuracy")]
-        if not cells:
+        if not (cells := self._cells(dataset, p, name)):
             raise Missing
         self.shown |= dict.fromkeys(entry.name for entry in cells)
         return cells
+
+    def has(self, dataset: str, p: int, *names: str) -> bool:
+        """Whether all of these lines are there; asking does not show them."""
+        return all(self._cells(dataset, p, name) for name in names)
+
+    def _cells(self, dataset: str, p: int, name: str) -> list[Entry]:
+        stem = f"{dataset}-p{p}-{name}-seed"
+        cells = [e for n, e in self.found.items() if n.startswith(stem) and n[len(stem) :].isdigit()]
+        return [entry for entry in cells if diverged(entry) or column(entry, "test_accuracy")]
 
     def plan(self, dataset: str, p: int, name: str) -> tuple[Entry, int]:
         """The first cell of a line, and the rounds that it should have, whether they were run or not."""
