@@ -177,6 +177,11 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
         serve(config, task, _joined(rank, size, folder), messages)
     except InputError:
         os._exit(FOLLOWED)  # rank 0 says what there is to say: a rank is lost, or it has the same error
+    # Not by the interpreter's own end: with torch's threads about, a worker was once seen to abort in it
+    # ("terminate called without an active exception"), which a user who pressed Ctrl-C would read.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _watch(parent: int) -> None:
