@@ -521,6 +521,24 @@ def test_damaged_cells_are_not_drawn(mine: str, tmp_path: Path) -> None:
     assert "| 1 | none | 0 |" in (tmp_path / "mine.md").read_text()
 
 
+def test_a_cell_of_a_version_that_measured_less_is_done_again(tmp_path: Path) -> None:
+    """It is as it was written, but figures and claims ask for more."""
+    study = studies.find("variance")
+    name, settings = next(iter(study.cells("smoke", 1).items()))
+    (tmp_path / CELLS).mkdir()
+    archive.write(tmp_path / CELLS, Entry(name, settings, {"level": 1.0, "rd": {"extra": 1.0}}, MADE))
+    console = quiet()
+    grid = open_grid(["variance"], "smoke", 1, tmp_path, None, None, True, console)
+    assert name in grid.missing
+    assert isinstance(console.file, io.StringIO)
+    assert f"{name}.json lacks topk: the cell is done again" in console.file.getvalue()
+    found = drawn("variance", tmp_path, "--scale", "smoke")
+    assert f"{name}.json lacks topk: it is not drawn" in found.output
+    assert f"{tmp_path} holds none of these cells" in str(found.exception)
+    found = judged(str(tmp_path), "--scale", "smoke")
+    assert str(found.exception) == f"the cell {name} lacks topk: make it again"
+
+
 @pytest.mark.parametrize(
     ("there", "difference"), [("rounds = 5", "rounds is 5, here 4"), ("eta = 2.0", "eta is 2.0, here None")]
 )

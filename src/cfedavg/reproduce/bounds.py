@@ -33,6 +33,7 @@ from cfedavg.schedule import Steps, resolve_rates
 from cfedavg.theory import Problem, h, rate_conditions, theorem1, theorem2, theorem3
 
 TITLE = "The theorems' bounds and the corollaries' rates"
+VALUES = ("mean", "bound", "alpha", "h", "conditions")  # of a cell
 
 COMPRESSORS = {"none": "none", "topk": "topk(0.5)", "rd": "rd(0.5)"}
 # The rates of each theorem's corollary, and the local steps of even and of odd clients. With a of Corollary 2

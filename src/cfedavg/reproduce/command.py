@@ -161,14 +161,19 @@ def of_scale(found: dict[str, Entry], scale: str) -> tuple[dict[str, Entry], dic
 
     Of a run, the beginning may be all there is.
     """
-    every = [study.cells(_known(scale), MANY) for study in map(studies.find, studies.names())]
-    wanted = {name: settings for cells in every for name, settings in cells.items()}
-    mine = {
-        name: entry
-        for name, entry in found.items()
-        if name in wanted and studies.begins(entry.settings, wanted[name])
-    }
-    return mine, {name: wanted[name]["rounds"] for name in mine if "dataset" in wanted[name]}
+    every = [(study, study.cells(_known(scale), MANY)) for study in map(studies.find, studies.names())]
+    wanted = {name: (study, settings) for study, cells in every for name, settings in cells.items()}
+    mine, planned = dict[str, Entry](), dict[str, int]()
+    for name, entry in found.items():
+        study, settings = wanted.get(name, (None, {}))
+        if study is None or not studies.begins(entry.settings, settings):
+            continue
+        if missing := study.lacks(entry):
+            raise InputError(f"the cell {name} lacks {missing[0]}: make it again")
+        mine[name] = entry
+        if "dataset" in settings:
+            planned[name] = settings["rounds"]
+    return mine, planned
 
 
 def _check_lengths(found: Mapping[str, Entry], planned: Mapping[str, int]) -> None:

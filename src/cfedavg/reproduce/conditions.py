@@ -30,6 +30,7 @@ from cfedavg.task import Batch, Loss
 from cfedavg.theory import Condition, rate_conditions
 
 TITLE = "The theorems' rate conditions at the paper's own settings"
+VALUES = ("gamma", "alpha", "global", "global_residual", "client", "client_residual", "L", "ratios")
 
 # The paper's setting for 600 samples a client: 10 epochs in batches of 64.
 _PAPER = {"eta_local": 0.1, "eta": 1.0, "batch_size": 64, "K": 100, "compressor": "topk(0.9)"}

@@ -55,6 +55,14 @@ class Watch(Display):
             raise TimeUp
 
 
+def read(path: Path, study: Study) -> Entry:
+    """The cell in a file; Damaged if it is not as it was written, or not what the study asks for."""
+    entry = archive.read(path)
+    if missing := study.lacks(entry):
+        raise Damaged(f"{path} lacks {missing[0]}")
+    return entry
+
+
 @dataclass(frozen=True)
 class Grid:
     """The cells of some studies at one scale, in a folder; those of other names in it are left alone."""
@@ -98,12 +106,12 @@ class Grid:
     def look(self) -> list[str]:
         """Finds what is done already, and says what is damaged: not to be trusted, it counts as missing."""
         damaged = []
-        for name, (_, settings) in self.cells.items():
+        for name, (study, settings) in self.cells.items():
             path = self.out / CELLS / f"{name}.json"
             if not path.exists():
                 continue
             try:
-                entry = archive.read(path)
+                entry = read(path, study)
             except Damaged as error:
                 damaged.append(str(error))
                 continue
@@ -196,7 +204,7 @@ class Grid:
             if path.stem not in self.cells:
                 continue
             try:
-                entry = archive.read(path)
+                entry = read(path, self.cells[path.stem][0])
             except Damaged as error:
                 say(f"{error}: it is not drawn")
                 continue

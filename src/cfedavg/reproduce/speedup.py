@@ -27,6 +27,7 @@ from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 
 TITLE = "Linear speedup: rounds to a fixed gradient norm, over the number of clients"
+VALUES = ("horizon", "tried", "alpha", "condition3")  # of a cell
 
 COMPRESSORS = ("none", "topk(0.9)", "rd(0.9)")
 FEW = 8  # clients up to which T is so far above mK that 1/T hardly matters

@@ -36,6 +36,9 @@ class Study(Protocol):
     def measure(self, settings: Settings, work: Path, how: Mapping[str, Any], watch: Observer) -> Settings:
         """What comes out of a cell. `work` is a folder of its own, to go on in after an interruption."""
 
+    def lacks(self, entry: Entry) -> list[str]:
+        """The values that figures and claims need and a cell does not have; of another version, it may be."""
+
     def figure(self, found: Mapping[str, Entry], note: str) -> bytes:
         """A PNG of the cells that there are."""
 
@@ -67,6 +70,9 @@ class Training:
     def measure(self, settings: Settings, work: Path, how: Mapping[str, Any], watch: Observer) -> Settings:
         return training.measure(settings, work, how, watch)
 
+    def lacks(self, entry: Entry) -> list[str]:
+        return []  # a column that is missing is not drawn, and decides nothing
+
     def figure(self, found: Mapping[str, Entry], note: str) -> bytes:
         return figures.draw(self.experiment, found, note)
 
@@ -93,6 +99,9 @@ class Small:
     def measure(self, settings: Settings, work: Path, how: Mapping[str, Any], watch: Observer) -> Settings:
         values: Settings = self.module.measure(settings, watch.say)
         return values
+
+    def lacks(self, entry: Entry) -> list[str]:
+        return [name for name in self.module.VALUES if name not in entry.values]
 
     def figure(self, found: Mapping[str, Entry], note: str) -> bytes:
         own = self._own(found)

@@ -30,6 +30,7 @@ from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, m
 from cfedavg.theory import h, rate_conditions
 
 TITLE = "The variance that compression adds, over local steps, clients and heterogeneity"
+VALUES = ("level", "topk", "rd")  # of a cell
 
 COMPRESSORS = {"topk": "topk(0.5)", "rd": "rd(0.5)"}
 # Half of the numbers are sent: with a tenth, the third rate condition leaves a rate at which nothing moves.
