@@ -216,7 +216,7 @@ def test_no_network_is_one_sentence(
 def test_divergence_stops_with_advice(cfedavg: Command, tmp_path: Path) -> None:
     outcome = cfedavg("run", *SMALL, "--model", "mlp", "--eta-local", "1e30", "--out", tmp_path / "run")
     assert outcome.code == 2
-    assert "round 0" in outcome.err
+    assert "round 1:" in outcome.err
     assert "clients 0, 1, 2, 3; lower --eta-local" in outcome.err
 
 

@@ -483,6 +483,19 @@ def test_a_folder_without_both_splits_is_named(tmp_path: Path, cache: Path) -> N
     refused(r"--data-dir: .* must hold train-\*.parquet and test-\*.parquet", "mine", tmp_path, cache)
 
 
+def test_folders_of_data_sets_in_a_folder_are_named(folder: Path, cache: Path) -> None:
+    refused(rf"and does not; it has folders of {folder.name}, which --dataset", "mine", folder.parent, cache)
+
+
+def test_images_of_another_data_set_are_refused(folder: Path, cache: Path) -> None:
+    with pytest.raises(InputError, match=r"--data-dir: .* holds images of 1×\d+×\d+, which cifar10 has not"):
+        load("cifar10", folder, cache)
+
+
+def test_a_folder_alone_has_its_own_name(folder: Path, cache: Path) -> None:
+    assert load("embedded", folder, cache).name == folder.name
+
+
 def test_an_unreadable_file_is_named(folder: Path, cache: Path) -> None:
     path = folder / "test-00000-of-00001.parquet"
     path.write_bytes(b"PAR1 and so on")

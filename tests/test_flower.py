@@ -428,7 +428,7 @@ def test_training_diverges(tmp_path: Path) -> None:
         )
     it = Federation(tmp_path, app.app)
     for _ in range(2):
-        with pytest.raises(InputError, match=r"round 0: .* clients 0, 1.* infinite.*max_norm"):
+        with pytest.raises(InputError, match=r"round 1: .* clients 0, 1.* infinite.*max_norm"):
             it.start(2, compressor="none", resume=True)
     app.spoil = {}
     it.start(2, compressor="none", resume=True, max_norm=1e6, quorum=0.3)
@@ -444,7 +444,7 @@ def test_what_travels_whole_diverges(tmp_path: Path) -> None:
     near = np.array([1.7e308, 1.0])
     it = Federation(tmp_path, app.app, 3, {**MODEL, "d": np.zeros(2)})
     app.spoil[0] = lambda arrays, metrics, message: reply_with({**arrays, "d": near / 2}, metrics, message)
-    with pytest.raises(InputError, match=r"round 0: .* is NaN or infinite"), np.errstate(over="ignore"):
+    with pytest.raises(InputError, match=r"round 1: .* is NaN or infinite"), np.errstate(over="ignore"):
         it.start(1)
 
 

@@ -183,7 +183,7 @@ def test_a_strategy_must_give_the_same_model(made: Any, tmp_path: Path) -> None:
 def test_a_strategy_must_give_numbers(name: str, tmp_path: Path) -> None:
     """In what is compressed, and in what travels whole."""
     it = Federation(tmp_path, Adding().app, 3, {**MODEL, "d": np.zeros(1)})
-    with pytest.raises(InputError, match=r"round 0: .* clients 0, 1, 2 is NaN or infinite"):
+    with pytest.raises(InputError, match=r"round 1: .* clients 0, 1, 2 is NaN or infinite"):
         it.start(1, Misshapen(lambda arrays: {**arrays, name: arrays[name] * np.nan}))
 
 

@@ -234,7 +234,7 @@ def test_a_run_that_diverged_at_once_may_be_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_model_that_leaves_the_numbers_is_no_success(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="round 0: the model made from the updates"):
+    with pytest.raises(Diverged, match="round 1: the model made from the updates"):
         run(BASE.replace(rounds=1, eta=1e39, schedule="constant", drop_rate=0.0), blobs(), out=tmp_path / "r")
     assert (tmp_path / "r" / "metrics.jsonl").read_text() == ""
 
@@ -274,6 +274,26 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(BASE, blobs(), out=tmp_path / "r")
     monkeypatch.undo()
     run(BASE, blobs(), out=tmp_path / "r", resume=True)
+
+
+def test_without_its_checkpoint_a_run_is_not_begun_again(whole: Path) -> None:
+    """It would lose what it has."""
+    (whole / "checkpoint.safetensors").unlink()
+    before = {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()}
+    refuses(blobs(), whole, r"checkpoint\.safetensors is missing, so the run of 7 rounds cannot go on")
+    (whole / "model.safetensors").unlink()
+    refuses(blobs(), whole, r"checkpoint\.safetensors is missing, so the run of 7 rounds cannot go on")
+    del before["model.safetensors"]
+    assert {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()} == before
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--out: .*file is a file, not a folder"):
+        run(BASE, blobs(), out=tmp_path / "file")
+    with pytest.raises(InputError, match=r"--messages: .*file is a file, not a folder"):
+        run(BASE, blobs(), out=tmp_path / "run", messages=tmp_path / "file")
+    assert not (tmp_path / "run").exists()
 
 
 def test_out_that_cannot_be_written(tmp_path: Path) -> None:

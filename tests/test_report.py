@@ -135,7 +135,12 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, words: str) -> Non
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no such folder"):
         read_run(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="it is a file"):
+        read_run(tmp_path / "file")
     folder = make_run(tmp_path / "a", [])
+    with pytest.raises(InputError, match=rf"it has no config\.toml; runs in it are {tmp_path}/a$"):
+        read_run(tmp_path)
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(InputError, match=r"a is not a run folder: it has no metrics\.jsonl"):
         read_run(folder)
@@ -489,7 +494,7 @@ def test_write_atomic_says_where_it_cannot_write(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot write"):
             write_atomic(path, b"")
     folder = make_run(tmp_path / "run", rounds(1))
-    with pytest.raises(InputError, match="cannot write"):
+    with pytest.raises(InputError, match="file is a file, not a folder"):
         write_report([folder], tmp_path / "file")
 
 

@@ -471,6 +471,12 @@ def empty_cell(out: Path) -> None:
     (out / CELLS / "embedded-p2-rd-seed0.json").write_text("")
 
 
+def test_time_that_is_over_after_the_last_round_stops_nothing(mine: str, tmp_path: Path) -> None:
+    grid, said = carried_out(mine, tmp_path, minutes=1e-9, only=["*-p2-rd-*"], rounds=1)
+    assert not grid.missing
+    assert "stopping" not in said
+
+
 @pytest.mark.parametrize("damage", [damage_cell, empty_cell])
 def test_a_damaged_cell_is_done_again(damage: Callable[[Path], None], mine: str, tmp_path: Path) -> None:
     carried_out(mine, tmp_path / "out")

@@ -82,7 +82,7 @@ def test_build_calls_what_the_table_holds() -> None:
         ("what(1)", "--x: unknown name 'what'; there are bad, pair, picky"),
         ("pair()", "--x: pair() has the wrong arguments ("),
         ("pair(1, 2, 3)", "--x: pair(1, 2, 3) has the wrong arguments ("),
-        ("pair(1, c=2)", "--x: pair(1, c=2) has the wrong arguments ("),
+        ("pair(1, c=2)", "--x: pair(1, c=2) has the wrong arguments (got an unexpected keyword"),
         (" picky(1) ", "--x: picky(1): must be 2"),
         ("no_such_module_:Thing", "--x: cannot import 'no_such_module_' of 'no_such_module_:Thing' ("),
         ("math.:pi", "--x: cannot import 'math.' of 'math.:pi' ("),

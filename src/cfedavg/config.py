@@ -218,7 +218,10 @@ def read_config(path: Path) -> Config:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--config: cannot read {path} ({getattr(error, 'strerror', error)})") from None
-    return Config.from_toml(text, str(path))
+    try:
+        return Config.from_toml(text, str(path))
+    except InputError as error:
+        raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
 
 def flag(name: str) -> str:

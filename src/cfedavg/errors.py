@@ -25,12 +25,13 @@ class NotFinite(ArithmeticError):
 
 
 class Diverged(InputError):
-    """Training left the finite numbers: says in which round and for which clients."""
+    """Training left the finite numbers: says in which round, counted from 1, and for which clients."""
 
     def __init__(self, t: int, clients: list[int], what: str) -> None:
         whose = f" for {rows_in_words(clients, 'client')}" if clients else ""
         super().__init__(
-            f"round {t}: {what} is NaN or infinite{whose}; lower --eta-local (or --eta), or check the data"
+            f"round {t + 1}: {what} is NaN or infinite{whose}; "
+            "lower --eta-local (or --eta), or check the data"
         )
         self.t, self.clients = t, clients
 

@@ -49,8 +49,15 @@ def exists(path: Path) -> bool:
         return False
 
 
+def check_no_file(path: Path, option: str) -> None:
+    """That nothing but a folder is there, if anything is."""
+    if exists(path) and not path.is_dir():
+        raise InputError(f"{option}: {path} is a file, not a folder")
+
+
 def make_folder(path: Path, option: str) -> None:
     """Makes a folder, durably, and checks that files can be written there."""
+    check_no_file(path, option)
     try:
         new = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from cfedavg.residuals import InMemory, OnDisk, sweep
 from cfedavg.state import State, load, save
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
+MODEL = "model.safetensors"  # at the end
 RESIDUALS = "residuals"
 FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
 
@@ -56,7 +57,9 @@ class Folder:
         if begun:
             if not (self.path / CONFIG).exists():
                 raise CannotResume(f"{self.path / CONFIG} is missing, so the run cannot go on")
-            check_same(_config_of(self.path), config, self.path)
+            old = _config_of(self.path)
+            check_same(old, config, self.path)
+            self._check_checkpoint(old)
         if begun and (self.path / CHECKPOINT).exists():
             state, rows = self._restore(identity, start)
             if state.t > config.rounds:
@@ -69,6 +72,16 @@ class Folder:
         write_atomic(self.path / CONFIG, config.to_toml().encode())
         self.rewrite(rows)
         return dataclasses.replace(state, residuals=residuals), rows
+
+    def _check_checkpoint(self, config: Config) -> None:
+        """A run that has got far enough has one; started again, it would lose what it has."""
+        done, every = len(read_rows(self.path / METRICS)), config.checkpoint_every
+        far = (self.path / MODEL).exists() or 0 < every < done
+        if far and not (self.path / CHECKPOINT).exists():
+            raise CannotResume(
+                f"{self.path / CHECKPOINT} is missing, so the run of {done} rounds cannot go on; "
+                "choose another folder to start again"
+            )
 
     def _restore(self, identity: int, like: State) -> tuple[State, list[Record]]:
         """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
@@ -141,9 +154,13 @@ def check_same(old: Config, new: Config, path: Path) -> None:
         if before == now or (item.name in MAY_CHANGE and not _horizon(item.name, new)):
             continue
         raise InputError(
-            f"--resume: {flag(item.name)} is {now!r}, but the run in {path} has {before!r}; "
+            f"--resume: {flag(item.name)} is {_said(now)}, but the run in {path} has {_said(before)}; "
             "leave it out or start another run"
         )
+
+
+def _said(value: object) -> str:
+    return "none" if value is None else repr(value)
 
 
 def _horizon(name: str, config: Config) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from cfedavg.config import Config
 from cfedavg.engines import RankLost, Ranks, choose_engine
 from cfedavg.errors import Diverged, InputError
-from cfedavg.folder import Folder
+from cfedavg.files import check_no_file
+from cfedavg.folder import MODEL, Folder
 from cfedavg.interrupts import deaf
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
@@ -94,6 +95,8 @@ def run(
     else:
         config = config.replace(clients=len(task.clients), dataset=OWN, model=OWN)
     observer, kept = observer or Observer(), Path(messages) if messages else None
+    if kept:
+        check_no_file(kept, "--messages")
     ranks = Ranks.from_environment()
     if ranks and config.workers > 1:
         raise InputError("--workers: torchrun has set the number of processes; leave it out")
@@ -263,7 +266,7 @@ class Loop:
         model = self.engine.model_at(state.x, state.b)
         iterate = None if state.z is None else self.engine.model_at(*state.z)
         if folder:
-            save_model(model, folder.path / "model.safetensors")
+            save_model(model, folder.path / MODEL)
             if iterate is not None:
                 save_model(iterate, folder.path / "iterate.safetensors")
         for sentence in broken_conditions(rows):
@@ -288,7 +291,7 @@ def broken_conditions(rows: list[Record]) -> list[str]:
             worst = measured[ratios.index(max(ratios))]
             sentences.append(
                 f"rate condition {text} is broken in {broken} of {len(measured)} rounds; most in round "
-                f"{worst['round']}, {max(ratios):.3g} times the limit "
+                f"{worst['round'] + 1}, {max(ratios):.3g} times the limit "
                 f"(measured gamma {_or_infinite(worst['snr_min']):.4g}, "
                 f"alpha {_or_infinite(worst['alpha']):.4g})"
             )

@@ -62,7 +62,8 @@ def build(text: str, table: Mapping[str, Any], field: str) -> Any:
     except InputError as error:
         raise InputError(f"{field}: {text.strip()}: {error}") from None
     except TypeError as error:
-        raise InputError(f"{field}: {text.strip()} has the wrong arguments ({error})") from None
+        what = re.sub(r"^[\w.<>]+\(\) ", "", str(error))  # without the name of our class or function
+        raise InputError(f"{field}: {text.strip()} has the wrong arguments ({what})") from None
 
 
 def load(path: str, field: str) -> Any:

@@ -23,6 +23,7 @@ HUB = {
     "fashion_mnist": "zalando-datasets/fashion_mnist",
     "cifar10": "uoft-cs/cifar10",
 }
+_SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # The hub keeps parquet copies of data sets that were uploaded in another form on this branch.
 _BRANCHES = (None, "refs/convert/parquet")
@@ -72,7 +73,15 @@ def _from_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
     where = f"--data-dir: {folder}"
     files = _in_folder(dataset, folder, where)
     key = _fingerprint(files["train"] + files["test"])
-    return cached(dataset, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
+    name = folder.resolve().name if dataset == "embedded" else dataset
+    data = cached(name, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
+    shape = data.train.pixels.shape[1:]
+    if shape != _SHAPES.get(dataset, shape):
+        raise InputError(
+            f"{where} holds images of {'×'.join(map(str, shape))}, which {dataset} has not; "
+            "give another folder, or leave out --dataset"
+        )
+    return data
 
 
 def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
@@ -83,7 +92,9 @@ def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
         found = _splits([path.name for path in place.glob("*.parquet")], where)
         if found:
             return {split: [place / name for name in names] for split, names in found.items()}
-    raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files, and does not")
+    inside = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
+    hint = f"; it has folders of {', '.join(inside)}, which --dataset would name" if inside else ""
+    raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files, and does not{hint}")
 
 
 def _fingerprint(paths: list[Path]) -> str:

@@ -55,7 +55,7 @@ class Round:
         """The clients would answer again what they have answered, so that only a bound helps."""
         clients = rows_in_words([each.node.number for each in self.in_order], "client")
         return InputError(
-            f"round {self.server_round - 1}: the model made from the updates of {clients} is NaN or "
+            f"round {self.server_round}: the model made from the updates of {clients} is NaN or "
             "infinite; resume with max_norm, which leaves out what is too large, or start again with a "
             "lower rate"
         )

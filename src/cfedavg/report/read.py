@@ -43,21 +43,16 @@ class Run:
 def read_run(path: Path) -> Run:
     """The run in a folder; InputError says in one sentence what is missing or malformed."""
     if not path.is_dir():
-        raise InputError(f"{path} is not a run folder: there is no such folder")
+        why = "it is a file" if path.exists() else "there is no such folder"
+        raise InputError(f"{path} is not a run folder: {why}")
     for name in (CONFIG, METRICS):
         if not (path / name).is_file():
-            raise InputError(f"{path} is not a run folder: it has no {name}")
-    config = _read_config(path / CONFIG)
+            inside = sorted(str(each.parent) for each in path.glob(f"*/{CONFIG}"))
+            hint = f"; runs in it are {', '.join(inside[:5])}" if inside else ""
+            raise InputError(f"{path} is not a run folder: it has no {name}{hint}")
+    config = read_config(path / CONFIG)
     nodes = _read_nodes(path / NODES) if (path / NODES).is_file() else []
     return Run(path, config, _read_metrics(path / METRICS), " ".join(config.compressor.split()), nodes)
-
-
-def _read_config(path: Path) -> Config:
-    try:
-        return read_config(path)
-    except InputError as error:
-        named = str(path) in str(error)
-        raise InputError(str(error) if named else f"{path}: {error}") from None
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

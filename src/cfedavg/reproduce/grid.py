@@ -51,7 +51,7 @@ class Watch(Display):
     def row(self, row: Record) -> None:
         super().row(row)
         self.seconds += row["seconds"]
-        if time.monotonic() > self.until:
+        if time.monotonic() > self.until and row["round"] + 1 < self.rounds:
             raise TimeUp
 
 
