@@ -499,7 +499,7 @@ def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch
     made = Machine(tmp_path / "a federation", 2, more={"PYTHONPATH": str(tmp_path)}, say=said.append)
     with made as machine:
         machine.start()
-        assert said[-1] == "nodes online: 1 of 2"
+        assert said[-1] == "nodes online: 2 of 2"
         for name in ("first", "second"):
             run = machine.run(tmp_path / "app", {"out": str(tmp_path / name)})
             assert run.wait(240).text == "finished:completed", run.log.read_text()
