@@ -1,16 +1,31 @@
 # `make demo` and `make test` do everything on a bare machine with Python 3.11 and make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
 
-.PHONY: install demo test test-all lint bench bench-peers bench-many claims fuzz clean
+.PHONY: install lock demo test test-all lint bench bench-peers bench-many claims fuzz clean
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+# Every file is checked against its hash before anything of it runs, build tools included. torch goes first and
+# alone: pip would prefer a build whose hash the index tells, gigabytes with CUDA, to the CPU build on a disk.
+# The last line adds what only a CUDA build of torch needs, in the versions that torch names.
+$(INSTALLED): pyproject.toml constraints.txt constraints.lock constraints.torch.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,flower]'
+	$(PIP) download --quiet --no-deps --only-binary :all: --dest .venv/wheels --constraint constraints.txt torch
+	$(PIP) install --quiet --no-deps --require-hashes --no-index --find-links .venv/wheels -r constraints.torch.lock
+	rm -r .venv/wheels
+	$(PIP) install --quiet --no-deps --require-hashes --only-binary :all: -r constraints.lock
+	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev,flower]'
 	touch $@
+
+LOCK = $(BIN)/uv pip compile --quiet --no-deps --no-header --no-annotate --generate-hashes --python-version 3.11
+
+lock: install  ## the hashes of the versions in constraints.txt; add those of torch's CPU builds by hand
+	$(LOCK) --no-emit-package torch --output-file constraints.lock constraints.txt
+	$(LOCK) --no-emit-package torch --output-file bench/peers/constraints.lock bench/peers/constraints.txt
+	grep '^torch==' constraints.txt | $(LOCK) --output-file constraints.torch.lock -
 
 demo: install  ## top-k 0.99 with error feedback beside uncompressed FedAvg, on the MNIST subset
 	rm -rf runs/demo

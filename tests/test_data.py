@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cfedavg.data import ImageData, Partition, by_classes, by_dirichlet, cache_folder, iid, load
+from cfedavg.data import HUB, ImageData, Partition, by_classes, by_dirichlet, cache_folder, iid, load
 from cfedavg.data import decode as decoding
 from cfedavg.data.images import histogram, mean_std
 from cfedavg.data.partition import _log_dirichlet, _log_gamma_draws
@@ -558,14 +559,20 @@ class Hub:
 
     def __init__(self, folder: Path, branches: dict[str | None, list[str]]) -> None:
         self.folder, self.branches, self.asked = folder, branches, 0
+        self.revisions: list[str | None] = []
 
     def dataset_info(self, repo: str, *, revision: str | None, timeout: float) -> Any:
         self.asked += 1
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in self.branches[revision]])
+        self.revisions.append(revision)
+        if revision not in self.branches:
+            raise RevisionNotFoundError.__new__(RevisionNotFoundError)
+        siblings = [SimpleNamespace(rfilename=name) for name in self.branches[revision]]
+        return SimpleNamespace(siblings=siblings, sha=f"commit of {revision}")
 
-    def hf_hub_download(self, repo: str, name: str, *, repo_type: str, revision: str | None) -> str:
+    def hf_hub_download(self, repo: str, name: str, *, repo_type: str, revision: str) -> str:
         assert repo_type == "dataset"
-        assert name in self.branches[revision]
+        (branch,) = {branch for branch in self.branches if revision == f"commit of {branch}"}
+        assert name in self.branches[branch]
         return str(self.folder / ("train" if "train" in name else "test"))
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -591,14 +598,10 @@ def files(tmp_path: Path) -> Path:
         {None: ["pictures.zip"], PARQUET: ["default/train/0000.parquet", "default/test/0000.parquet"]},
     ],
 )
-@pytest.mark.parametrize("name", ["mnist", "someone/pictures"])
 def test_the_hub_is_asked_once(
-    files: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    branches: dict[str | None, list[str]],
-    name: str,
+    files: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, branches: dict[str | None, list[str]]
 ) -> None:
+    name = "someone/pictures"
     hub = Hub(files, branches)
     hub.install(monkeypatch)
     data = load(name, cache=cache)
@@ -606,6 +609,28 @@ def test_the_hub_is_asked_once(
     asked = hub.asked
     assert isinstance(load(name, cache=cache).train.pixels, np.memmap)
     assert hub.asked == asked
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_known_data_sets_are_one_commit(
+    files: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    revision = HUB[name].partition("@")[2]
+    assert re.fullmatch("[0-9a-f]{40}", revision)
+    hub = Hub(files, {None: [], revision: ["train-0.parquet", "test-0.parquet"]})
+    hub.install(monkeypatch)
+    assert len(load(name, cache=cache).train) == 6
+    assert hub.revisions == [revision]
+
+
+def test_revisions_of_a_data_set_are_kept_apart(
+    files: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ["train-0.parquet", "test-0.parquet"]
+    Hub(files, {"v1": both}).install(monkeypatch)
+    load("my/set@v1", cache=cache)
+    with pytest.raises(InputError, match=r"--dataset: my/set@v2: the .* hub has no revision v2 of my/set"):
+        load("my/set@v2", cache=cache)
 
 
 def test_a_repository_that_does_not_fit_is_refused(

@@ -48,8 +48,9 @@ class Config:
     """
 
     dataset: str = option(
-        "embedded", DATA, "embedded, mnist, fashion_mnist, cifar10, or owner/name of the Hugging Face hub"
-    )
+        "embedded", DATA,
+        "embedded, mnist, fashion_mnist, cifar10, or owner/name@revision of the Hugging Face hub",
+    )  # fmt: skip
     data_dir: str | None = option(None, DATA, "a folder with train-*.parquet and test-*.parquet files")
     clients: int = option(10, DATA, "number of clients, m")
     classes_per_client: int | None = option(None, DATA, "p classes per client, equal counts", "2")

@@ -18,13 +18,16 @@ from cfedavg.files import exists
 
 __all__ = ["HUB", "ImageData", "Images", "load"]
 
+# A revision is a commit, so the files behind these names cannot change.
 HUB = {
-    "mnist": "ylecun/mnist",
-    "fashion_mnist": "zalando-datasets/fashion_mnist",
-    "cifar10": "uoft-cs/cifar10",
+    "mnist": "ylecun/mnist@77f3279092a1c1579b2250db8eafed0ad422088c",
+    "fashion_mnist": "zalando-datasets/fashion_mnist@531be5e2ccc9dba0c201ad3ae567a4f3d16ecdd2",
+    "cifar10": "uoft-cs/cifar10@0b2714987fa478483af9968de7c934580d0bb9a2",
 }
 _SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_REPO = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII
+)
 # The hub keeps parquet copies of data sets that were uploaded in another form on this branch.
 _BRANCHES = (None, "refs/convert/parquet")
 _SECONDS = 10.0  # that the hub has to answer
@@ -46,15 +49,18 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
         return _from_folder(dataset, Path(data_dir).expanduser(), cache)
     if dataset == "embedded":
         return _embedded()
-    repo = HUB.get(dataset, dataset)
-    if not _REPO.fullmatch(repo):
+    source = HUB.get(dataset, dataset)
+    match = _REPO.fullmatch(source)
+    if not match:
         raise InputError(
             f"--dataset: unknown data set {dataset!r}; there are embedded, {', '.join(HUB)}, "
-            "and any owner/name of the Hugging Face hub"
+            "and any owner/name or owner/name@revision of the Hugging Face hub"
         )
     where = f"--dataset: {dataset}"
-    folder = cache / repo.replace("/", "--")
-    return cached(dataset, folder, lambda draft: decode(_downloaded(repo, where), draft, where))
+    folder = cache / source.replace("/", "--")
+    return cached(
+        dataset, folder, lambda draft: decode(_downloaded(**match.groupdict(), where=where), draft, where)
+    )
 
 
 def _embedded() -> ImageData:
@@ -131,27 +137,20 @@ def _splits(names: Iterable[str], where: str) -> Files | None:
     return next(iter(found.values()), None)
 
 
-def _downloaded(repo: str, where: str) -> dict[str, list[Path]]:
-    """The parquet files of a data set of the hub, fetched into the hub's own cache."""
-    from huggingface_hub import HfApi, hf_hub_download
+def _downloaded(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
+    """Fetch the parquet files of a data set of the hub into the hub's own cache."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        for branch in _BRANCHES:
-            # Not list_repo_files: without network it retries for half a minute.
-            info = HfApi().dataset_info(repo, revision=branch, timeout=_SECONDS)
-            found = _splits([file.rfilename for file in info.siblings or ()], where)
+        for branch in [revision] if revision else _BRANCHES:
+            found = _fetched(repo, branch, where)
             if found:
-                return {
-                    split: [
-                        Path(hf_hub_download(repo, n, repo_type="dataset", revision=branch)) for n in names
-                    ]
-                    for split, names in found.items()
-                }
+                return found
     except InputError:
         raise
     except RevisionNotFoundError:
-        pass
+        if revision:
+            raise InputError(f"{where}: the Hugging Face hub has no revision {revision} of {repo}") from None
     except RepositoryNotFoundError:
         raise InputError(
             f"{where} is not on the Hugging Face hub, or not for you to read; "
@@ -164,6 +163,22 @@ def _downloaded(repo: str, where: str) -> dict[str, list[Path]]:
             "or do without: --dataset embedded, or --scale smoke of `reproduce`"
         ) from None
     raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
+
+
+def _fetched(repo: str, revision: str | None, where: str) -> dict[str, list[Path]] | None:
+    """Fetch the files of one revision; None if it has no train and test split in parquet."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    # Not list_repo_files: without network it retries for half a minute.
+    info = HfApi().dataset_info(repo, revision=revision, timeout=_SECONDS)
+    found = _splits([file.rfilename for file in info.siblings or ()], where)
+    if not found:
+        return None
+    # By commit: a branch could move between the list and the files.
+    return {
+        split: [Path(hf_hub_download(repo, n, repo_type="dataset", revision=info.sha)) for n in names]
+        for split, names in found.items()
+    }
 
 
 def _reason(error: Exception) -> str:
