@@ -24,7 +24,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from cfedavg.flower.machine import Machine
-from cfedavg.flower.services import HOST, plain
+from cfedavg.flower.ports import HOST
+from cfedavg.flower.services import plain
 from cfedavg.folder import read_rows
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"

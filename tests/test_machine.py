@@ -25,8 +25,9 @@ from cfedavg.flower import MISSING
 from cfedavg.flower.app.settings import DEFAULT, config_of
 from cfedavg.flower.control import Run, RunFailed
 from cfedavg.flower.machine import Machine
+from cfedavg.flower.ports import HOST, Ports
 from cfedavg.flower.processes import MARK, Processes
-from cfedavg.flower.services import HOST, Node
+from cfedavg.flower.services import Node
 from cfedavg.flower.up import _follow, app_toml
 from cfedavg.folder import as_line
 from cfedavg.interrupts import deaf, polite
@@ -217,7 +218,21 @@ def test_a_port_in_use(machine: Make) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"--port {port} cannot be used .* give another one, or none"):
-            machine(port).link.start()
+            machine(port)
+
+
+def test_a_port_is_ours_before_anyone_listens_on_it() -> None:
+    """Nobody else gets it; a server that asks for it, as Flower's do, can use it, and again later."""
+    ports = Ports()
+    try:
+        port = ports.take()
+        for _ in range(2):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((HOST, port))
+            with socket.create_server((HOST, port)), socket.create_connection((HOST, port)):
+                pass
+    finally:
+        ports.close()
 
 
 @flower

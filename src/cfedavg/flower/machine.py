@@ -18,8 +18,9 @@ from cfedavg.errors import InputError
 from cfedavg.files import locked, make_folder
 from cfedavg.flower import MISSING
 from cfedavg.flower.control import Control, Run
+from cfedavg.flower.ports import HOST, Ports
 from cfedavg.flower.processes import Processes
-from cfedavg.flower.services import HOST, Link, Node
+from cfedavg.flower.services import Link, Node
 from cfedavg.interrupts import polite
 
 Say = Callable[[str], None]
@@ -97,10 +98,13 @@ class Machine:
         keys, parts, numbers = self.folder / "keys", self.folder / "nodes", range(self.count)
         for each in (keys, self.logs):
             each.mkdir(mode=0o700, exist_ok=True)
-        shared = self.processes, self.logs
-        self.link = Link(*shared, self.folder / "link", certificates(keys), self.port)
+        ports, shared = Ports(), (self.processes, self.logs)
+        stack.callback(ports.close)
+        self.link = Link(*shared, self.folder / "link", certificates(keys), ports.take(self.port or 0))
         pairs = [node_key(keys, f"node{i}") for i in numbers]
-        self.nodes = [Node(*shared, parts / str(i), self.link, pairs[i], i, self.count) for i in numbers]
+        self.nodes = [
+            Node(*shared, parts / str(i), self.link, ports, pairs[i], i, self.count) for i in numbers
+        ]
         self.control = Control(self.processes, self.link, self.logs)
         stack.callback(self._end)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING
 from cfedavg.config import toml_value
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
+from cfedavg.flower.ports import HOST, Ports
 from cfedavg.flower.processes import PATIENCE, Process, Processes
 
 if TYPE_CHECKING:  # it needs what Flower brings along, and what is missing is said later, in a sentence
     from cfedavg.flower.credentials import Certificates, NodeKey
 
-HOST = "127.0.0.1"
 READY = 90.0  # seconds until a process must have come up; it takes 3 on an idle machine
 FORGOTTEN = 75.0  # seconds in which the SuperLink notices, with some to spare, that a node was killed
 POLL = 0.1
@@ -75,15 +74,14 @@ class Link(Service):
     """The SuperLink, which keeps what it knows in a database."""
 
     def __init__(
-        self, processes: Processes, logs: Path, folder: Path, files: Certificates, port: int | None
+        self, processes: Processes, logs: Path, folder: Path, files: Certificates, port: int
     ) -> None:
         super().__init__(processes, logs, folder, "superlink")
-        self.files, self.port = files, port or free_port()
+        self.files, self.port = files, port
         self.address = f"{HOST}:{self.port}"
 
     def start(self) -> None:
         """Starts it, and waits until it answers."""
-        self._check_port()
         ca, certificate, key = self.files.ca, self.files.certificate, self.files.key
         tls = "--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key
         where = "--host", HOST, "--port", str(self.port), "--database", self.folder / "link.db"
@@ -95,18 +93,6 @@ class Link(Service):
             if time.monotonic() > end:
                 raise InputError(f"the SuperLink does not answer after {READY:g} s: see {self.log}")
             time.sleep(POLL)
-
-    def _check_port(self) -> None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one of a moment ago does not count
-            try:
-                probe.bind((HOST, self.port))
-            except (OSError, OverflowError) as error:
-                why = getattr(error, "strerror", None) or error
-                raise InputError(
-                    f"--port {self.port} cannot be used on {HOST} ({why}): "
-                    "give another one, or none to have a free one chosen"
-                ) from None
 
     def _answers(self) -> bool:
         """Whether it is there, as far as the certificate tells."""
@@ -121,10 +107,19 @@ class Node(Service):
     """A SuperNode: a client with a key of its own, a part of the data and a folder for its state."""
 
     def __init__(
-        self, processes: Processes, logs: Path, folder: Path, link: Link, key: NodeKey, number: int, of: int
+        self,
+        processes: Processes,
+        logs: Path,
+        folder: Path,
+        link: Link,
+        ports: Ports,
+        key: NodeKey,
+        number: int,
+        of: int,
     ) -> None:
         super().__init__(processes, logs, folder, f"node{number}")
         self.link, self.key, self.number, self.state = link, key, number, folder / "state"
+        self._ports = ports
         self.id: int | None = None
         self.state.mkdir(exist_ok=True)
         facts = {"partition-id": number, "num-partitions": of, "state-dir": str(self.state)}
@@ -139,7 +134,8 @@ class Node(Service):
     def begin(self) -> None:
         """Starts it; `wait_online` is to follow."""
         link = "--root-certificates", self.link.files.ca, "--superlink", self.link.address
-        own = "--host", HOST, "--port", str(free_port()), "--auth-supernode-private-key", self.key.private
+        port = self._ports.take()  # another at each start: children of the last one may still ask for work
+        own = "--host", HOST, "--port", str(port), "--auth-supernode-private-key", self.key.private
         self._spawn("flower-supernode", *link, *own, "--node-config", self._config)
 
     def wait_online(self, limit: float = FORGOTTEN, say: Callable[[str], None] = lambda text: None) -> None:
@@ -172,20 +168,6 @@ class Node(Service):
                 f"the SuperLink refuses {self.name} for {limit:g} s: its key {self.key.public} is not "
                 f"registered there, or in use by another process; stop that, or begin in another folder"
             )
-
-
-_given: set[int] = set()
-
-
-def free_port() -> int:
-    """A port that nobody uses at the moment, and that was not given out before: its process is on its way."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
-        if port not in _given:
-            _given.add(port)
-            return port
 
 
 def toml(table: Mapping[str, object]) -> str:
