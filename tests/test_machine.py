@@ -270,6 +270,36 @@ def test_a_node_that_ends_for_another_reason(machine: Make) -> None:
         made.nodes[0].start()
 
 
+class Hasty:
+    """A process that says something and ends, just before it is asked whether it lives."""
+
+    def __init__(self, log: Path, says: str) -> None:
+        self.log, self.says = log, says
+        log.touch()
+
+    def poll(self) -> int:
+        self.log.write_text(self.says)
+        return 0
+
+
+@flower
+def test_a_node_that_ends_while_it_is_looked_at(machine: Make) -> None:
+    """It was online: what became of it then is found out later."""
+    (node,) = machine().nodes
+    hasty: Any = Hasty(node.log, "SuperNode ID: 77\n")
+    node.process = hasty
+    node.wait_online()
+    assert node.id == 77
+
+
+def test_a_run_whose_follower_ends_while_it_is_looked_at(tmp_path: Path) -> None:
+    """Its log says that the run has started, and how it ended is for the SuperLink to say."""
+    log = tmp_path / "log"
+    hasty: Any = Hasty(log, "Successfully started run 9\n")
+    control: Any = SimpleNamespace()
+    assert Run(control, hasty, log).id == 9
+
+
 @flower
 def test_registering_goes_by_the_answer_not_by_the_exit_code(machine: Make) -> None:
     made = machine(flwr="cat $FLWR_HOME/answer")

@@ -92,12 +92,18 @@ class Run:
 
     def __init__(self, control: Control, follower: Process, log: Path) -> None:
         self.log, self._control, self._follower = log, control, follower
-        end = time.monotonic() + COMMAND
-        while not (found := re.search(r"started run (\d+)", plain(log))):
-            if not self.followed or time.monotonic() > end:
-                raise InputError(f"the run did not start: {last_line(plain(log))} (see {log})")
+        self.id = self._await_start(time.monotonic() + COMMAND)
+
+    def _await_start(self, end: float) -> int:
+        """Wait until the SuperLink has taken the run, and return the run's id."""
+        while True:
+            waiting = self.followed and time.monotonic() < end  # asked first: it may speak and end at once
+            said = plain(self.log)
+            if found := re.search(r"started run (\d+)\s", said):
+                return int(found[1])
+            if not waiting:
+                raise InputError(f"the run did not start: {last_line(said)} (see {self.log})")
             time.sleep(POLL)
-        self.id = int(found[1])
 
     @property
     def followed(self) -> bool:

@@ -141,9 +141,11 @@ class Node(Service):
     def wait_online(self, limit: float = FORGOTTEN, say: Callable[[str], None] = lambda text: None) -> None:
         """A node that was killed is refused until the SuperLink has noticed, so it tries for a while."""
         began, told = time.monotonic(), False
-        while not self._is_online():
-            waited = time.monotonic() - began
-            if not self.running:
+        while True:
+            running, waited = self.running, time.monotonic() - began  # asked first: it may speak and end
+            if self._is_online():
+                return
+            if not running:
                 self._check_refusal(waited, limit)
                 if not told:
                     say(f"{self.name} is still online for the SuperLink: trying again for up to {limit:g} s")
@@ -155,7 +157,7 @@ class Node(Service):
             time.sleep(POLL)
 
     def _is_online(self) -> bool:
-        found = re.search(r"SuperNode ID: (\d+)", self.said())
+        found = re.search(r"SuperNode ID: (\d+)\s", self.said())
         self.id = int(found[1]) if found else None
         return found is not None
 
