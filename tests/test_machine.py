@@ -26,10 +26,10 @@ from cfedavg.flower.app.settings import DEFAULT, config_of
 from cfedavg.flower.control import Run, RunFailed
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.ports import HOST, Ports
-from cfedavg.flower.processes import MARK, Processes
+from cfedavg.flower.processes import MARK, Processes, alive
 from cfedavg.flower.services import Node
 from cfedavg.flower.up import _follow, app_toml
-from cfedavg.folder import as_line
+from cfedavg.folder import as_line, read_rows
 from cfedavg.interrupts import deaf, polite
 from tests.conftest import Command
 
@@ -134,10 +134,11 @@ def _until(true: Callable[[], object], seconds: float = 60) -> None:
 def test_what_a_killed_one_has_left_is_found_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child in a session of its own, deaf to SIGTERM, of a parent that is gone."""
+    """A child in a session of its own, deaf to SIGTERM, of a parent that is gone, as its watchdog is."""
     monkeypatch.setattr("cfedavg.flower.processes.PATIENCE", 1.0)
-    log = tmp_path / "log"
-    Processes(str(tmp_path), os.environ).start([sys.executable, "-c", PARENT, STUBBORN], log, {}).wait(60)
+    log, marked = tmp_path / "log", {**os.environ, MARK: str(tmp_path)}
+    with log.open("wb") as file:
+        subprocess.run([sys.executable, "-c", PARENT, STUBBORN], env=marked, stdout=file, check=True)
     _until(lambda: "up" in log.read_text())
     bystander = subprocess.Popen(
         [sys.executable, "-c", STUBBORN], env={**os.environ, MARK: str(tmp_path) + "2"}
@@ -145,12 +146,92 @@ def test_what_a_killed_one_has_left_is_found_and_ended(
     try:
         after = Processes(str(tmp_path), os.environ)
         assert len(after.left()) == 1
-        after.stop("python")
+        after.stop()
         assert not after.left()
         assert bystander.poll() is None
     finally:
         bystander.kill()
         bystander.wait()
+
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from cfedavg.flower.processes import Processes
+
+mark, log, *command = sys.argv[1:]
+Processes(mark, os.environ).start([sys.executable, "-c", *command], Path(log), {})
+time.sleep(600)
+"""
+SERVER = """
+import socket, subprocess, sys, time
+with socket.create_server(("127.0.0.1", int(sys.argv[2]))):
+    subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+    time.sleep(600)
+"""
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether it has ended; it may wait to be buried, and then has no command any more."""
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_all_processes_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """A server, its child in a session of its own, and the watchdog; the server's port is free again."""
+    log, mark, ports = tmp_path / "log", str(tmp_path / "federation"), Ports()
+    port = ports.take()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, mark, log, SERVER, SLEEPER, str(port)], start_new_session=True
+    )
+    after = Processes(mark, os.environ)
+    try:
+        _until(lambda: log.exists() and "up" in log.read_text())
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        everyone = after.left() | set(map(int, children))
+        assert len(everyone) == 3
+        launcher.kill()
+        launcher.wait()
+        _until(lambda: all(map(_is_gone, everyone)))
+        assert not after.left()
+        socket.create_server((HOST, port)).close()
+    finally:
+        launcher.kill()
+        launcher.wait()
+        after.stop()
+        ports.close()
+
+
+def test_a_watchdog_spares_those_of_the_next_launcher(tmp_path: Path) -> None:
+    """Of the same federation, started while the watchdog of the killed one is still at work."""
+    killed, following = (Processes(str(tmp_path), os.environ) for _ in range(2))
+    try:
+        mine = killed.start(["sleep", "600"], tmp_path / "log", {})
+        other = following.start(["sleep", "600"], tmp_path / "log", {})
+        killed.close()
+        assert (mine.wait(60), other.poll()) == (-signal.SIGTERM, None)
+    finally:
+        killed.stop()
+        following.close()
+        other.wait(60)
+
+
+def test_where_environments_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are known by what the launcher has told; one that leads no session is somebody else."""
+    monkeypatch.setattr("cfedavg.flower.processes.PROC", tmp_path / "none")
+    ours, gone = (subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2))
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        gone.kill()
+        gone.wait()
+        assert alive("A=b", [ours.pid, gone.pid, other.pid]) == {ours.pid}
+    finally:
+        for each in (ours, other):
+            each.kill()
+            each.wait()
 
 
 def test_a_polite_kill_is_an_interrupt_and_a_second_one_is_not_heard() -> None:
@@ -557,3 +638,37 @@ def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch
         assert len(machine.processes.left()) >= 3
     assert not machine.processes.left()
     assert not any(service.running for service in (machine.link, *machine.nodes))
+
+
+@flower
+@pytest.mark.slow
+def test_nothing_is_left_of_a_federation_whose_launcher_is_killed(tmp_path: Path) -> None:
+    """Not of its nodes' children either; the port is free at once, and the run can be resumed."""
+    out, ports = tmp_path / "out", Ports()
+    port = ports.take()
+    command = [Path(sys.executable).parent / "cfedavg", "federate", "up", "--out", out, "--port", str(port)]
+    launcher = subprocess.Popen(
+        [*command, "--nodes", "2", "--rounds", "1000", "--model", "linear"],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    after = Processes(str(out / "federation"), os.environ)
+    try:
+        _until(lambda: read_rows(out / "metrics.jsonl") or launcher.poll(), 240)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        everyone = after.left() | set(map(int, children))
+        assert len(everyone) >= 9  # SuperLink, two nodes, three SuperExecs, ServerApp, follower, watchdog
+        launcher.kill()
+        launcher.wait()
+        _until(lambda: all(map(_is_gone, everyone)))
+        assert not after.left()
+        socket.create_server((HOST, port)).close()
+        done = len(read_rows(out / "metrics.jsonl"))
+        resumed = [*command, "--resume", "--rounds", str(done + 1)]
+        subprocess.run(resumed, check=True, stdout=subprocess.DEVNULL, timeout=240)
+        assert len(read_rows(out / "metrics.jsonl")) == done + 1
+    finally:
+        launcher.kill()
+        launcher.wait()
+        after.stop()
+        ports.close()

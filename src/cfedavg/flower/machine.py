@@ -1,7 +1,7 @@
 """A whole Flower federation on this machine: a SuperLink, SuperNodes and runs, on 127.0.0.1.
 
 Connections are encrypted, and every node proves with a key who it is. What is started here is stopped at the
-end, whatever the end is.
+end, whatever the end is, a SIGKILL of this process included.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Machine:
         self.folder.chmod(0o700)
         stack.enter_context(locked(self.folder, f"--out: another federation is running in {self.folder}"))
         stack.enter_context(polite())
-        self._stop()  # what is left of one that was killed, since nobody else holds the folder
+        stack.callback(self.processes.close)
+        self.processes.stop()  # what is left of one that was killed, since nobody else holds the folder
         keys, parts, numbers = self.folder / "keys", self.folder / "nodes", range(self.count)
         for each in (keys, self.logs):
             each.mkdir(mode=0o700, exist_ok=True)
@@ -112,12 +113,7 @@ class Machine:
         try:
             self.say("stopping the nodes and the SuperLink")
         finally:
-            self._stop()
-
-    def _stop(self) -> None:
-        # The ServerApp first, or it would end its round without the nodes. Then these: one that cannot take
-        # its leave of the SuperLink is refused for a minute afterwards.
-        self.processes.stop("flwr-serverapp", "flower-supernode")
+            self.processes.stop()
 
     def start(self) -> None:
         """The SuperLink, then all nodes; returns when they are online."""
