@@ -11,7 +11,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -320,14 +319,30 @@ def trapped(act: Callable[[], Any], client: int = 1, times: int = 4) -> Task:
 def test_a_rank_dies_in_a_round(ranks: int, where: str, alone: Alone, tmp_path: Path) -> None:
     config = BASE.replace(workers=ranks, residuals=where, checkpoint_every=1)
     die = trapped(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    began = time.monotonic()
     with pytest.raises(RankLost, match=r"^lost rank 1 \(process \d+, exit status -9\): the run stops\. .*"):
         run(config, die, out=tmp_path / "r")
-    assert time.monotonic() - began < 8
     assert not multiprocessing.active_children()
     assert 0 < len(rows_without_time(tmp_path / "r")) < 6
     run(config.replace(workers=5 - ranks), task(), out=tmp_path / "r", resume=True)
     assert_same(contents(tmp_path / "r"), alone(BASE.replace(residuals=where, checkpoint_every=1)))
+
+
+def test_a_lost_rank_whose_end_is_known_later() -> None:
+    """A busy machine closes its connection, and only later says how it ended."""
+
+    class Slow:
+        name, pid = "rank 1", 7
+
+        def __init__(self) -> None:
+            self.looks = iter([None, None, -9])
+
+        @property
+        def exitcode(self) -> int | None:
+            return next(self.looks, -9)
+
+    slow: Any = Slow()
+    named = workers._named(RankLost("somebody"), [slow])
+    assert str(named).startswith("lost rank 1 (process 7, exit status -9): the run stops.")
 
 
 @pytest.mark.usefixtures("forked")
@@ -346,7 +361,7 @@ def test_workers_end_after_rank_0(tmp_path: Path) -> None:
     team = processes(leader)
     os.kill(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
-    left = not gone(leader, 4)
+    left = not gone(leader)
     for pid in processes(leader):
         os.kill(pid, signal.SIGKILL)
     assert len(team) >= 3  # and one that Python itself starts
@@ -546,9 +561,9 @@ def processes(session: int) -> dict[int, int]:
     return found
 
 
-def gone(session: int, seconds: float) -> bool:
-    """Whether nothing of a session is left, within some seconds."""
-    until = time.monotonic() + seconds
+def gone(session: int) -> bool:
+    """Whether nothing of a session is left, as soon as it is so."""
+    until = time.monotonic() + LIMIT
     while processes(session) and time.monotonic() < until:
         time.sleep(0.05)
     return not processes(session)
@@ -630,7 +645,7 @@ def test_a_stopped_command(how: str, finished: Path, tmp_path: Path) -> None:
         else:
             it.process.terminate()
         code, text, errors = it.end()
-        assert gone(it.pid, 3)
+        assert gone(it.pid)
     assert (code, errors) == (130, "")
     assert f"stopping after {rows(out)} rounds: saving, --resume goes on from here" in text
     assert_goes_on(out, finished)
@@ -641,7 +656,7 @@ def test_a_command_stopped_while_it_starts(tmp_path: Path) -> None:
         it.wait_for(it.worker)
         os.killpg(it.pid, signal.SIGINT)
         code, _, errors = it.end()
-        assert gone(it.pid, 3)
+        assert gone(it.pid)
     assert (code, errors) == (130, "")
 
 
@@ -654,7 +669,7 @@ def test_a_command_whose_worker_is_killed(finished: Path, tmp_path: Path) -> Non
         assert worker
         os.kill(worker, signal.SIGKILL)
         code, _, errors = it.end()
-        assert gone(it.pid, 3)
+        assert gone(it.pid)
     assert code == 2
     sentence = f"error: lost rank 1 (process {worker}, exit status -9): the run stops. "
     assert errors.startswith(sentence)
@@ -668,17 +683,15 @@ def test_workers_end_after_the_command(finished: Path, tmp_path: Path) -> None:
     with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", out) as it:
         it.wait_for(lambda: rows(out) >= 4)
         it.process.kill()
-        assert gone(it.pid, 4)
+        assert gone(it.pid)
         _, _, errors = it.end()
     assert "Traceback" not in errors
     assert_goes_on(out, finished)
 
 
 def torchrun(*arguments: object) -> Started:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = ["--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--no-python"]
+    """On a port that torchrun binds itself: one that was probed here could be another's by then."""
+    place = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", 2, "--no-python"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *place, COMMAND]
     return Started(*launcher, *arguments, GLOO_SOCKET_IFNAME="lo")
 
@@ -687,7 +700,7 @@ def test_torchrun(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "r"
     with torchrun("run", *OPTIONS, "--out", out) as it:
         code, text, errors = it.end()
-        assert gone(it.pid, 3)
+        assert gone(it.pid)
     assert code == 0, errors
     assert_same(contents(out), contents(finished))
     assert text.count("written to") == text.count("engine: sequential") == text.count("round 40/40") == 1

@@ -36,6 +36,7 @@ from cfedavg.task import Task
 
 WORTH = 20.0  # seconds that a run must take on one core before more processes are started by themselves
 MOST = 8  # of them
+KNOWN = 10.0  # seconds within which the end of a process is known, once its connection is lost
 FOLLOWED = 75  # exit status of a worker that ends since another process has ended
 
 
@@ -208,8 +209,11 @@ def serve(
 
 def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
     """Says which rank it was, and how the run goes on."""
-    time.sleep(0.5)  # its end may be known a moment later than its silence
-    gone = [p for p in processes if p.exitcode not in (None, FOLLOWED)]
+    until = time.monotonic() + KNOWN
+    while not (gone := [p for p in processes if p.exitcode not in (None, FOLLOWED)]):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
     who = ", ".join(f"{p.name} (process {p.pid}, exit status {p.exitcode})" for p in gone) or str(error)
     return RankLost(
         f"lost {who}: the run stops. What was done up to the last checkpoint is kept; "
