@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import threading
@@ -26,6 +25,7 @@ from cfedavg.flower import up
 from cfedavg.flower.app.settings import DEFAULT, config_of
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.parcel import unpack
+from cfedavg.folder import read_rows
 from cfedavg.layout import Layout
 from cfedavg.tensors import read_tensors
 from cfedavg.wire import decode
@@ -50,8 +50,8 @@ class Federation:
         return self.machine.run(self.app)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.out / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        """Those that are whole: the server may be about to write one."""
+        return read_rows(self.out / name)
 
     def await_round(self, t: int, seconds: float = LIMIT) -> None:
         end = time.monotonic() + seconds

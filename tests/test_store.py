@@ -156,29 +156,42 @@ def contents(root: Path) -> Any:
     return served.server.x.tolist(), served.server.stamp, [(c.e.tolist(), c.sent, c.seen) for c in clients]
 
 
-def killed_while_it_plays(root: Path, rounds: int, after: float) -> None:
-    """A process that plays, and SIGKILL after some seconds."""
+def killed_while_it_plays(root: Path, *, ends_a_round: bool, after: float) -> None:
+    """A process that plays, and SIGKILL after some seconds, or as long after it has first stored a state."""
+    before = stored_at(root)
     pid = os.fork()
     if pid == 0:
         with suppress(BaseException):
-            play(root, rounds)
+            play(root, 10**6)
         os._exit(0)
+    limit = time.monotonic() + 60
+    while ends_a_round and stored_at(root) == before:
+        assert time.monotonic() < limit, "no round ends"
+        time.sleep(0.001)
     time.sleep(after)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
+def stored_at(root: Path) -> int:
+    """When the server's state was last stored."""
+    file = root / "server" / FILE
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_again_and_again(tmp_path: Path, kills: int) -> None:
-    draw, rounds = random.Random(0), 10 * kills
+    draw = random.Random(0)
     play(tmp_path / "before", 1)  # loads the coders: whoever loads them himself is killed before a round
     began = time.monotonic()
     play(tmp_path / "before", 11)
     ten_rounds = time.monotonic() - began
     progress = []
     for _ in range(kills):
-        killed_while_it_plays(tmp_path, rounds, draw.uniform(0.0, ten_rounds))
+        killed_while_it_plays(
+            tmp_path, ends_a_round=draw.random() < 0.5, after=draw.uniform(0.0, ten_rounds / 2)
+        )
         if (tmp_path / "server" / FILE).exists():
             assert_law(tmp_path)
             progress.append(contents(tmp_path)[1].number)

@@ -14,6 +14,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
+from cfedavg.files import replacing, write_atomic
 from cfedavg.flower.app import client
 from cfedavg.flower.mod import compressed
 from cfedavg.flower.records import answer_of, order_of
@@ -31,7 +32,7 @@ def outside(message: Message, context: Context, call_next: ClientAppCallable) ->
     reply = call_next(message, context)
     if order is not None and not reply.has_error():
         folder = _folder(context)
-        (folder / f"{order.t}.message").write_bytes(answer_of(reply.content).message)
+        write_atomic(folder / f"{order.t}.message", answer_of(reply.content).message)
         if (computed := folder / "computed.npy").exists():
             computed.rename(folder / f"{order.t}.npy")
     return reply
@@ -43,7 +44,8 @@ def inside(message: Message, context: Context, call_next: ClientAppCallable) -> 
     _dawdle(_folder(context) / "slow")
     reply = call_next(message, context)
     if not reply.has_error():
-        np.save(_folder(context) / "computed.npy", _vector(reply) - before)
+        with replacing(_folder(context) / "computed.npy") as temporary, temporary.open("wb") as file:
+            np.save(file, _vector(reply) - before)  # the node may be killed at any moment
     return reply
 
 
