@@ -121,8 +121,9 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         return made[0]
 
     yield make
-    made[0].machine.close()
-    assert not made[0].machine.processes.left()
+    for each in made:
+        each.machine.close()
+        assert not each.machine.processes.left()
 
 
 def simulated(config: Config) -> torch.Tensor:
@@ -139,7 +140,8 @@ def simulated(config: Config) -> torch.Tensor:
 def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federation]) -> None:
     """Two nodes with keys train; a third, whose key nobody has registered, is refused."""
     config = Config(clients=2, rounds=2, model="linear", compressor="topk(0.9)", local_steps="5")
-    it = federation(config, 3, min_nodes=2, round_timeout=100.0)
+    expected = simulated(config)  # and the coders are compiled, which takes a busy machine a minute
+    it = federation(config, 3, min_nodes=2, round_timeout=LIMIT)
     machine = it.machine
     machine.link.start()
     machine.control.register(machine.nodes[:2])
@@ -148,9 +150,9 @@ def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federa
     training = it.run()
     with pytest.raises(InputError, match="is not registered there"):
         machine.nodes[2].start(limit=3.0)
-    assert training.wait(LIMIT).text == "finished:completed"
+    assert training.wait(2 * LIMIT).text == "finished:completed"
     assert [row["outcomes"] for row in it.lines("metrics.jsonl")] == [{"replied": 2}] * 2
-    assert torch.equal(it.model, simulated(config))
+    assert torch.equal(it.model, expected)
     it.check_model()
     for node in range(2):
         it.check_law(node)

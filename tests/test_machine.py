@@ -426,6 +426,17 @@ def test_a_run_that_fails(
 
 
 @flower
+def test_a_superlink_that_does_not_answer_once(machine: Make, tmp_path: Path) -> None:
+    """It is asked again how the run ended."""
+    done = '{"success": true, "runs": [{"status": "finished:completed", "status-details": ""}]}'
+    script = f"""
+        if [ $1 = run ]; then echo 'Successfully started run 9'
+        elif [ -e {tmp_path}/asked ]; then echo '{done}'
+        else touch {tmp_path}/asked; echo '{{"success": false, "error-message": "busy"}}'; fi"""
+    machine(flwr=script).run(tmp_path).check()
+
+
+@flower
 def test_a_run_that_does_not_start(machine: Make, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the run did not start: no such app"):
         machine(flwr="echo no such app").run(tmp_path)

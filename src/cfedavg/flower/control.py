@@ -19,9 +19,10 @@ from cfedavg.flower.processes import Process, Processes
 from cfedavg.flower.services import POLL, Link, Node, last_line, plain, toml
 
 COMMAND = 120.0  # seconds that a `flwr` command may take; it takes 2 on an idle machine
-SETTLED = 20.0  # seconds from the end of a run's log until the SuperLink says how it ended
+SETTLED = 60.0  # seconds from the end of a run's log until the SuperLink says how it ended; 2 when it is idle
 KNOWN = "already in use"  # what the SuperLink says of a key that it has
 ONGOING, DONE = ("pending", "starting", "running"), "finished:completed"
+UNKNOWN = "unknown"  # the SuperLink did not answer this time
 
 
 class RunFailed(RuntimeError):
@@ -114,9 +115,9 @@ class Run:
         """What the SuperLink says of it."""
         answer = self._control.ask("ls", "here", "--run-id", str(self.id))
         if not answer["success"]:
-            return Status("unknown", last_line(answer["error-message"]))
+            return Status(UNKNOWN, last_line(answer["error-message"]))
         return next(
-            (Status(run["status"], run["status-details"]) for run in answer["runs"]), Status("unknown", "")
+            (Status(run["status"], run["status-details"]) for run in answer["runs"]), Status(UNKNOWN, "")
         )
 
     def wait(self, limit: float) -> Status:
@@ -125,7 +126,7 @@ class Run:
         while self.followed and time.monotonic() < end:
             time.sleep(POLL)
         end = min(end, time.monotonic() + SETTLED)  # its log ends a moment before it does
-        while (status := self.status()).text in ONGOING and time.monotonic() < end:
+        while (status := self.status()).text in (*ONGOING, UNKNOWN) and time.monotonic() < end:
             time.sleep(POLL)
         return status
 
