@@ -124,7 +124,7 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 """
 
 
-def _until(true: Callable[[], object], seconds: float = 60) -> None:
+def _until(true: Callable[[], object], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it takes too long"
@@ -147,7 +147,7 @@ def test_what_a_killed_one_has_left_is_found_and_ended(
         after = Processes(str(tmp_path), os.environ)
         assert len(after.left()) == 1
         after.stop()
-        assert not after.left()
+        _until(lambda: not after.left())
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -665,7 +665,7 @@ def test_nothing_is_left_of_a_federation_whose_launcher_is_killed(tmp_path: Path
     )
     after = Processes(str(out / "federation"), os.environ)
     try:
-        _until(lambda: read_rows(out / "metrics.jsonl") or launcher.poll(), 240)
+        _until(lambda: read_rows(out / "metrics.jsonl") or launcher.poll() is not None)
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         everyone = after.left() | set(map(int, children))
         assert len(everyone) >= 9  # SuperLink, two nodes, three SuperExecs, ServerApp, follower, watchdog

@@ -41,7 +41,7 @@ from tests.test_loop import Stop, rows_without_time
 
 run = partial(run_and_draw, draw=False)
 HERE = os.getpid()
-LIMIT = 120.0  # seconds after which a test's workers are killed, so that it fails instead of waiting
+LIMIT = 300.0  # seconds after which a test's workers are killed, so that it fails instead of waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
