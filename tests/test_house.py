@@ -38,10 +38,11 @@ MAY_IMPORT = {
     "models": {"errors", "keys", "spec"},
     "data": {"config", "errors", "files", "keys", "models", "task"},
     "stack": {"errors", "keys", "local", "task", "tensors"},
-    "engines": {"algorithm", "config", "errors", "evaluate", "files", "keys", "layout", "local", "metrics",
-                "payload", "plan", "residuals", "stack", "state", "task", "tensors", "wire"},
+    "engines": {"algorithm", "config", "errors", "evaluate", "files", "interrupts", "keys", "layout", "local",
+                "metrics", "payload", "plan", "residuals", "stack", "state", "task", "tensors", "wire"},
     "folder": {"config", "errors", "files", "metrics", "residuals", "state"},
-    "workers": {"config", "data", "engines", "errors", "files", "local", "plan", "state", "task"},
+    "workers": {"config", "data", "engines", "errors", "files", "interrupts", "local", "plan", "state",
+                "task"},
     "loop": {"config", "data", "engines", "errors", "files", "folder", "interrupts", "metrics", "plan",
              "report", "residuals", "state", "task", "tensors", "theory", "units", "wire", "workers"},
     "sweep": {"compress", "config", "errors", "schedule", "spec"},
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     "reproduce": {"compress", "config", "data", "display", "errors", "files", "folder", "layout", "local",
                   "loop", "metrics", "models", "report", "schedule", "task", "theory", "units", "__init__"},
     "cli": {"compress", "config", "data", "display", "errors", "files", "flower", "inspection", "layout",
-            "loop", "report", "reproduce", "sweep", "units", "__init__"},
+            "interrupts", "loop", "report", "reproduce", "sweep", "units", "__init__"},
 }  # fmt: skip
 
 

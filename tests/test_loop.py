@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
 from cfedavg.config import read_config
-from cfedavg.errors import Diverged
+from cfedavg.errors import Busy, Diverged
 from cfedavg.folder import Folder
 from cfedavg.loop import Observer
 from tests.conftest import blobs
@@ -308,27 +308,61 @@ COMMAND = [
 ]  # fmt: skip
 
 
+# The command, but it waits for a signal when so many rows are in the file: however late the signal comes on
+# a busy machine, it finds the run there.
+WAITING = """
+import os, time
+from cfedavg.cli import main
+from cfedavg.folder import Folder
+
+def wait(self, row, append=Folder.append):
+    append(self, row)
+    if row["round"] + 1 == int(os.environ["WAIT_AT"]):
+        time.sleep(300)
+
+Folder.append = wait
+main()
+"""
+
+
 def test_a_killed_process_resumes_bitwise(tmp_path: Path) -> None:
     """A real process and real signals, one after another on the same run; then to the end."""
-    command = [sys.executable, "-c", "from cfedavg.cli import main; main()", *COMMAND]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out = tmp_path / "killed"
-    for wanted, number in ((3, signal.SIGKILL), (6, signal.SIGINT), (9, signal.SIGTERM)):
+    command = [sys.executable, "-c", WAITING, *COMMAND]
+    out, metrics = tmp_path / "killed", tmp_path / "killed" / "metrics.jsonl"
+    codes = []
+    for wanted, number in ((3, signal.SIGKILL), (6, signal.SIGINT), (9, signal.SIGTERM), (12, signal.SIGHUP)):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WAIT_AT": str(wanted)}
         process = subprocess.Popen(
             [*command, "--out", str(out), "--resume"], env=environment, stdout=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            metrics = out / "metrics.jsonl"
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= wanted:
-                break
+        while process.poll() is None and not (
+            metrics.exists() and metrics.read_bytes().count(b"\n") == wanted
+        ):
             time.sleep(0.005)
         process.send_signal(number)
-        assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
-    base = [*command, "--out"]
-    for path in (out, tmp_path / "whole"):
-        subprocess.run([*base, str(path), "--resume"], env=environment, check=True, stdout=subprocess.DEVNULL)
+        codes.append(process.wait(60))
+        assert len(rows_without_time(out)) == wanted
+    assert codes == [-signal.SIGKILL, 130, 143, 129]
+    config = read_config(out / "config.toml")
+    run(config, out=out, resume=True)
+    run(config, out=tmp_path / "whole")
     assert_same_run(tmp_path / "whole", out)
+
+
+def test_pictures_are_drawn_while_the_folder_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the lock removes temporary files, which those of pictures are at first."""
+    drawn: list[Path] = []
+
+    def draw(path: Path) -> None:
+        with pytest.raises(Busy, match="another run is writing to"), Folder(path):
+            pass
+        drawn.append(path)
+
+    monkeypatch.setattr("cfedavg.report.write_run_pictures", draw)
+    run_and_draw(BASE.replace(rounds=1), blobs(), out=tmp_path / "r")
+    assert drawn == [tmp_path / "r"]
 
 
 @pytest.mark.gpu

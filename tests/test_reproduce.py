@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cfedavg import Config, InputError
-from cfedavg.cli import app
+from cfedavg.cli.commands import app
 from cfedavg.metrics import Record
 from cfedavg.reproduce import archive, experiment, studies, training
 from cfedavg.reproduce.archive import Damaged, Entry

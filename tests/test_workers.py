@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,10 +35,11 @@ from cfedavg.cli import main
 from cfedavg.config import read_config
 from cfedavg.engines import RankLost
 from cfedavg.errors import Diverged
+from cfedavg.loop import Observer
 from cfedavg.plan import Plan
 from tests.conftest import blobs
 from tests.disk import Killed
-from tests.test_loop import Stop, rows_without_time
+from tests.test_loop import WAITING, Stop, rows_without_time
 
 run = partial(run_and_draw, draw=False)
 HERE = os.getpid()
@@ -291,7 +293,7 @@ def test_interrupt_while_ranks_talk(
 
 
 class Trap:
-    """Samples of a client that do something, once they were read a few times outside of this process."""
+    """Samples of a client that do something, once, after a few reads outside of this process."""
 
     def __init__(self, samples: Any, times: int, act: Callable[[], Any]) -> None:
         self.samples, self.left, self.act = samples, times, act
@@ -303,6 +305,7 @@ class Trap:
         self.left -= os.getpid() != HERE
         if self.left < 0:
             self.act()
+            self.left = sys.maxsize
         return self.samples.batch(rows)
 
 
@@ -343,6 +346,58 @@ def test_a_lost_rank_whose_end_is_known_later() -> None:
     slow: Any = Slow()
     named = workers._named(RankLost("somebody"), [slow])
     assert str(named).startswith("lost rank 1 (process 7, exit status -9): the run stops.")
+
+
+class Heard(Observer):
+    """Does something when a worker is said to be silent, once."""
+
+    def __init__(self, act: Callable[[int], Any]) -> None:
+        self.act, self.said = act, list[str]()
+
+    def say(self, text: str) -> None:
+        if found := re.match(r"rank 1 \(process (\d+)\) has been silent for 0.2 s: stopped, or hung", text):
+            self.act(int(found[1]))
+        self.said.append(text)
+
+
+@pytest.fixture
+def _quick_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PULSE", 0.02)
+    monkeypatch.setattr(workers, "SILENCE", 0.2)
+
+
+def stopped() -> Task:
+    """Rank 1 stops in a round, with all its threads."""
+    return trapped(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@pytest.mark.usefixtures("forked", "_quick_pulse")
+def test_a_stopped_worker_is_named_and_may_go_on(alone: Alone, tmp_path: Path) -> None:
+    observer = Heard(lambda pid: os.kill(pid, signal.SIGCONT))
+    run(BASE.replace(workers=2), stopped(), out=tmp_path / "r", observer=observer)
+    assert any(re.match(r"rank 1 \(process \d+\) is there again, after", text) for text in observer.said)
+    assert_same(contents(tmp_path / "r"), alone(BASE))
+
+
+@pytest.mark.usefixtures("forked", "_quick_pulse")
+def test_a_second_signal_ends_a_run_with_a_stopped_worker(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for it in a call that Ctrl-C does not break off, and saves nothing."""
+    monkeypatch.setattr("cfedavg.interrupts.TOGETHER", -1.0)
+    config = BASE.replace(workers=2, checkpoint_every=1)
+
+    def press_twice(worker: int) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    observer = Heard(press_twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, stopped(), out=tmp_path / "r", observer=observer)
+    assert any("not saved, a process of the run is gone" in text for text in observer.said)
+    run(config, task(), out=tmp_path / "r", resume=True)
+    assert_same(contents(tmp_path / "r"), alone(BASE.replace(checkpoint_every=1)))
 
 
 @pytest.mark.usefixtures("forked")
@@ -534,7 +589,7 @@ def test_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_timed_and_leaves_no_trace() -> None:
     it = task()
     before = {name: value.clone() for name, value in it.model.state_dict().items()}
-    assert 0 < workers._seconds_a_step(BASE, it) < 1
+    assert workers._seconds_a_step(BASE, it) > 0
     assert all(torch.equal(value, before[name]) for name, value in it.model.state_dict().items())
 
 
@@ -572,10 +627,11 @@ def gone(session: int) -> bool:
 class Started:
     """The command in a session of its own, which nothing outlives."""
 
-    def __init__(self, *arguments: object, **environment: str) -> None:
+    def __init__(self, *arguments: object, **environment: object) -> None:
+        more = {name: str(value) for name, value in environment.items()}
         self.process = subprocess.Popen(
             [*map(str, arguments)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -634,20 +690,53 @@ def assert_goes_on(out: Path, finished: Path, **options: Any) -> None:
     assert_same(contents(out), contents(finished))
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("polite kill", marks=pytest.mark.slow)])
-def test_a_stopped_command(how: str, finished: Path, tmp_path: Path) -> None:
-    """Ctrl-C goes to all processes of the terminal, a polite kill to the first."""
+def waiting(out: Path) -> Started:
+    """The command in two processes, waiting in its fourth round."""
+    it = Started(
+        sys.executable, "-c", WAITING, "run", *OPTIONS, "--workers", 2, "--out", out, WAIT_AT=4
+    )  # fmt: skip
+    it.wait_for(lambda: rows(out) >= 4)
+    return it
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("number", "everyone"),
+    [
+        (signal.SIGINT, True),  # Ctrl-C
+        (signal.SIGHUP, True),  # a terminal that is closed
+        pytest.param(signal.SIGTERM, True, marks=SLOW),  # the end of a batch job
+        pytest.param(signal.SIGTERM, False, marks=SLOW),  # kill PID
+    ],
+)
+def test_a_stopped_command(number: signal.Signals, everyone: bool, finished: Path, tmp_path: Path) -> None:
+    """Most signals go to all processes of a run, some to the first alone."""
     out = tmp_path / "r"
-    with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", out) as it:
-        it.wait_for(lambda: rows(out) >= 4)
-        if how == "Ctrl-C":
-            os.killpg(it.pid, signal.SIGINT)
-        else:
-            it.process.terminate()
+    with waiting(out) as it:
+        (os.killpg if everyone else os.kill)(it.pid, number)
         code, text, errors = it.end()
         assert gone(it.pid)
-    assert (code, errors) == (130, "")
+    assert (code, errors) == (128 + number, "")
     assert f"stopping after {rows(out)} rounds: saving, --resume goes on from here" in text
+    assert_goes_on(out, finished)
+
+
+def test_a_command_that_waits_for_a_stopped_worker(finished: Path, tmp_path: Path) -> None:
+    """The first signal asks it to save, which it cannot without the worker; the second ends it."""
+    out = tmp_path / "r"
+    with waiting(out) as it:
+        worker = it.worker()
+        assert worker
+        os.kill(worker, signal.SIGSTOP)
+        os.kill(it.pid, signal.SIGINT)
+        while it.process.poll() is None:
+            time.sleep(0.3)
+            it.process.send_signal(signal.SIGTERM)
+        code, _, errors = it.end()
+        assert gone(it.pid)
+    assert (code, errors) == (143, "")
     assert_goes_on(out, finished)
 
 
@@ -663,8 +752,7 @@ def test_a_command_stopped_while_it_starts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_command_whose_worker_is_killed(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "r"
-    with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", out) as it:
-        it.wait_for(lambda: rows(out) >= 4)
+    with waiting(out) as it:
         worker = it.worker()
         assert worker
         os.kill(worker, signal.SIGKILL)
@@ -680,8 +768,7 @@ def test_a_command_whose_worker_is_killed(finished: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_workers_end_after_the_command(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "r"
-    with Started(COMMAND, "run", *OPTIONS, "--workers", 2, "--out", out) as it:
-        it.wait_for(lambda: rows(out) >= 4)
+    with waiting(out) as it:
         it.process.kill()
         assert gone(it.pid)
         _, _, errors = it.end()

@@ -1,33 +1,172 @@
-"""Ctrl-C and polite kills: when they are heard, and when not."""
+"""Signals that ask a process to stop: Ctrl-C, a polite kill, a terminal that is closed.
+
+The first one raises KeyboardInterrupt, so that a run saves its state. A second one ends the process, even
+if the main thread hangs in a call that never returns to Python.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds in which signals count as one: torchrun passes on the Ctrl-C that the terminal has sent already,
+# `timeout` signals its command twice, and a shell that is closed repeats the terminal's SIGHUP.
+TOGETHER = 1.0
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 def deaf() -> AbstractContextManager[None]:
-    """Lets no second Ctrl-C break off what the first one asked to save."""
-    return _handling(signal.SIG_IGN, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    """Ignore all of these signals in the block, a second one too: for what ends by itself, and soon."""
+    return _handling(dict.fromkeys(STOPS, signal.SIG_IGN))
+
+
+def uninterrupted() -> AbstractContextManager[None]:
+    """Raise nothing in the block. Unlike with `deaf`, a second signal is still heard by `insisting`."""
+    heard = (n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN)
+    return _handling(dict.fromkeys(heard, lambda *_: None))
 
 
 def polite() -> AbstractContextManager[None]:
     """Makes a polite kill, or a terminal that is closed, a KeyboardInterrupt, where it would just end us."""
     unheard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    return _handling(signal.default_int_handler, unheard)
+    return _handling(dict.fromkeys(unheard, signal.default_int_handler))
 
 
 @contextmanager
-def _handling(handler: Any, numbers: Iterable[signal.Signals]) -> Iterator[None]:
+def held() -> Iterator[None]:
+    """Let the signals that come in the block wait for its end, whichever way it ends."""
+    handlers = {n: handler for n in STOPS if callable(handler := signal.getsignal(n))}
+    caught: list[tuple[int, Any]] = []
+    try:
+        with _handling(dict.fromkeys(handlers, lambda *signal_and_frame: caught.append(signal_and_frame))):
+            yield
+    finally:
+        if caught:
+            number, frame = caught[0]
+            handlers[signal.Signals(number)](number, frame)
+
+
+class StopRequest:
+    """What has asked a command to stop, as the number of a signal. Only the first request raises."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._over = False
+
+    def stop(self, number: int, frame: object = None) -> None:
+        if self.number is None and not self._over:
+            self.number = number
+            raise KeyboardInterrupt
+
+    def over(self) -> None:
+        """Raise no more: there is nothing left to stop."""
+        self._over = True
+
+    @property
+    def code(self) -> int:
+        """The exit code that shells give to a process which a signal has ended."""
+        return 128 + (self.number or signal.SIGINT)
+
+
+@contextmanager
+def listening() -> Iterator[StopRequest]:
+    """Handle signals for a command, whose process ends after the block: from there on they are ignored.
+
+    A signal that is ignored already, like SIGHUP under nohup, stays so.
+    """
+    request = StopRequest()
+    heard = [n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN]
+    with insisting(end_at_once):
+        _set(dict.fromkeys(heard, request.stop))
+        try:
+            yield request
+        finally:
+            request.over()
+            _set(dict.fromkeys(heard, signal.SIG_IGN))
+
+
+def end_at_once(number: int) -> None:
+    """End this process and its workers, a stopped one too, without saving or tidying up."""
+    try:
+        from multiprocessing import active_children  # not needed before, and a command should start at once
+
+        for child in active_children():
+            child.kill()
+        if os.isatty(1):
+            os.write(1, _SHOW_CURSOR)  # the progress bar hides it
+    finally:
+        os._exit(128 + number)
+
+
+@contextmanager
+def insisting(end: Callable[[int], None]) -> Iterator[None]:
+    """Call `end` with the number of the second signal, from a thread of its own.
+
+    Python's handlers must wait for the main thread, which may hang in a call: it waits for a worker that
+    is stopped. The wakeup descriptor is written to at once.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers, and only it is interrupted
+        yield  # only the main thread may set it
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    listener = threading.Thread(target=_listen, args=(reader, before, end), daemon=True)
+    listener.start()
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        signal.set_wakeup_fd(before)
+        os.write(writer, b"\0")
+        listener.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _listen(reader: int, onward: int, end: Callable[[int], None]) -> None:
+    """Count signals until a zero comes; whoever listened before goes on hearing them."""
+    first: float | None = None
+    while (data := os.read(reader, 1)) != b"\0":
+        if onward != -1:
+            with suppress(OSError):
+                os.write(onward, data)
+        if data[0] not in STOPS:
+            continue
+        now = time.monotonic()
+        if first is None:
+            first = now
+        elif now - first > TOGETHER:
+            end(data[0])
+
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it is interrupted
+        return
+    before = {number: signal.getsignal(number) for number in handlers}
+    try:
+        _set(handlers)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Set handlers as one: a signal finds all of them or none."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    except BaseException:  # a signal that another thread received: its handler has raised here
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -18,7 +18,7 @@ from cfedavg.engines import RankLost, Ranks, choose_engine
 from cfedavg.errors import Diverged, InputError
 from cfedavg.files import check_no_file
 from cfedavg.folder import MODEL, Folder
-from cfedavg.interrupts import deaf
+from cfedavg.interrupts import uninterrupted
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
 from cfedavg.residuals import InMemory, OnDisk, Residuals, choose
@@ -40,7 +40,7 @@ class Observer:
         """A run starts, or goes on after these rows."""
 
     def say(self, text: str) -> None:
-        """Something worth knowing, in a sentence."""
+        """Something worth knowing, in a sentence. Of a silent worker it comes from another thread."""
 
     def row(self, row: Record) -> None:
         """A round is done."""
@@ -101,23 +101,24 @@ def run(
     if ranks and config.workers > 1:
         raise InputError("--workers: torchrun has set the number of processes; leave it out")
     if ranks and ranks.rank > 0:
-        with deaf():  # rank 0 hears interrupts, and decides
+        with uninterrupted():  # rank 0 hears interrupts, and decides
             engine, last = serve(config, task, ranks, kept)
         return Result(config, [], engine.model_at(last.x, last.b), None, None)
-    with ExitStack() as stack:
-        if ranks is None:
-            size = number(config, Plan(config, task), task, own=own)
-            ranks = stack.enter_context(team(config, task if own else None, size, kept))
-        else:
-            stack.callback(ranks.close)
-        loop = Loop(config, task, observer, kept, ranks)
-        # Only now, when all is found to be in order.
-        folder = stack.enter_context(Folder(Path(out))) if out is not None else None
-        result = loop.run(folder, resume=resume)
-    if draw and folder:
-        from cfedavg.report import write_run_pictures  # matplotlib, only now
+    with ExitStack() as lock:  # on the folder, until the pictures are drawn: they need temporary files too
+        with ExitStack() as stack:
+            if ranks is None:
+                size = number(config, Plan(config, task), task, own=own)
+                ranks = stack.enter_context(team(config, task if own else None, size, kept, observer.say))
+            else:
+                stack.callback(ranks.close)
+            loop = Loop(config, task, observer, kept, ranks)
+            # Only now, when all is found to be in order.
+            folder = lock.enter_context(Folder(Path(out))) if out is not None else None
+            result = loop.run(folder, resume=resume)
+        if draw and folder:
+            from cfedavg.report import write_run_pictures  # matplotlib, only now
 
-        write_run_pictures(folder.path)
+            write_run_pictures(folder.path)
     return result
 
 
@@ -184,13 +185,22 @@ class Loop:
             raise
         except KeyboardInterrupt:
             if folder:
-                with deaf():
-                    self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
-                    rows += [row() for row in unbooked[len(unbooked) - (state.t - len(rows)) :]]
-                    folder.rewrite(rows)  # the interrupt may have come anywhere between row and file
-                    self._save(folder, state)
+                with uninterrupted():
+                    self._save_at_stop(folder, state, rows, unbooked)
             raise
         return state
+
+    def _save_at_stop(
+        self, folder: Folder, state: State, rows: list[Record], unbooked: list[Callable[[], Record]]
+    ) -> None:
+        """Saves the last whole round, if all processes are still there to give their part."""
+        self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
+        rows += [row() for row in unbooked[len(unbooked) - (state.t - len(rows)) :]]
+        folder.rewrite(rows)  # the interrupt may have come anywhere between row and file
+        try:
+            self._save(folder, state)
+        except RankLost as error:
+            self.observer.say(f"not saved, {error}: --resume goes on from the last checkpoint")
 
     def _book(
         self, folder: Folder | None, rows: list[Record], unbooked: list[Callable[[], Record]], behind: int

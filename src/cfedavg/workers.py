@@ -11,8 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -29,6 +29,7 @@ from cfedavg.engines.choice import is_small
 from cfedavg.engines.ranks import RankLost
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
+from cfedavg.interrupts import STOPS, held, insisting
 from cfedavg.local import after, batches, local_sgd, to_device
 from cfedavg.plan import Plan
 from cfedavg.state import State
@@ -37,6 +38,10 @@ from cfedavg.task import Task
 WORTH = 20.0  # seconds that a run must take on one core before more processes are started by themselves
 MOST = 8  # of them
 KNOWN = 10.0  # seconds within which the end of a process is known, once its connection is lost
+PULSE = 1.0  # seconds between two signs of life of a worker
+# Seconds without a sign of life after which a worker is named. It gives them from a thread of its own while
+# it computes, so that only a stopped or hung process is silent for so long, or a very busy machine.
+SILENCE = 30.0
 FOLLOWED = 75  # exit status of a worker that ends since another process has ended
 
 
@@ -74,18 +79,25 @@ def _seconds_a_step(config: Config, task: Task) -> float:
 
 
 @contextmanager
-def team(config: Config, task: Task | None, size: int, messages: Path | None) -> Iterator[Ranks]:
-    """The ranks of a run as rank 0 sees them; the others are started, and ended, here."""
+def team(
+    config: Config, task: Task | None, size: int, messages: Path | None, say: Callable[[str], None]
+) -> Iterator[Ranks]:
+    """The ranks of a run as rank 0 sees them; the others are started, and ended, here.
+
+    A second Ctrl-C kills them, so that nobody waits for one that is stopped. `say` hears of silent ones.
+    """
     if size == 1:
         yield Ranks()
         return
     with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
         folder, processes = Path(path), list[BaseProcess]()
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
+        stack.enter_context(insisting(lambda number: _kill(processes)))
         job = _packed(config, task, messages)
         for rank in range(1, size):
             with nullcontext() if task else _no_script():
                 processes.append(_start(rank, size, folder, job))
+        stack.enter_context(_silence_named(processes, folder, say))
         try:
             _await(processes, folder)
             ranks = _joined(0, size, folder)
@@ -128,13 +140,55 @@ def _no_script() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes later for this process, and never for one that is started meanwhile: see `_work`."""
-    resource_tracker.ensure_running()  # by itself it would let them through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Signals come later for this process, and never for one that is started meanwhile: see `_work`."""
+    with held():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            resource_tracker.ensure_running()  # lets some through again
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _silence_named(processes: list[BaseProcess], folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Within it, a worker that shows no sign of life is named, and again when it does."""
+    over = threading.Event()
+    listener = threading.Thread(target=_listen, args=(processes, folder, say, over), daemon=True)
+    listener.start()
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+        listener.join()
+
+
+def _listen(
+    processes: list[BaseProcess], folder: Path, say: Callable[[str], None], over: threading.Event
+) -> None:
+    """Counts beats, not time: a laptop that slept, or Ctrl-Z, makes nobody silent."""
+    pulses, missed = dict[str, float](), dict[str, int]()
+    limit = SILENCE / PULSE
+    while not over.wait(PULSE):
+        for process in processes:
+            name, who = process.name, f"{process.name} (process {process.pid})"
+            pulse = _modified(folder / f"pulse of {name}")
+            beats = missed.get(name, 0)
+            missed[name] = beats + 1 if pulse == pulses.get(name, 0.0) else 0
+            pulses[name] = pulse
+            if beats < limit <= missed[name]:
+                say(f"{who} has been silent for {SILENCE:g} s: stopped, or hung? Ctrl-C twice ends the run")
+            elif beats >= limit and not missed[name]:
+                say(f"{who} is there again, after {beats * PULSE:g} s")
+
+
+def _modified(path: Path) -> float:
+    """When a file was written last; 0 if it is not there yet."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _await(processes: list[BaseProcess], folder: Path) -> None:
@@ -164,9 +218,10 @@ def _joined(rank: int, size: int, folder: Path) -> Ranks:
 
 def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
     """A process other than the first: serves rank 0 until it is sent home, or until rank 0 is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    for stop in STOPS:
+        signal.signal(stop, signal.SIG_IGN)  # whoever sends it to all, rank 0 hears it, and decides
+    pulse = folder / f"pulse of rank {rank}"
+    threading.Thread(target=_watch, args=(parent, pulse), daemon=True).start()
     torch.set_num_threads(1)
     try:
         config, task, messages = pickle.loads(job)
@@ -185,9 +240,12 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
     os._exit(0)
 
 
-def _watch(parent: int) -> None:
+def _watch(parent: int, pulse: Path) -> None:
+    """Shows that this process lives, and ends it after its parent."""
     while os.getppid() == parent:
-        time.sleep(1)
+        with suppress(OSError):
+            pulse.touch()
+        time.sleep(PULSE)
     os._exit(1)
 
 
@@ -224,8 +282,14 @@ def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
 def _end(processes: list[BaseProcess], patience: float) -> None:
     """Waits some seconds for those that were sent home; the others are ended."""
     until = time.monotonic() + patience
+    with held():
+        for process in processes:
+            process.join(max(0.1, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
-        process.join(max(0.1, until - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()

@@ -7,8 +7,6 @@ ranks go through `torch.distributed`: objects over gloo, the model over NCCL if 
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cfedavg.errors import InputError
+from cfedavg.interrupts import held
 
 _FOREVER = timedelta(days=30)  # a round may take long; a rank that dies closes its connection, which shows
 
@@ -108,20 +107,10 @@ class Ranks:
 @contextmanager
 def _whole() -> Iterator[None]:
     """Something that all ranks do together: an interrupt waits, a lost connection is a lost rank."""
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
-    before = {number: handler for number, handler in handlers.items() if callable(handler)}
-    caught: list[Any] = []
-    for number in before:
-        signal.signal(number, lambda *what: caught.append(what))
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise RankLost(f"a process of the run is gone ({str(error).splitlines()[0][:160]})") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if caught:
-        before[caught[0][0]](*caught[0])
+    with held():
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RankLost(f"a process of the run is gone ({str(error).splitlines()[0][:160]})") from None

@@ -1,0 +1,51 @@
+"""The commands, as `cfedavg --help` lists them, and what their errors look like."""
+
+from __future__ import annotations
+
+import typer
+
+from cfedavg.cli.federate import federation
+from cfedavg.cli.looking import compressors, data, inspect_message
+from cfedavg.cli.paper import claims, reproduce
+from cfedavg.cli.training import report, run, sweep
+from cfedavg.cli.voice import fail, first_rank_only
+from cfedavg.errors import InputError
+
+# The base class of click's errors, wherever this version of typer has its click.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Communication-efficient federated learning: local steps, error feedback, about 1% sent.",
+)
+
+
+def version() -> None:
+    """Print the version."""
+    from cfedavg import __version__
+
+    typer.echo(__version__)
+
+
+# In the order of `--help`.
+for command in (run, sweep, report, reproduce, claims, data, compressors):
+    app.command()(command)
+app.command("inspect")(inspect_message)
+app.command()(version)
+app.add_typer(federation, name="federate")
+
+
+def run_command() -> int:
+    """Run the command that was typed and return its exit code: bad input is one sentence and 2."""
+    try:
+        with first_rank_only():
+            return app(standalone_mode=False) or 0
+    except InputError as error:
+        return fail(str(error))
+    except USAGE_ERROR as error:
+        return fail(error.format_message())  # type: ignore[attr-defined]
+    except typer.Abort:
+        raise KeyboardInterrupt from None
