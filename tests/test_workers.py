@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from cfedavg import Config, InputError, Task, workers
 from cfedavg import run as run_and_draw
 from cfedavg.cli import main
 from cfedavg.config import read_config
-from cfedavg.engines import RankLost
+from cfedavg.engines import RankLost, check_same, facts
 from cfedavg.errors import Diverged
 from cfedavg.loop import Observer
 from cfedavg.plan import Plan
@@ -791,6 +792,49 @@ def test_torchrun(finished: Path, tmp_path: Path) -> None:
     assert code == 0, errors
     assert_same(contents(out), contents(finished))
     assert text.count("written to") == text.count("engine: sequential") == text.count("round 40/40") == 1
+
+
+def test_ranks_with_other_options_refuse_to_train(tmp_path: Path) -> None:
+    """Two ranks as torchrun starts them; the first one says what is different, and both end with 2."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": 2}
+    common = ["run", "--model", "linear", "--clients", 4, "--rounds", 2, "--out", tmp_path / "r"]
+    other = ["--eta-local", 0.3, "--seed", 5, "--compressor", "none"]
+    with (
+        Started(COMMAND, *common, **place, RANK=0) as first,
+        Started(COMMAND, *common, *other, **place, RANK=1) as second,
+    ):
+        ends = [it.end() for it in (first, second)]
+    assert [code for code, _, _ in ends] == [2, 2]
+    assert ends[0][2] == (
+        'error: rank 1 differs from rank 0: --eta-local is 0.3 instead of 0.1, --compressor is "none" '
+        'instead of "topk(0.99) >> bf16", --seed is 5 instead of 0; start all ranks alike\n'
+    )
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "other", "words"),
+    [
+        (
+            Config(),
+            dataclasses.replace(blobs(), test=None),
+            "the number of test samples is none instead of 60;",
+        ),
+        (Config(), blobs(n=21), "the number of samples is 141 instead of 135, the hash of the samples per"),
+        (Config(), task(6), ".*the hash of layout and frozen values is"),
+        (Config(eta=0.1), blobs(), "--eta is 0.1 instead of none;"),
+        (Config(data_dir="elsewhere"), blobs(seed=1), ""),
+    ],
+)
+def test_what_ranks_must_agree_on(config: Config, other: Task, words: str) -> None:
+    """Not on where their data lie, nor on the weights: all start from those of rank 0."""
+    mine = facts(Config(), blobs())
+    group: Any = SimpleNamespace(gather=lambda fact: [mine, mine, fact], share=lambda thing: thing)
+    with pytest.raises(InputError, match=f"^rank 2 differs from rank 0: {words}") if words else nullcontext():
+        check_same(group, facts(config, other))
 
 
 def test_sweep_and_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

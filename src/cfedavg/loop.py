@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from cfedavg.config import Config
-from cfedavg.engines import RankLost, Ranks, choose_engine
+from cfedavg.engines import RankLost, Ranks, check_same, choose_engine, facts
 from cfedavg.errors import Diverged, InputError
 from cfedavg.files import check_no_file
 from cfedavg.folder import MODEL, Folder
@@ -97,9 +97,7 @@ def run(
     observer, kept = observer or Observer(), Path(messages) if messages else None
     if kept:
         check_no_file(kept, "--messages")
-    ranks = Ranks.from_environment()
-    if ranks and config.workers > 1:
-        raise InputError("--workers: torchrun has set the number of processes; leave it out")
+    ranks = _ranks_of_torchrun(config, task, kept)
     if ranks and ranks.rank > 0:
         with uninterrupted():  # rank 0 hears interrupts, and decides
             engine, last = serve(config, task, ranks, kept)
@@ -120,6 +118,21 @@ def run(
 
             write_run_pictures(folder.path)
     return result
+
+
+def _ranks_of_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | None:
+    """The group that torchrun has set up, if it has: its members must agree on what to run."""
+    ranks = Ranks.from_environment()
+    if ranks is None:
+        return None
+    try:
+        check_same(ranks, facts(config, task) | {"--messages": "given" if messages else "none"})
+        if config.workers > 1:
+            raise InputError("--workers: torchrun has set the number of processes; leave it out")
+    except InputError:
+        ranks.close()
+        raise
+    return ranks
 
 
 class Loop:

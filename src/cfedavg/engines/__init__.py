@@ -1,5 +1,6 @@
 """Engines: who runs the clients' local work. All of them turn a State into the next one."""
 
+from cfedavg.engines.agreement import check_same, facts
 from cfedavg.engines.base import Engine, choose_device
 from cfedavg.engines.blocks import BlockEngine
 from cfedavg.engines.choice import choose_engine
@@ -12,6 +13,8 @@ __all__ = [
     "RankLost",
     "Ranks",
     "ReferenceEngine",
+    "check_same",
     "choose_device",
     "choose_engine",
+    "facts",
 ]
