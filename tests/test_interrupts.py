@@ -172,7 +172,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("at", ["typer", "save", "matplotlib"])
+@pytest.mark.parametrize("at", ["typer", "save", pytest.param("matplotlib", marks=pytest.mark.slow)])
 def test_ctrl_c_five_times(at: str, tmp_path: Path) -> None:
     """While the command starts, while it saves, while it draws."""
     command = [sys.executable, "-c", PRESSING, at, *RUN, "--rounds", "1", "--out", str(tmp_path / "r")]

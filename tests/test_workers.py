@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -422,6 +423,21 @@ def test_workers_end_after_rank_0(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     assert len(team) >= 3  # and one that Python itself starts
     assert not left
+
+
+@pytest.mark.usefixtures("forked")
+def test_ctrl_c_while_a_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun, and ends with the run: the fixture looks for what is left."""
+    real = BaseProcess.start
+
+    def start(self: BaseProcess) -> None:
+        real(self)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(BaseProcess, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        run(BASE.replace(workers=2), task())
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.usefixtures("forked")

@@ -96,7 +96,7 @@ def team(
         job = _packed(config, task, messages)
         for rank in range(1, size):
             with nullcontext() if task else _no_script():
-                processes.append(_start(rank, size, folder, job))
+                _start(processes, rank, size, folder, job)
         stack.enter_context(_silence_named(processes, folder, say))
         try:
             _await(processes, folder)
@@ -115,13 +115,14 @@ def _packed(*job: Any) -> bytes:
         raise InputError(f"--workers: the task cannot be sent to another process ({error})") from None
 
 
-def _start(rank: int, size: int, folder: Path, job: bytes) -> BaseProcess:
+def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job: bytes) -> None:
+    """Starts a worker and adds it to the others, both or neither: an interrupt must find it to end it."""
     process = multiprocessing.get_context("spawn").Process(
         target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"
     )
     with _interrupts_held():
         process.start()
-    return process
+        processes.append(process)
 
 
 @contextmanager
