@@ -37,6 +37,7 @@ from cfedavg.cli import main
 from cfedavg.config import read_config
 from cfedavg.engines import RankLost, check_same, facts
 from cfedavg.errors import Diverged
+from cfedavg.flower.ports import Ports
 from cfedavg.loop import Observer
 from cfedavg.plan import Plan
 from tests.conftest import blobs
@@ -812,9 +813,8 @@ def test_torchrun(finished: Path, tmp_path: Path) -> None:
 
 def test_ranks_with_other_options_refuse_to_train(tmp_path: Path) -> None:
     """Two ranks as torchrun starts them; the first one says what is different, and both end with 2."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    ports = Ports()
+    port = ports.take()
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": 2}
     common = ["run", "--model", "linear", "--clients", 4, "--rounds", 2, "--out", tmp_path / "r"]
     other = ["--eta-local", 0.3, "--seed", 5, "--compressor", "none"]
@@ -823,6 +823,7 @@ def test_ranks_with_other_options_refuse_to_train(tmp_path: Path) -> None:
         Started(COMMAND, *common, *other, **place, RANK=1) as second,
     ):
         ends = [it.end() for it in (first, second)]
+    ports.close()
     assert [code for code, _, _ in ends] == [2, 2]
     assert ends[0][2] == (
         'error: rank 1 differs from rank 0: --eta-local is 0.3 instead of 0.1, --compressor is "none" '
