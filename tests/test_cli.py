@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from cfedavg import Config, InputError, Layout, __version__, decode
 from cfedavg.config import flag, read_config
+from cfedavg.report.read import read_run
 from cfedavg.sweep import cells
 from tests.conftest import Command
 from tests.golden_cases import FOLDER as GOLDEN
@@ -260,6 +262,76 @@ def test_bad_grid(text: str) -> None:
         cells(Config(), ["seed=0|1", "seed=2|3"])
 
 
+# Files and folders of a stranger
+
+OWN_PARTS = """
+from pathlib import Path
+from torch import nn
+from cfedavg.compress import TopK
+from cfedavg.models import linear
+Path("imported").touch()
+class Own(TopK): name = ""
+def model(shape, classes): return linear(shape, classes)
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module in the current folder, which shows whether it was imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    name = f"parts_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN_PARTS)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return Path(name)
+
+
+def held(folder: Path) -> set[str]:
+    return {str(path) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("field", ["compressor", "model", "schedule"])
+def test_a_file_that_names_code_needs_trust(field: str, cfedavg: Command, stranger: Path) -> None:
+    for folder in (Path("file"), Path("run"), Path("up/federation")):
+        folder.mkdir(parents=True)
+    for file in (Path("file/c.toml"), Path("run/config.toml"), Path("up/config.toml")):
+        file.write_text(f'{field} = "{stranger}:Own(0.9)"\nclients = 2\nrounds = 1\n')
+    line = f'[[line]]\nname = "a"\nlabel = "a"\n{field} = "{stranger}:Own(0.9)"\n'
+    Path("mine.toml").write_text(line)
+    Path("run/metrics.jsonl").write_text("")
+    before = held(Path())
+    for command in (
+        ["run", "--config", "file/c.toml"],
+        ["run", "--resume", "--out", "run"],
+        ["run", "--resume", "--out", "new", "--config", "run/config.toml"],
+        ["sweep", "--config", "file/c.toml", "--vary", "seed=0|1"],
+        ["federate", "up", "--resume", "--out", "up"],
+        ["reproduce", "mine.toml", "--scale", "smoke"],
+    ):
+        outcome = cfedavg(*command)
+        assert outcome.code == 2
+        assert f"--{field} '{stranger}:Own(0.9)' would import Python code" in outcome.err
+        assert ("--trust" in outcome.err) == (command[0] != "reproduce")
+        assert held(Path()) == before
+    assert getattr(read_run(Path("run")).config, field) == f"{stranger}:Own(0.9)"  # as `report` reads it
+    assert not Path("imported").exists()
+
+
+def test_what_is_typed_or_trusted_is_imported(cfedavg: Command, stranger: Path) -> None:
+    """From the current folder too; and a file whose part an option replaces needs no trust."""
+    small = ["--clients", "2", "--rounds", "1", "--local-steps", "1"]
+    own = ["--compressor", f"{stranger}:Own(0.9)", "--model", f"{stranger}:model"]
+    assert cfedavg("run", *small, *own, "--out", "typed").code == 0
+    assert Path("imported").exists()
+    again = ["run", "--out", "typed", "--resume", "--rounds", "2"]
+    assert "typed/config.toml: --model" in cfedavg(*again).err
+    assert cfedavg(*again, "--trust").code == 0
+    assert cfedavg(*again, *own).code == 0
+    file = ["--config", "typed/config.toml"]
+    others = ["--compressor", "none", "--model", "linear"]
+    assert cfedavg("run", *file, *others, "--rounds", "1", "--out", "replaced").code == 0
+
+
 def test_config_round_trip() -> None:
     for config in (
         Config(),
@@ -267,3 +339,7 @@ def test_config_round_trip() -> None:
         Config(dirichlet=1),
     ):
         assert Config.from_toml(config.to_toml()) == config
+    own = Config(compressor="some.module:Thing(1)")
+    with pytest.raises(InputError, match=r"--compressor 'some.module:Thing\(1\)' would .* pass trust=True"):
+        Config.from_toml(own.to_toml())
+    assert Config.from_toml(own.to_toml(), trust=True) == own

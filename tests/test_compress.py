@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -863,6 +864,26 @@ def test_no_code_is_run(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(InputError):
             parse(text)
     assert not capsys.readouterr().out
+
+
+def test_a_text_of_a_stranger_names_registered_stages_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a call nor an import, not even of what is there."""
+    own = f"{__name__}:EveryNth(2)"
+    for text in (
+        "builtins:print('run')",
+        "this:Zen",
+        own,
+        f"topk(0.5) >> {__name__}:Halves",
+        f"{own} >> bf16",
+    ):
+        with pytest.raises(InputError, match=r"^--x: a module, which this text may not import: "):
+            parse(text, "--x", trust=False)
+    assert parse(own, trust=False, own=[EveryNth]) == parse(own)
+    assert parse("topk(0.5) >> bf16", trust=False, own=[EveryNth]) == parse("topk(0.5) >> bf16")
+    with pytest.raises(InputError, match="must be a subclass of"):
+        parse("builtins:print('run')")
+    assert not capsys.readouterr().out
+    assert "this" not in sys.modules
 
 
 # --- a user's own -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from cfedavg import InputError
 from cfedavg.config import Config, read_config
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.app import client, server
-from cfedavg.flower.app.settings import config_of, run_config_of
+from cfedavg.flower.app.settings import TRUST, config_of, run_config_of
 from cfedavg.flower.nodes import online
 from cfedavg.folder import read_rows
 from tests.grid import (
@@ -67,6 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.01},
     "by samples": {"weighting": "samples", "dirichlet": 0.5, "schedule": "decaying(2)"},
     "batch norm": {"model": "tests.test_flower:with_norm"},
+    "a selector of one's own": {"compressor": "tests.test_compress:EveryNth(2) >> bf16"},
 }
 # What a server can know; it does not see the updates themselves, nor how long a message is in a simulation.
 ALIKE = {
@@ -93,6 +94,8 @@ def test_as_simulated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if "dirichlet" not in settings:
         settings["classes_per_client"] = 2
     config = Config(eval_every=settings["rounds"], **settings)
+    if config.names_code:
+        monkeypatch.setenv(TRUST, "1")
     assert config_of(run_config_of(config)) == config
     out = federated(config, tmp_path)
     simulated = cfedavg.run(config.replace(engine="reference"), out=tmp_path / "sim", draw=False)

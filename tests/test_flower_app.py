@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError
 from cfedavg.flower import CFedAvg, compressed
+from cfedavg.flower.app.settings import TRUST, config_of
 from cfedavg.flower.mod import state_folder
+from cfedavg.flower.records import OURS
 from tests.grid import (
     MODEL,
     Adding,
@@ -25,6 +28,7 @@ from tests.grid import (
     reply_with,
     same,
 )
+from tests.test_compress import EveryNth
 
 pytestmark = pytest.mark.usefixtures("without_waiting")
 
@@ -225,6 +229,47 @@ def test_options_reach_the_clients(tmp_path: Path) -> None:
         assert (row["local_steps_min"], row["local_steps_mean"], row["local_steps_max"]) == (2, 4, 6)
         assert row["train_loss"] == pytest.approx((2 * 1 + 6 * 3) / 8)
         assert [row["K"] for row in it.of_nodes] == [2, 6, 2, 6]
+
+
+OWN = "tests.test_compress:EveryNth(2)"
+
+
+def test_a_request_imports_and_calls_nothing(tmp_path: Path) -> None:
+    """Whatever compressor a request names: the node says what is wrong, and the round goes on."""
+    it, ran = Federation(tmp_path, Adding().app, 3), tmp_path / "ran"
+    forged = {100: f"os:mkdir({str(ran)!r})", 101: f"pathlib:Path({str(ran)!r})"}
+
+    def forge(node: LocalNode, request: Message) -> Message:
+        record = request.content.config_records[OURS]
+        record["compressor"] = forged.get(node.id, record["compressor"])
+        return node.answer(request)
+
+    it.grid.on_request = forge
+    it.start(1, quorum=0.3)
+    assert it.outcomes == [{"unknown compressor": 2, "replied": 1}]
+    assert "a module, which this text may not import: 'os:mkdir'" in it.of_nodes[0]["why"]
+    assert not ran.exists()
+
+
+def test_a_node_takes_the_classes_that_its_app_has_given(tmp_path: Path) -> None:
+    refusing = Federation(tmp_path / "without", Adding().app, 2)
+    refusing.start(1, compressor=OWN)
+    assert refusing.outcomes == [{"unknown compressor": 2}]
+    app = Adding(mods=[partial(compressed, own=[EveryNth])])
+    taking = Federation(tmp_path / "with", app.app, 2)
+    taking.start(1, compressor=OWN)
+    assert taking.outcomes == [{"replied": 2}]
+
+
+@pytest.mark.parametrize("field", ["model", "compressor", "schedule"])
+def test_a_run_config_imports_nothing_unless_its_machine_says_so(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {field: "some.module:Thing(1)"}
+    with pytest.raises(InputError, match=f"the run config: --{field} 'some.module:Thing.1.' would import"):
+        config_of(given)
+    monkeypatch.setenv(TRUST, "1")
+    assert getattr(config_of(given), field) == given[field]
 
 
 def test_steps_must_be_reported(tmp_path: Path) -> None:

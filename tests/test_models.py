@@ -44,6 +44,8 @@ def test_group_norm_has_no_buffers() -> None:
         ("nowhere:factory", "--model: cannot import 'nowhere'"),
         ("tests.test_models:missing", "has no 'missing'"),
         ("tests.test_models:not_a_model", "gave int, not a torch.nn.Module"),
+        ("subprocess:Popen", "subprocess:Popen must be a function of .* or a torch.nn.Module class"),
+        ("math:pi", "math:pi must be a function of .* or a torch.nn.Module class"),
     ],
 )
 def test_errors(name: str, words: str) -> None:

@@ -89,6 +89,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "line's scale's field": ({"line": [LINE | {"small": {"k": 1}}]}, "a.small has an unknown key 'k'"),
     "value": ({"line": [LINE], "scale": {"small": {"rounds": 0}}}, "scale small: --rounds is 0"),
     "compressor": ({"line": [LINE | {"compressor": "zip"}]}, "compressor.*zip"),
+    "code": ({"line": [LINE], "base": {"model": "os:system"}}, "base: --model 'os:system' would import"),
+    "scale's code": (
+        {"line": [LINE | {"small": {"compressor": "os:system(1)"}}]},
+        "a.small: --compressor 'os:system\\(1\\)' would import Python code; an experiment may name",
+    ),
     "line's name": ({"line": [LINE | {"name": "a/b"}]}, "named 'a/b': use letters"),
     "name of a number": ({"line": [LINE | {"name": 5}]}, "named 5: use letters"),
     "label": ({"line": [LINE | {"label": 5}]}, "a has the label 5; it must be text"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +41,8 @@ MALFORMED = [
     "f(1 2)", "f(x)", "f(*[1])", "f(**{'a': 1})", "f(a=1, a=2)", "f(a=1, 2)", "f(1)(2)", "f(1).g(2)",
     "f(1)[0](2)", "f(1) + f(2)", "f(__import__('os'))", "f(os.system('true'))", "f(1 if 2 else 3)",
     "f(lambda: 0)", "f(x := 1)", "f(i for i in [1])", "f({[]: 1})", "f(1, # )", "f('a\x00')", "f('\\d)",
-    "f(" + "(" * 500 + ")" * 500 + ")", "f(" + "-" * 100_000 + "1)",
+    "f(" + "(" * 400 + ")" * 400 + ")", "f(" + "-" * 900 + "1)", "f(" + "-" * 100_000 + "1)", "(" * 100_000,
+    "f(10**10**10)", "f('a' * 10**9)", "f(" + "9" * 5000 + ")", "f" + " " * 1_000_000 + "x",
 ]  # fmt: skip
 
 
@@ -46,6 +50,12 @@ MALFORMED = [
 def test_malformed_calls_name_the_field(text: str) -> None:
     with pytest.raises(InputError, match="--compressor: "):
         parse_call(text, "--compressor")
+
+
+def test_a_sentence_about_a_long_text_is_short() -> None:
+    with pytest.raises(InputError, match=r"at most 1,000 characters, got 1,000,001$") as raised:
+        parse_call("f" * 1_000_001, "--x")
+    assert len(str(raised.value)) < 100
 
 
 ODD = st.text("f(),.=:'\"[]{}*-x1 \n\\#\x00é\ud800", max_size=20)
@@ -71,9 +81,9 @@ def fails(error: Exception) -> Any:
 
 def test_build_calls_what_the_table_holds() -> None:
     table = {"pair": lambda a, b=0: (a, b)}
-    assert build("pair(1, b=2)", table, "--x") == (1, 2)
-    assert build(" pair(1)", table, "--x") == (1, 0)
-    assert build("fractions:Fraction(1, 2)", table, "--x") == 0.5
+    assert build("pair(1, b=2)", table, tuple, "--x", trust=False) == (1, 2)
+    assert build(" pair(1)", table, tuple, "--x", trust=True) == (1, 0)
+    assert build("fractions:Fraction(1, 2)", table, Fraction, "--x", trust=True) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -86,23 +96,76 @@ def test_build_calls_what_the_table_holds() -> None:
         (" picky(1) ", "--x: picky(1): must be 2"),
         ("no_such_module_:Thing", "--x: cannot import 'no_such_module_' of 'no_such_module_:Thing' ("),
         ("math.:pi", "--x: cannot import 'math.' of 'math.:pi' ("),
-        ("math:tau2(1)", "--x: 'math' has no 'tau2'"),
-        ("math:pi(1)", "--x: math:pi(1) has the wrong arguments ("),
+        ("math:tau2(1)", "--x: 'math' ("),
+        ("math:pi(1)", "--x: 'math:pi' must be a subclass of fractions.Fraction"),
+        ("fractions:Fraction('x', 'y')", "--x: fractions:Fraction('x', 'y') has the wrong arguments ("),
     ],
 )
 def test_build_errors_name_the_field(text: str, message: str) -> None:
     table = {"pair": lambda a, b=0: (a, b), "picky": fails(InputError("must be 2")), "bad": None}
     with pytest.raises(InputError, match=re.escape(message)):
-        build(text, table, "--x")
+        build(text, table, Fraction, "--x", trust=True)
 
 
 def test_a_bug_in_a_factory_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
-        build("f", {"f": fails(ZeroDivisionError())}, "--x")
+        build("f", {"f": fails(ZeroDivisionError())}, object, "--x", trust=False)
 
 
 def test_load() -> None:
     assert load("math:pi", "--x") == math.pi
+
+
+# What a text may run
+
+PART = """
+import colorsys
+calls = []
+class Half:
+    def __init__(self, *values): calls.append(values)
+class Other(Half): pass
+def function(*values): calls.append(values)
+"""
+
+
+@pytest.fixture
+def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the current folder that notes every call."""
+    name = f"part_in_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(PART)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    return name
+
+
+@pytest.mark.parametrize(
+    "text", ["os:system('false')", "builtins:print(1)", "PART:function(1)", "PART:Half(1)"]
+)
+def test_only_a_class_of_the_right_kind_is_called(text: str, part: str) -> None:
+    other = load(f"{part}:Other", "--x")
+    with pytest.raises(InputError, match=r"^--x: '.*' must be a subclass of "):
+        build(text.replace("PART", part), {}, other, "--x", trust=True)
+    build(f"{part}:Other(2)", {}, load(f"{part}:Half", "--x"), "--x", trust=True)
+    assert load(f"{part}:calls", "--x") == [(2,)]
+
+
+def test_a_text_that_is_not_trusted_imports_nothing(part: str) -> None:
+    with pytest.raises(InputError, match=f"^--x: a module, which this text may not import: '{part}:Half'"):
+        build(f"{part}:Half(1)", {"one": int}, object, "--x", trust=False)
+    assert part not in sys.modules
+    assert build(f"{part}:Half(1)", {f"{part}:Half": float}, object, "--x", trust=False) == 1.0
+
+
+def test_the_current_folder_comes_last_and_goes_again(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("colorsys", "cfedavg", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a planted module ran')")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    before = list(sys.path)
+    assert load(f"{part}:colorsys", "--x").rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+    assert load("torch:float32", "--x") is not None
+    assert sys.path == before
 
 
 @pytest.mark.parametrize(

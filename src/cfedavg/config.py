@@ -26,6 +26,7 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
 )  # fmt: skip
 
+PARTS = ("model", "schedule", "compressor")  # the fields whose text may name a module:Class
 PER_CLIENT = ("local_steps", "steps_per_second", "uplink", "downlink", "latency")
 
 APP = "(a Flower app)"  # stands for a model and data that are the app's, which its server cannot know
@@ -162,6 +163,11 @@ class Config:
         """Whether it names model and data; in place of those from Python or an app stands a remark."""
         return not self.dataset.startswith("(")
 
+    @property
+    def names_code(self) -> bool:
+        """Whether a field names a `module:Class`, which a run would import."""
+        return any(":" in getattr(self, name) for name in PARTS)
+
     def says(self, name: str) -> bool:
         """Whether a field says something of the run: of a Flower app, only what its server decides."""
         if self.dataset != APP or name in _OF_APP:
@@ -191,20 +197,33 @@ class Config:
         return "\n".join(lines).lstrip() + "\n"
 
     @classmethod
-    def from_toml(cls, text: str, where: str = "the configuration") -> Config:
+    def from_toml(cls, text: str, where: str = "the configuration", *, trust: bool = False) -> Config:
+        """Read a TOML text. Without `trust`, it may not name a `module:Class`, which a run would import."""
         try:
             table = tomllib.loads(text)
         except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
             raise InputError(f"{where} is not valid TOML: {error}") from None
-        return cls.from_dict(table, where)
+        return cls.from_dict(table, where, trust=trust)
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, Any], where: str = "the configuration") -> Config:
+    def from_dict(
+        cls, table: Mapping[str, Any], where: str = "the configuration", *, trust: bool = False
+    ) -> Config:
+        """Make a Config of its fields' values. `trust` is as in `from_toml`."""
         known = {item.name for item in dataclasses.fields(cls)}
         for name in table:
             if name not in known:
                 raise InputError(f"{where} has an unknown key {name!r}; known are {', '.join(sorted(known))}")
+        if not trust:
+            refuse_code(table, where, "pass trust=True if you trust it")
         return cls(**table)
+
+
+def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
+    """Refuse fields that name a `module:Class`: a run would import the module, whoever wrote it."""
+    for name in PARTS:
+        if ":" in (text := str(table.get(name))):
+            raise InputError(f"{where}: {flag(name)} {text[:80]!r} would import Python code; {remedy}")
 
 
 @cache
@@ -214,13 +233,13 @@ def kinds() -> dict[str, Any]:
 
 
 def read_config(path: Path) -> Config:
-    """The configuration in a TOML file."""
+    """The configuration in a TOML file. To read it runs nothing; see `refuse_code` before it is run."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--config: cannot read {path} ({getattr(error, 'strerror', error)})") from None
     try:
-        return Config.from_toml(text, str(path))
+        return Config.from_toml(text, str(path), trust=True)
     except InputError as error:
         raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 

@@ -93,6 +93,13 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 }
 
 
+def _load_factory(name: str) -> Callable[[Shape, int], nn.Module]:
+    factory: Callable[[Shape, int], nn.Module] = load(name, "--model")
+    if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, nn.Module)):
+        raise InputError(f"--model: {name} must be a function of (shape, classes) or a torch.nn.Module class")
+    return factory
+
+
 def _call(factory: Callable[[Shape, int], nn.Module], name: str, shape: Shape, classes: int) -> object:
     try:
         return factory(shape, classes)
@@ -103,7 +110,7 @@ def _call(factory: Callable[[Shape, int], nn.Module], name: str, shape: Shape, c
 def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
     """The model that a name or a user's `module:factory` gives; its weights are drawn on the CPU."""
     if ":" in name:
-        factory = load(name, "--model")
+        factory = _load_factory(name)
     elif name in MODELS:
         factory = MODELS[name]
     else:

@@ -109,6 +109,12 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+def build_schedule(text: str) -> Schedule:
+    """The schedule that the text of a configuration names."""
+    made: Schedule = build(text, SCHEDULES, Schedule, "--schedule", trust=True)
+    return made
+
+
 def _check_offset(a: float) -> None:
     if not 0 < a < math.inf:
         raise InputError(f"a = {a} must be a finite number above 0")
@@ -197,7 +203,7 @@ class Rates:
 
 def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates:
     """Line 10 where all K are equal, else line 11, whose eta makes up for the division by K."""
-    schedule: Schedule = build(config.schedule, SCHEDULES, "--schedule")
+    schedule: Schedule = build_schedule(config.schedule)
     if steps.bounds[1] == 0:
         raise InputError("--deadline leaves no client time for one step: make it longer")
     setting = Setting(config.eta_local, config.rounds, steps.equal, clients_per_round, config.smoothness)

@@ -1,23 +1,39 @@
-"""The one little grammar of the command line and the TOML file: `name(1, key=2) >> name` and `5..50`."""
+"""The one little grammar of the command line and the TOML file: `name(1, key=2) >> name` and `5..50`.
+
+A text becomes a part in two steps. `parse_call` reads names and literals and runs nothing. `build` calls what
+the name stands for: an entry of a table, or, in a text that is trusted, the class `package.module:Class`.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cfedavg.errors import InputError
 
 _CALL = re.compile(r"^\s*([A-Za-z_][\w.]*(?::\w+)?)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 _WORDS = {"true": True, "false": False}
+_LONGEST = 1000  # characters of a text; far more would exhaust the parser
+
+
+def check_length(text: str, field: str) -> None:
+    """Refuse a text that is too long to name a part."""
+    if len(text) > _LONGEST:
+        raise InputError(f"{field}: the text must have at most {_LONGEST:,} characters, got {len(text):,}")
 
 
 def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
     """`topk(0.99, per_tensor=true)` -> ("topk", [0.99], {"per_tensor": True})."""
+    check_length(text, field)
     match = _CALL.match(text)
     if not match:
         raise InputError(f"{field}: {text.strip()!r} is not of the form name or name(arguments)")
@@ -44,19 +60,23 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def build(text: str, table: Mapping[str, Any], field: str) -> Any:
-    """Calls the entry that `text` names, with its arguments; `module:Name(...)` calls a user's own.
+def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust: bool) -> Any:
+    """Call the entry of `table` that `text` names, with its arguments.
 
-    >>> build("complex(1, imag=2)", {"complex": complex}, "--number")
+    With `trust`, `module:Class(...)` calls a class of the user's own, which must be a subclass of `kind`.
+    Without it, nothing is imported: the text may be a stranger's.
+
+    >>> build("complex(1, imag=2)", {"complex": complex}, complex, "--number", trust=False)
     (1+2j)
     """
     name, args, kwargs = parse_call(text, field)
-    if ":" in name:
-        factory = load(name, field)
-    elif name in table:
+    if name in table:
         factory = table[name]
+    elif ":" in name and trust:
+        factory = _load_class(name, kind, field)
     else:
-        raise InputError(f"{field}: unknown name {name!r}; there are {', '.join(sorted(table))}")
+        what = "a module, which this text may not import:" if ":" in name else "unknown name"
+        raise InputError(f"{field}: {what} {name!r}; there are {', '.join(sorted(table))}")
     try:
         return factory(*args, **kwargs)
     except InputError as error:
@@ -66,16 +86,44 @@ def build(text: str, table: Mapping[str, Any], field: str) -> Any:
         raise InputError(f"{field}: {text.strip()} has the wrong arguments ({what})") from None
 
 
+def _load_class(path: str, kind: type, field: str) -> type:
+    """The class that `package.module:Class` names, checked before anybody calls it."""
+    found = load(path, field)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise InputError(f"{field}: {path!r} must be a subclass of {kind.__module__}.{kind.__name__}")
+    return found
+
+
 def load(path: str, field: str) -> Any:
-    """The object that `package.module:name` names."""
+    """Import the object that `package.module:name` names. Only for a text that is trusted."""
     module, _, name = path.partition(":")
     try:
-        found = importlib.import_module(module)
+        with _current_folder_last(module.partition(".")[0]):
+            found = importlib.import_module(module)
+            is_there = hasattr(found, name)  # a module may compute its attributes
     except Exception as error:  # whatever the user's module does when it is imported
         raise InputError(f"{field}: cannot import {module!r} of {path!r} ({error})") from None
-    if not hasattr(found, name):
-        raise InputError(f"{field}: {module!r} has no {name!r}")
+    if not is_there:
+        where = getattr(found, "__file__", None) or "built in"
+        raise InputError(f"{field}: {module!r} ({where}) has no {name!r}")
     return getattr(found, name)
+
+
+@contextmanager
+def _current_folder_last(package: str) -> Iterator[None]:
+    """Let one import look into the current folder, if the package is nowhere else.
+
+    The folder comes last and goes again: a file planted there must never stand for an installed package.
+    """
+    here = str(Path.cwd())
+    if here in sys.path or package in sys.modules or importlib.util.find_spec(package):
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 @dataclass(frozen=True)

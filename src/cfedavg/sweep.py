@@ -11,8 +11,7 @@ from typing import Any
 from cfedavg.compress import parse
 from cfedavg.config import Config, kinds
 from cfedavg.errors import InputError
-from cfedavg.schedule import SCHEDULES
-from cfedavg.spec import build
+from cfedavg.schedule import build_schedule
 
 
 def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
@@ -35,7 +34,7 @@ def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
         grid[name] = base.replace(**changes)
         # Bad texts show before the first cell is trained, not after.
         parse(grid[name].compressor, "--compressor")
-        build(grid[name].schedule, SCHEDULES, "--schedule")
+        build_schedule(grid[name].schedule)
     return grid
 
 

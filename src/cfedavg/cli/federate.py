@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cfedavg.cli.options import Out, Resume, folder, takes_config
+from cfedavg.cli.options import Out, Resume, Trust, config_from, folder, takes_config
 from cfedavg.cli.voice import PLAIN, fail
-from cfedavg.config import read_config
 from cfedavg.files import exists
 from cfedavg.flower.app.settings import DEFAULT
 
@@ -34,6 +33,7 @@ def federate_up(
     ] = None,
     out: Out = None,
     resume: Resume = False,
+    trust: Trust = False,
     round_timeout: Annotated[
         float, typer.Option(help="seconds after which a round goes on without those that are missing", min=1)
     ] = 120,
@@ -55,8 +55,8 @@ def federate_up(
 
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     old = out / "config.toml"
-    base = read_config(old) if resume and exists(old) else DEFAULT
-    config = base.replace(**given, **({"clients": nodes} if nodes else {}))
+    given |= {"clients": nodes} if nodes else {}
+    config = config_from(old if resume and exists(old) else None, given, trust=trust, base=DEFAULT)
     console = Console()
     try:
         with Display(console, config.rounds, "training") as display:

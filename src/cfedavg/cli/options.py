@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cfedavg.config import Config, flag, kinds
+from cfedavg.config import Config, flag, kinds, read_config, refuse_code
 from cfedavg.errors import InputError
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
@@ -19,6 +19,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on where the run in -
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="a TOML file with any of the options; those given beside it win"),
+]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="let the file of --config or --resume name a module:Class to import"),
 ]
 
 _DEFAULT = Config()
@@ -29,6 +33,20 @@ def folder(out: Path | None, resume: bool, name: str) -> Path:
     if resume and out is None:
         raise InputError("--resume needs --out, the folder to go on with")
     return out or Path("runs") / time.strftime(name)
+
+
+def config_from(path: Path | None, given: dict[str, Any], *, trust: bool, base: Config = _DEFAULT) -> Config:
+    """What a file says, or else `base`, with the options that were typed.
+
+    The file may be a stranger's: what it would import needs --trust, unless a typed option takes its place.
+    """
+    if path is None:
+        return base.replace(**given)
+    config = read_config(path)
+    if not trust:
+        left = {name: value for name, value in dataclasses.asdict(config).items() if name not in given}
+        refuse_code(left, str(path), "add --trust if you trust who wrote it")
+    return config.replace(**given)
 
 
 def takes_config(

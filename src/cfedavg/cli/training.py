@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from cfedavg.cli.options import ConfigFile, Out, Resume, folder, takes_config
+from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, folder, takes_config
 from cfedavg.cli.voice import PLAIN, ranks
-from cfedavg.config import Config, read_config
+from cfedavg.config import Config
 from cfedavg.errors import InputError
 from cfedavg.files import exists
 
@@ -22,6 +22,7 @@ def run(
     out: Out = None,
     resume: Resume = False,
     config: ConfigFile = None,
+    trust: Trust = False,
     messages: Annotated[
         Path | None,
         typer.Option(help="folder to keep every client's message in, for `cfedavg inspect`"),
@@ -32,10 +33,9 @@ def run(
     With no options: the MNIST subset inside the package, 10 clients of 2 classes each, top-k 0.99.
     """
     out = folder(out, resume, "%Y%m%d-%H%M%S")
-    base = read_config(config) if config else Config()
     if resume and not config and exists(out / "config.toml"):
-        base = read_config(out / "config.toml")
-    train(base.replace(**given), out, resume=resume, messages=messages)
+        config = out / "config.toml"
+    train(config_from(config, given, trust=trust), out, resume=resume, messages=messages)
     Console().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
 
 
@@ -59,6 +59,7 @@ def sweep(
     out: Out = None,
     resume: Resume = False,
     config: ConfigFile = None,
+    trust: Trust = False,
 ) -> None:
     """Run a small grid and compare: mean and spread over the seeds, and one page.
 
@@ -69,8 +70,7 @@ def sweep(
     if ranks() > 1:
         raise InputError("start `cfedavg run` with torchrun; sweep uses --workers")
     out = folder(out, resume, "sweep-%Y%m%d-%H%M%S")
-    base = (read_config(config) if config else Config()).replace(**given)
-    grid = cells(base, vary)
+    grid = cells(config_from(config, given, trust=trust), vary)
     for number, (name, cell) in enumerate(grid.items(), 1):
         train(cell, out / name, resume=resume, title=f"{number}/{len(grid)} {name}")
     _report([out / name for name in grid], out)

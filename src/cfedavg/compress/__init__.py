@@ -19,7 +19,7 @@ from cfedavg.compress.selectors import (
     Threshold,
     TopK,
 )
-from cfedavg.compress.stages import client_of_value
+from cfedavg.compress.stages import Stage, client_of_value
 
 __all__ = [
     "BF16",
@@ -37,6 +37,7 @@ __all__ = [
     "Selection",
     "Selector",
     "Sign",
+    "Stage",
     "Threshold",
     "TopK",
     "client_of_value",

@@ -15,6 +15,7 @@ A selector or quantiser of your own is one small class: see docs/compressors.md.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,12 +27,12 @@ from torch import Tensor
 from cfedavg import keys as keyed
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, Blocks, IntBlocks, Quantiser, Sign
 from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Selector, Threshold, TopK
-from cfedavg.compress.stages import INFINITE, client_of_value
+from cfedavg.compress.stages import INFINITE, Stage, client_of_value
 from cfedavg.errors import InputError
 from cfedavg.keys import Purpose
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Levels, Payload
-from cfedavg.spec import build, parse_call
+from cfedavg.spec import build, check_length, parse_call
 
 _FLOATS = {torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -123,13 +124,20 @@ EXAMPLES = (
 )  # fmt: skip
 
 
-def parse(text: str, field: str = "compressor") -> Compressor:
+def parse(
+    text: str, field: str = "compressor", *, trust: bool = True, own: Collection[type[Stage]] = ()
+) -> Compressor:
     """The compressor that a text names: `none`, `topk(0.99) >> bf16`, `qsgd(16)`, `my.module:MySelector(3)`.
+
+    A text that you did not write yourself may name any module: with `trust=False` none is imported, and the
+    text may only name the stages of this package and the classes in `own`.
 
     >>> str(parse("topk(0.99, per_tensor=true)>>int8(64)"))
     'topk(0.99, per_tensor=true) >> int8(64)'
     """
-    stages = [build(part, SELECTORS | QUANTISERS, field) for part in text.split(">>")]
+    check_length(text, field)
+    table = {stage.written_name(): stage for stage in own} | SELECTORS | QUANTISERS
+    stages = [build(part, table, Stage, field, trust=trust) for part in text.split(">>")]
     if len(stages) == 1 and isinstance(stages[0], Quantiser):
         stages.insert(0, Everything())
     if len(stages) > 2 or not isinstance(stages[0], Selector):

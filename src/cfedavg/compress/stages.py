@@ -19,8 +19,13 @@ class Stage:
 
     name: ClassVar[str] = ""
 
+    @classmethod
+    def written_name(cls) -> str:
+        """The name that stands for the class in a text."""
+        return cls.name or f"{cls.__module__}:{cls.__qualname__}"
+
     def __str__(self) -> str:
-        shown = self.name or f"{type(self).__module__}:{type(self).__qualname__}"
+        shown = self.name or self.written_name()
         arguments = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from flwr.app import Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.logger import log
 
-from cfedavg.compress import parse
+from cfedavg.compress import Compressor, Stage, parse
 from cfedavg.errors import Busy, InputError, NotFinite
 from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, receive
@@ -33,6 +34,7 @@ from cfedavg.flower.records import (
     OTHER_MODEL,
     REFUSED,
     TOO_LARGE,
+    UNKNOWN_COMPRESSOR,
     Answer,
     Order,
     answered,
@@ -45,11 +47,16 @@ from cfedavg.tensors import norm2
 STEPS = "local-steps"  # the metric by which a client reports K_i
 
 
-def compressed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def compressed(
+    message: Message, context: Context, call_next: ClientAppCallable, *, own: Collection[type[Stage]] = ()
+) -> Message:
     """The mod: `ClientApp(mods=[compressed])`. Messages that are not from our strategy pass unchanged.
 
     The node keeps its residual in the folder `state-dir` of its --node-config, or in $CFEDAVG_STATE, or in
     Flower's own folder. A client that reports the metric `local-steps` may do as many as it likes.
+
+    The server names the compressor, and nothing is imported for its text. Classes of your own that it may
+    name are in `own`: `mods=[partial(compressed, own=[MySelector])]`.
     """
     order = order_of(message)
     if order is None:
@@ -66,7 +73,11 @@ def compressed(message: Message, context: Context, call_next: ClientAppCallable)
             raise RuntimeError(str(error)) from error
 
     store = ClientStore(state_folder(context), order.federation, order.client, form.layout)
-    now = _Round(message, order, form, x, store)
+    try:
+        compressor = parse(order.compressor, trust=False, own=own)
+    except InputError as error:
+        return refused(UNKNOWN_COMPRESSOR, str(error), message)
+    now = _Round(message, order, form, x, store, compressor)
     try:
         with store.locked():
             return now.reply(train)
@@ -88,10 +99,16 @@ class _Round:
     """One request to train, from its arrival to the reply."""
 
     def __init__(
-        self, message: Message, order: Order, form: Form, x: np.ndarray[Any, Any], store: ClientStore
+        self,
+        message: Message,
+        order: Order,
+        form: Form,
+        x: np.ndarray[Any, Any],
+        store: ClientStore,
+        compressor: Compressor,
     ) -> None:
         self.message, self.order, self.form, self.x, self.store = message, order, form, x, store
-        self.wire = Wire(parse(order.compressor), form.layout, order.number, order.seed)
+        self.wire = Wire(compressor, form.layout, order.number, order.seed)
 
     def reply(self, train: Any) -> Message:
         kept = self.store.load()

@@ -25,7 +25,9 @@ OURS = "cfedavg"  # the name of our record, in both directions
 MODS = "mods=[cfedavg.flower.compressed]"
 
 # Why a client does not answer. Flower's own codes are below 10.
-REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
+REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY, UNKNOWN_COMPRESSOR = range(
+    1001, 1009
+)
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -34,6 +36,7 @@ CAUSES = {
     BAD_METRICS: "metrics",
     TOO_LARGE: "too large",
     BUSY: "busy",
+    UNKNOWN_COMPRESSOR: "unknown compressor",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from cfedavg.data.tasks import build_task
 from cfedavg.display import Display
 from cfedavg.errors import InputError
 from cfedavg.files import exists, make_folder, write_atomic
-from cfedavg.flower.app.settings import run_config_of
+from cfedavg.flower.app.settings import TRUST, run_config_of
 from cfedavg.flower.control import ONGOING, Run, RunFailed
 from cfedavg.flower.machine import Machine
 from cfedavg.flower.services import toml
@@ -58,7 +57,7 @@ def up(
         return False
     display.say(_in_words(config))
     folder, least = out / "federation", max(1, math.ceil(quorum * config.clients))
-    machine = Machine(folder, config.clients, port=port, more=_paths(config), say=display.now)
+    machine = Machine(folder, config.clients, port=port, more=_trust(config), say=display.now)
     federation = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
     text = app_toml(config, out=str(out), resume=resume, **federation)
     with machine:
@@ -122,11 +121,9 @@ def _in_words(config: Config) -> str:
     return f"{steps}; {layout.d:,} parameters, {plan.compressor}"
 
 
-def _paths(config: Config) -> dict[str, str]:
-    """Lets the processes find a model of the user's own, as `cfedavg run` does, in the current folder."""
-    if ":" not in config.model:
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))}
+def _trust(config: Config) -> dict[str, str]:
+    """Let the processes import what the user has typed or trusts, as `cfedavg run` does."""
+    return {TRUST: "1"} if config.names_code else {}
 
 
 def _is_over(run: Run, machine: Machine) -> bool:

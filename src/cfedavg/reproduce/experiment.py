@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cfedavg.compress import parse
-from cfedavg.config import EXCLUSIVE, Config
+from cfedavg.config import EXCLUSIVE, Config, refuse_code
 from cfedavg.errors import InputError
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.training import COLUMNS
@@ -160,6 +160,7 @@ def _fields(table: Any, where: str) -> dict[str, Any]:
         raise InputError(
             f"{where} has an unknown key {min(strange)!r}; known are {', '.join(sorted(_FIELDS))}"
         )
+    refuse_code(table, where, "an experiment may name registered parts only")
     return table
 
 
@@ -194,7 +195,7 @@ def _check(experiment: Experiment, where: str) -> None:
     for scale in SCALES:
         try:
             for settings in experiment.cells(scale, 1).values():
-                parse(settings["compressor"], "compressor")
+                parse(settings["compressor"], "compressor", trust=False)
         except InputError as error:
             raise InputError(f"{where}, scale {scale}: {error}") from None
 

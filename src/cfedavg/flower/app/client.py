@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
+from cfedavg.compress import parse
 from cfedavg.data.tasks import build_task
 from cfedavg.engines.common import reproducible, seed_generators
 from cfedavg.errors import InputError
@@ -14,8 +16,17 @@ from cfedavg.flower.mod import STEPS, compressed
 from cfedavg.local import after, batches, clock, local_sgd
 from cfedavg.plan import Plan
 
-app = ClientApp(mods=[compressed])
 CPU = torch.device("cpu")
+
+
+def compressed_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """The mod; a request may name the classes that the run's configuration names, and no others."""
+    compressor = parse(config_of(context.run_config).compressor)
+    own = [type(stage) for stage in (compressor.selector, compressor.quantiser) if stage is not None]
+    return compressed(message, context, call_next, own=own)
+
+
+app = ClientApp(mods=[compressed_as_configured])
 
 
 @app.train()
