@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 
@@ -330,6 +331,26 @@ def test_what_is_typed_or_trusted_is_imported(cfedavg: Command, stranger: Path) 
     file = ["--config", "typed/config.toml"]
     others = ["--compressor", "none", "--model", "linear"]
     assert cfedavg("run", *file, *others, "--rounds", "1", "--out", "replaced").code == 0
+
+
+PLANTED = (
+    "matplotlib", "torch", "numba", "numpy", "rich", "typer", "PIL", "pyarrow", "yaml", "safetensors", "flwr",
+    "multiprocessing", "pickle", "json", "typing_extensions", "pandas", "triton", "tensorboard", "orjson",
+)  # fmt: skip
+
+
+def test_nothing_that_lies_in_the_current_folder_runs(tmp_path: Path) -> None:
+    """With the real command: neither modules, nor a cache of machine code that numba would trust."""
+    for name in PLANTED:
+        mark = tmp_path / f"{name} ran"
+        (tmp_path / f"{name}.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
+    (tmp_path / ".numba_config.yaml").write_text("cache_dir: planted cache\n")
+    command = Path(sys.executable).with_name("cfedavg")
+    for arguments in (["run", *SMALL, "--workers", "2", "--out", "."], ["report", "."]):
+        done = subprocess.run([command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert not [path.name for path in tmp_path.glob("* ran")]
+        assert not (tmp_path / "planted cache").exists()
 
 
 def test_config_round_trip() -> None:

@@ -22,18 +22,29 @@ from rich.console import Console
 from cfedavg import Config, InputError
 from cfedavg.display import Display
 from cfedavg.flower import MISSING
-from cfedavg.flower.app.settings import DEFAULT, config_of
+from cfedavg.flower.app.settings import DEFAULT, TRUST, config_of
 from cfedavg.flower.control import Run, RunFailed
-from cfedavg.flower.machine import Machine
+from cfedavg.flower.machine import Machine, environment
 from cfedavg.flower.ports import HOST, Ports
 from cfedavg.flower.processes import MARK, Processes, alive
 from cfedavg.flower.services import Node
-from cfedavg.flower.up import _follow, app_toml
+from cfedavg.flower.up import _follow, _trust, app_toml
 from cfedavg.folder import as_line, read_rows
 from cfedavg.interrupts import deaf, polite
 from tests.conftest import Command
 
 flower = pytest.mark.skipif(shutil.which("flwr", path=Path(sys.executable).parent) is None, reason=MISSING)
+
+# What the processes may import
+
+
+def test_processes_trust_what_was_typed_and_not_the_current_folder() -> None:
+    assert _trust(DEFAULT) == {}
+    for field in ("model", "compressor", "schedule"):
+        found = environment(_trust(DEFAULT.replace(**{field: "mine:Part"})))
+        assert found[TRUST] == found["PYTHONSAFEPATH"] == "1"
+        assert found.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+
 
 # Keys and certificates
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+
+# numba reads `.numba_config.yaml` in the current folder, where a stranger's may lie. These two settings say
+# which cache it reads, and a cache can run any code. A value in the environment wins over the file.
+os.environ.setdefault("NUMBA_CACHE_DIR", "")
+os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "")
 
 import numba
 

@@ -120,9 +120,23 @@ def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job
     process = multiprocessing.get_context("spawn").Process(
         target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"
     )
-    with _interrupts_held():
+    # Python would look for the modules of a new process in the current folder before it looks elsewhere.
+    with _variable("PYTHONSAFEPATH", "1"), _interrupts_held():
         process.start()
         processes.append(process)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextmanager
@@ -207,14 +221,8 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
 
 def _joined(rank: int, size: int, folder: Path) -> Ranks:
     """Member of a group on this machine, which nobody outside can reach."""
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
+    with _variable("GLOO_SOCKET_IFNAME", "lo"):
         return Ranks(rank, size, FileStore(str(folder / "store"), size))
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-        if before is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
 def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:

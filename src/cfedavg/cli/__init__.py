@@ -18,8 +18,6 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point. A command that was asked to stop ends with 128 and the number of the signal."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # so that module:name finds a module in the current folder
     interrupted = 128 + signal.SIGINT  # typer's code too, whatever the signal was
     with listening() as request:
         try:

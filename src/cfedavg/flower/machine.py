@@ -40,6 +40,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         **dict.fromkeys(("NO_PROXY", "no_proxy"), direct),
+        "PYTHONSAFEPATH": "1",  # `python -m` would look for modules in the current folder first
         "PYTHONUNBUFFERED": "1",  # so that logs are up to date
         "COLUMNS": "500",  # and their sentences whole
         **more,
