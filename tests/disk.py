@@ -67,6 +67,12 @@ class Disk:
         real(folder, row)
         self.dirty.add(folder.path / "metrics.jsonl")
 
+    def append_bytes(self, real: Any, path: Path, data: bytes) -> None:
+        self.step()
+        self.synced.setdefault(path, path.stat().st_size)
+        real(path, data[: len(data) // 2] if self.dying() else data)
+        self.dirty.add(path)
+
     def _written(self, path: Path) -> None:
         self.dirty.add(path)
         self.synced[path] = 0
@@ -132,6 +138,7 @@ class Disk:
         places += [(f"pathlib.Path.{name}", getattr(self, name)) for name in
                    ("write_bytes", "replace", "unlink", "mkdir")]  # fmt: skip
         places += [("cfedavg.folder.Folder.append", self.append)]
+        places += [("cfedavg.federation.journal.append", self.append_bytes)]
         places += [("os.getpid", lambda real: real() + self.number)]  # no process is another
         with pytest.MonkeyPatch.context() as patch:
             for place, mine in places:

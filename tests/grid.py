@@ -41,7 +41,7 @@ from cfedavg.federation.protocol import Client, Server, mark_of
 from cfedavg.federation.store import FILE, ClientStore, ServerStore
 from cfedavg.flower import CFedAvg, compressed
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import online
+from cfedavg.flower.nodes import Numbers, online
 from cfedavg.flower.parcel import Packing
 from cfedavg.folder import read_rows
 
@@ -309,7 +309,7 @@ class Disks:
         return (self.it.out / "federation.txt").read_text()
 
     def identity(self, node: LocalNode) -> str:
-        found = {each.id: each.identity for each in online(self.it.grid, {})}
+        found = {each.id: each.identity for each in online(self.it.grid, Numbers())}
         return found[node.id]
 
     def store(self, node: LocalNode) -> ClientStore:

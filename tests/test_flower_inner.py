@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -183,8 +184,9 @@ def test_a_strategy_must_give_the_same_model(made: Any, tmp_path: Path) -> None:
 def test_a_strategy_must_give_numbers(name: str, tmp_path: Path) -> None:
     """In what is compressed, and in what travels whole."""
     it = Federation(tmp_path, Adding().app, 3, {**MODEL, "d": np.zeros(1)})
-    with pytest.raises(InputError, match=r"round 1: .* clients 0, 1, 2 is NaN or infinite"):
-        it.start(1, Misshapen(lambda arrays: {**arrays, name: arrays[name] * np.nan}))
+    found = it.start(2, Misshapen(lambda arrays: {**arrays, name: arrays[name] * np.nan}))
+    assert same(found.arrays, it.model)
+    assert all(re.match("the model .* is NaN or infinite", row["why"]) for row in it.of_nodes)
 
 
 class Repeating(Summing):
@@ -220,6 +222,67 @@ class Without(FedAvg):
 def test_a_strategy_must_send_the_model(sent: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the inner strategy must send each client the model"):
         Federation(tmp_path, Adding().app).start(1, Without(sent))
+
+
+class Overflowing(Summing):
+    """In round 2 what it remembers overflows, though its model does not."""
+
+    def __init__(self) -> None:
+        self.v, self.rate, self.seen = {"w": np.ones(3, np.float32)}, 1.0, list[int]()
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.seen.append(server_round)
+        if server_round == 2:
+            self.v["w"] = self.v["w"] * np.float32(math.inf)
+            self.new = 1
+        return super().aggregate_train(server_round, replies)
+
+
+def test_what_a_strategy_would_remember_is_looked_at(tmp_path: Path) -> None:
+    """The round is void, with nothing lost, and the strategy is as it was."""
+    it = Federation(tmp_path, (app := Adding()).app)
+    it.start(3, inner := Overflowing())
+    assert (inner.v["w"].tolist(), inner.seen, hasattr(inner, "new")) == ([1, 1, 1], [1, 3], False)
+    why = "the inner strategy would remember NaN or Inf, in 'v'"
+    assert [(row["applied"], row["why"]) for row in it.of_nodes[::3]] == [
+        (True, ""),
+        (False, why),
+        (True, ""),
+    ]
+    disks = Disks(it)
+    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses())
+    it.start(3, again := Overflowing(), resume=True)
+    assert (again.v["w"].tolist(), again.seen) == ([1, 1, 1], [1, 3])
+
+
+def test_one_update_does_not_spoil_fed_adam(tmp_path: Path) -> None:
+    """Of two nodes nobody can say which is right, and no bound is asked for: the round is void."""
+    app = Adding()
+    app.spoil[1] = lambda arrays, metrics, message: reply_with(
+        {**arrays, "w": arrays["w"] + np.float32(1e20) * (app.calls[-1][1] == 2)}, metrics, message
+    )
+    it = Federation(tmp_path, app.app, 2)
+    with np.errstate(over="ignore"):
+        it.start(3, inner := FedAdam(fraction_evaluate=0.0), max_norm=math.inf)
+    assert inner.v_t is not None
+    assert all(np.isfinite(each).all() for each in inner.v_t.values())
+    assert not it.of_nodes[2]["applied"]
+
+
+class Half(Summing):
+    """Fails after it has changed what it remembers."""
+
+    def __init__(self) -> None:
+        self.kept = 0
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.kept = server_round
+        raise ValueError("no more")
+
+
+def test_a_strategy_that_fails_is_as_it_was(tmp_path: Path) -> None:
+    Federation(tmp_path, Adding().app).start(2, inner := Half())
+    assert inner.kept == 0
 
 
 class Silent(Summing):
@@ -328,6 +391,56 @@ def test_metrics_that_are_not_those_of_the_others(name: str, tmp_path: Path) -> 
     assert it.outcomes == [{"metrics": 1, "replied": 2}] * 2
     odd = {(row["node"], row["why"]) for row in it.of_nodes if row["outcome"] == "metrics"}
     assert odd == {("node1", f"it {why}, unlike other nodes")}
+
+
+@pytest.mark.parametrize("clients", [2, 4])
+def test_metrics_of_which_none_are_more_common_take_turns(clients: int, tmp_path: Path) -> None:
+    """Whatever the numbers of their nodes, all get into the model."""
+    app = Adding()
+    for i in range(clients // 2):
+        app.spoil[i] = lambda arrays, metrics, message: reply_with(arrays, {**metrics, "more": 1.0}, message)
+    it = Federation(tmp_path, app.app, clients)
+    it.start(6, FedAvg(fraction_evaluate=0.0))
+    taken = [{row["number"] < clients // 2 for row in it.of_nodes if row["round"] == t and row["applied"]}
+             for t in range(6)]  # fmt: skip
+    assert taken in ([{True}, {False}] * 3, [{False}, {True}] * 3)
+    assert {row["age"] for row in it.of_nodes} <= {None, 0, 1}
+
+
+BAD_EVALUATIONS: dict[str, tuple[Any, str]] = {
+    "negative": ({"num-examples": -2, "total": 1.0}, "'num-examples' is -2"),
+    "large": ({"num-examples": 1, "total": 1e200}, "the metric 'total' is 1e+200: at most 1e+100 is taken"),
+    "infinite": (
+        {"num-examples": 1, "total": math.inf},
+        "lacks the number 'total' and has the number 'total' ",
+    ),
+    "endless": ({"num-examples": 1, "total": 1.0, "all": [0.5] * 70_000}, "more than 65,536 characters"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EVALUATIONS)
+def test_one_bad_evaluation(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The mean is that of the other nodes; two examples and minus two have none."""
+    found, why = BAD_EVALUATIONS[name]
+    means = []
+    for bad in (True, False):
+        it = Federation(tmp_path / str(bad), (app := Adding()).app, 3)
+
+        def evaluate(message: Message, context: Any, bad: bool = bad) -> Message:
+            if not bad:
+                raise ValueError("a line\nand another" + "x" * 1000)
+            return Message(RecordDict({"metrics": MetricRecord(found)}), reply_to=message)
+
+        it.nodes[1].app = evaluating(app, evaluate)
+        it.start(2, FedAvg())
+        means.append([row.get("client_total") for row in it.rows])
+    assert means[0] == means[1]
+    assert None not in means[0]
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(said) == 4
+    assert all("node1: left out of the evaluation" in line for line in said)
+    assert why in said[0]
+    assert all(line.isprintable() and len(line) < 400 for line in said)
 
 
 def test_a_strategy_that_fails(tmp_path: Path) -> None:

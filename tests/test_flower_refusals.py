@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import re
+import signal
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,16 +19,19 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam
 
 from cfedavg import InputError
 from cfedavg.compress import parse
 from cfedavg.federation.codec import Wire
-from cfedavg.federation.protocol import Request, Server, Stamp
+from cfedavg.federation.protocol import AHEAD, Request, Server, Stamp, forged
+from cfedavg.federation.store import ServerStore
+from cfedavg.flower import norms, records
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Node, online
+from cfedavg.flower.nodes import Node, Numbers, online
 from cfedavg.flower.parcel import Packing, pack, unpack
 from cfedavg.flower.records import OURS, REFUSED, Answer, answer_of, answered
-from cfedavg.flower.taking import Door, Rejected
+from cfedavg.flower.taking import Door, Rejected, in_words
 from cfedavg.layout import Layout
 from cfedavg.wire import encode
 from tests import messages
@@ -34,9 +40,12 @@ from tests.grid import (
     Adding,
     Disks,
     Federation,
+    LocalGrid,
     LocalNode,
     Summing,
+    arrays_of,
     error,
+    numbers,
     record,
     reply_with,
     same,
@@ -202,13 +211,61 @@ def test_a_node_says_too_much(tmp_path: Path) -> None:
     assert it.of_nodes[1]["why"].isprintable()
 
 
+def test_what_a_node_says_is_cut_before_it_is_read() -> None:
+    """A regex that looks at all of this takes hours, in which no round ends."""
+    text = "<class '" + "a." * 210_000
+
+    def stalled(*_: Any) -> None:
+        raise AssertionError("still at it")
+
+    before = signal.signal(signal.SIGALRM, stalled)
+    signal.alarm(20)
+    try:
+        assert len(in_words(text)) == 300
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    long = "<class 'some.app.<locals>.Problem'>:<\"no\nnews" + "x" * 5000
+    assert in_words(long).startswith("Problem: no news")
+    assert in_words("<class 'E'>:<'x'>") == "E: x"
+
+
+def test_a_node_has_an_odd_name() -> None:
+    """Names are sorted by the numbers in them, and Python reads no number of 5,000 digits."""
+    grid = LocalGrid([])
+    names = ("9" * 5000, "a\nb", "node2")
+    found = [SimpleNamespace(node_id=i, public_key=b"", name=name) for i, name in enumerate(names)]
+    grid.get_nodes = lambda: found  # type: ignore[method-assign]
+    assert sorted(len(node.name) for node in online(grid, Numbers())) == [3, 5, 300]
+    assert all(node.name.isprintable() for node in online(grid, Numbers()))
+
+
 def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
+    """Also not if nobody else is asked."""
     app = Adding()
-    app.spoil[1] = lambda a, m, message: error(REFUSED, "older", message)
-    it = Federation(tmp_path, app.app)
-    it.grid.on_reply = lambda node, request, reply: reply if node.partition == 1 else None
-    it.start(1)
-    assert it.outcomes == [{"late": 2, "out of date": 1}]
+
+    def older(arrays: Any, metrics: Any, message: Message) -> Message:
+        first = app.calls[-1][0] == app.calls[0][0]  # whoever is asked first
+        return error(REFUSED, "older", message) if first else reply_with(arrays, metrics, message)
+
+    app.spoil = dict.fromkeys(range(4), older)
+    it = Federation(tmp_path, app.app, 4)
+    it.start(12, participation=0.25)
+    assert {tuple(outcomes) for outcomes in it.outcomes} == {("out of date",), ("replied",)}
+    assert it.outcomes[0] == {"out of date": 1}
+
+
+def test_two_can(tmp_path: Path) -> None:
+    """Asked one after the other, if nobody says otherwise."""
+    app = Adding()
+    app.spoil = dict.fromkeys(range(4), lambda a, m, message: error(REFUSED, "older", message))
+    it = Federation(tmp_path, app.app, 4)
+    with pytest.raises(InputError, match="it is an older copy of the federation"):
+        it.start(12, participation=0.25)
+    assert len({row["number"] for row in it.of_nodes}) == 1
+    alone = Federation(tmp_path / "alone", app.app, 1)
+    with pytest.raises(InputError, match="it is an older copy of the federation"):
+        alone.start(1, min_nodes=1)
 
 
 def test_nor_can_half_of_them(tmp_path: Path) -> None:
@@ -352,7 +409,7 @@ def a_reply(tmp_path: Path) -> tuple[Door, Node, Server, Message]:
     it.grid.on_reply = lambda node, request, reply: replies.append(reply) or reply
     it.start(1)
     server = Server(torch.from_numpy(FORM_NORMED.split(NORMED)[0]))
-    return Door(FORM_NORMED, parse("topk(0.7)"), None), online(it.grid, {})[0], server, replies[0]
+    return Door(FORM_NORMED, parse("topk(0.7)"), None), online(it.grid, Numbers())[0], server, replies[0]
 
 
 def test_every_bit_counts(tmp_path: Path) -> None:
@@ -372,6 +429,8 @@ LIES: list[Any] = [
     {"noise2": {"a": 1}}, {"loss": "low"}, {"loss": [1]}, {"metrics": 3}, {"metrics": {"a": 3}},
     {"metrics": {"a": {"b": "c"}}}, {"metrics": {"a": {"b": [1, "c"]}}}, {"metrics": {"a": {"b": None}}},
     {"metrics": {"a": {"num-examples": -1}}}, {"metrics": {"a": {"b": True}}}, {"metrics": None},
+    {"metrics": {"a": {"b": 10**4000}}}, {"metrics": {"a": {"b": -1e101}}},
+    {"metrics": {"a": {"b": [1, 2**400]}}},
 ]  # fmt: skip
 
 
@@ -388,3 +447,180 @@ def test_a_client_says_something_odd(lie: Any, tmp_path: Path) -> None:
     with pytest.raises(Rejected) as caught:
         door.take(changed(reply, message=made), node, server, {node.identity}, {})
     assert caught.value.cause == "malformed"
+
+
+# One bad node against the others
+
+
+def lying(**facts: Any) -> Any:
+    """A reply with these facts, in which all else is right."""
+
+    def made(reply: Message) -> Message:
+        parcel = unpack(message_in(reply), len(message_in(reply)), 0)
+        return changed(reply, message=pack(parcel._replace(facts={**parcel.facts, **facts})))
+
+    return made
+
+
+def leaping(by: float) -> Any:
+    """An app whose node 1 makes a leap in every round."""
+    app = Adding()
+    app.spoil[1] = put("w", lambda w: w + np.float32(by))
+    return app
+
+
+METRICS = {"num-examples": 10, "partition": 1}
+POISON: dict[str, tuple[Adding, Any]] = {
+    "a metric": (Adding(), lying(metrics={"metrics": {**METRICS, "partition": 10**4000}})),
+    "not a number": (Adding(), lying(metrics={"metrics": {**METRICS, "partition": math.nan}})),
+    "1e10": (leaping(1e10), lambda reply: reply),
+    "1e20": (leaping(1e20), lambda reply: reply),
+    "3e38": (leaping(3e38), lambda reply: reply),
+    "a stamp": (Adding(), lambda reply: changed(reply, stamp=[2**62, 2**62])),
+    "an incarnation": (Adding(), lambda reply: changed(reply, incarnation=2**64)),
+    "a long message": (Adding(), lambda reply: changed(reply, message=b"x" * 10**6)),
+}
+
+
+# Without a strategy nobody averages metrics, and NaN among them harms nobody.
+CASES = [(name, inner) for name in POISON for inner in (None, FedAdam) if inner or name != "not a number"]
+
+
+@pytest.mark.parametrize(("name", "inner"), CASES)
+def test_one_bad_node_costs_its_own_reply(
+    name: str, inner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every round from the first: the model, and all that is remembered, is that of the other nodes."""
+    app, poison = POISON[name]
+    monkeypatch.setattr(Packing, "_bounded", lambda self, p, request: self.wire.shrink(p, request))
+    states = []
+    for bad in (True, False):
+        it = Federation(tmp_path / str(bad), app.app if bad else Adding().app, 4)
+        it.grid.on_reply = lambda node, request, reply, bad=bad: (
+            reply if node.partition != 1 else poison(reply) if bad else None
+        )
+        arrays = it.start(4, inner and inner(fraction_evaluate=0.0)).arrays
+        extra = ServerStore(it.out / "state", Disks(it).federation, Form.of(MODEL).layout).load().extra  # type: ignore
+        states.append((arrays, {part: each.tolist() for part, each in extra.items()}))
+    assert same(states[0][0], states[1][0])
+    assert states[0][1] == states[1][1]
+    assert not same(states[0][0], MODEL)
+
+
+def test_a_step_is_not_made_longer_by_one(tmp_path: Path) -> None:
+    """With update = "mean" the global rate is the mean K, of which no client's counts for more than 100."""
+    app = Adding(metrics={"local-steps": 1})
+    it = Federation(tmp_path, app.app, 3)
+    it.grid.on_reply = lambda node, request, reply: lying(K=2**53)(reply) if node.partition == 1 else reply
+    found = arrays_of(it.start(1, update="mean", compressor="none").arrays)
+    mean = np.mean([numbers(i, 1)["w"] for i in range(3)], 0, dtype=np.float32)
+    np.testing.assert_allclose(found["w"], mean * np.float32(102 / 3), rtol=1e-6)
+
+
+# The bound that nobody gave
+
+
+def spiked(first: float, at: int) -> Adding:
+    """Node 1 leaps once."""
+    app = Adding()
+    app.spoil[1] = lambda arrays, metrics, message: (
+        put("w", lambda w: w + np.float32(first)) if app.calls[-1][1] == at else reply_with
+    )(arrays, metrics, message)
+    return app
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_spike_is_not_taken_at_once_and_not_lost(at: int, tmp_path: Path) -> None:
+    """In round 1 nobody knows what is usual, and it is rejected; later it is cut by the client itself."""
+    it = Federation(tmp_path, (app := spiked(1e4, at)).app, 4)
+    it.start(40, Summing(), compressor="none")
+    assert it.outcomes == [
+        {"replied": 3, "too large": 1} if at == 1 == t else {"replied": 4} for t in range(1, 41)
+    ]
+    disks = Disks(it)
+    made = disks.update(*app.calls) + torch.tensor([1e4] * 12 + [0.0] * 5)
+    torch.testing.assert_close(disks.x() + disks.masses(), made, rtol=1e-5, atol=0.1)
+    assert float(disks.mass(it.nodes[1]).norm()) < 1.0
+    assert max(row["residual_norm"] or 0 for row in it.of_nodes) > 1e4  # most of it had to wait
+
+
+def test_who_cannot_get_rid_of_a_spike_starts_again(tmp_path: Path) -> None:
+    """Rejected in round 1, it is in the residual, and would be too large for ever."""
+    it = Federation(tmp_path, spiked(1e12, 1).app, 4)
+    it.start(3)
+    assert it.outcomes == [{"replied": 3, "too large": 1}, {"replied": 4}, {"replied": 4}]
+
+
+def test_the_bound_follows_the_updates() -> None:
+    assert norms.bound([]) == norms.bound([1e20, 1.0]) == 1e15
+    assert norms.bound([1.0, 3.0, 2.0]) == 200.0
+    assert norms.bound([1e20] * 3) == 1e15
+    assert norms.remembered([3.0, 0.0], [2.0, 1.0]) == [3.0, 2.0, 1.0]
+    assert norms.remembered([2.0] * 60, [1.0] * 60) == [2.0] * 60 + [1.0] * 40
+    assert norms.remembered([2.0] * 160, [1.0] * 60) == [2.0] * 160
+
+
+def test_clients_are_told_the_bound_and_a_restart_finds_the_same(tmp_path: Path) -> None:
+    """From what is durable, before anyone is asked."""
+    told: list[list[float]] = [[], []]
+    for stops, seen in zip(((4,), (1, 2, 3, 4)), told, strict=True):
+        it = Federation(tmp_path / str(len(stops)), Adding().app)
+        it.grid.on_request = lambda node, message, seen=seen: (  # type: ignore[misc]
+            seen.append(message.content.config_records[OURS]["max_norm"]) or node.answer(message)
+        )
+        for rounds in stops:
+            it.start(rounds, resume=True)
+    assert told[0] == told[1]
+    assert told[0][:3] == [1e15] * 3
+    assert all(500 < bound < 5000 for bound in told[0][3:])
+
+
+@pytest.mark.parametrize("bound", [5.0, math.inf])
+def test_a_bound_that_is_given_counts(bound: float, tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(3, max_norm=bound)
+    assert {request.content.config_records[OURS]["max_norm"] for _, request in it.grid.requests} == {bound}
+
+
+# A request that is not the server's
+
+
+@pytest.mark.parametrize(
+    ("generation", "number"), [(2**62, 1), (2**62, 2**62), (2**32 - 1, 1), (1, 2**32), (0, 5)]
+)
+def test_a_forged_stamp_does_not_lock_a_node_out(generation: int, number: int, tmp_path: Path) -> None:
+    it = Federation(tmp_path, (app := Adding()).app)
+    it.start(1)
+    request = it.grid.requests[1][1]
+    order = dict(request.content.config_records[OURS]) | {
+        "generation": generation,
+        "stamp": number,
+        "mark": [],
+    }
+    request.content[OURS] = ConfigRecord(order)
+    calls = len(app.calls)
+    reply = it.nodes[1].answer(request)
+    assert reply.error.code == records.FORGED
+    assert len(app.calls) == calls
+    it.start(3, resume=True)
+    assert it.outcomes == [{"replied": 3}] * 3
+
+
+def test_a_stamp_that_could_be_the_servers_can_be_overtaken(tmp_path: Path) -> None:
+    """By a new generation, which is a time, as soon as that has passed."""
+    now = time.time()
+    assert not forged(Stamp(1, 1), now)
+    assert not forged(Stamp(int(now), 7), now)
+    assert not forged(Stamp(int(now) + AHEAD, 2**32 - 1), now)
+    assert forged(Stamp(int(now) + AHEAD + 2, 1), now) == (
+        f"request {int(now) + AHEAD + 2}.1 is from the future: is this node's clock right?"
+    )
+    it = Federation(tmp_path, Adding().app)
+    it.start(1)
+    request = it.grid.requests[1][1]
+    request.content[OURS] = ConfigRecord(dict(request.content.config_records[OURS]) | {"stamp": 2**32 - 1})
+    it.nodes[1].answer(request)
+    it.start(2, resume=True)
+    assert it.outcomes[1] == {"out of date": 1, "replied": 2}
+    it.start(3, resume=True, from_backup=True)
+    assert it.outcomes[2] == {"replied": 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import os
 import random
@@ -32,13 +34,13 @@ from cfedavg.federation.protocol import (
     Server,
     Stamp,
     answer,
-    ended,
     mark_of,
     receive,
     request_of,
     restored,
 )
-from cfedavg.federation.store import FILE, ClientStore, Served, ServerStore, new_generation
+from cfedavg.federation.store import FILE, ClientStore, Known, Served, ServerStore, new_generation
+from cfedavg.federation.table import Table
 from cfedavg.layout import Layout
 from cfedavg.tensors import checksum, read_tensors, save_tensors
 from cfedavg.wire import decode, read_header
@@ -96,10 +98,9 @@ def server_round(served: Served, store: ServerStore, clients: dict[str, ClientSt
             incarnation, message = client_round(its, number, request_of(server, name))
         taken[name] = mark_of(server.stamp, incarnation, message)
         payloads.append(decode(message, layout=LAYOUT).map(torch.from_numpy))
-        served = served.meets(name, incarnation)
     # The sum, not the mean: exact.
     delta = average(server.x, [(payload, [1.0]) for payload in payloads]) * len(payloads)
-    after = replace(served, server=ended(server, taken, server_update(server.x, delta, 1.0)))
+    after = served.ended(taken, server_update(server.x, delta, 1.0))
     store.save(after)
     return after
 
@@ -218,7 +219,7 @@ def test_a_client_whose_file_is_old_or_gone_starts_anew(tmp_path: Path, fault: s
     play(tmp_path, 6)
     served = server_store.load()
     assert served is not None
-    assert [len(served.met[name]) for name in NAMES] == [2, 1]
+    assert [served.clients[name].incarnations for name in NAMES] == [2, 1]
     made = sum((update(number, t) for number in range(2) for t in range(6)), torch.zeros(D))
     left = sum((store.load().e for store in client_stores.values()), torch.zeros(D))
     assert torch.equal(made, served.server.x + left + lost)
@@ -239,7 +240,7 @@ def test_a_server_from_a_backup_goes_on(tmp_path: Path) -> None:
     assert served.server.stamp == Stamp(generation, 5)
     for name, store in client_stores.items():
         assert store.load().forgotten == 1
-        assert len(served.met[name]) == 1
+        assert served.clients[name].incarnations == 1
 
 
 # --- what is kept, and what is refused ------------------------------------------------------------------
@@ -281,22 +282,25 @@ def test_without_a_file_it_is_a_new_incarnation(tmp_path: Path) -> None:
         assert torch.equal(client.e, torch.zeros(D))
         assert replace(client, e=None) == Client(client.incarnation, None)
     assert not path.exists()  # nothing is kept before it has answered
-    served = Served(Server(torch.zeros(D))).meets("a", 1).meets("a", 1).meets("a", 2)
-    assert served.met == {"a": [1, 2]}
+    served = Served(Server(torch.zeros(D)))
+    for incarnation, count in ((1, 1), (1, 1), (2, 2)):
+        served = served.ended({"a": mark_of(served.server.stamp, incarnation, b"")}, served.server.x)
+        assert served.clients == {"a": Known(count)}
 
 
 def test_a_server_comes_back_as_it_was(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     assert store.load() is None
     applied = {"a": Mark(Stamp(2, 8), 5, 2**64 - 1), "b": mark_of(Stamp(1, 4), 2**63 - 1, b"")}
-    server = Server(torch.arange(float(D)), 7, Stamp(2, 9), applied)
+    server = Server(torch.arange(float(D)), 7, Stamp(2, 9), Table(applied))
+    clients = Table({"a": Known(2, [3, None, 0.1]), "b": Known(1)})
     with store.locked():
-        store.save(Served(server, {"a": [5, 6]}))
+        store.save(Served(server, clients))
     found = store.load()
     assert found is not None
     assert torch.equal(found.server.x, server.x)
     assert replace(found.server, x=None) == replace(server, x=None)
-    assert (found.met, found.extra, found.facts) == ({"a": [5, 6]}, {}, {})
+    assert (found.clients, found.extra, found.facts) == (clients, {}, {})
 
 
 def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
@@ -311,7 +315,7 @@ def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
         "half": torch.ones(3, dtype=torch.bfloat16),
     }
     facts = {"optimiser": "FedAdam", "beta": 0.9, "best": None, "rounds": {2: [1, 2], 10: []}}
-    served = Served(Server(x), extra=extra, facts=facts).meets("a", 1)
+    served = Served(Server(x), extra=extra, facts=facts)
     with store.locked():
         store.save(served)
     found = store.load()
@@ -321,6 +325,132 @@ def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
     assert all(found.extra[name].dtype == tensor.dtype for name, tensor in extra.items())
     assert found.facts == facts | {"rounds": {"2": [1, 2], "10": []}}  # as JSON has it
     assert torch.equal(found.server.x, x)
+
+
+def many(count: int) -> Served:
+    """A server that has heard so many clients."""
+    marks = {f"client {i}": Mark(Stamp(1, 1), 2**62 + i, i) for i in range(count)}
+    return Served(Server(torch.zeros(D))).ended(marks, torch.ones(D), {who: [7, 0, 0.5] for who in marks})
+
+
+def of_clients(store: ServerStore) -> Path:
+    (found,) = store.folder.glob("clients.*.jsonl")
+    return found
+
+
+def test_a_round_costs_what_it_hears(tmp_path: Path) -> None:
+    """However many clients there are: lines for those who took part, and a state of the same size."""
+    sizes = []
+    for count in (10, 3000):
+        store = ServerStore(tmp_path / str(count), "f", LAYOUT)
+        with store.locked():
+            store.save(served := many(count))
+            before = of_clients(store).stat().st_size
+            taken = {f"client {i}": mark_of(served.server.stamp, 1, b"") for i in (3, 4)}
+            after = served.ended(taken, torch.zeros(D))
+            store.save(after)
+        added = of_clients(store).read_bytes()[before:].splitlines()
+        assert [json.loads(line)[0] for line in added] == ["client 3", "client 4"]
+        sizes.append((store.folder / FILE).stat().st_size)
+        found = ServerStore(tmp_path / str(count), "f", LAYOUT).load()
+        assert found is not None
+        assert found.server.applied == after.server.applied
+        assert {who: tuple(known) for who, known in found.clients.items()} == after.clients
+    assert abs(sizes[0] - sizes[1]) < 64
+
+
+def test_facts_of_any_length(tmp_path: Path) -> None:
+    """They are not in the header of the file, which holds 100 MB: the rows of many nodes are more."""
+    store = ServerStore(tmp_path, "f", LAYOUT)
+    served = Served(Server(torch.zeros(D)), facts={"last": ["x" * 100] * 1000})
+    with store.locked():
+        store.save(served)
+    found = store.load()
+    assert found is not None
+    assert found.facts == served.facts
+    assert int.from_bytes((tmp_path / FILE).read_bytes()[:8], "little") < 2000
+
+
+def test_lines_that_were_added_in_vain_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full when the model is stored, and then the round ends without those clients."""
+    store = ServerStore(tmp_path, "f", LAYOUT)
+    with store.locked():
+        store.save(served := many(3))
+        taken = {"late": mark_of(served.server.stamp, 1, b"")}
+        with monkeypatch.context() as patch:
+            patch.setattr("cfedavg.tensors.save_file", raise_full)
+            with pytest.raises(InputError, match="No space left"):
+                store.save(served.ended(taken, torch.ones(D)))
+        assert b"late" in of_clients(store).read_bytes()
+        unchanged = store.load()
+        assert unchanged is not None
+        assert unchanged.server.applied == served.server.applied
+        store.save(after := served.ended({}, torch.ones(D)))
+    found = store.load()
+    assert found is not None
+    assert found.server.applied == after.server.applied
+    assert b"late" not in of_clients(store).read_bytes()
+
+
+def raise_full(*_: Any, **more: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_older_state_through_the_same_store(tmp_path: Path) -> None:
+    """What came after it is not in it, and must not come back."""
+    store = ServerStore(tmp_path, "f", LAYOUT)
+    with store.locked():
+        store.save(older := many(2))
+        store.save(older.ended({"new": mark_of(older.server.stamp, 1, b"")}, torch.ones(D)))
+        for state in (older, replace(older, server=restored(older.server, 7))):
+            store.save(state)
+            found = store.load()
+            assert found is not None
+            assert found.server.applied == older.server.applied
+
+
+def test_a_state_without_its_clients_is_refused(tmp_path: Path) -> None:
+    store = ServerStore(tmp_path, "f", LAYOUT)
+    with store.locked():
+        store.save(many(3))
+    path = of_clients(store)
+    good = path.read_bytes()
+    for data in (good[:-1], good.replace(b"client 1", b"client 9"), b"", None):
+        if data is None:
+            path.unlink()
+        else:
+            path.write_bytes(data)
+        with pytest.raises(InputError, match=r"is damaged .*; restore a backup of the whole folder"):
+            store.load()
+    path.write_bytes(good + b'["half a li')  # what a killed process left
+    assert store.load() is not None
+
+
+def test_a_server_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    store = ServerStore(tmp_path, "f", LAYOUT)
+    about = {"format": 3, "federation": "f", "kind": "server", "layout": LAYOUT.text, "applied": {}}
+    tensors = {"x": torch.zeros(D)}
+    save_tensors(tensors, tmp_path / FILE, {**about, "checksum": checksum(tensors, about)})
+    with pytest.raises(InputError, match="is of another format: 3, here 4; go on with the version"):
+        store.load()
+
+
+def test_tables_are_like_dicts() -> None:
+    """And what was made of one does not change it."""
+    draw = random.Random(0)
+    table: Table[int] = Table()
+    plain: dict[str, int] = {}
+    past = [(table, plain)]
+    for n in range(400):
+        more = {f"{draw.randrange(300)}": n for _ in range(draw.choice([0, 1, 1, 5, 40]))}
+        table, plain = table | more, plain | more
+        past.append((table, plain))
+        assert table.since(past[-2][0]) == more
+    for found, wanted in past:
+        assert dict(found) == wanted
+        assert len(found) == len(wanted)
+        assert table.since(found) == {who: n for who, n in plain.items() if wanted.get(who) != n}
+    assert len(table._layers) < 10
 
 
 def test_a_new_generation_is_above_all_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +469,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     tensors, about = read_tensors(store.folder / FILE)
     about = {name: value for name, value in about.items() if name != "checksum"} | {"format": 1}
     save_tensors(tensors, store.folder / FILE, {**about, "checksum": checksum(tensors, about)})
-    with pytest.raises(InputError, match="is of another format: 1, here 3"):
+    with pytest.raises(InputError, match="is of another format: 1, here 3; go on with the version"):
         store.load()
 
 

@@ -41,6 +41,15 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def append(path: Path, data: bytes) -> None:
+    """Adds `data` to the end of the file. What a crash leaves of it is for the caller to tell."""
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror or error})") from None
+
+
 def exists(path: Path) -> bool:
     """Whether there is something at the path; a path that cannot even be asked for is not there."""
     try:

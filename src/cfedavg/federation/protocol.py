@@ -27,6 +27,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from cfedavg.federation.table import Table
+
 
 class Stamp(NamedTuple):
     """A dispatch: the server's generation, which a restored backup raises, and its number in it."""
@@ -44,6 +46,7 @@ class Stamp(NamedTuple):
 
 
 NEVER, FIRST = Stamp(0, 0), Stamp(1, 1)
+AHEAD = 2 * 86_400  # seconds that clocks may differ by
 
 
 class Mark(NamedTuple):
@@ -130,6 +133,19 @@ class Outdated:
     """
 
 
+def forged(stamp: Stamp, clock: float) -> str:
+    """Why no server has given this stamp; empty if one may have. `clock` is the time in seconds.
+
+    A client that has answered a stamp refuses all before it. So that one from a liar does not lock it out
+    for good, it must be such that the server can still go beyond it: by a new generation, which is a time.
+    """
+    if not (0 < stamp.generation < 2**32 and 0 < stamp.number < 2**32):
+        return f"request {_text(stamp)} is no server's: both of its numbers must have 1 to 32 bits"
+    if stamp.generation > clock + AHEAD:
+        return f"request {_text(stamp)} is from the future: is this node's clock right?"
+    return ""
+
+
 def receive(
     client: Client, request: Request, codec: Codec
 ) -> tuple[Client, Train | Resend | Refuse | Outdated]:
@@ -190,7 +206,7 @@ class Server:
     x: Any
     t: int = 0
     stamp: Stamp = FIRST  # of the present round; no reply to another is taken
-    applied: Mapping[str, Mark] = field(default_factory=dict)  # of each client, its last answer in x
+    applied: Table[Mark] = field(default_factory=Table)  # of each client, its last answer in x
 
 
 def restored(server: Server, generation: int) -> Server:
@@ -222,7 +238,7 @@ def ended(server: Server, taken: Mapping[str, Mark], x_next: Any) -> Server:
     A client that has answered has dealt with all that was before, so its last answer is all it may hold.
     """
     stamp = Stamp(server.stamp.generation, server.stamp.number + 1)
-    return Server(x_next, server.t + 1, stamp, {**server.applied, **taken})
+    return Server(x_next, server.t + 1, stamp, server.applied | taken)
 
 
 def _text(stamp: Stamp) -> str:

@@ -15,7 +15,7 @@ from cfedavg.federation.store import Served
 from cfedavg.flower.averaging import Round
 from cfedavg.flower.books import whole_of
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Node, online, sampled, wait_for
+from cfedavg.flower.nodes import Node, Numbers, online, sampled, wait_for
 from cfedavg.flower.records import Order, flat, ordered, packed
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Asking:
-    """Gives every node that it meets a number, which is then in `numbers`."""
+    """Every node that it meets has a number then, in `numbers`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Asking:
         grid: Grid,
         form: Form,
         federation: str,
-        numbers: dict[str, int],
+        numbers: Numbers,
         timeout: float,
     ) -> None:
         self.options, self.grid, self.form = options, grid, form
@@ -58,7 +58,7 @@ class Asking:
             if node is None:
                 continue
             now.nodes[node.id] = node
-            order = self._order(node, _name_of_model(message, now.arrays), served)
+            order = self._order(node, _name_of_model(message, now.arrays), served, now.max_norm)
             now.down_bytes += size + order.size
             now.requests[node.id] = Message(
                 ordered(message.content, model, order),
@@ -70,7 +70,7 @@ class Asking:
             made.append(now.requests[node.id])
         return made
 
-    def _order(self, node: Node, arrays: str, served: Served) -> Order:
+    def _order(self, node: Node, arrays: str, served: Served, max_norm: float) -> Order:
         config, request = self.options.config, request_of(served.server, node.identity)
         return Order(
             federation=self.federation,
@@ -86,7 +86,7 @@ class Asking:
             feedback=config.error_feedback,
             update=config.update,
             seed=config.seed,
-            max_norm=math.inf if self.options.max_norm is None else self.options.max_norm,
+            max_norm=max_norm,
         )
 
 

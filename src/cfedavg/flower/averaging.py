@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import WARNING
+from statistics import median
 
 import numpy as np
 import torch
@@ -15,14 +17,17 @@ from torch import Tensor
 
 from cfedavg.algorithm import average, server_update
 from cfedavg.compress import decompress
-from cfedavg.errors import InputError, first_line, rows_in_words
+from cfedavg.errors import InputError, first_line
+from cfedavg.flower import inner as memory
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node
+from cfedavg.flower.norms import MULTIPLE
 from cfedavg.flower.rows import Outcome
 from cfedavg.flower.taking import Taken
 
 Rate = float | Callable[[int], float]
 Model = tuple[Tensor, bytes]  # x, and what travels whole
+_NOT_FINITE = "the model made from the replies is NaN or infinite: lower the rate, or set max_norm"
 
 
 @dataclass
@@ -34,10 +39,12 @@ class Round:
     began: float
     nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's number
     requests: dict[int, Message] = field(default_factory=dict)  # and what they were sent
+    max_norm: float = math.inf
     needed: int = 0
     down_bytes: int = 0
     taken: dict[str, Taken] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    online: set[str] = field(default_factory=set)  # who was there when it ended
 
     @property
     def in_order(self) -> list[Taken]:
@@ -51,14 +58,10 @@ class Round:
             self.outcomes[who] = self.outcomes[who]._replace(why=why)
         self.taken.clear()
 
-    def diverged(self) -> InputError:
-        """The clients would answer again what they have answered, so that only a bound helps."""
-        clients = rows_in_words([each.node.number for each in self.in_order], "client")
-        return InputError(
-            f"round {self.server_round}: the model made from the updates of {clients} is NaN or "
-            "infinite; resume with max_norm, which leaves out what is too large, or start again with a "
-            "lower rate"
-        )
+    def leave_out(self, who: str, cause: str, why: str) -> None:
+        """A reply that was taken, and is rejected in the light of the others."""
+        log(WARNING, "%s: %s (%s)", self.taken.pop(who).node.name, cause, why)
+        self.outcomes[who] = self.outcomes[who]._replace(what=cause, why=why)
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,18 @@ class Alone:
         x_next = server_update(x, average(x, pairs), self._eta(now.server_round - 1, taken))
         whole_next = self.form.mean_whole([each.whole for each in taken], weights)
         if not bool(torch.isfinite(x_next).all()) or not self.form.is_finite(whole_next):
-            raise now.diverged()
+            now.is_void(_NOT_FINITE)
+            return x, whole
         return x_next, whole_next
 
     def _eta(self, t: int, taken: list[Taken]) -> float:
         if self.eta is not None:
             return self.eta(t) if callable(self.eta) else self.eta
+        if not self.by_steps:
+            return 1.0
         steps = [each.K or 1.0 for each in taken]
-        return sum(steps) / len(steps) if self.by_steps else 1.0
+        most = MULTIPLE * median(steps)  # no client makes the step of all as large as it likes
+        return sum(min(each, most) for each in steps) / len(steps)
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,28 @@ class Through:
     result: Result
 
     def combined(self, now: Round, x: Tensor, whole: bytes) -> Model:
-        arrays = self._aggregated(now, [self._plain(each, now, x) for each in now.in_order])
-        if arrays is None:
+        before = memory.snapshot(self.inner)
+        model = self._model(now, [self._plain(each, now, x) for each in now.in_order])
+        if model and (found := memory.spoilt(self.inner, before)):
+            now.is_void(f"the inner strategy would remember NaN or Inf, in {found!r}")
+            model = None
+        if model is None:  # void: nothing of the round may stay, in what it remembers either
+            memory.put_back(self.inner, before)
             return x, whole
+        return model
+
+    def _model(self, now: Round, replies: list[Message]) -> Model | None:
+        """What the strategy makes of the replies; None, and the round is void, if that cannot be used."""
+        arrays = self._aggregated(now, replies)
+        if arrays is None:
+            return None
         found = {name: array.numpy() for name, array in arrays.items()}
         if wrong := self.form.difference(found, kinds=False):
             raise InputError(f"the inner strategy made another model: {wrong}")
         x_next, whole_next = self.form.split(found)
         if not np.isfinite(x_next).all() or not self.form.is_finite(whole_next):
-            raise now.diverged()
+            now.is_void(_NOT_FINITE)
+            return None
         return torch.from_numpy(x_next), whole_next
 
     def _aggregated(self, now: Round, replies: list[Message]) -> ArrayRecord | None:

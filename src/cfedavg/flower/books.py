@@ -88,7 +88,7 @@ class Books:
         if served:
             self._check_options(served.facts["options"])
         if served is None:
-            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "residuals": {}, "heard": {}}
+            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "norms": []}
             served = Served(Server(torch.from_numpy(x)), extra={WHOLE: as_tensor(whole)}, facts=facts)
         elif from_backup:
             server = restored(served.server, new_generation(served.server))
@@ -108,7 +108,7 @@ class Books:
         self.store.save(served)
         config = self.config
         if config.dataset == APP:
-            config = config.replace(clients=max(1, len(served.facts["numbers"])))
+            config = config.replace(clients=max(1, len(served.clients) + len(served.facts["numbers"])))
         options = "".join(f"# {name}: {value}\n" for name, value in self.also.items() if value is not None)
         text = f"{config.to_toml()}\n# Of the server\n{options}"
         write_atomic(self.out / CONFIG, text.encode())
@@ -175,9 +175,9 @@ def whole_of(served: Served) -> bytes:
     return served.extra[WHOLE].numpy().tobytes()
 
 
-def with_model(served: Served, server: Server, whole: bytes) -> Served:
-    """The state with another model."""
-    return replace(served, server=server, extra={**served.extra, WHOLE: as_tensor(whole)})
+def with_whole(served: Served, whole: bytes) -> Served:
+    """The state with another part of the model that travels whole."""
+    return replace(served, extra={**served.extra, WHOLE: as_tensor(whole)})
 
 
 def with_facts(served: Served, **facts: Any) -> Served:

@@ -127,6 +127,11 @@ class Form:
         arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
         return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
 
+    def largest(self, whole: bytes) -> float:
+        """The largest floating-point number of what travels whole, whatever its sign."""
+        arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
+        return max(float(np.abs(array).max(initial=0.0)) for array in arrays if array.dtype.kind == "f")
+
     def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
         """The weighted mean of what travels whole; whole numbers are rounded to whole numbers."""
         if len(set(parts)) == 1:  # large whole numbers would be rounded
@@ -136,9 +141,20 @@ class Form:
         made = b""
         for (name, _, dtype), yes in zip(self._rows(), self.compressed, strict=True):
             if not yes:
-                mean = np.average([np.asarray(arrays[name], np.float64) for arrays in each], 0, weights)
+                mean = _mean([np.asarray(arrays[name], np.float64) for arrays in each], weights)
                 made += (mean if np.dtype(dtype).kind == "f" else np.rint(mean)).astype(dtype).tobytes()
         return made
+
+
+def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
+    """Weighted; where the sum is too large for a number, it is made of shares, which add up to less."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean: NDArray[np.float64] = np.average(arrays, 0, weights)
+    if np.isfinite(mean).all():
+        return mean
+    total = sum(weights)
+    shares = [array * (weight / total) for array, weight in zip(arrays, weights, strict=True)]
+    return np.asarray(np.sum(shares, 0))
 
 
 def _instead(arrays: Arrays) -> str:

@@ -7,6 +7,7 @@ such as a generator of random numbers, is not kept.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from functools import reduce
 from typing import Any, NamedTuple
@@ -35,6 +36,21 @@ class Value(NamedTuple):
             return False
         pairs = zip(self.arrays, other.arrays, strict=True)
         return all(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+    @property
+    def finite(self) -> bool:
+        """Whether it is no array with NaN or Inf, and no such number; what else it says is its own affair."""
+        if isinstance(self.code, float) and not math.isfinite(self.code):
+            return False
+        return all(bool(np.isfinite(each).all()) for each in self.arrays)
+
+    def decoded(self, path: str) -> Any:
+        """The attribute again."""
+        return _decoded(self.code, self.tensors(path), path)
+
+    def tensors(self, path: str) -> dict[str, Tensor]:
+        """Its arrays, by path and place."""
+        return {f"{path}/{i}": torch.from_numpy(each) for i, each in enumerate(self.arrays)}
 
 
 def name_of(strategy: Strategy) -> str:
@@ -103,21 +119,57 @@ def remembered(strategy: Strategy, at_first: dict[str, Value]) -> Memory:
     for path, value in attributes(strategy).items():
         if not value.same(at_first.get(path)):
             facts[path] = value.code
-            tensors |= {f"{path}/{i}": torch.from_numpy(each) for i, each in enumerate(value.arrays)}
+            tensors |= value.tensors(path)
     return tensors, facts
+
+
+class Snapshot(NamedTuple):
+    """What a strategy remembers at a moment, and the paths of all its attributes."""
+
+    values: dict[str, Value]
+    paths: set[str]
+
+
+def snapshot(strategy: Strategy) -> Snapshot:
+    """All that can be kept."""
+    paths = {path + name for path, each in _strategies(strategy).items() for name in vars(each)}
+    return Snapshot(attributes(strategy), paths)
+
+
+def spoilt(strategy: Strategy, before: Snapshot) -> str:
+    """The path of what is NaN or Inf, and was not before; empty if there is none."""
+    for path, value in attributes(strategy).items():
+        if not value.finite and (path not in before.values or before.values[path].finite):
+            return path
+    return ""
+
+
+def put_back(strategy: Strategy, before: Snapshot) -> None:
+    """Makes all that can be kept what it was; an attribute that is new goes."""
+    now = snapshot(strategy)
+    for path, value in before.values.items():
+        if not value.same(now.values.get(path)):
+            _put(*_owner(strategy, path), value.decoded(path))
+    for path in now.paths - before.paths:
+        delattr(*_owner(strategy, path))
 
 
 def remind(strategy: Strategy, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """Puts back what was remembered."""
     for path, code in facts.items():
-        *through, name = path.split(".")
         try:
-            owner = reduce(getattr, through, strategy)
+            owner, name = _owner(strategy, path)
         except AttributeError:
             raise InputError(
                 f"inner: the federation was begun with another strategy, which has {path!r}"
             ) from None
         _put(owner, name, _decoded(code, tensors, path))
+
+
+def _owner(strategy: Strategy, path: str) -> tuple[Any, str]:
+    """Whose attribute it is, and its name there."""
+    *through, name = path.split(".")
+    return reduce(getattr, through, strategy), name
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

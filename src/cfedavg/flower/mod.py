@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
+import time
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from flwr.common.logger import log
 from cfedavg.compress import Compressor, Stage, parse
 from cfedavg.errors import Busy, InputError, NotFinite
 from cfedavg.federation.codec import Wire
-from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, receive
+from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, forged, receive
 from cfedavg.federation.store import ClientStore
 from cfedavg.flower.form import Form
 from cfedavg.flower.parcel import MOST_METRICS, Packing, TooLarge, number
@@ -30,6 +31,7 @@ from cfedavg.flower.records import (
     BAD_METRICS,
     BAD_STATE,
     BUSY,
+    FORGED,
     NOT_FINITE,
     OTHER_MODEL,
     REFUSED,
@@ -111,6 +113,8 @@ class _Round:
         self.wire = Wire(compressor, form.layout, order.number, order.seed)
 
     def reply(self, train: Any) -> Message:
+        if why := forged(self.order.request.stamp, time.time()):
+            return refused(FORGED, why, self.message)
         kept = self.store.load()
         client, action = self._received(kept)
         if client.forgotten > kept.forgotten:
@@ -143,13 +147,24 @@ class _Round:
         facts |= {"g2": norm2(g), "arrays": name}
         packing = Packing(self.wire, self.order.feedback, self.order.max_norm, facts, whole)
         try:
-            client, sent = answer(client, self.order.request, g, packing)
+            client, sent = self._answered(client, g, packing)
         except NotFinite:
             return refused(NOT_FINITE, "the update, with the residual added, holds NaN or Inf", self.message)
         except TooLarge as error:
             return refused(TOO_LARGE, f"{error}: the update, with the residual, is too large", self.message)
         self.store.save(client)
         return self._answer(client, sent)
+
+    def _answered(self, client: Client, g: torch.Tensor, packing: Packing) -> tuple[Client, bytes]:
+        """A residual that is too large by itself would be so for ever: the node starts again without it."""
+        try:
+            return answer(client, self.order.request, g, packing)
+        except (TooLarge, NotFinite):
+            if packing.fits(client.e, self.order.request):
+                raise
+        log(WARNING, "this node's residual is too large to be ever sent: it starts again without one")
+        client, _ = self._received(self.store.fresh())
+        return answer(client, self.order.request, g, packing)
 
     def _answer(self, client: Client, sent: bytes) -> Message:
         return answered(Answer(self.order.request.stamp, client.incarnation, sent), self.message)

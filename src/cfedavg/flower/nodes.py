@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
 
@@ -18,6 +19,7 @@ from cfedavg.keys import Purpose, key, permutation
 
 POLL = 0.3  # seconds between two looks for replies
 PATIENCE = 1.0  # seconds between two looks for nodes
+MOST_TEXT = 300  # characters of what a node says that are of use to anyone
 
 
 @dataclass(frozen=True)
@@ -30,21 +32,61 @@ class Node:
     name: str
 
 
-def online(grid: Grid, numbers: dict[str, int]) -> list[Node]:
-    """The nodes that are there, by number. `numbers` gets one for each identity that is new.
+def in_a_line(text: str) -> str:
+    """What a node says, as one line that is not too long: it may say anything."""
+    return "".join(c if c.isprintable() else " " for c in text[:MOST_TEXT])
+
+
+class Numbers:
+    """The numbers of clients. Who has delivered keeps its own; others have the lowest that are free.
+
+    `lent` are those of nodes that have not delivered yet. They are given back when such a node goes away,
+    so that it leaves nothing behind.
+    """
+
+    def __init__(self, kept: Mapping[str, int] | None = None, lent: Mapping[str, int] | None = None) -> None:
+        self.kept, self.lent = dict(kept or {}), dict(lent or {})
+        used = {*self.kept.values(), *self.lent.values()}
+        self._next = max(used, default=-1) + 1
+        self._free = [number for number in range(self._next) if number not in used]  # a heap, as it is sorted
+
+    def __len__(self) -> int:
+        return len(self.kept) + len(self.lent)
+
+    def __contains__(self, identity: str) -> bool:
+        return identity in self.kept or identity in self.lent
+
+    def of(self, identity: str) -> int:
+        """That of a node; one that is new gets one."""
+        if identity in self.kept:
+            return self.kept[identity]
+        if identity not in self.lent:
+            self.lent[identity] = heapq.heappop(self._free) if self._free else self._next
+            self._next = max(self._next, self.lent[identity] + 1)
+        return self.lent[identity]
+
+    def settle(self, delivered: Iterable[str], online: Collection[str]) -> None:
+        """Those who have delivered keep their numbers; those who are gone give theirs back."""
+        self.kept |= {who: self.lent.pop(who) for who in delivered if who in self.lent}
+        for who in [who for who in self.lent if who not in online]:
+            heapq.heappush(self._free, self.lent.pop(who))
+
+
+def online(grid: Grid, numbers: Numbers) -> list[Node]:
+    """The nodes that are there, by number. Each identity that is new gets one, in the order of names.
 
     Without authentication a node has another key, and so is another node, after every restart.
     """
     found = {}
     for info in grid.get_nodes():
         identity = hashlib.sha256(info.public_key or str(info.node_id).encode()).hexdigest()
-        found[identity] = (info.node_id, info.name)
+        found[identity] = (info.node_id, in_a_line(info.name))
     new = sorted(
         (_natural(name), identity) for identity, (_, name) in found.items() if identity not in numbers
     )
     for _, identity in new:
-        numbers[identity] = len(numbers)
-    nodes = [Node(node, who, numbers[who], name or who[:8]) for who, (node, name) in found.items()]
+        numbers.of(identity)
+    nodes = [Node(node, who, numbers.of(who), name or who[:8]) for who, (node, name) in found.items()]
     return sorted(nodes, key=lambda node: node.number)
 
 
@@ -57,7 +99,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(digits or 0), letters) for letters, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
-def wait_for(grid: Grid, numbers: dict[str, int], least: int, seconds: float) -> list[Node]:
+def wait_for(grid: Grid, numbers: Numbers, least: int, seconds: float) -> list[Node]:
     """The nodes that are there, once they are as many as needed."""
     end, told = time.monotonic() + seconds, -1
     while len(nodes := online(grid, numbers)) < least:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cfedavg.errors import NotFinite
 from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import Request
 from cfedavg.tensors import norm2
@@ -94,6 +95,14 @@ class Packing:
             payload, left = self.wire.shrink(share * p, request)
             e = left + (p - share * p)
         return payload, e
+
+    def fits(self, e: Tensor, request: Request) -> bool:
+        """Whether a residual can be sent, if only bit by bit."""
+        try:
+            self._bounded(e, request)
+        except (TooLarge, NotFinite):
+            return False
+        return True
 
     def restored(self, e: Tensor, message: bytes) -> Tensor:
         if not self.feedback:

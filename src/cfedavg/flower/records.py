@@ -25,9 +25,8 @@ OURS = "cfedavg"  # the name of our record, in both directions
 MODS = "mods=[cfedavg.flower.compressed]"
 
 # Why a client does not answer. Flower's own codes are below 10.
-REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY, UNKNOWN_COMPRESSOR = range(
-    1001, 1009
-)
+REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
+UNKNOWN_COMPRESSOR, FORGED = 1008, 1009
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -37,6 +36,7 @@ CAUSES = {
     TOO_LARGE: "too large",
     BUSY: "busy",
     UNKNOWN_COMPRESSOR: "unknown compressor",
+    FORGED: "stamp",
 }
 
 
@@ -139,7 +139,9 @@ def answer_of(content: RecordDict) -> Answer:
     """The answer in a reply; ValueError if there is none, WireError if it is damaged."""
     record: Mapping[str, Any] = content.config_records.get(OURS, {})
     match record.get("stamp"), record.get("incarnation"), record.get("message"):
-        case [int(generation), int(number)], int(incarnation), bytes(message) if incarnation >= 0:
+        case [int(generation), int(number)], int(incarnation), bytes(message) if (
+            0 <= incarnation < 2**63 and 0 <= min(generation, number) <= max(generation, number) < 2**32
+        ):
             answer = Answer(Stamp(generation, number), incarnation, message)
             if record.get("check") != answer.check:
                 raise WireError("the checksum does not fit: the reply was damaged on its way")

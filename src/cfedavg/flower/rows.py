@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cfedavg.federation.store import Served
+from cfedavg.federation.store import Known, Served
 from cfedavg.flower.nodes import Node
 from cfedavg.flower.parcel import number
 from cfedavg.flower.taking import Taken
-from cfedavg.metrics import Record, residual_norms, summarise
+from cfedavg.metrics import Record, summarise
+
+_UNITS = 1074  # every float is a whole number of 2^-1074
 
 
 class Outcome(NamedTuple):
@@ -23,15 +25,55 @@ class Outcome(NamedTuple):
     bytes: int
 
 
+class Note(NamedTuple):
+    """What the server keeps of a client: its number, its last round in the model, |e|^2 as it said then."""
+
+    number: int
+    heard: int
+    residual2: float | None
+
+
+def note_of(known: Known) -> Note:
+    """As it was stored."""
+    return Note(*known.note)
+
+
+class Residuals:
+    """The mean norms of all residuals. The sums are exact, so that a round only changes what it hears of."""
+
+    def __init__(self, norms2: Iterable[float | None]) -> None:
+        self._norms2 = self._norms = 0  # in units
+        for each in norms2:
+            self.change(None, each)
+
+    def change(self, before: float | None, after: float | None) -> None:
+        """What one client says now, instead of what it said before."""
+        for norm2, sign in ((before, -1), (after, 1)):
+            if norm2 is not None:
+                self._norms2 += sign * _in_units(norm2)
+                self._norms += sign * _in_units(math.sqrt(norm2))
+
+    def columns(self, m: int) -> Record:
+        """As `metrics.residual_norms` has them, of m clients."""
+        return {
+            "error_norm2": self._norms2 / 2**_UNITS / m,
+            "error_norm": self._norms / 2**_UNITS / m,
+        }
+
+
+def _in_units(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator << (_UNITS + 1 - denominator.bit_length())
+
+
 def round_row(
-    t: int, taken: Sequence[Taken], outcomes: Mapping[str, Outcome], d: int, after: Served
+    t: int, taken: Sequence[Taken], outcomes: Mapping[str, Outcome], d: int, residuals: Record
 ) -> Record:
     """The columns of a simulation's line, as far as a server can know them, and how the nodes fared."""
     found = summarise([each.reply for each in taken], 0 if taken else 1, d, mean_g2=0.0)
     if not all(each.K for each in taken):  # unchanged clients do not say how many steps they did
         found |= dict.fromkeys(("local_steps_min", "local_steps_mean", "local_steps_max"))
     known = {name: None if _unknown(value) else value for name, value in found.items()}
-    residuals = [value for value in map(number, after.facts["residuals"].values()) if value is not None]
     counted = Counter(outcome.what for outcome in outcomes.values())
     return {
         "round": t,
@@ -39,7 +81,7 @@ def round_row(
         "uplink_bytes": sum(outcome.bytes for outcome in outcomes.values()),
         "clients": len(outcomes),
         "lost": len(outcomes) - len(taken),
-        **residual_norms(residuals, max(1, len(after.facts["numbers"]))),
+        **residuals,
         "simulated_seconds": None,
         "outcomes": dict(sorted(counted.items())),
     }
@@ -60,8 +102,8 @@ def node_rows(
     rows = []
     for node in nodes:
         outcome, reply = outcomes[node.identity], taken.get(node.identity)
-        heard = after.facts["heard"].get(node.identity)
-        residual2 = number(after.facts["residuals"].get(node.identity))
+        known = after.clients.get(node.identity)
+        note = note_of(known) if known else None
         rows.append(
             {
                 "round": t,
@@ -74,9 +116,11 @@ def node_rows(
                 "seconds": outcome.seconds,
                 "up_bytes": outcome.bytes,
                 "K": reply.K if reply else None,
-                "residual_norm": None if residual2 is None else math.sqrt(residual2),
-                "age": None if heard is None else t - heard,
-                "incarnation": len(after.met.get(node.identity, [])),
+                "residual_norm": None
+                if note is None or note.residual2 is None
+                else math.sqrt(note.residual2),
+                "age": None if note is None else t - note.heard,
+                "incarnation": known.incarnations if known else 0,
             }
         )
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,18 +16,29 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from cfedavg.errors import InputError, first_line
-from cfedavg.federation.protocol import ended
 from cfedavg.federation.store import Served
 from cfedavg.flower import inner as memory
+from cfedavg.flower import norms
 from cfedavg.flower.asking import Asking
 from cfedavg.flower.averaging import Alone, Round, Through
-from cfedavg.flower.books import Books, whole_of, with_facts, with_model
+from cfedavg.flower.books import Books, whole_of, with_facts, with_whole
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Node, exchange, online
+from cfedavg.flower.nodes import Node, Numbers, exchange, online
 from cfedavg.flower.records import CAUSES, MODS, REFUSED, size_of
-from cfedavg.flower.rows import Outcome, columns_of, node_rows, round_row
-from cfedavg.flower.taking import FAILED, Door, Rejected, kind_of, reason, unlike_most
+from cfedavg.flower.rows import Note, Outcome, Residuals, columns_of, node_rows, note_of, round_row
+from cfedavg.flower.taking import (
+    FAILED,
+    TOO_LARGE,
+    Door,
+    Rejected,
+    above,
+    check_metrics,
+    kind_of,
+    reason,
+    unlike_most,
+)
 from cfedavg.metrics import Record
+from cfedavg.wire import WireError
 
 INNER = "inner/"  # before the names of what a wrapped strategy remembers
 
@@ -46,8 +58,13 @@ class Session:
     ) -> None:
         self.options, self.grid, self.form, self.books = options, grid, form, books
         self.served, self.timeout, self.result = served, timeout, Result()
-        self.door = Door(form, options.compressor, options.max_norm, options.config.weighting == "samples")
-        self.numbers: dict[str, int] = dict(served.facts["numbers"])
+        most_whole = norms.LARGEST if options.max_norm is None else math.inf
+        by_samples = options.config.weighting == "samples"
+        self.door = Door(form, options.compressor, options.max_norm, by_samples, most_whole)
+        notes = {who: note_of(known) for who, known in served.clients.items()}
+        self.numbers = Numbers({who: note.number for who, note in notes.items()}, served.facts["numbers"])
+        self.residuals = Residuals(note.residual2 for note in notes.values())
+        self.ahead, self.in_step = set[str](), set[str]()  # nodes, by whether they know later rounds
         self.asking = Asking(options, grid, form, books.federation, self.numbers, timeout)
         self.averaging = self._averaging()
         if options.inner:
@@ -81,17 +98,24 @@ class Session:
 
     def _round(self) -> None:
         t = self.served.server.t
-        now = Round(t + 1, self._arrays(), time.monotonic())
+        now = Round(t + 1, self._arrays(), time.monotonic(), max_norm=self._max_norm())
         self._collect(now, self._messages(now))
         self._check_age(now)
         if len(now.taken) < self.options.quorum * now.needed:
             now.is_void(f"{len(now.taken)} of {now.needed} replies: less than the quorum")
         self._aggregate(now)
         tested = self._evaluated(now.server_round, self._arrays()) | self._asked_clients(now)
-        row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, self.served)
+        residuals = self.residuals.columns(max(1, len(self.numbers)))
+        row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, residuals)
         row |= {"downlink_bytes": now.down_bytes, **tested, "seconds": time.monotonic() - now.began}
         nodes = node_rows(t, now.nodes.values(), now.outcomes, now.taken, self.served)
-        self.served = self.books.end_round(self.served, row, nodes)
+        served = with_facts(self.served, numbers=dict(self.numbers.lent))
+        self.served = self.books.end_round(served, row, nodes)
+
+    def _max_norm(self) -> float:
+        """It is known before anyone is asked, and from what is durable: a restart finds the same."""
+        given = self.options.max_norm
+        return norms.bound(self.served.facts["norms"]) if given is None else given
 
     # Asking
 
@@ -104,8 +128,8 @@ class Session:
             wanted = inner.configure_train(now.server_round, now.arrays, self.train_config, grid)
         messages = self.asking.packed(now, wanted, self.served)
         now.needed = now.needed or len(now.nodes)  # a strategy may ask one twice
-        if self.numbers != self.served.facts["numbers"]:  # a client keeps its number, whatever happens
-            self.served = with_facts(self.served, numbers=dict(self.numbers))
+        if self.numbers.lent != self.served.facts["numbers"]:  # an answer goes by its number
+            self.served = with_facts(self.served, numbers=dict(self.numbers.lent))
             self.books.meet(self.served)
         return messages
 
@@ -114,16 +138,17 @@ class Session:
     def _collect(self, now: Round, messages: list[Message]) -> None:
         """Takes what comes before the deadline, until there is enough."""
         asked = {node.identity for node in now.nodes.values()}
+        door = replace(self.door, max_norm=now.max_norm)
         for node_id, reply in exchange(self.grid, messages, self.timeout):
             node = now.nodes[node_id]
             facts = time.monotonic() - now.began, size_of(reply)
             try:
-                taken = self.door.take(reply, node, self.served.server, asked, now.taken)
+                taken = door.take(reply, node, self.served.server, asked, now.taken)
                 now.taken[node.identity] = taken
                 now.outcomes[node.identity] = Outcome("replied", "", *facts)
             except Rejected as rejected:
                 why = str(rejected)
-                if rejected.cause == FAILED and node.identity not in self.served.met:
+                if rejected.cause == FAILED and node.identity not in self.served.clients:
                     why += f"; has its client app {MODS}?"
                 if node.identity not in now.taken:  # else it was asked twice, and has replied
                     now.outcomes[node.identity] = Outcome(rejected.cause, why, *facts)
@@ -131,31 +156,46 @@ class Session:
             if len(now.taken) >= now.needed:
                 break
         self._note_missing(now)
+        self._leave_out_too_large(now)
         if self.options.inner:
             self._leave_out_odd_ones(now)
 
     def _note_missing(self, now: Round) -> None:
         """Those of whom nothing has come."""
-        still = {node.identity for node in online(self.grid, self.numbers)}
+        now.online = {node.identity for node in online(self.grid, self.numbers)}
         enough = len(now.taken) >= now.needed
         late = "it was not waited for" if enough else f"no reply within {self.timeout:g} s"
         for node in now.nodes.values():
-            here = node.identity in still
+            here = node.identity in now.online
             missing = Outcome("late", late, None, 0) if here else Outcome("lost", "it is offline", None, 0)
             now.outcomes.setdefault(node.identity, missing)
 
+    def _leave_out_too_large(self, now: Round) -> None:
+        """While nothing is known of earlier updates, those of the round are held against each other."""
+        if self.options.max_norm is not None or len(self.served.facts["norms"]) >= norms.ENOUGH:
+            return
+        most = norms.bound([each.norm for each in now.taken.values() if each.norm > 0])
+        for who, each in list(now.taken.items()):
+            if each.norm > most:
+                now.leave_out(who, TOO_LARGE, above(each.norm, most))
+
     def _leave_out_odd_ones(self, now: Round) -> None:
         """A single client's metrics must not keep the inner strategy from averaging."""
-        in_order = sorted(now.taken.items(), key=lambda item: item[1].node.number)
-        kinds = {who: kind_of(each.metrics, each.arrays) for who, each in in_order}
-        for who, why in unlike_most(kinds).items():
-            log(WARNING, "%s: metrics (%s)", now.taken.pop(who).node.name, why)
-            now.outcomes[who] = now.outcomes[who]._replace(what="metrics", why=why)
+        kinds = {who: kind_of(each.metrics, each.arrays) for who, each in now.taken.items()}
+        for who, why in unlike_most(kinds, now.server_round).items():
+            now.leave_out(who, "metrics", why)
 
     def _check_age(self, now: Round) -> None:
-        """Numbers of an older copy have been used since, and must not be again without a new generation."""
-        ahead = [each for each in now.outcomes.values() if each.what == CAUSES[REFUSED]]
-        if 2 * len(ahead) > len(now.nodes):
+        """Numbers of an older copy have been used since, and must not be again without a new generation.
+
+        One node may be wrong, or lie: it takes two, and most of those that were heard since the start.
+        """
+        said = {who: outcome.what for who, outcome in now.outcomes.items()}
+        self.in_step |= {who for who, what in said.items() if what == "replied"}
+        self.ahead |= {who for who, what in said.items() if what == CAUSES[REFUSED]}
+        self.ahead -= self.in_step
+        enough = min(2, len(self.numbers))
+        if len(self.ahead) >= enough and len(self.ahead) > len(self.in_step):
             raise InputError(
                 f"the nodes have answered later rounds than the {now.server_round - 1} of {self.books.out}: "
                 "it is an older copy of the federation, to be resumed with from_backup"
@@ -165,27 +205,29 @@ class Session:
 
     def _aggregate(self, now: Round) -> None:
         """The state after the round; it becomes durable with the round's rows."""
-        served, server = self.served, self.served.server
-        x, whole = server.x, whole_of(served)
+        x, whole = self.served.server.x, whole_of(self.served)
         if now.taken:
             x, whole = self.averaging.combined(now, x, whole)
         marks = {who: taken.mark for who, taken in now.taken.items()}
-        served = with_model(served, ended(server, marks, x), whole)
-        for taken in now.taken.values():
-            served = served.meets(taken.node.identity, taken.mark.incarnation)
-        heard = dict.fromkeys(now.taken, now.server_round - 1)
-        kept = now.taken if self.options.config.error_feedback else {}
-        residuals = {who: taken.facts["noise2"] for who, taken in kept.items()}
-        self.served = with_facts(
-            served,
-            residuals={**served.facts["residuals"], **residuals},
-            heard={**served.facts["heard"], **heard},
-        )
+        served = with_whole(self.served.ended(marks, x, self._notes(now)), whole)
+        new = norms.remembered([taken.norm for taken in now.in_order], served.facts["norms"])
+        self.served = with_facts(served, norms=new)
+        self.numbers.settle(now.taken, now.online)
         if self.options.inner:
             tensors, facts = memory.remembered(self.options.inner, self._at_first)
             extra = {name: each for name, each in self.served.extra.items() if not name.startswith(INNER)}
             extra |= {INNER + name: each for name, each in tensors.items()}
             self.served = replace(with_facts(self.served, inner=facts), extra=extra)
+
+    def _notes(self, now: Round) -> dict[str, Note]:
+        """What is kept of those who are in the model now."""
+        notes = {}
+        for who, taken in now.taken.items():
+            known = self.served.clients.get(who)
+            residual2 = taken.facts["noise2"] if self.options.config.error_feedback else None
+            self.residuals.change(note_of(known).residual2 if known else None, residual2)
+            notes[who] = Note(taken.node.number, now.server_round - 1, residual2)
+        return notes
 
     # Evaluating
 
@@ -202,12 +244,12 @@ class Session:
         inner = self.options.inner
         if inner is None:
             return {}
-        asked = Round(now.server_round, self._arrays(), now.began)
+        asked = Round(now.server_round, self._arrays(), now.began, max_norm=now.max_norm)
         wanted = inner.configure_evaluate(now.server_round, asked.arrays, self.evaluate_config, self.grid)
         messages = self.asking.packed(asked, wanted, self.served)
         now.down_bytes += asked.down_bytes
         replies = list(exchange(self.grid, messages, self.timeout)) if messages else []
-        alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies])
+        alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies], now.server_round)
         try:
             found = inner.aggregate_evaluate(now.server_round, alike)
         except Exception as error:  # the round counts all the same
@@ -218,14 +260,25 @@ class Session:
         return columns_of(found, "client_") if found else {}
 
 
-def _alike(replies: list[tuple[Node, Message]]) -> list[Message]:
+def _alike(replies: list[tuple[Node, Message]], turn: int) -> list[Message]:
     """Evaluations without those whose metrics are unlike the others; what is wrong with one is said."""
-    good = {node: reply for node, reply in replies if not reply.has_error()}
-    odd = unlike_most({node: kind_of(reply.content.metric_records) for node, reply in good.items()})
-    wrong = odd | {node: reason(reply) for node, reply in replies if node not in good}
-    for node, why in wrong.items():
+    wrong = {node: why for node, reply in replies if (why := _complaint(reply))}
+    good = {node: reply for node, reply in replies if node not in wrong}
+    odd = unlike_most({node: kind_of(reply.content.metric_records) for node, reply in good.items()}, turn)
+    for node, why in (odd | wrong).items():
         log(WARNING, "%s: left out of the evaluation (%s)", node.name, why)
-    return [reply for node, reply in replies if node not in odd]
+    return [reply for node, reply in replies if reply.has_error() or node not in odd | wrong]
+
+
+def _complaint(reply: Message) -> str:
+    """What is wrong with an evaluation; empty if nothing is."""
+    if reply.has_error():
+        return reason(reply) or "it failed"
+    try:
+        check_metrics(reply.content.metric_records)
+    except WireError as error:
+        return str(error)
+    return ""
 
 
 def _in_words(row: Record) -> str:

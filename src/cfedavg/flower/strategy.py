@@ -33,7 +33,7 @@ _BOUNDS: dict[str, tuple[Any, float, float, str]] = {
     "over_selection": (Real, 0.0, 1000.0, "a number from 0 to 1000"),
     "min_nodes": (Integral, 1.0, 2.0**63, "a whole number of 1 or more"),
     "quorum": (Real, 0.0, 1.0, "a number from 0 to 1"),
-    "max_norm": (Real, _ABOVE_0, math.inf, "a number above 0"),
+    "max_norm": (Real, _ABOVE_0, math.inf, "a number above 0, which may be infinite"),
     "eta": (Real, _ABOVE_0, 1e300, "a number above 0, or a function of the round"),
 }
 
@@ -52,7 +52,8 @@ class CFedAvg(Strategy):
     (0.2: a fifth), of whom the last are not waited for. `min_nodes`: with fewer online no round starts
     (2; a strategy within has its own).
     `quorum`: the share of the needed replies without which a round changes nothing; its updates are not
-    lost, but sent again. `max_norm`: no client sends a payload of a larger norm; the rest waits.
+    lost, but sent again. `max_norm`: no client sends a payload of a larger norm; the rest waits. By default
+    that is 100 times the median norm of the last 100 payloads in the model; math.inf is no bound.
 
     `out`: the folder of metrics and state; `resume`: go on with what is in it; `from_backup`: what is in it
     is an older copy, and the clients have seen later rounds.

@@ -14,10 +14,11 @@ from flwr.app import Message, MetricRecord
 
 from cfedavg.compress import Compressor, values_of
 from cfedavg.federation.protocol import Mark, Server, mark_of, objection
+from cfedavg.flower import records
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Node
-from cfedavg.flower.parcel import number, unpack
-from cfedavg.flower.records import CAUSES, Answer, answer_of
+from cfedavg.flower.nodes import Node, in_a_line
+from cfedavg.flower.parcel import MOST_FACTS, number, unpack
+from cfedavg.flower.records import CAUSES, Answer, answer_of, size_of
 from cfedavg.metrics import Reply
 from cfedavg.payload import Payload
 from cfedavg.tensors import norm2
@@ -26,13 +27,15 @@ from cfedavg.wire import WireError, decode, read_header
 # Flower's own errors, of requests and replies whose time is over and of nodes that are not there.
 _LATE, _LOST = ("late", "no reply by the deadline"), ("lost", "it is offline")
 _FLOWERS = {3: _LATE, 4: _LATE, 5: _LOST}
-_RAISED = r"""(?s)^<class '(?:.*\.)?(\w+)'>:<["'](.*)["']>$""", r"\1: \2"
+_RAISED = re.compile(r"<class '(?:[^'.]*[.])*([^'.]*)'>:<[\"']")
+_ENDS = "'>", '">'
 # What a client says of its round, and the least and the most that it may be.
 _MOST = 1e100  # above what float32 numbers can come to
 _NORM = 0.0, _MOST
 _BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53), "g2": _NORM, "p2": _NORM, "noise2": _NORM}
 SAMPLES = "num-examples"  # the metric by which a client reports how many it has
 FAILED = "app failed"  # the cause of which only the app knows more
+TOO_LARGE = CAUSES[records.TOO_LARGE]
 Who = TypeVar("Who")
 
 
@@ -40,8 +43,7 @@ class Rejected(Exception):
     """A reply that is not taken: `cause` is counted, the text says more."""
 
     def __init__(self, cause: str, why: str = "") -> None:
-        # A node may say anything: one line of it will do.
-        super().__init__("".join(c if c.isprintable() else " " for c in (why or cause)[:300]))
+        super().__init__(in_a_line(why or cause))
         self.cause = cause
 
 
@@ -57,6 +59,7 @@ class Taken:
     arrays: str  # under which the app replied with its model
     metrics: Mapping[str, MetricRecord]
     bytes: int
+    norm: float  # of the payload
 
     @property
     def K(self) -> float | None:
@@ -92,32 +95,37 @@ class Door:
     compressor: Compressor
     max_norm: float | None
     samples: bool = False  # whether replies are weighted by them
+    most_whole: float = math.inf  # a number of what travels whole
 
     def take(
         self, reply: Message, node: Node, server: Server, asked: Collection[str], taken: Collection[str]
     ) -> Taken:
         """The reply, decoded; Rejected says why not."""
-        answer = self._answer(reply)
+        # Values of any kind take 16 bytes at most; the codec has the same bound.
+        most = 16 * self.form.layout.d + 65_536
+        answer = self._answer(reply, most)
         if found := objection(server, asked, taken, node.identity, answer.stamp):
             raise Rejected(found, f"its stamp is {answer.stamp}, the round's {server.stamp}")
         try:
-            # Values of any kind take 16 bytes at most; the codec has the same bound.
-            parcel = unpack(answer.message, 16 * self.form.layout.d + 65_536, self.form.whole_bytes)
+            parcel = unpack(answer.message, most, self.form.whole_bytes)
             payload = self._payload(parcel.payload, node, answer)
             facts, metrics = facts_in(parcel.facts), metrics_in(parcel.facts)
             if self.samples and samples_in(metrics) is None:
                 raise Rejected("metrics", f"weighting = 'samples' needs {SAMPLES!r}")
-        except WireError as error:
+        except (WireError, RecursionError) as error:
             raise Rejected("malformed", str(error)) from None
-        self._check(payload, parcel.whole)
+        norm = self._checked(payload, parcel.whole)
         mark = mark_of(answer.stamp, answer.incarnation, answer.message)
-        name = str(parcel.facts.get("arrays", "arrays"))[:100]
-        return Taken(node, mark, payload, parcel.whole, facts, name, metrics, len(answer.message))
+        name = parcel.facts.get("arrays")
+        name = name[:100] if isinstance(name, str) else "arrays"
+        return Taken(node, mark, payload, parcel.whole, facts, name, metrics, len(answer.message), norm)
 
-    def _answer(self, reply: Message) -> Answer:
+    def _answer(self, reply: Message, most: int) -> Answer:
         if reply.has_error():
             code = reply.error.code
             raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, FAILED), reason(reply))))
+        if (size := size_of(reply)) > most + MOST_FACTS + self.form.whole_bytes:
+            raise Rejected("malformed", f"a message of {size:,} bytes is longer than any of this model")
         try:
             return answer_of(reply.content)
         except WireError as error:
@@ -133,25 +141,41 @@ class Door:
         found = decode(message, layout=layout, kmax=most, client=node.number, sequence=answer.stamp.sequence)
         return found.map(torch.from_numpy)
 
-    def _check(self, payload: Payload, whole: bytes) -> None:
-        """That all numbers are finite, and not more than they may be."""
+    def _checked(self, payload: Payload, whole: bytes) -> float:
+        """Its norm, once all numbers are known to be finite, and not more than they may be."""
         values = values_of(payload).float()  # as they are added: a float64 may be too large for that
         if not bool(torch.isfinite(values).all()) or not self.form.is_finite(whole):
             raise Rejected("not finite", "it holds NaN or Inf")
-        if self.max_norm is not None and norm2(values) ** 0.5 > self.max_norm:
-            raise Rejected(
-                "too large", f"its norm is {norm2(values) ** 0.5:.4g}, max_norm is {self.max_norm:.4g}"
-            )
+        norm = math.sqrt(norm2(values))
+        if self.max_norm is not None and norm > self.max_norm:
+            raise Rejected(TOO_LARGE, above(norm, self.max_norm))
+        if (largest := self.form.largest(whole)) > self.most_whole:
+            why = f"what travels whole holds {largest:.4g}, at most {self.most_whole:g} is taken"
+            raise Rejected(TOO_LARGE, why)
+        return norm
+
+
+def above(norm: float, most: float) -> str:
+    """Why a reply is too large."""
+    return f"its norm is {norm:.4g}, max_norm is {most:.4g}"
 
 
 def reason(reply: Message) -> str:
-    """Of a reply that is an error; an exception comes as Python would print it.
+    """Of a reply that is an error, in one line."""
+    return in_words(reply.error.reason or "")
 
-    >>> import re
-    >>> re.sub(*_RAISED, "<class 'my.Error'>:<'too bad'>")
+
+def in_words(said: str) -> str:
+    """What a node says of an error, cut before anything looks at it; an exception as Python would print it.
+
+    >>> in_words("<class 'my.Error'>:<'too bad'>")
     'Error: too bad'
     """
-    return re.sub(*_RAISED, reply.error.reason or "")[:300]
+    said = said[:1000]
+    if raised := _RAISED.match(said):
+        what = said[raised.end() :]
+        said = f"{raised[1]}: {what[:-2] if what.endswith(_ENDS) else what}"
+    return in_a_line(said)
 
 
 def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
@@ -167,14 +191,30 @@ def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
 def metrics_in(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
     """The records of metrics in which an app reports; WireError if they are none."""
     try:
-        records = {name: MetricRecord(values) for name, values in said["metrics"].items()}
+        found = {name: MetricRecord(values) for name, values in said["metrics"].items()}
     except (KeyError, TypeError, AttributeError):
         raise WireError("its metrics are not records of numbers") from None
-    for record in records.values():
+    check_metrics(found)
+    return found
+
+
+def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
+    """That they are not too many, and that no strategy's arithmetic fails at a number; WireError if not."""
+    if sum(map(len, metrics)) + sum(map(_length, metrics.values())) > MOST_FACTS:
+        raise WireError(f"its metrics have more than {MOST_FACTS:,} characters and numbers")
+    for record in metrics.values():
+        for name, value in record.items():
+            for each in value if isinstance(value, list) else [value]:
+                if _MOST < abs(each) < math.inf:
+                    raise WireError(f"the metric {name!r:.40} is {each!r:.40}: at most {_MOST:g} is taken")
         found = number(record.get(SAMPLES, 0))
         if found is None or not 0 <= found <= 2**53:
             raise WireError(f"{SAMPLES!r} is {record[SAMPLES]!r:.40}, which it cannot be")
-    return records
+
+
+def _length(record: MetricRecord) -> int:
+    """Of names in characters, of metrics in numbers."""
+    return sum(len(name) + (len(value) if isinstance(value, list) else 1) for name, value in record.items())
 
 
 def samples_in(records: Mapping[str, MetricRecord]) -> float | None:
@@ -188,19 +228,27 @@ def kind_of(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[
     found = {f"the ArrayRecord {arrays!r}"} if arrays else set()
     for name, record in metrics.items():
         where = "" if name == "metrics" else f" in {name!r}"
-        found |= {f"the MetricRecord {name!r}"} | {
-            f"the list {key!r} of {len(value)}{where}"
-            if isinstance(value, list)
-            else f"the number {key!r}{where}"
-            for key, value in record.items()
-        }
+        found |= {f"the MetricRecord {name!r}"} | {_sort(key, value) + where for key, value in record.items()}
     return frozenset(found)
 
 
-def unlike_most(kinds: Mapping[Who, frozenset[str]]) -> dict[Who, str]:
-    """Those who are not like most, and why: a strategy cannot average what differs."""
-    usual = Counter(kinds.values()).most_common(1)  # of several as common, the first
-    return {who: _unlike(kind, usual[0][0]) for who, kind in kinds.items() if kind != usual[0][0]}
+def _sort(key: str, value: int | float | list[int] | list[float]) -> str:
+    """Of a metric, in words; if it is not finite for one client, the mean of all is not."""
+    values = value if isinstance(value, list) else [value]
+    sort = f"the list {key!r} of {len(values)}" if isinstance(value, list) else f"the number {key!r}"
+    return sort if all(map(math.isfinite, values)) else f"{sort} (not finite)"
+
+
+def unlike_most(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, str]:
+    """Those who are not like most, and why: a strategy cannot average what differs.
+
+    Kinds that are equally common take turns, so that none loses for ever.
+    """
+    counted = Counter(kinds.values())
+    most = max(counted.values(), default=0)
+    common = sorted((kind for kind, count in counted.items() if count == most), key=sorted)
+    usual = common[turn % len(common)] if common else frozenset()
+    return {who: _unlike(kind, usual) for who, kind in kinds.items() if kind != usual}
 
 
 def _unlike(kind: frozenset[str], usual: frozenset[str]) -> str:
@@ -208,4 +256,4 @@ def _unlike(kind: frozenset[str], usual: frozenset[str]) -> str:
     less, more = sorted(usual - kind)[:1], sorted(kind - usual)[:1]
     parts = [f"lacks {less[0]}"] if less else []
     parts += [f"has {more[0]}"] if more else []
-    return f"it {' and '.join(parts)}, unlike other nodes"
+    return in_a_line(f"it {' and '.join(parts)}, unlike other nodes")
