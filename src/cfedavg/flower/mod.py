@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
 import time
+from collections.abc import Collection
 from logging import WARNING
 from pathlib import Path
 from typing import Any
