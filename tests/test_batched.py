@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -27,7 +28,7 @@ from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
 from cfedavg.engines import blocks, choose_engine, sequential
 from cfedavg.engines.batched import Batched
-from cfedavg.engines.probes import cannot_batch, masks_hold
+from cfedavg.engines.probes import masks_hold
 from cfedavg.keys import Purpose, key, keys, signed
 from cfedavg.local import after, batches, channels_last, local_sgd
 from cfedavg.plan import Plan
@@ -36,7 +37,7 @@ from cfedavg.stack import recorder as recorder_module
 from cfedavg.stack.convolution import DOTS, convolve
 from cfedavg.stack.pool import Hosted, Pool, Resident
 from cfedavg.stack.recorder import Recorder
-from cfedavg.stack.rules import Rules
+from cfedavg.stack.rules import Rules, Steady
 from cfedavg.stack.step import Sgd, Stack, Step
 from cfedavg.stack.timetable import Rows, Timetable, Turn, rounded_up
 from cfedavg.task import Tensors
@@ -331,7 +332,7 @@ def test_steady_attention_drops_nothing() -> None:
     module = seeded(lambda: nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)).double()
     x = draws(2, 3, 4)
     for need_weights in (True, False):
-        with Rules(steady=True):
+        with Steady(), Rules():
             found = module.train()(x, x, x, need_weights=need_weights)[0]
             dropped = F.scaled_dot_product_attention(x, x, x, None, 0.5)
         torch.testing.assert_close(found, module.eval()(x, x, x)[0], **EXACT)
@@ -728,18 +729,27 @@ def averaging() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3))
 
 
-@pytest.mark.parametrize("engine", ["batched", "auto"])
-@pytest.mark.parametrize("make", [Branching, Scaling, averaging])
-def test_what_vmap_cannot_handle_runs_one_client_after_another(make: Any, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "module"),
+    [
+        (Branching, "the model (Branching)"),
+        (Scaling, "the model (Scaling)"),
+        (averaging, "`1` (BatchNorm1d)"),
+    ],
+)
+def test_what_vmap_cannot_handle_runs_one_client_after_another(make: Any, module: str) -> None:
     small = blobs(m=3)
     task = Task(seeded(make), small.clients, test=small.test)
-    config = Config(clients=3, engine=engine, device="cpu")
+    config = Config(clients=3, device="cpu")
     said: list[str] = []
     choose_engine(config, Plan(config, task), task, say=said.append)
     assert len(said) == 1
     assert said[0].startswith("engine: sequential on cpu")
-    assert "torch.func.vmap does not handle the task" in said[0]
-    agree(task, engine, "cpu", batch_size=8)
+    assert f"clients cannot step together: {module} fails in a step of many clients (" in said[0]
+    agree(task, "auto", "cpu", batch_size=8)
+    asked = config.replace(engine="batched")
+    with pytest.raises(InputError, match=f"--engine batched: {re.escape(module)} fails"):
+        choose_engine(asked, Plan(asked, task), task)
 
 
 def test_small_models_step_together_on_a_cpu() -> None:
@@ -773,7 +783,7 @@ def test_blocks_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> N
         "7 clients at once do not fit into the memory of cpu: going on with 4",
         "4 clients at once do not fit into the memory of cpu: going on with 2",
     ]
-    assert max(sizes[2:]) == 2
+    assert max(sizes[sizes.index(4) + 1 :]) == 2
     fits = 0
     with pytest.raises(InputError, match="not even one client fits into its memory"):
         trained(config, task, said)
@@ -802,7 +812,7 @@ def test_residuals_that_do_not_fit_take_their_room_from_training(monkeypatch: py
     real, fits = blocks.BlockEngine._kept, 2
 
     def cramped(self: Any, *args: Any) -> Any:
-        if self.trainer.block > fits:
+        if self.trainer.trainer.block > fits:
             raise torch.OutOfMemoryError
         return real(self, *args)
 
@@ -1006,7 +1016,6 @@ def test_batches_of_any_structure() -> None:
 
     clients = [nested(5 + 2 * seed, seed) for seed in range(3)]
     task = Task(seeded(lambda: nn.Linear(3, 4)), clients, test=nested(6, 5), loss=loss, metric=metric)
-    assert cannot_batch(task) is None
     agree(task, "batched", "cpu", local_epochs=2, batch_size=4)
 
 
@@ -1152,7 +1161,7 @@ def test_clients_of_a_block_drop_differently() -> None:
     engine = choose_engine(config, Plan(config, task), task)
     start = engine.start()
     (block,) = engine.trainer.train(0, start.x, start.b, [0, 1])  # type: ignore[attr-defined]
-    assert isinstance(engine.trainer, Batched)  # type: ignore[attr-defined]
+    assert isinstance(engine.trainer.trainer, Batched)  # type: ignore[attr-defined]
     assert not torch.equal(block.x_K[0], block.x_K[1])
 
 
@@ -1196,14 +1205,28 @@ class Padded(Dataset[Any]):
         return torch.ones(len(rows), width, 8), torch.zeros(len(rows), dtype=torch.int64)
 
 
-def test_batches_of_different_shapes_are_for_one_client_after_another() -> None:
-    model = nn.Sequential(Mean(), nn.Linear(8, 3))
-    task = Task(model, [Padded([3, 4, 2]), Padded([5, 7, 6])])
-    assert "equal size" in str(cannot_batch(task))
-    alike = Task(model, [Padded([9, 4, 4]), Padded([5, 4, 4])])  # the last two of each, which are tried, fit
-    config = Config(clients=2, engine="batched", device="cpu", local_epochs=1, batch_size=3)
-    with pytest.raises(InputError, match=r"batches differ in shape .* or take --engine sequential"):
-        run(config, alike)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([[3, 4, 2], [5, 7, 6]], id="seen by the trial"),
+        pytest.param([[4, 4, 4], [4, 4, 4, 4], [9, 4, 4], [4, 4]], id="met in the first round"),
+    ],
+)
+def test_batches_of_different_shapes_are_for_one_client_after_another(lengths: list[list[int]]) -> None:
+    task = Task(nn.Sequential(Mean(), nn.Linear(8, 3)), [Padded(each) for each in lengths])
+    said: list[str] = []
+    config = Config(clients=len(lengths), device="cpu", local_epochs=1, batch_size=4, compressor="none")
+    engine = choose_engine(config, Plan(config, task), task, say=said.append)
+    engine.round(engine.start())
+    assert "engine: sequential" in said[-1]
+    assert "cannot step together: the clients' batches differ in shape" in said[-1]
+    with pytest.raises(InputError, match=r"--engine batched: .* batches differ in shape .* sequential"):
+        run(config.replace(engine="batched"), task)
+
+
+def test_tensors_of_different_shapes_are_for_one_client_after_another() -> None:
+    clients = [(torch.ones(4, width, 8), torch.zeros(4, dtype=torch.int64)) for width in (3, 5, 3)]
+    agree(Task(nn.Sequential(Mean(), nn.Linear(8, 3)), clients), "auto", "cpu")
 
 
 class Mean(nn.Module):

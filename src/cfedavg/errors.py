@@ -16,6 +16,10 @@ class CannotResume(InputError):
         super().__init__(f"--resume: {why}")
 
 
+class ShapesDiffer(InputError):
+    """The batches of clients cannot be put into one block."""
+
+
 class NotFinite(ArithmeticError):
     """NaN or Inf in an update; `rows` are the rows of the block that hold one."""
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cfedavg.errors import InputError
 from cfedavg.local import to_device
 from cfedavg.metrics import Record
-from cfedavg.task import Batch, Task, accuracy, cross_entropy
+from cfedavg.task import Batch, Loss, Task, accuracy, check_number, cross_entropy, guarded
 
 EVALUATION_BATCH = {"cpu": 512, "cuda": 2500}
 
@@ -49,16 +50,26 @@ def evaluate_batches(
     for start in range(first * size, n, every * size):
         rows = np.arange(start, min(start + size, n))
         batch = prepare(to_device(task.test.batch(rows), device, dtype))
-        loss, metric = _loss_and_metric(model, task, batch)
+        loss, metric = _loss_and_metric(model, task, batch, len(rows))
         starts.append(start)
         losses.append(loss.double() * len(rows))
-        metrics.append(metric.double().expand(len(rows)))
+        metrics.append(metric)
     if not starts:
         return Part([], [], [])
     values = torch.cat(metrics).cpu().numpy()
     return Part(
         starts, torch.stack(losses).tolist(), np.split(values, np.cumsum([len(m) for m in metrics])[:-1])
     )
+
+
+@torch.no_grad()
+def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> None:
+    """Evaluate the first batch of the test set, to see before a run that it can be done."""
+    if task.test is None:
+        return
+    rows = np.arange(min(EVALUATION_BATCH.get(device.type, 512), len(task.test)))
+    batch = guarded(task.test.batch, "Task.test gives no batch")(rows)
+    _loss_and_metric(model.eval(), task, to_device(batch, device, dtype), len(rows))
 
 
 def summary(task: Task, parts: Sequence[Part]) -> Record:
@@ -80,9 +91,28 @@ def summary(task: Task, parts: Sequence[Part]) -> Record:
     return record
 
 
-def _loss_and_metric(model: nn.Module, task: Task, batch: Batch) -> tuple[Tensor, Tensor]:
+def _loss_and_metric(model: nn.Module, task: Task, batch: Batch, n: int) -> tuple[Tensor, Tensor]:
+    """The loss of a batch of n samples, and the metric of each of them."""
+    loss: Loss = guarded(task.loss, "Task.loss fails on a batch of Task.test")
+    metric = guarded(task.metric, "Task.metric fails on a batch of Task.test")
     if task.loss is cross_entropy and task.metric is accuracy:
         # One forward pass serves both: what the two ask the model next, it has answered already.
-        answered: Any = partial(lambda answer, _: answer, model(batch[0]))
-        return cross_entropy(answered, batch), accuracy(answered, batch)
-    return task.loss(model, batch), task.metric(model, batch)
+        answer = guarded(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
+        answered: Any = partial(lambda answer, _: answer, answer)
+        return loss(answered, batch), _per_sample(metric(answered, batch), n)
+    value = loss(model, batch)
+    check_number(value)
+    return value, _per_sample(metric(model, batch), n)
+
+
+def _per_sample(found: Any, n: int) -> Tensor:
+    """A metric as one number for each of n samples; one for the batch counts for each."""
+    try:
+        values = torch.as_tensor(found).double()
+        return values.expand(n)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
+        raise InputError(
+            f"Task.metric must return a number for each of the {n} samples or one for the batch, "
+            f"got {type(found).__name__}{shape}"
+        ) from None

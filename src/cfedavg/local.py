@@ -145,6 +145,9 @@ def local_sgd(
         optimiser.zero_grad(set_to_none=True)
         minibatch_loss = loss(model, batch)
         minibatch_loss.backward()  # type: ignore[no-untyped-call]
+        for p in parameters:
+            if p.grad is not None and p.grad.is_sparse:  # which fused steps and weight decay do not take
+                p.grad = p.grad.to_dense()
         optimiser.step()
         total += minibatch_loss.detach()
         K += 1

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset, default_collate
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from cfedavg.errors import InputError
+from cfedavg.errors import InputError, NotFinite, first_line
+from cfedavg.fingerprint import data_print, model_print
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+_FORMS = (
+    "tensors of equal length (one, a tuple, a dict), a map-style torch Dataset, "
+    "or an object with `__len__` and `batch(rows)`"
+)
 
 
 class Samples(Protocol):
@@ -52,40 +62,65 @@ class Task:
     `loss(model, batch)` gives the mean loss of a batch; `metric(model, batch)` a number for each sample,
     or one for the batch. The metric is recorded as `test_` and its name.
     `test_parts[i]`, where given, are the rows of `test` that belong to client i; `note` is said as a run
-    starts.
+    starts. `name` is what reports call the task. `version` stands for the data in the fingerprint: give one
+    if the data depend on the seed, so that reports still take runs with different seeds together.
 
     >>> task = Task(nn.Linear(2, 3), clients=[(torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]))] * 5)
-    >>> len(task.clients), len(task.clients[0])
-    (5, 4)
+    >>> len(task.clients), len(task.clients[0]), task.name
+    (5, 4, 'Linear on 5 clients')
     """
 
     model: nn.Module
     clients: Sequence[Any]
     test: Any = None
     loss: Loss = cross_entropy
-    metric: Callable[[nn.Module, Batch], Tensor] = accuracy
+    metric: Callable[[nn.Module, Batch], Any] = accuracy
     test_parts: Sequence[np.ndarray] | None = None
     note: str = ""
+    name: str = ""
+    version: str = ""
 
     def __post_init__(self) -> None:
-        if not len(self.clients):
-            raise InputError("Task.clients is empty: give one data set per client")
-        samples = [as_samples(data) for data in self.clients]
-        object.__setattr__(self, "clients", samples)
-        empty = [i for i, data in enumerate(samples) if not len(data)]
-        if empty:
-            raise InputError(f"Task.clients[{empty[0]}] has no samples: every client needs at least one")
+        _check_model(self.model)
+        for name in ("loss", "metric"):
+            if not callable(getattr(self, name)):
+                raise InputError(
+                    f"Task.{name} must be a function of (model, batch), got {_kind(getattr(self, name))}"
+                )
+        object.__setattr__(self, "clients", _each_client(self.clients))
         if self.test is not None:
-            object.__setattr__(self, "test", as_samples(self.test))
+            object.__setattr__(self, "test", as_samples(self.test, "Task.test"))
             if not len(self.test):
                 raise InputError("Task.test has no samples: leave it out or give at least one")
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise InputError("Task.model has no trainable parameter")
+        if self.test_parts is not None:
+            _check_parts(self.test_parts, self.test)
+        for name in ("name", "version"):
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text.isprintable():
+                raise InputError(f"Task.{name} must be printable text, got {text!r}")
+        if not self.name:
+            default = f"{type(self.model).__name__} on {len(self.clients)} clients"
+            object.__setattr__(self, "name", default)
 
     @property
     def metric_name(self) -> str:
         name: str = getattr(self.metric, "__name__", "metric")
         return name if name.isidentifier() and name != "loss" else "metric"
+
+    @cached_property
+    def prints(self) -> tuple[str, str]:
+        """The fingerprints of the model (with loss and metric) and of the data, the same in any process."""
+        samples = [*self.clients, *([self.test] if self.test is not None else [])]
+        read = guarded(data_print, "Task.clients: the data cannot be read")
+        return (
+            model_print(self.model, self.loss, self.metric),
+            read([_content(each) for each in samples], self.version),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """What two tasks share if they have the same model, loss, metric and data; weights do not count."""
+        return "-".join(self.prints)
 
 
 class Tensors:
@@ -93,12 +128,17 @@ class Tensors:
 
     fixed = True
 
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-        sizes: set[int] = set()
-        tree_map(lambda leaf: sizes.add(len(leaf)), tree)
+    def __init__(self, tree: Any, where: str = "a data set") -> None:
+        self.tree = tree
+        leaves = tree_flatten(tree)[0]
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor | np.ndarray) or not leaf.ndim:
+                raise InputError(f"{where} holds {_kind(leaf)}: it must be {_FORMS}")
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+                raise InputError(f"{where} holds an array of {leaf.dtype}: it must be one of numbers")
+        sizes = {len(leaf) for leaf in leaves}
         if len(sizes) != 1:
-            raise InputError(f"the tensors of a data set differ in length: {sorted(sizes)}")
+            raise InputError(f"{where} holds tensors of different lengths: {sorted(sizes)}")
         self._size = sizes.pop()
 
     def __len__(self) -> int:
@@ -106,27 +146,140 @@ class Tensors:
 
     def batch(self, rows: np.ndarray) -> Batch:
         index = torch.from_numpy(np.ascontiguousarray(rows))
-        return tree_map(lambda leaf: torch.as_tensor(leaf)[index], self._tree)
+        return tree_map(lambda leaf: torch.as_tensor(leaf)[index], self.tree)
 
 
 class Collated:
     """A map-style torch Dataset, collated as torch's DataLoader would."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def batch(self, rows: np.ndarray) -> Batch:
-        return default_collate([self._dataset[int(row)] for row in rows])
+        return default_collate([self.dataset[int(row)] for row in rows])
 
 
-def as_samples(data: Any) -> Samples:
+def as_samples(data: Any, where: str = "a data set") -> Samples:
     """Any of the forms that Task takes, as Samples."""
     if hasattr(data, "batch") and hasattr(data, "__len__"):
         samples: Samples = data
         return samples
-    if isinstance(data, Dataset):
+    sized = hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+    if isinstance(data, Dataset) and sized:
         return Collated(data)
-    return Tensors(data)
+    if isinstance(data, Dataset | DataLoader):
+        raise InputError(f"{where} is {_kind(data)}: it must be {_FORMS}, from which a run draws batches")
+    return Tensors(data, where)
+
+
+def _content(samples: Samples) -> Any:
+    """What the user gave."""
+    if isinstance(samples, Collated):
+        return samples.dataset
+    return samples.tree if isinstance(samples, Tensors) else samples
+
+
+def guarded(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
+    """The same function, whose errors become an InputError that begins with `what`."""
+
+    def tried(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        try:
+            return call(*args, **kwargs)
+        except (InputError, NotFinite, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise InputError(f"{what} ({first_line(error)})") from error
+
+    return tried
+
+
+def check_number(value: Any) -> None:
+    """Raise an InputError if a loss is not a tensor of one real number."""
+    if not isinstance(value, Tensor) or value.dim() or value.is_complex():
+        complex_ = " of complex numbers" if isinstance(value, Tensor) and value.is_complex() else ""
+        raise InputError(
+            "Task.loss must return the mean over the batch as a real tensor of shape [], "
+            f"got {_kind(value)}{complex_}"
+        )
+
+
+def check_loss(value: Any) -> None:
+    """Raise an InputError if a loss is not one number with a gradient."""
+    check_number(value)
+    if not value.requires_grad:
+        raise InputError(
+            "Task.loss returns a number without a gradient, so nothing would be trained: it must use the "
+            "model, and neither `detach`, `item` nor `torch.no_grad`"
+        )
+
+
+def check_labels(task: Task, batch: Batch) -> None:
+    """Raise an InputError if the default loss cannot take a batch."""
+    if task.loss is not cross_entropy:
+        return
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        raise InputError(
+            "Task.clients: cross_entropy, the default loss, needs data of the form (inputs, labels); "
+            "give such data, or your own loss as Task.loss"
+        )
+    labels = batch[1]
+    shares = labels.is_floating_point() and labels.dim() > 1  # probabilities of the classes
+    if labels.dtype not in (torch.int64, torch.uint8) and not shares:
+        kind = str(labels.dtype).removeprefix("torch.")
+        raise InputError(
+            f"Task.clients: the labels are {kind}, but cross_entropy, the default loss, needs class numbers "
+            "(int64): give `labels.long()`"
+        )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        hint = ": call it first" if callable(model) else ""
+        raise InputError(f"Task.model must be a torch.nn.Module, got {_kind(model)}{hint}")
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise InputError(f"Task.model has no shape for {lazy[0]!r} yet: call it once on a batch first")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError("Task.model has no trainable parameter")
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise InputError(
+                f"Task.model has complex numbers in {name!r}: keep them as pairs (torch.view_as_real)"
+            )
+        if p.is_meta:
+            raise InputError(f"Task.model has no values in {name!r}, which is on the meta device")
+
+
+def _each_client(clients: Any) -> list[Samples]:
+    one = isinstance(clients, Dataset | DataLoader | dict | str)
+    if one or not hasattr(clients, "__len__"):
+        raise InputError(f"Task.clients must be a list with one data set per client, got {_kind(clients)}")
+    if not len(clients):
+        raise InputError("Task.clients is empty: give one data set per client")
+    samples = [as_samples(data, f"Task.clients[{i}]") for i, data in enumerate(clients)]
+    for i, data in enumerate(samples):
+        if not len(data):
+            raise InputError(f"Task.clients[{i}] has no samples: every client needs at least one")
+    return samples
+
+
+def _check_parts(parts: Sequence[Any], test: Samples | None) -> None:
+    if test is None:
+        raise InputError("Task.test_parts needs Task.test, whose rows it deals out")
+    for i, rows in enumerate(parts):
+        found = np.asarray(rows)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            raise InputError(f"Task.test_parts[{i}] must be rows of Task.test: a list of whole numbers")
+        if found.size and not 0 <= found.min() <= found.max() < len(test):
+            raise InputError(f"Task.test_parts[{i}] must hold rows from 0 to {len(test) - 1} of Task.test")
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for an error: the class `Net`, an int, a tensor of shape [2, 3]."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Tensor | np.ndarray):
+        return f"a tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"

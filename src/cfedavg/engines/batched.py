@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from cfedavg.engines.base import Trained, too_large
-from cfedavg.engines.common import PRECISIONS, explained, seed_generators
-from cfedavg.engines.probes import cannot_batch, masks_hold, means, unused
+from cfedavg.engines.common import explained, seed_generators
+from cfedavg.engines.probes import masks_hold, means
 from cfedavg.local import Vectors, to_device
 from cfedavg.plan import Plan
 from cfedavg.stack.pool import Pool
@@ -28,25 +28,23 @@ class Batched:
     """Trains clients in blocks, as many at once as memory allows."""
 
     def __init__(
-        self, plan: Plan, task: Task, vectors: Vectors, device: torch.device, say: Callable[[str], None]
+        self,
+        plan: Plan,
+        task: Task,
+        vectors: Vectors,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        dots: str | None = None,
+        unused: Collection[str] = (),
     ) -> None:
+        """`dots` is the precision of our convolutions on a GPU, None for torch's; `unused` as in Step."""
         self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
         config = plan.config
-        dots = config.precision if device.type == "cuda" and config.precision != "float64" else None
-        if dots and (problem := cannot_batch(task, dots="float32")):
-            dots = None
-            say(f"torch's own convolutions, which are slower, since the model does not take ours ({problem})")
         self.model = copy.deepcopy(vectors.model).train()
         sgd = Sgd(config.momentum, config.weight_decay)
         half = config.precision == "bf16"
-        self.step = Step(
-            self.model,
-            task.loss,
-            sgd,
-            dots=dots,
-            autocast=half,
-            unused=unused(task, PRECISIONS[config.precision]),
-        )
+        self.step = Step(self.model, task.loss, sgd, dots=dots, autocast=half, unused=unused)
         self.recorder = Recorder(self.step, device, say)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
         self.pool = Pool(task.clients, device, self.dtype)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cfedavg.config import Config
-from cfedavg.engines.base import Engine, Trainer, choose_device
+from cfedavg.engines.base import Engine, Trained, Trainer, choose_device
 from cfedavg.engines.batched import Batched
 from cfedavg.engines.blocks import BlockEngine
-from cfedavg.engines.common import PRECISIONS
-from cfedavg.engines.probes import cannot_batch
+from cfedavg.engines.probes import try_task
 from cfedavg.engines.ranks import Ranks
 from cfedavg.engines.reference import ReferenceEngine
 from cfedavg.engines.sequential import Sequential
-from cfedavg.errors import InputError
+from cfedavg.engines.trial import cannot_batch, reason
+from cfedavg.errors import InputError, ShapesDiffer
 from cfedavg.layout import Layout
 from cfedavg.local import Vectors
 from cfedavg.plan import Plan
 from cfedavg.task import Batch, Task
 
+MEMORY = (torch.OutOfMemoryError, MemoryError)
 SMALL = 100_000  # parameters; see `is_small`
 
 
@@ -39,19 +42,24 @@ def choose_engine(
     device = ranks.device(choose_device(config.device))
     if config.precision == "tf32" and device.type != "cuda":
         raise InputError("--precision tf32 is for GPUs: take float32, or bf16")
+    idle = try_task(task, config, device)
     if config.engine == "reference":
         return _reference(config, plan, task, device, messages, ranks)
-    batched, why = _trainer(config, task, device, ranks.size)
+    choice = _choose(config, task, device, ranks.size, idle)
+    if choice.said:
+        say(choice.said)
 
     def make(vectors: Vectors, prepare: Callable[[Batch], Batch]) -> Trainer:
-        if batched:
-            return Batched(plan, task, vectors, device, say)
-        return Sequential(plan, task, vectors, device, prepare)
+        one_by_one = partial(Sequential, plan, task, vectors, device, prepare)
+        if not choice.batched:
+            return one_by_one()
+        many = Batched(plan, task, vectors, device, say, dots=choice.dots, unused=idle)
+        return Together(many, one_by_one, say, required=config.engine == "batched")
 
     engine = BlockEngine(plan, task, device, make, messages, ranks)
-    name = "batched" if batched else "sequential"
+    name = "batched" if choice.batched else "sequential"
     processes = f", {ranks.size} processes" if ranks.size > 1 else ""
-    say(f"engine: {name} on {device}, {config.precision}{processes}: {why}")
+    say(f"engine: {name} on {device}, {config.precision}{processes}: {choice.why}")
     return engine
 
 
@@ -67,23 +75,74 @@ def _reference(
     return ReferenceEngine(plan, task, device, messages)
 
 
-def _trainer(config: Config, task: Task, device: torch.device, processes: int) -> tuple[bool, str]:
-    """Whether many clients step at once, and why so."""
+@dataclass(frozen=True)
+class _Choice:
+    """Whether many clients step at once, why so, in which precision our convolutions multiply."""
+
+    batched: bool
+    why: str
+    dots: str | None = None
+    said: str = ""
+
+
+def _choose(
+    config: Config, task: Task, device: torch.device, processes: int, unused: Collection[str]
+) -> _Choice:
     if config.engine == "sequential":
-        return False, "as asked for"
+        return _Choice(False, "as asked for")
     if config.engine == "auto" and device.type == "cpu" and not is_small(task.model):
-        return False, "on a CPU a model of this size is fastest one client after another"
+        return _Choice(False, "on a CPU a model of this size is fastest one client after another")
     if config.engine == "auto" and device.type == "cpu" and processes > 1:
-        return False, "one client after another, the number of processes changes no bit"
-    if (problem := cannot_batch(task, PRECISIONS[config.precision])) is not None:
-        return (
-            False,
-            f"clients cannot step together, for torch.func.vmap does not handle the task ({problem})",
-        )
+        return _Choice(False, "one client after another, the number of processes changes no bit")
+    said, dots = "", config.precision if device.type == "cuda" and config.precision != "float64" else None
+    problem = cannot_batch(task, config, device, dots=dots, unused=unused)
+    if dots and problem:
+        said = f"torch's own convolutions, which are slower, since the model does not take ours ({problem})"
+        dots, problem = None, cannot_batch(task, config, device, unused=unused)
+    if problem and config.engine == "batched":
+        raise InputError(f"--engine batched: {problem}; take --engine auto or sequential")
+    if problem:
+        return _Choice(False, f"clients cannot step together: {problem}")
     if config.engine == "batched":
-        return True, "as asked for"
+        return _Choice(True, "as asked for", dots, said)
     what = "a GPU is filled by many clients at once" if device.type == "cuda" else "the model is small"
-    return True, what
+    return _Choice(True, what, dots, said)
+
+
+class Together:
+    """Steps many clients at once for as long as that works, then one after another.
+
+    A trial before the run sees two clients; what only others bring about is met here.
+    """
+
+    def __init__(
+        self, many: Batched, one_by_one: Callable[[], Trainer], say: Callable[[str], None], *, required: bool
+    ) -> None:
+        self.trainer: Trainer = many
+        self._many, self._one_by_one, self._say, self._required = many, one_by_one, say, required
+
+    def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+        done = 0
+        try:
+            for trained in self.trainer.train(t, x, b, clients):
+                yield trained
+                done += len(trained.clients)
+        except Exception as error:
+            clear = isinstance(error, InputError) and not isinstance(error, ShapesDiffer)
+            if clear or isinstance(error, MEMORY) or self.trainer is not self._many:
+                raise
+            self._give_up(error)
+            yield from self.trainer.train(t, x, b, clients[done:])
+
+    def _give_up(self, error: Exception) -> None:
+        why = reason(self._many.model, error)
+        if self._required:
+            raise InputError(f"--engine batched: {why}; take --engine auto or sequential") from error
+        self._say(f"engine: sequential from here on, since clients cannot step together: {why}")
+        self.trainer = self._one_by_one()
+
+    def shrink(self) -> None:
+        self.trainer.shrink()
 
 
 def is_small(model: nn.Module) -> bool:

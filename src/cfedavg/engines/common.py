@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from cfedavg.keys import Purpose, key, signed
 from cfedavg.local import Vectors
 from cfedavg.plan import Plan
 from cfedavg.state import State
+from cfedavg.task import Batch, Loss, Task, guarded
 
 PRECISIONS = {
     "float32": torch.float32,
@@ -41,6 +44,18 @@ def reproducible(device: torch.device, precision: str = "float32") -> Iterator[N
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@contextmanager
+def unseen_draws(device: torch.device) -> Iterator[None]:
+    """Put all generators back afterwards: trying something must not change what a run draws."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
 def seed_generators(device: torch.device, seed: int, t: int, client: int) -> None:
     """Dropout and the like draw from torch's generators: keyed by round and client, on this device."""
     word = signed(key(seed, t, client, Purpose.DROPOUT))
@@ -57,6 +72,18 @@ def explained(error: ValueError, client: int) -> ValueError:
         f"--batch-size leaves client {client} a last batch of one sample, from which BatchNorm "
         "cannot take a variance: choose another size, or a model with GroupNorm"
     )
+
+
+def guarded_loss(task: Task, client: int) -> Loss:
+    """The task's loss; an error in it names the client."""
+    return guarded(task.loss, f"Task.loss fails on a batch of client {client}")
+
+
+def guarded_batches(data: Iterator[Batch], client: int) -> Iterator[Batch]:
+    """The same batches; an error in one names the client."""
+    take = guarded(lambda: next(data), f"Task.clients[{client}] gives no batch")
+    while True:
+        yield take()
 
 
 def model_of(blank: nn.Module, x: Tensor, b: Tensor) -> nn.Module:

@@ -10,51 +10,64 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cfedavg.errors import first_line
-from cfedavg.local import channels_last, to_device
-from cfedavg.stack import Rules, Sgd, Stack, Step
-from cfedavg.task import Batch, Loss, Task
+from cfedavg.config import Config
+from cfedavg.engines.common import PRECISIONS, unseen_draws
+from cfedavg.errors import InputError
+from cfedavg.evaluate import evaluate_first
+from cfedavg.local import batches, channels_last, to_device
+from cfedavg.stack import Rules, Steady
+from cfedavg.task import Batch, Loss, Task, check_labels, check_loss, guarded
 
 CPU = torch.device("cpu")
 
 
-def cannot_batch(task: Task, dtype: torch.dtype | None = None, dots: str | None = None) -> str | None:
-    """Why vmap cannot take the task's steps, found by taking one with two clients; None if it can.
+def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
+    """Take the first step of client 0 and evaluate one batch; an InputError names what fails.
 
-    With `dots` convolutions give images that lie channels-last, as our kernels do on a GPU.
+    Returns the trainable parameters that the loss does not depend on: torch.optim leaves those alone.
     """
-    model, dtype = _copied(task, dtype)
-    step = Step(model, task.loss, Sgd(), dots=dots)
+    dtype = PRECISIONS[config.precision]
     try:
-        with torch.random.fork_rng(devices=[]):  # dropout must not draw from the user's generator
-            first, last = (_few(task, i, dtype) for i in (0, -1))
-            batch = tree_map(lambda *leaves: torch.stack(leaves), first, last)
-            step(_twice(model, dtype), batch, None, None, torch.tensor(0.0, dtype=dtype))
-    except Exception as error:
-        return None if _one_sample(error) else first_line(error)
-    return None
+        with unseen_draws(device):
+            model = copy.deepcopy(task.model).to(device, dtype).train()
+            data = batches(task.clients[0], config.batch_size, config.seed, 0, 0)
+            first = guarded(lambda: to_device(next(data), device, dtype), "Task.clients[0] gives no batch")
+            found = _without_gradient(task, model, first())
+            evaluate_first(model, task, device, dtype)
+    except (torch.OutOfMemoryError, MemoryError):  # the run makes smaller blocks, or says so
+        return set()
+    return found
+
+
+def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
+    """The names of the trainable parameters to which the loss gives no gradient; not all may be so."""
+    check_labels(task, batch)
+    what = "Task.loss fails on a batch of Task.clients[0]"
+    try:
+        value = guarded(task.loss, what)(model, batch)
+        check_loss(value)
+        guarded(value.backward, what)()
+    except InputError as error:
+        if is_one_sample(error):
+            return set()
+        raise
+    trained = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
+    if not any(trained.values()):
+        raise InputError(
+            "Task.loss depends on no trainable parameter of Task.model: nothing would be trained"
+        )
+    return {name for name, used in trained.items() if not used}
 
 
 def takes_channels_last(task: Task, dtype: torch.dtype) -> bool:
     """Whether the model works on images that lie channels-last; one that uses `view` after them may not."""
-    model: Any = _copied(task, dtype)[0]
+    model: Any = copy.deepcopy(task.model).to(CPU, dtype).train()
     try:
         with torch.random.fork_rng(devices=[]):
             task.loss(model.to(memory_format=torch.channels_last), channels_last(_few(task, 0, dtype)))
     except Exception as error:
-        return _one_sample(error)
+        return is_one_sample(error)
     return True
-
-
-def unused(task: Task, dtype: torch.dtype) -> set[str]:
-    """The trainable parameters that the loss does not depend on: torch.optim leaves those alone."""
-    model = _copied(task, dtype)[0]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            task.loss(model, _few(task, 0, dtype)).backward()  # type: ignore[no-untyped-call]
-    except Exception:  # whatever it is, the run itself will meet it and say so
-        return set()
-    return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
 
 
 def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
@@ -79,8 +92,8 @@ def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
 
 def means(model: nn.Module, loss: Loss, batch: Batch, n: int) -> int:
     """How many means over n rows a step takes."""
-    rules = Rules(torch.ones(n, dtype=torch.bool, device=next(model.parameters()).device), steady=True)
-    with rules, torch.no_grad():
+    rules = Rules(torch.ones(n, dtype=torch.bool, device=next(model.parameters()).device))
+    with Steady(), rules, torch.no_grad():
         loss(copy.deepcopy(model), batch)
     return rules.means
 
@@ -91,21 +104,9 @@ def _few(task: Task, client: int, dtype: torch.dtype) -> Batch:
     return to_device(task.clients[client].batch(np.arange(max(0, n - 2), n)), CPU, dtype)
 
 
-def _copied(task: Task, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
-    """The model to try things on, in training, on the CPU; and its precision, its own if none is given."""
-    dtype = dtype or next(p.dtype for p in task.model.parameters() if p.requires_grad)
-    return copy.deepcopy(task.model).to(CPU, dtype).train(), dtype
-
-
-def _one_sample(error: Exception) -> bool:
+def is_one_sample(error: Exception) -> bool:
     """BatchNorm's complaint: the run itself will say so, if it comes to that."""
     return "more than 1 value per channel" in str(error)
-
-
-def _twice(model: nn.Module, dtype: torch.dtype) -> Stack:
-    """The stack of two equal clients."""
-    trained = [torch.stack([p.detach(), p.detach()]) for p in model.parameters() if p.requires_grad]
-    return Stack(trained, [], [torch.stack([b, b]) for b in model.buffers()], torch.zeros(2, dtype=dtype))
 
 
 def _with_noise(model: nn.Module, scale: float) -> nn.Module:
@@ -119,7 +120,7 @@ def _with_noise(model: nn.Module, scale: float) -> nn.Module:
 def _after(model: nn.Module, loss: Loss, batch: Batch, valid: Tensor | None) -> list[Tensor]:
     """The loss, the gradients and the buffers after a step without dropout."""
     trained = copy.deepcopy(model)
-    with Rules(valid, steady=True):
+    with Steady(), Rules(valid):
         value = loss(trained, batch)
     value.backward()  # type: ignore[no-untyped-call]
     grads = [p.grad for p in trained.parameters() if p.grad is not None]

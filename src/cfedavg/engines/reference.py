@@ -15,6 +15,8 @@ from cfedavg.algorithm import average, feed_back, local_update, server_update
 from cfedavg.engines.common import (
     PRECISIONS,
     explained,
+    guarded_batches,
+    guarded_loss,
     model_of,
     next_iterate,
     reproducible,
@@ -102,7 +104,7 @@ class ReferenceEngine:
             except NotFinite:
                 diverged.append(client)
             except ValueError as error:
-                raise explained(error, client) from None
+                raise explained(error, client) from error.__cause__
         if diverged:
             raise Diverged(state.t, diverged, "the loss or the update")
         return sent
@@ -116,8 +118,8 @@ class ReferenceEngine:
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
         work = local_sgd(
             self.vectors.model,
-            self.task.loss,
-            (to_device(batch, self.device, self.dtype) for batch in data),
+            guarded_loss(self.task, client),
+            (to_device(batch, self.device, self.dtype) for batch in guarded_batches(data, client)),
             plan.rates.eta_local(t),
             after(plan.steps.at(t, client)),
             momentum=config.momentum,

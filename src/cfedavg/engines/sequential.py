@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cfedavg.engines.base import Trained, too_large
-from cfedavg.engines.common import explained, seed_generators
+from cfedavg.engines.common import explained, guarded_batches, guarded_loss, seed_generators
 from cfedavg.local import Vectors, after, batches, local_sgd, to_device
 from cfedavg.plan import Plan
 from cfedavg.task import Batch, Task
@@ -39,7 +39,7 @@ class Sequential:
             try:
                 yield self._train(t, x, b, client)
             except ValueError as error:
-                raise explained(error, client) from None
+                raise explained(error, client) from error.__cause__
 
     def shrink(self) -> None:
         raise too_large(self.device)
@@ -54,8 +54,11 @@ class Sequential:
         with half:
             work = local_sgd(
                 self.vectors.model,
-                self.task.loss,
-                (self.prepare(to_device(batch, self.device, self.dtype)) for batch in data),
+                guarded_loss(self.task, client),
+                (
+                    self.prepare(to_device(batch, self.device, self.dtype))
+                    for batch in guarded_batches(data, client)
+                ),
                 self.plan.rates.eta_local(t),
                 after(self.plan.steps.at(t, client)),
                 momentum=config.momentum,

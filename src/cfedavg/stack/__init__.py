@@ -2,8 +2,10 @@
 
 from cfedavg.stack.pool import Pool, whole
 from cfedavg.stack.recorder import Recorder
-from cfedavg.stack.rules import Rules
+from cfedavg.stack.rules import Rules, Steady
 from cfedavg.stack.step import Sgd, Stack, Step
 from cfedavg.stack.timetable import Timetable, Turn, rounded_up
 
-__all__ = ["Pool", "Recorder", "Rules", "Sgd", "Stack", "Step", "Timetable", "Turn", "rounded_up", "whole"]
+__all__ = [
+    "Pool", "Recorder", "Rules", "Sgd", "Stack", "Steady", "Step", "Timetable", "Turn", "rounded_up", "whole",
+]  # fmt: skip

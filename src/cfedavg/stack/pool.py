@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cfedavg.errors import InputError, first_line
+from cfedavg.errors import ShapesDiffer, first_line
 from cfedavg.local import to_device
 from cfedavg.task import Batch, Samples
 from cfedavg.tensors import free_memory
@@ -47,14 +47,7 @@ class Hosted:
     def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
         some = np.arange(len(rows)) if clients is None else clients
         each = [self.clients[c].batch(at) for c, at in zip(some, rows.cpu().numpy(), strict=True)]
-        try:
-            stacked = tree_map(lambda *leaves: torch.stack(leaves), *each)
-        except (RuntimeError, ValueError) as error:
-            raise InputError(
-                f"--engine batched: the clients' batches differ in shape ({first_line(error)}); "
-                "pad them to one shape, or take --engine sequential"
-            ) from None
-        return to_device(stacked, self.device, self.dtype)
+        return to_device(_joined(torch.stack, each), self.device, self.dtype)
 
 
 class Pool:
@@ -82,7 +75,7 @@ class Pool:
         trees = [self._resident(i) for i in clients]
         sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
         starts = torch.from_numpy(np.cumsum(sizes)).to(self.device)
-        return Resident(tree_map(lambda *leaves: torch.cat(leaves), *trees), starts)
+        return Resident(_joined(torch.cat, trees), starts)
 
     def _resident(self, client: int) -> Any:
         if client in self._kept:
@@ -99,6 +92,16 @@ class Pool:
         """Gives the memory back."""
         self._kept.clear()
         self._bytes, self._last = 0, None
+
+
+def _joined(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
+    """The data of several clients in one tree; clients must have the same structure and shapes."""
+    try:
+        return tree_map(lambda *leaves: join(list(leaves)), *trees)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ShapesDiffer(f"the clients' batches differ in shape ({first_line(error)})") from None
 
 
 def whole(samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:

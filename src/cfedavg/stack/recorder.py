@@ -32,9 +32,13 @@ class Recorder:
 
     def __init__(self, step: Step, device: torch.device, say: Callable[[str], None]) -> None:
         self.step, self.device, self.say = step, device, say
-        self.records = device.type == "cuda"
+        self.lists, self.records = True, device.type == "cuda"
         self.compiles = self.records and self.compiling
         self._plays: dict[Any, Play] = {}
+
+    def simplify(self, *, lists: bool) -> None:
+        """Compile nothing, and without `lists` write nothing down: for a few steps it does not pay."""
+        self.compiles, self.lists, self.records = False, lists, self.records and lists
 
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
@@ -87,6 +91,8 @@ class Recorder:
             active = None if partial else rest.pop(0)
             self.step(again, batch, valid, active, rest.pop(0))
 
+        if not self.lists:
+            return flat
         before = _python_generators()
         try:
             # Frozen parameters and tensors that the loss brings along become constants of the list.

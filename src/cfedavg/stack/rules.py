@@ -46,27 +46,23 @@ class Rules(TorchFunctionMode):
     """In force while one client's loss is computed.
 
     `valid` marks the rows of the batch that count, None if all do. `dots` says in which precision the
-    convolutions of a GPU multiply, None for torch's own. `steady` switches dropout off, to compare steps.
+    convolutions of a GPU multiply, None for torch's own.
     """
 
-    def __init__(self, valid: Tensor | None = None, dots: str | None = None, steady: bool = False) -> None:
+    def __init__(self, valid: Tensor | None = None, dots: str | None = None) -> None:
         super().__init__()
-        self.valid, self.dots, self.steady = valid, dots, steady
+        self.valid, self.dots = valid, dots
         self.means = 0  # that were taken over the rows that count
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.steady and func in ATTENTION:
-            args, kwargs = (), _bound(ATTENTION[func], args, kwargs) | {"dropout_p": 0.0}
         found: Any = NotImplemented
         if func is torch.conv2d:
             found = convolve(self.dots, *args, **kwargs)
         elif func in RULES:
             found = RULES[func](*args, **kwargs)
-        elif func in DROPOUTS and self.steady:
-            found = args[0]
         elif self.valid is not None:
             found = self._mean(func, args, kwargs)
         return func(*args, **kwargs) if found is NotImplemented else found
@@ -101,6 +97,20 @@ class Rules(TorchFunctionMode):
         terms = torch.where(counts, each, 0.0)
         shares = counts.to(each.dtype) if weights is None else torch.where(counts, weights, 0.0)
         return terms.sum() / shares.sum()
+
+
+class Steady(TorchFunctionMode):
+    """Switches dropout off, so that two ways to take a step can be compared; all else is as it is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in ATTENTION:
+            args, kwargs = (), _bound(ATTENTION[func], args, kwargs) | {"dropout_p": 0.0}
+        return func(*args, **kwargs)
 
 
 def _bound(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
