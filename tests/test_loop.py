@@ -174,8 +174,9 @@ def refuses(task: Task, out: Path, words: str, config: Config = BASE) -> None:
 
 def test_resume_refuses_what_does_not_fit(whole: Path) -> None:
     refuses(blobs(), whole, "--resume: --seed is 1, but the run in .* has 0", BASE.replace(seed=1))
-    other = blobs(features=9)
-    refuses(other, whole, "holds another model")
+    refuses(blobs(features=9), whole, "has another task: its dataset is")
+    other = Task(torch.nn.Linear(8, 3), blobs().clients, test=blobs().test, name=blobs().name)
+    refuses(other, whole, "has another task: its model is")
     with pytest.raises(InputError, match="holds a run already; add --resume"):
         run(BASE, blobs(), out=whole)
     metrics = whole / "metrics.jsonl"

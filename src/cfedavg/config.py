@@ -30,6 +30,8 @@ PARTS = ("model", "schedule", "compressor")  # the fields whose text may name a 
 PER_CLIENT = ("local_steps", "steps_per_second", "uplink", "downlink", "latency")
 
 APP = "(a Flower app)"  # stands for a model and data that are the app's, which its server cannot know
+OWN = "(a task from Python"  # begins what stands for a model and data that no text names
+_NOT_OF_OWN = {"data_dir", "classes_per_client", "dirichlet", "iid"}  # a task has its clients' data
 _OF_APP = {"dataset", "model", "clients", "rounds", "update", "compressor", "error_feedback", "seed"}
 _OF_APP_ALONE = {"participation", "eta", "weighting"}  # else another strategy decides them
 
@@ -169,10 +171,29 @@ class Config:
         return any(":" in getattr(self, name) for name in PARTS)
 
     def says(self, name: str) -> bool:
-        """Whether a field says something of the run: of a Flower app, only what its server decides."""
+        """Whether a field says something of the run: of a Flower app, only what its server decides.
+
+        Of a task from Python, not how data would have been dealt out.
+        """
+        if self.dataset.startswith(OWN):
+            return name not in _NOT_OF_OWN
         if self.dataset != APP or name in _OF_APP:
             return True
         return self.model == APP and name in _OF_APP_ALONE
+
+    def for_task(self, name: str, model: str, prints: tuple[str, str], clients: int) -> Config:
+        """The same for a task from Python: names and fingerprints of its model and data stand in it.
+
+        >>> Config(iid=True).for_task("digits", "Net", ("3fa9", "77fe"), 8).dataset
+        '(a task from Python: digits, 77fe)'
+        """
+        of_model, of_data = prints
+        changes: dict[str, Any] = {
+            item.name: item.default for item in dataclasses.fields(self) if item.name in _NOT_OF_OWN
+        }
+        changes["dataset"] = f"{OWN}: {name}, {of_data})"
+        changes["model"] = f"{OWN}: {model}, {of_model})"
+        return dataclasses.replace(self, **changes, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
         """A copy with other values; giving one of an exclusive group takes the others back."""

@@ -10,7 +10,7 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-from cfedavg.config import Config, flag, read_config
+from cfedavg.config import OWN, Config, flag, read_config
 from cfedavg.errors import CannotResume, InputError
 from cfedavg.files import locked, make_folder, sync, write_atomic
 from cfedavg.metrics import Record
@@ -149,10 +149,18 @@ def _config_of(path: Path) -> Config:
 
 def check_same(old: Config, new: Config, path: Path) -> None:
     """Whether a run of one configuration may go on with another."""
+    if old.dataset == f"{OWN})":  # written before tasks had fingerprints
+        unsaid = [item.name for item in dataclasses.fields(Config) if not new.says(item.name)]
+        old = dataclasses.replace(old, **{name: getattr(new, name) for name in ("dataset", "model", *unsaid)})
     for item in dataclasses.fields(Config):
         before, now = getattr(old, item.name), getattr(new, item.name)
         if before == now or (item.name in MAY_CHANGE and not _horizon(item.name, new)):
             continue
+        if item.name in ("dataset", "model") and not (old.is_named and new.is_named):
+            raise InputError(
+                f"--resume: the run in {path} has another task: its {item.name} is {_said(before)}, "
+                f"not {_said(now)}; give the task it was made with, or start another run"
+            )
         raise InputError(
             f"--resume: {flag(item.name)} is {_said(now)}, but the run in {path} has {_said(before)}; "
             "leave it out or start another run"

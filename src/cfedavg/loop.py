@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cfedavg.config import Config
 from cfedavg.engines import RankLost, Ranks, check_same, choose_engine, facts
 from cfedavg.errors import Diverged, InputError
-from cfedavg.files import check_no_file
+from cfedavg.files import check_no_file, write_atomic
 from cfedavg.folder import MODEL, Folder
 from cfedavg.interrupts import uninterrupted
 from cfedavg.metrics import Record, finite
@@ -30,7 +30,7 @@ from cfedavg.units import in_bytes
 from cfedavg.wire import is_ready
 from cfedavg.workers import number, serve, team
 
-OWN = "(a task from Python)"  # stands in config.toml for a model and data that no text names
+ENGINE = "engine.txt"  # which engine ran, and why
 
 
 class Observer:
@@ -85,6 +85,7 @@ def run(
     >>> len(result.rows), result.final["clients"]
     (2, 4)
     """
+    _check_arguments(config, task, out, resume)
     if config.deadline is not None and config.steps_per_second is None:  # a federation has a clock
         raise InputError("--deadline needs --steps-per-second, the speed of the simulated clients")
     own = task is not None
@@ -93,7 +94,8 @@ def run(
 
         task = build_task(config)
     else:
-        config = config.replace(clients=len(task.clients), dataset=OWN, model=OWN)
+        kind = type(task.model).__name__
+        config = config.for_task(task.name, kind, task.prints, len(task.clients))
     observer, kept = observer or Observer(), Path(messages) if messages else None
     if kept:
         check_no_file(kept, "--messages")
@@ -135,6 +137,18 @@ def _ranks_of_torchrun(config: Config, task: Task, messages: Path | None) -> Ran
     return ranks
 
 
+def _check_arguments(config: object, task: object, out: object, resume: bool) -> None:
+    if not isinstance(config, Config):
+        hint = ": write Config(**...)" if isinstance(config, dict) else ""
+        raise InputError(f"run: `config` must be a Config, got {type(config).__name__}{hint}")
+    if task is not None and not isinstance(task, Task):
+        raise InputError(f"run: `task` must be a Task, got {type(task).__name__}")
+    if out is not None and not isinstance(out, str | Path):
+        raise InputError(f"run: `out` must be the path of a folder, got {type(out).__name__}")
+    if resume and out is None:
+        raise InputError("run: `resume` needs `out`, the folder to go on with")
+
+
 class Loop:
     """One run from its first round, or from its checkpoint, to its last."""
 
@@ -143,8 +157,21 @@ class Loop:
     ) -> None:
         self.config, self.observer = config, observer
         self.plan = Plan(config, task)
-        self.engine = choose_engine(config, self.plan, task, messages, ranks, observer.say)
+        self._engines: list[str] = []  # what was said of them
+        self._folder: Folder | None = None
+        self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say)
         self.note = task.note
+
+    def _say(self, text: str) -> None:
+        """Say it, and write down what it says of the engine."""
+        self.observer.say(text)
+        if text.startswith("engine: "):
+            self._engines.append(text.removeprefix("engine: ") + "\n")
+            self._record_engine()
+
+    def _record_engine(self) -> None:
+        if self._folder:
+            write_atomic(self._folder.path / ENGINE, "".join(self._engines).encode())
 
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
         start = self.engine.start()
@@ -234,6 +261,8 @@ class Loop:
         start: tuple[State, list[Record]] = first, []
         if folder:
             start = folder.begin(self.config, self.engine.identity, first, resume=resume)
+            self._folder = folder
+            self._record_engine()
         self.observer.begin(start[1])
         if self.note:
             self.observer.say(self.note)

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfedavg.config import Config
+from cfedavg.config import OWN, Config
 from cfedavg.data.images import ImageData, Images
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
 from cfedavg.data.sources import load
+from cfedavg.errors import InputError
 from cfedavg.models import build_model
 from cfedavg.task import Task
 
@@ -46,6 +47,8 @@ def deal(config: Config, data: ImageData) -> Partition:
 
 def build_task(config: Config) -> Task:
     """The data set, the partition and the model that a configuration names."""
+    if not config.is_named:
+        raise InputError(_not_named(config))
     data = load(config.dataset, config.data_dir)
     partition = deal(config, data)
     model = build_model(config.model, data.train.pixels.shape[1:], data.classes, config.seed)
@@ -57,4 +60,21 @@ def build_task(config: Config) -> Task:
         test=ImageSamples(data.test, np.arange(len(data.test)), mean, std),
         test_parts=partition.test,
         note=f"{data.name}: {partition.unused} of {len(data.train)} train samples unused",
+        name=data.name,
+        version=_version(config),  # rows depend on the seed, and runs that differ in it are alike
     )
+
+
+def _version(config: Config) -> str:
+    names = ("dataset", "data_dir", "clients", "classes_per_client", "dirichlet", "iid")
+    return ", ".join(f"{name} = {getattr(config, name)!r}" for name in names)
+
+
+def _not_named(config: Config) -> str:
+    """Why no task can be made of a configuration that was written for another kind of run."""
+    if config.dataset.startswith(OWN):
+        return (
+            f"--dataset is {config.dataset!r}: the run was made from Python, where its model and data are; "
+            "go on there with `cfedavg.run(config, task, out=..., resume=True)`"
+        )
+    return f"--dataset is {config.dataset!r}: only the app has its model and data; start the app again"

@@ -46,15 +46,20 @@ class Curve(NamedTuple):
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Groups in the order in which their first run came, with labels that are unique."""
-    seen: Counter[Config] = Counter()
-    found: dict[tuple[Config, int], list[Run]] = {}
-    for run in runs:
+    """Groups with labels that are unique, in the order in which their first runs came.
+
+    Who is in a group does not depend on that order.
+    """
+    seen: Counter[_Kind] = Counter()
+    found: dict[tuple[_Kind, int], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run.config.seed, str(run.path.resolve()))):
         # The same seed twice is a repetition, not a second draw: it starts a group of its own.
-        key = (dataclasses.replace(run.config, seed=0), seen[run.config])
-        seen[run.config] += 1
+        kind = _kind(run)
+        key = (kind._replace(config=dataclasses.replace(run.config, seed=0)), seen[kind])
+        seen[kind] += 1
         found.setdefault(key, []).append(run)
-    members = list(found.values())
+    place = {id(run): n for n, run in enumerate(runs)}
+    members = sorted(found.values(), key=lambda group: min(place[id(run)] for run in group))
     labels = make_labels(
         [group[0].config for group in members], [group[0].path.resolve().name for group in members]
     )
@@ -67,6 +72,17 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
         for label, group in zip(labels, members, strict=True)
     ]
+
+
+class _Kind(NamedTuple):
+    """What runs of one group share, the seed aside; Config holds the fingerprints of a task from Python."""
+
+    config: Config
+    federation: bool
+
+
+def _kind(run: Run) -> _Kind:
+    return _Kind(run.config, bool(run.nodes))
 
 
 def baseline(group: Group, groups: Sequence[Group]) -> Group:

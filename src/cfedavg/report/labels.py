@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-from cfedavg.config import Config
+from cfedavg.config import OWN, Config
 
 _LONGEST = 44
 _MANY = 5  # parts
@@ -78,9 +78,20 @@ def _part(name: str, value: Any) -> str:
         return name.replace("_", " ")
     if name == "data_dir":
         value = PurePath(value).name
+    if name in ("dataset", "model"):
+        value = task_text(value)
     if isinstance(value, float) and name not in _PARTS:
         value = f"{value:g}"
     return _short(_PARTS.get(name, "{}" if name in _BARE else name + "={}").format(value))
+
+
+def task_text(value: str) -> str:
+    """What a task from Python is called, without the words around it; other texts as they are.
+
+    >>> task_text("(a task from Python: digits, 77fe)")
+    'digits, 77fe'
+    """
+    return value[len(OWN) + 2 : -1] if value.startswith(f"{OWN}: ") else value
 
 
 def _short(text: str) -> str:

@@ -10,10 +10,10 @@ from html import escape
 from typing import Any
 
 from cfedavg import __version__
-from cfedavg.config import Config
+from cfedavg.config import OWN, Config
 from cfedavg.report import nodes
 from cfedavg.report.groups import Group
-from cfedavg.report.labels import differences
+from cfedavg.report.labels import differences, task_text
 from cfedavg.report.panels import Panel
 from cfedavg.report.read import Run
 from cfedavg.report.style import CSS
@@ -56,8 +56,8 @@ def _setting(groups: Sequence[Group]) -> str:
     differing = differences([group.config for group in groups])
     config, runs = groups[0].config, sum(len(group.runs) for group in groups)
     said = {
-        "dataset": f"dataset {config.dataset}",
-        "model": f"model {config.model}",
+        "dataset": f"{'task' if config.dataset.startswith(OWN) else 'dataset'} {task_text(config.dataset)}",
+        "model": f"model {task_text(config.model)}",
         "clients": f"{config.clients} client{'s' if config.clients != 1 else ''}",
         "rounds": f"{config.rounds} round{'s' if config.rounds != 1 else ''} planned",
     }
