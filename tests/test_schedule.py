@@ -47,10 +47,56 @@ def test_corollary_3() -> None:
     assert found.update == "mean"
 
 
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ({"local_steps": "4..9"}, 4),
+        ({"local_steps": "5"}, 5),
+        ({"local_steps": "8,6,7"}, 6),
+        ({"local_epochs": 2, "batch_size": 25}, 4),  # of 50, 60 and 70 samples
+        ({"deadline": 3.0, "steps_per_second": "1"}, 3),  # at 1, 2 and 3 steps a second
+        ({"deadline": 0.5, "steps_per_second": "1"}, 1),  # the first client does no step
+        ({"local_steps": "4..9", "schedule": "corollary3(k_min=2)"}, 2),
+    ],
+)
+def test_corollary_3_takes_the_least_K_of_the_plan(options: dict[str, object], least: int) -> None:
+    found = rates(**{"schedule": "corollary3", "smoothness": 2.0} | options)  # type: ignore[arg-type]
+    assert found.eta == pytest.approx(math.sqrt(least * 3))
+
+
+def test_corollary_3_asks_for_what_no_plan_knows() -> None:
+    """A real client's speed: with a deadline alone, nobody knows K_min."""
+    for schedule, eta in (("corollary3", None), ("corollary3(k_min=5)", math.sqrt(5 * 3))):
+        config = Config(clients=3, schedule=schedule, smoothness=2.0, deadline=30.0)
+        steps = Steps(config, SAMPLES, [math.inf] * 3)
+        assert (steps.least, steps.equal) == (None, None)
+        if eta is None:
+            with pytest.raises(InputError, match=r"must name the least number .* corollary3\(k_min=5\)"):
+                resolve_rates(config, steps, 3)
+        else:
+            assert resolve_rates(config, steps, 3).eta == pytest.approx(eta)
+
+
 def test_corollaries_count_the_clients_of_a_round() -> None:
     assert rates(2, schedule="corollary1", local_steps="5", smoothness=2.0).eta == pytest.approx(
         math.sqrt(10)
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "update", "eta"),
+    [
+        ({"local_steps": "5"}, "sum", 1.0),
+        ({"local_steps": "2..8"}, "mean", 5.0),  # the mean K makes up for the division by K
+        ({"local_steps": "5", "update": "mean"}, "mean", 5.0),
+        ({"local_steps": "2..8", "update": "sum"}, "sum", 1.0),
+        ({"local_steps": "2..8", "eta": 0.5}, "mean", 0.5),
+        ({"local_steps": "5", "eta": 0.5, "schedule": "corollary1", "smoothness": 2.0}, "sum", 0.5),
+    ],
+)
+def test_line_and_global_rate(options: dict[str, object], update: str, eta: float) -> None:
+    found = rates(**options)  # type: ignore[arg-type]
+    assert (found.update, found.eta) == (update, eta)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +107,12 @@ def test_corollaries_count_the_clients_of_a_round() -> None:
         ({"schedule": "corollary1", "smoothness": 1.0, "update": "mean"}, "--update mean does not go with"),
         ({"schedule": "corollary3", "smoothness": 1.0, "update": "sum"}, "--update sum does not go with"),
         ({"schedule": "corollary3(k_min=0)"}, "k_min = 0 must be a whole number of 1 or more"),
+        (
+            {"schedule": "corollary3(k_min=5)", "smoothness": 1.0, "local_steps": "4..9"},
+            "k_min must be at most 4, the least number of local steps of a client, got 5",
+        ),
         ({"schedule": "decaying(a=0)"}, "a = 0 must be a finite number above 0"),
+        ({"schedule": "decaying(a=1e999)"}, "a = inf must be a finite number above 0"),
         ({"schedule": "cosine"}, "unknown name 'cosine'; there are constant, corollary1"),
         ({"schedule": "decaying(b=1)"}, "wrong arguments"),
         ({"deadline": 0.1, "steps_per_second": "1"}, "--deadline leaves no client time"),

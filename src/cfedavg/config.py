@@ -73,7 +73,7 @@ class Config:
     eta_local: float = option(0.1, LOCAL, "local learning rate")
     schedule: str = option(
         "constant", LOCAL,
-        "constant, decaying(a=1), or a corollary's rates: corollary1, corollary2(a=1), corollary3(k_min=1)",
+        "constant, decaying(a=1), or a corollary's rates: corollary1, corollary2(a=1), corollary3",
     )  # fmt: skip
     smoothness: float | None = option(
         None, LOCAL, "the constant L: for the corollaries and the rate conditions"

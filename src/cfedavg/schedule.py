@@ -14,11 +14,15 @@ from cfedavg.spec import Range, build
 
 @dataclass(frozen=True)
 class Setting:
-    """What a schedule may use: the user's eta_L, T, K (None where clients differ), clients a round, L."""
+    """What a schedule may use: the user's eta_L, T, K, K_min, clients a round, L.
+
+    K is None where clients differ, K_min, the least K_i, where nobody knows it beforehand.
+    """
 
     eta_local: float
     T: int
     K: int | None
+    K_min: int | None
     m: int
     L: float | None
 
@@ -84,20 +88,37 @@ class Corollary2(Corollary1):
 
 @dataclass(frozen=True)
 class Corollary3(Schedule):
-    """eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m): clients do different K_i, of which K_min is the least."""
+    """eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m): clients do different K_i, of which K_min is the least.
+
+    K_min is that of the plan; k_min says it where the plan does not know it, or sets a lower one.
+    """
 
     update = "mean"
-    k_min: int = 1
+    k_min: int | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.k_min, int) and self.k_min >= 1):
+        if self.k_min is not None and not (isinstance(self.k_min, int) and self.k_min >= 1):
             raise InputError(f"k_min = {self.k_min} must be a whole number of 1 or more")
 
     def eta_local(self, t: int, s: Setting) -> float:
         return 1 / (math.sqrt(s.T) * _smoothness(s, self))
 
     def eta(self, s: Setting) -> float | None:
-        return math.sqrt(self.k_min * s.m)
+        return math.sqrt(self._least(s) * s.m)
+
+    def _least(self, s: Setting) -> int:
+        k_min = self.k_min or s.K_min
+        if k_min is None:
+            raise InputError(
+                "--schedule corollary3 must name the least number of local steps of a client, as in "
+                "corollary3(k_min=5): with --deadline and no --steps-per-second it is not known beforehand"
+            )
+        if s.K_min is not None and k_min > s.K_min:
+            raise InputError(
+                f"--schedule corollary3: k_min must be at most {s.K_min}, the least number of local steps "
+                f"of a client, got {k_min}"
+            )
+        return k_min
 
 
 SCHEDULES: dict[str, Any] = {
@@ -130,7 +151,7 @@ def _equal_K(s: Setting, schedule: Schedule) -> int:
     if s.K is None:
         raise InputError(
             f"--schedule {type(schedule).__name__.lower()} needs the same K for all clients; "
-            "for different ones use corollary3(k_min=...)"
+            "for different ones use corollary3"
         )
     return s.K
 
@@ -179,6 +200,12 @@ class Steps:
         return int(self._range.low), int(self._range.high)
 
     @property
+    def least(self) -> int | None:
+        """The least K_i of the clients that do any steps; None if nobody knows it beforehand."""
+        low = min((K for K in self._fixed if K > 0), default=self.bounds[0])
+        return low if low < UNKNOWN else None
+
+    @property
     def mean(self) -> float:
         """The mean K of the clients that do any steps."""
         if self._fixed:
@@ -206,7 +233,9 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
     schedule: Schedule = build_schedule(config.schedule)
     if steps.bounds[1] == 0:
         raise InputError("--deadline leaves no client time for one step: make it longer")
-    setting = Setting(config.eta_local, config.rounds, steps.equal, clients_per_round, config.smoothness)
+    setting = Setting(
+        config.eta_local, config.rounds, steps.equal, steps.least, clients_per_round, config.smoothness
+    )
     update = config.update
     if update == "auto":
         update = schedule.update or ("sum" if steps.equal is not None else "mean")
