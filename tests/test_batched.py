@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import platform
 import random
 import re
 from collections.abc import Iterator
@@ -1051,18 +1052,34 @@ def test_half_precision_on_a_cpu_stays_near_single(engine: str) -> None:
     assert 0 < (half - full).norm() < 2**-6 * full.norm()
 
 
-def test_memory_is_kept_where_the_library_can() -> None:
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_memory_is_kept_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc answers 1 to each setting that it takes; the numbers are those of its malloc.h."""
+    real, answers = sequential.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
+
+    def mallopt(setting: int, value: int) -> None:
+        answers[setting] = value, real.mallopt(setting, value)
+
+    monkeypatch.setattr(sequential.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
     sequential.keep_memory()
+    assert answers == {-3: (1 << 30, 1), -1: (2**31 - 1, 1), -2: (64 << 20, 1)}
 
 
 def test_another_c_library_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
     def missing(name: str) -> Any:
+        asked.append(name)
         raise OSError(name)
 
-    monkeypatch.setattr(sequential.ctypes, "CDLL", missing)
-    sequential.keep_memory()
-    monkeypatch.setattr(sequential.ctypes, "CDLL", lambda name: SimpleNamespace())
-    sequential.keep_memory()
+    def without_mallopt(name: str) -> Any:
+        asked.append(name)
+        return SimpleNamespace()
+
+    for library in (missing, without_mallopt):
+        monkeypatch.setattr(sequential.ctypes, "CDLL", library)
+        sequential.keep_memory()
+    assert asked == ["libc.so.6"] * 2
 
 
 # The same again: resumed, and with dropout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from torch.nn import functional as F
 from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.engines import choose_engine
+from cfedavg.errors import Diverged
 from cfedavg.plan import Plan
 from cfedavg.stack.recorder import Recorder
 from cfedavg.state import State
-from tests.conftest import blobs
+from tests.conftest import blobs, half_square, quadratic
 
 ROUNDS = 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -232,6 +234,54 @@ def test_a_loss_that_mixes_samples_only_once_it_has_learned(engine: str) -> None
     nn.init.zeros_(model.bias)
     task = Task(model, blobs().clients, test=blobs().test, loss=spread)
     agree(task, engine, "cpu", local_epochs=2, batch_size=9)
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+def test_a_loss_that_is_not_finite_ends_the_run_though_its_update_is(engine: str) -> None:
+    """The loss of client 1 has a term that is infinite and does not depend on the model."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return half_square(model, batch) + batch[:, 1].log().mean()
+
+    base = quadratic(torch.tensor([[1.0, 2], [3, 0], [4, 5]]))
+    task = replace(base, loss=loss)
+    config = Config(engine=engine, device="cpu", local_steps="2")
+    with pytest.raises(Diverged) as caught:
+        play(config, task)
+    assert (caught.value.t, caught.value.clients) == (0, [1])
+
+
+class Counting(nn.Module):
+    """A parameter times the steps that a buffer has counted; a state_dict leaves the buffer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(2))
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def forward(self) -> Tensor:
+        self.steps.add_(1)
+        return self.x * self.steps
+
+
+@pytest.mark.parametrize("engine", ["reference", "sequential"])
+def test_every_client_starts_from_the_buffers_that_do_not_travel(engine: str) -> None:
+    """Equal clients count from 0, each of them, and so end with the same model."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return 0.5 * (model() - batch[0]).square().sum()  # type: ignore[no-any-return]
+
+    def after_a_round(clients: int) -> State:
+        task = Task(Counting(), [torch.ones(1, 2)] * clients, loss=loss)
+        config = Config(
+            clients=clients, engine=engine, device="cpu", local_steps="3", compressor="none", eta_local=0.01
+        )
+        started = choose_engine(config, Plan(config, task), task)
+        return started.round(started.start())[0]
+
+    one, three = after_a_round(1), after_a_round(3)
+    assert one.x.abs().min() > 0
+    torch.testing.assert_close(three.x, one.x)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -39,4 +39,5 @@ def test_a_probe_may_be_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tidy(path.parent)
 
     monkeypatch.setattr(Path, "touch", and_tidied)
-    make_folder(tmp_path, "out")
+    make_folder(tmp_path / "new", "out")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]

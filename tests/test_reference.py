@@ -12,9 +12,10 @@ from cfedavg import Config, InputError, Task, run
 from cfedavg.engines import ReferenceEngine
 from cfedavg.errors import Diverged
 from cfedavg.local import Vectors, clock, local_sgd
-from cfedavg.loop import Observer
+from cfedavg.loop import Observer, broken_conditions
 from cfedavg.plan import Plan
 from cfedavg.state import State
+from cfedavg.theory import rate_conditions
 from tests.conftest import blobs, half_square, quadratic
 
 CPU = torch.device("cpu")
@@ -73,6 +74,22 @@ def test_frozen_parameters_neither_train_nor_travel() -> None:
     for name, value in base.items():  # the statistics of a frozen BatchNorm too
         assert torch.equal(result.model.base.state_dict()[name], value), name  # type: ignore[union-attr]
     assert not torch.equal(result.model.up.weight, model.up.weight)  # type: ignore[union-attr, arg-type]
+
+
+def test_writing_puts_back_the_buffers_that_do_not_travel() -> None:
+    """Those of a frozen module, and those that a state_dict leaves out."""
+    model = nn.Sequential(nn.BatchNorm1d(3).requires_grad_(False), nn.Linear(3, 2))
+    model.register_buffer("seen", torch.tensor([1.0, 2.0]), persistent=False)
+    vectors = Vectors(model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x, b = vectors.read()
+    assert len(b) == 0
+    model(torch.randn(5, 3))
+    model.seen += 1
+    assert not torch.equal(model[0].running_mean, before["0.running_mean"])
+    vectors.write(x, b)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
 
 
 def test_tied_parameters_count_once() -> None:
@@ -252,6 +269,62 @@ def test_rate_conditions_are_reported_with_measured_gamma_and_alpha() -> None:
     run(Config(rounds=2, local_steps="3", smoothness=1e-3, compressor="none", eta_local=0.01), blobs(),
         observer=Listener())  # fmt: skip
     assert said == []
+
+
+@pytest.mark.parametrize("steps", ["1..4", "4,2,3,1,2,2"])
+def test_rate_conditions_take_the_largest_K(steps: str) -> None:
+    """Theorem 3 asks eta_L <= 1/(8 L K_i) and eta eta_L < 1/(K_i L) of every client: of the largest K_i."""
+    config = Config(rounds=1, local_steps=steps, smoothness=0.5, eta_local=0.02, eta=3.0)
+    found = run(config, blobs()).final["rate_conditions"]
+    assert found["eta_L <= 1/(8 L K)"]["ratio"] == pytest.approx(0.02 * 8 * 0.5 * 4)
+    assert found["eta*eta_L < 1/(K L)"]["ratio"] == pytest.approx(3.0 * 0.02 * 4 * 0.5)
+
+
+@pytest.mark.parametrize("update", ["sum", "mean"])
+def test_rate_conditions_take_what_the_round_measured(update: str) -> None:
+    """The lowest SNR of any client, the round's alpha, and the line that the rates are for."""
+    config = Config(rounds=2, local_steps="3", smoothness=0.5, update=update, compressor="topk(0.5)")
+    result = run(config, blobs())
+    eta = Plan(config.replace(clients=6), blobs()).rates.eta
+    for row in result.rows:
+        assert row["snr_min"] < row["snr_mean"]
+        wanted = rate_conditions(0.1, eta, 3, 0.5, row["snr_min"], row["alpha"], update)
+        found = row["rate_conditions"]
+        assert list(found) == [each.text for each in wanted]
+        ratios = [each["ratio"] for each in found.values()]
+        assert ratios == pytest.approx([c.value / c.limit for c in wanted])
+        assert [each["holds"] for each in found.values()] == [c.holds for c in wanted]
+
+
+def test_rate_conditions_of_a_round_without_an_update() -> None:
+    """Clients that are at their optimum agree: alpha is 1."""
+    config = Config(rounds=1, local_steps="1", smoothness=1.0, eta_local=0.01, compressor="topk(0.5)")
+    row = run(config, quadratic(torch.zeros(2, 4))).final
+    assert row["delta_norm2"] == 0
+    third = list(row["rate_conditions"].values())[2]
+    assert (third["holds"], third["ratio"]) == (True, pytest.approx(0.01 * (0 + 1 + 1)))
+
+
+def test_the_sentence_on_a_broken_condition_names_the_worst_round() -> None:
+    rows = [
+        {"round": t, "snr_min": snr, "alpha": alpha, "rate_conditions": {"a <= b": {"holds": h, "ratio": r}}}
+        for t, (snr, alpha, h, r) in enumerate(
+            [(9.0, 3.0, True, 0.5), (4.0, 2.0, False, 7.25), (5.0, None, False, 2.0)]
+        )
+    ]
+    assert broken_conditions(rows) == [
+        "rate condition a <= b is broken in 2 of 3 rounds; most in round 2, 7.25 times the limit "
+        "(measured gamma 4, alpha 2)"
+    ]
+    rows[2]["rate_conditions"]["a <= b"]["ratio"] = None  # infinite
+    assert "most in round 3, inf times the limit (measured gamma 5, alpha inf)" in broken_conditions(rows)[0]
+
+
+def test_rate_conditions_follow_the_rate_of_the_round() -> None:
+    config = Config(rounds=4, local_steps="2", smoothness=0.5, eta_local=0.02, schedule="decaying(a=1)")
+    rows = run(config, blobs()).rows
+    ratios = [row["rate_conditions"]["eta_L <= 1/(8 L K)"]["ratio"] for row in rows]
+    assert ratios == pytest.approx([0.02 / math.sqrt(1 + t) * 8 * 0.5 * 2 for t in range(4)])
 
 
 def test_momentum_and_weight_decay_change_the_run() -> None:

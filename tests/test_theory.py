@@ -54,6 +54,16 @@ def test_rate_conditions_of_line_10_and_11() -> None:
     ].holds  # equal to the limit, which is strict
 
 
+def test_only_the_second_condition_is_strict() -> None:
+    """At their limits, the first and the third hold: 1/(8 L K) = 1/64, and K (L^2 h + 1 + L) / 64 = 1."""
+    at_the_limit = rate_conditions(1 / 64, 1.0, 4, 2.0, gamma=4.0, alpha=3.25, update="sum")
+    assert [c.value / c.limit for c in at_the_limit] == [1.0, 1 / 8, 1.0]
+    assert [c.holds for c in at_the_limit] == [True, True, True]
+    assert at_the_limit[2].text == "eta*eta_L*K*(L^2 h + 1 + L) <= 1"
+    by_mean = rate_conditions(1 / 64, 1.0, 4, 2.0, gamma=4.0, alpha=3.25, update="mean")
+    assert by_mean[2].text == "eta*eta_L*(L^2 h + 1 + L) <= 1"
+
+
 def test_theorem_1_term_by_term() -> None:
     eta_L, eta, K, T, h_mean = 0.001, 2.0, 5, 100, 1.5
     c = 0.5 - 15 * (eta_L * 3 * K) ** 2
@@ -69,6 +79,24 @@ def test_theorem_2_with_a_constant_rate_is_theorem_1() -> None:
     )
 
 
+def test_theorem_2_term_by_term() -> None:
+    eta_L, eta, K, h_mean = [0.004, 0.002, 0.001], 2.0, 5, 1.5
+    c, H = 0.5 - 15 * (0.004 * 3 * K) ** 2, 0.007
+    phi = (9 * h_mean / 2 + 0.5 + 1.5) * eta / (10 * H) * 0.5 * (16 + 4 + 1) * 1e-6
+    phi += 5 * K * 9 / (2 * H) * (0.5 + 6 * K * 0.25) * (64 + 8 + 1) * 1e-9
+    expected = 2.0 / (c * eta * K * H) + phi / c
+    assert theorem2(PROBLEM, eta_L, eta, K, h_mean) == pytest.approx(expected)
+
+
+def test_theorem_3_term_by_term() -> None:
+    eta_L, eta, K, T, h_mean = 0.001, 2.0, [1, 2, 4, 9] * 2 + [3, 3], 100, 1.5
+    c = 0.5 - 15 * (eta_L * 3) ** 2 * (1 + 4 + 16 + 81 + 9) / 5
+    phi = (9 * h_mean / 2 + 0.5 + 1.5) * eta * eta_L / 100 * 2 * (1 + 1 / 2 + 1 / 4 + 1 / 9 + 1 / 3) * 0.5
+    phi += 5 * eta_L**2 * 9 / 2 * ((1 + 2 + 4 + 9 + 3) / 5 * 0.5 + 6 * (1 + 4 + 16 + 81 + 9) / 5 * 0.25)
+    expected = 2.0 / (c * eta * eta_L * T) + phi / c
+    assert theorem3(PROBLEM, eta_L, eta, K, T, h_mean) == pytest.approx(expected)
+
+
 def test_theorem_3_with_equal_steps_is_theorem_1_with_eta_divided_by_K() -> None:
     """Line 11 with eta * K does what line 10 does with eta."""
     found = theorem3(PROBLEM, 0.001, 2.0 * 5, [5] * 10, 50, 1.0)
@@ -78,6 +106,7 @@ def test_theorem_3_with_equal_steps_is_theorem_1_with_eta_divided_by_K() -> None
 def test_bounds_are_infinite_where_the_descent_is_lost() -> None:
     assert descent(1.0, 1.0, 1) < 0
     assert theorem1(PROBLEM, 1.0, 1.0, 5, 10, 1.0) == math.inf
+    assert theorem2(PROBLEM, [1.0, 1e-6], 1.0, 5, 1.0) == math.inf  # of the largest rate
     assert theorem3(PROBLEM, 1.0, 1.0, [5] * 10, 10, 1.0) == math.inf
 
 
