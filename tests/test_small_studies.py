@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cfedavg import Config, run
+from cfedavg.local import batches
 from cfedavg.report.panels import Frame
 from cfedavg.reproduce import bounds, conditions, speedup, variance
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.problem import Bowl, Point, gradient_norm2, power_law, tilted
+from cfedavg.task import Tensors
 
 STUDIES = (speedup, bounds, variance, conditions)
 FRAME = Frame("A title", "a subtitle", (), "a note")
@@ -371,3 +375,22 @@ def test_a_horizon_comes_with_what_its_last_run_was_like() -> None:
     assert found["alpha"] == pytest.approx(np.mean([row["alpha"] for row in result.rows]), rel=1e-5)
     ratios = [list(row["rate_conditions"].values())[2]["ratio"] for row in result.rows]
     assert found["condition3"] == pytest.approx(np.median(ratios), rel=1e-5)
+
+
+def test_samples_of_a_round_are_drawn_without_replacement_as_the_page_says() -> None:
+    """With the variance of K steps that this leaves, and what it does to a slope over K."""
+    page = (Path(__file__).parents[1] / "docs" / "claims.toml").read_text()
+    n, most = bounds._FIXED["samples"], bounds._OVER["paper"]["K"]
+    drawn = islice(batches(Tensors(torch.arange(float(n))[:, None]), 1, seed=0, t=3, client=1), int(n))
+    assert len({float(batch) for batch in drawn}) == n
+
+    def less(K: int, samples: float) -> float:
+        return (K - 1) / (samples - 1)
+
+    assert f"n = {n} samples a client ({variance._FIXED['samples']} in `variance`)" in page
+    assert speedup._BOWL["samples"] == n
+    assert f"{100 * less(2, n):.1f}% less at K = 2 and {100 * less(8, n):.0f}% less at K = 8" in page
+    assert f"({100 * less(8, variance._FIXED['samples']):.1f}% in `variance`)" in page
+    steeper = power_law(most, [1 - less(K, n) for K in most])
+    assert steeper is not None
+    assert f"slopes over K up to {-steeper.slope:.2f} steeper" in page

@@ -13,26 +13,41 @@ from cfedavg.reproduce.cases import DATASETS, MARKS, Claim, Finding
 from cfedavg.reproduce.results import Results
 from cfedavg.reproduce.said import CLAIMS
 
-__all__ = ["CLAIMS", "RULES", "Claim", "Finding", "Judged", "Results", "as_markdown", "judge_all", "overview"]
+__all__ = [
+    "CLAIMS", "LITTLE_POWER", "RULES", "Claim", "Finding", "Judged", "Results", "as_markdown", "judge_all",
+    "overview", "weak_checks",
+]  # fmt: skip
 
 Judged = Sequence[tuple[Claim, Finding | None]]
 
 NOT_RUN = "not run yet"
 RULES = f"""\
+A claim has cases, such as one p and one compressor. A case is marked {MARKS[1]} as claimed, {MARKS[0]} no
+difference, {MARKS[-1]} against the claim, or {MARKS[None]} cannot be told. The verdict counts the cases:
+
+- *undecided*, if fewer than half of the cases can be told;
+- *does not hold*, if fewer than half of those that can be told go as claimed ({MARKS[0]} counts as not);
+- *holds in part*, if half or more go as claimed and some go against the claim;
+- *holds*, if half or more go as claimed and none goes against it.
+
+*Where it was run* says that cells are missing. Of runs that were broken off, it cannot be told that they do
+not train, nor whether residuals go on growing. Runs with different numbers of rounds are not compared: such
+a case cannot be told.
+
 Accuracies are in percent, means over the last 5 rounds unless it says otherwise, ± the standard deviation
 over seeds where there are several. One is *ahead* of another, and that *behind*, if they differ by more than
 half a point and by more than two standard errors (from the spread over seeds of both, pooled; for single
-seeds, from how their curves zigzag, over the root of the rounds that are averaged). One is *as good* as
-another if it is at most half a point lower; if it is lower but not behind, that cannot be told. A run
-*trains* if it ends at 30% (three times chance) or more, and with at least half of what the run without
-compression gains over chance; within two standard errors of that, it cannot be told. Of two or three seeds,
-standard errors are rough. The accuracy of a run that diverged counts as chance; residuals, zigzags and what
-others are held against are taken from the other seeds. Each case is marked {MARKS[1]} as claimed, {MARKS[0]}
-no difference (an accuracy that is not ahead by half a point even if two standard errors are added),
-{MARKS[-1]} against the claim, or {MARKS[None]} cannot be told. A claim *holds* if some case goes as claimed
-and none against it, holds *in part* if some go each way, and *does not hold* if none that can be told goes as
-claimed; *where it was run*, if cells are missing. Of runs that were broken off, it cannot be told that they
-do not train, nor whether residuals go on growing."""
+seeds, from how their curves zigzag, over the root of the rounds that are averaged). There is no difference,
+if one is not ahead by half a point even with two standard errors added. One is *as good* as another if it is
+at most half a point lower; if it is lower but not behind, that cannot be told. A run *trains* if it ends at
+30% (three times chance) or more, and with at least half of what the run without compression gains over
+chance; within two standard errors of that, it cannot be told. The accuracy of a run that diverged counts as
+chance; residuals, zigzags and what others are held against are taken from the other seeds.
+
+Slopes are ± the standard error of the fit. A slope within two standard errors of its limit cannot be told.
+Of two or three seeds, or of a few points, standard errors are rough."""
+LITTLE_POWER = """\
+These checks would pass, or nearly always pass, even if the paper were wrong. That they hold says little."""
 
 
 def judge_all(
@@ -55,7 +70,8 @@ def overview(judged: Judged) -> str:
         if dataset:
             shown.setdefault(text, {})[dataset] = _brief(found)
         else:
-            (questions if claim.asked else theory).append([text, _brief(found)])
+            weak = " (says little, see below)" if found and claim.weak else ""
+            (questions if claim.asked else theory).append([text, _brief(found) + weak])
     names = list(DATASETS.values())
     measured = _table(["claim", *names], [[text, *map(own.get, names)] for text, own in shown.items()])
     asked = _table(["what the paper does not say, but one may ask", "verdict"], questions)
@@ -68,6 +84,13 @@ def _brief(found: Finding | None) -> str:
         return NOT_RUN
     counts = [f"{count}{mark}" for mark in MARKS.values() if (count := found.numbers.count(mark))]
     return found.verdict + (f" ({' '.join(counts)})" if counts else "")
+
+
+def weak_checks(judged: Judged) -> str:
+    """The checks of little power, why they have little, and what came out; empty if none was run."""
+    rows = [[claim.text, claim.weak, found.numbers] for claim, found in judged if found and claim.weak]
+    table = _table(["check", "why it says little", "what came out"], rows)
+    return f"{LITTLE_POWER}\n\n{table}" if rows else ""
 
 
 def as_markdown(judged: Judged, why: Mapping[str, str] | None = None) -> str:

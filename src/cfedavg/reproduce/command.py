@@ -141,7 +141,6 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
     found, planned = of_scale(archive.read_all(folder / CELLS), scale)
     if not found:
         raise InputError(f"{folder} holds no cells of the scale {scale}; {_to_make_some(folder, scale)}")
-    _check_lengths(found, planned)
     judged = claims.judge_all(found, planned)
     if out:
         write_atomic(out, page(judged, words).encode())
@@ -176,27 +175,15 @@ def of_scale(found: dict[str, Entry], scale: str) -> tuple[dict[str, Entry], dic
     return mine, planned
 
 
-def _check_lengths(found: Mapping[str, Entry], planned: Mapping[str, int]) -> None:
-    """A beginning beside a whole run of the same data would be judged as if it were as long."""
-    shares: dict[str, dict[float, str]] = {}
-    for name, rounds in planned.items():
-        done = found[name].settings["rounds"]
-        shares.setdefault(name.partition("-")[0], {})[done / rounds] = f"{name} has {done} of {rounds} rounds"
-    for several in shares.values():
-        if len(several) > 1:
-            raise InputError(
-                f"{', '.join(sorted(several.values()))}: claims compare runs of one length; "
-                "keep the others in another folder"
-            )
-
-
 def page(judged: claims.Judged, words: Path | None) -> str:
     """The claims as Markdown, with words of one's own around them."""
     table = _words(words, {claim.name for claim, _ in judged}) if words else {}
     why = table.get("why", {})
     title, intro = table.get("title", "The claims of the paper"), table.get("intro", "").strip()
     short, long = claims.overview(judged), claims.as_markdown(judged, why)
-    return f"# {title}\n\n{intro}\n\n## The verdicts\n\n{short}\n## The numbers\n\n{long}"
+    weak = claims.weak_checks(judged)
+    weak = f"## Checks that say little\n\n{weak}\n" if weak else ""
+    return f"# {title}\n\n{intro}\n\n## The verdicts\n\n{short}\n{weak}## The numbers\n\n{long}"
 
 
 def _words(path: Path, known: set[str]) -> dict[str, Any]:

@@ -127,10 +127,11 @@ def zigzag_grows(dataset: str, results: Results) -> Verdict:
             size[p] = results.zigzags(dataset, p, "none")
     if len(size) == 1:
         raise Missing
-    grows = seen.rougher(size[min(size)], size[10])
+    unlike = results.unlike()
+    grows = None if unlike else seen.rougher(size[min(size)], size[10])
     falls = any(seen.rougher(a, b) == 1 for a, b in itertools.pairwise(size.values()))
     verdict = (PARTLY if falls else HOLDS) if grows == 1 else UNDECIDED if grows is None else FAILS
-    numbers = "; ".join(f"p={p}: {points(each)}" for p, each in size.items())
+    numbers = "; ".join(f"p={p}: {points(each)}" for p, each in size.items()) + unlike
     return where_run(verdict, numbers, [f"p={p}" for p in LEVELS if p not in size])
 
 
@@ -301,7 +302,7 @@ def better_at_equal_uplink(dataset: str, results: Results) -> Verdict:
         a, b = (results.at_budget(dataset, 5, name, budget) for name in pair)
         return compare(a, b), f"{against(a, b)} for {number(budget)} times the model's size"
 
-    return weigh(results, ((line,) for line in (*LINES, "none")), one)
+    return weigh(results, ((line,) for line in (*LINES, "none")), one, apart=True)
 
 
 # Other compressors, local steps and rates

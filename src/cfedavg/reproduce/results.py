@@ -275,6 +275,7 @@ class Results:
     def __init__(self, found: Mapping[str, Entry], planned: Mapping[str, int] | None = None) -> None:
         self.found, self.planned = found, planned or {}
         self.shown: dict[str, None] = {}
+        self.lengths: set[int] = set()  # rounds of the runs that were asked for; a judge clears it
         self._by_plan: set[str] = set()  # cells of which only the plan was asked
 
     def cut(self) -> str:
@@ -293,7 +294,14 @@ class Results:
         if not (cells := self._cells(dataset, p, name)):
             raise Missing
         self.shown |= dict.fromkeys(entry.name for entry in cells)
+        self.lengths |= {entry.settings["rounds"] for entry in cells}
         return cells
+
+    def unlike(self) -> str:
+        """Why the runs that were asked for are not compared: the beginning of one beside more of another."""
+        if len(self.lengths) < 2:
+            return ""
+        return f" (runs of {' and '.join(map(str, sorted(self.lengths)))} rounds are not compared)"
 
     def has(self, dataset: str, p: int, *names: str) -> bool:
         """Whether all of these lines are there; asking does not show them."""
