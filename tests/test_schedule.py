@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from cfedavg import Config, InputError
+from cfedavg.keys import Purpose, key, uniform
 from cfedavg.schedule import Steps, resolve_rates
 
 SAMPLES = [50, 60, 70]
@@ -148,4 +149,8 @@ def test_a_range_is_drawn_per_client_and_round_over_all_its_values() -> None:
     assert {k for row in seen for k in row} == {2, 3, 4}
     assert any(a != b for a, b in pairwise(seen))
     assert drawn.mean == 3
+    draw = float(uniform(key(0, 5, 1, Purpose.STEPS), 1)[0])  # of its own: not that of who is lost
+    assert drawn.at(5, 1) == 2 + math.floor(3 * draw)
+    others = [uniform(key(0, t, 1, Purpose.LOSS), 1)[0] for t in range(60)]
+    assert [row[1] for row in seen] != [2 + math.floor(3 * float(u)) for u in others]
     assert [drawn.at(5, 1), drawn.at(5, 1)] == [drawn.at(5, 1)] * 2
