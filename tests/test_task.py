@@ -342,7 +342,7 @@ def test_a_resume_needs_the_same_frozen_values(tmp_path: Path) -> None:
     first, other = (nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)) for _ in range(2))
     assert task(model=first).fingerprint == task(model=other).fingerprint
     run(SHORT, task(model=first), out=tmp_path)
-    with pytest.raises(InputError, match="--resume: .* holds another model: .* or frozen values differ"):
+    with pytest.raises(InputError, match=r"--resume: .* holds another model: .* or frozen values differ"):
         run(SHORT.replace(rounds=2), task(model=other), out=tmp_path, resume=True)
 
 
