@@ -835,6 +835,7 @@ BAD_STAGES = [
     "int8(0)", "int8(-1)", "int8(2.5)", "int8(16, 3)", "int8(bits=4)", "int1", "int9", "qsgd", "qsgd(0)",
     "qsgd(1.5)", "qsgd(40000)", "qsgd(16, 0)", "qsgd(16, 1, 2)", "math:pi", "math:sqrt(4)",
     "no_such_module_:Thing(1)", "math:no_such_thing", "", ">>", "topk(0.9) >>", ">> bf16",
+    "qsgd(1, true)", "int8(true)", "threshold(1e-320)", f"topk(snr={10**400})", "topk(true)",
 ]  # fmt: skip
 BAD_ORDERS = [
     "bf16 >> topk(0.9)", "bf16 >> sign", "topk(0.9) >> topk(0.9)", "topk(0.9) >> none",

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg import keys as keyed
-from cfedavg.compress.stages import Stage, check_block, client_of_value, offsets_of, row_sums, unit_of
+from cfedavg.compress.stages import (
+    Stage,
+    check_block,
+    client_of_value,
+    is_whole,
+    offsets_of,
+    row_sums,
+    unit_of,
+)
 from cfedavg.errors import InputError
 from cfedavg.payload import Floats, Levels
 
@@ -72,7 +80,7 @@ class IntBlocks(Quantiser):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.bits, int) and 2 <= self.bits <= 8):
+        if not is_whole(self.bits, 2, 8):
             raise InputError(f"bits = {self.bits} must be a whole number from 2 to 8")
         check_block(self.block)
 
@@ -125,7 +133,7 @@ class QSGD(Quantiser):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.s, int) and 1 <= self.s <= 32767):
+        if not is_whole(self.s, 1, 32767):
             raise InputError(f"s = {self.s} must be a whole number from 1 to 32767")
         check_block(self.block)
 

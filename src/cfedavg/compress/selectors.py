@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from cfedavg.compress.compressor import Compressor
     from cfedavg.compress.quantisers import Quantiser
 
+_LARGE = 1e100  # its square, and the product with any norm, are still finite
+
 
 class Selection(NamedTuple):
     """The coordinates that a block of clients keeps; the fields are those of Payload."""
@@ -107,8 +109,8 @@ class TopK(Selector):
             raise InputError("give either comp, as in topk(0.99), or an SNR target, as in topk(snr=1.05)")
         if self.comp is not None:
             check_comp(self.comp)
-        if self.snr is not None and not 1 <= self.snr < INFINITE:
-            raise InputError(f"snr = {self.snr} must be a number of 1 or more")
+        if self.snr is not None and not 1 <= self.snr <= _LARGE:
+            raise InputError(f"snr = {self.snr!r:.40} must be a number from 1 to {_LARGE:g}")
         if not isinstance(self.per_tensor, bool):
             raise InputError(f"per_tensor = {self.per_tensor!r} must be true or false")
 
@@ -217,8 +219,8 @@ class Threshold(Selector):
     lam: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.lam < 1:
-            raise InputError(f"lam = {self.lam} must lie between 0 and 1")
+        if not 1 / _LARGE <= self.lam < 1:
+            raise InputError(f"lam = {self.lam} must lie between {1 / _LARGE:g} and 1")
 
     def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
         square = unit_of(p.abs()).square()

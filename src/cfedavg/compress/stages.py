@@ -78,13 +78,18 @@ def client_of_value(offsets: Tensor) -> Tensor:
     return torch.repeat_interleave(offsets[1:] - offsets[:-1])
 
 
+def is_whole(value: object, low: int, high: int) -> bool:
+    """Whether a value is a whole number from `low` to `high`; to Python, True is one too."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
 def check_comp(comp: float) -> None:
-    if not (isinstance(comp, int | float) and 0 <= comp < 1):
+    if isinstance(comp, bool) or not (isinstance(comp, int | float) and 0 <= comp < 1):
         raise InputError(f"comp = {comp} must lie in [0, 1): the fraction NOT sent (0.99 sends 1%)")
 
 
 def check_block(block: int) -> None:
-    if not (isinstance(block, int) and 1 <= block < 2**31):
+    if not is_whole(block, 1, 2**31 - 1):
         raise InputError(f"block = {block} must be a whole number from 1 to 2^31 - 1")
 
 
