@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from cfedavg.errors import Busy
-from cfedavg.files import locked, make_folder, tidy
+from cfedavg.files import check_regular, locked, make_folder, read_file, tidy
+from cfedavg.residuals import InMemory, sweep
 
 
 def test_only_who_holds_a_folder_tidies_it(tmp_path: Path) -> None:
@@ -21,6 +23,33 @@ def test_only_who_holds_a_folder_tidies_it(tmp_path: Path) -> None:
         assert live.exists()
     with locked(tmp_path, "busy"):
         assert list(tmp_path.iterdir()) == [own]
+
+
+def test_what_older_versions_left_is_swept(tmp_path: Path) -> None:
+    """safetensors' own temporary names, in a run's folder and beside residuals: each a whole checkpoint."""
+    (folder := tmp_path / "residuals").mkdir()
+    for left in (".tmpA1b2C3", ".000001-000002.safetensors.77.tmp", "000001-000002.safetensors"):
+        (folder / left).touch()
+    (tmp_path / ".tmpYEFxwI").touch()
+    (tmp_path / ".tmp-of-mine").touch()
+    sweep(folder, InMemory())
+    with locked(tmp_path, "busy"):
+        assert list(tmp_path.iterdir()) == [tmp_path / ".tmp-of-mine"]
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """To open a pipe would wait for a writer, who may never come."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"text")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_file(tmp_path / "link") == b"text"
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_file(path)
+        with pytest.raises(OSError, match="not a regular file"):
+            check_regular(path)
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "nothing")
 
 
 def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from cfedavg import Config, InputError, Task
@@ -24,6 +26,7 @@ from cfedavg.config import read_config
 from cfedavg.errors import Busy, Diverged
 from cfedavg.folder import Folder
 from cfedavg.loop import Observer
+from cfedavg.tensors import checksum, read_tensors, save_tensors
 from tests.conftest import blobs
 from tests.disk import Killed
 
@@ -202,6 +205,140 @@ def test_resume_refuses_a_damaged_checkpoint(whole: Path, damage: str) -> None:
     refuses(blobs(), whole, "--resume: the checkpoint .* is damaged")
 
 
+def forge(out: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
+    """Changes a checkpoint and puts the right checksum under it."""
+    path = out / "checkpoint.safetensors"
+    tensors, about = read_tensors(path)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors, about)
+    about.pop("checksum", None)
+    save_tensors(tensors, path, {**about, "checksum": checksum(tensors, about)})
+
+
+def says(**changes: Any) -> Any:
+    return lambda tensors, about: about.update(changes)
+
+
+def holds(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """Another tensor of this name, or none."""
+
+    def put(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+        found = change(tensors.pop(name))
+        if found is not None:
+            tensors[name] = found
+
+    return put
+
+
+FORGED = {
+    "t is large": (says(t=10**9), "does not hold rounds 0 to 999999999"),
+    "t is huge": (says(t=10**30), "t must be a whole number from 0 to 2\\^53"),
+    "t is a fraction": (says(t=2.5), "t must be a whole number .* got 2.5"),
+    "t is a truth": (says(t=True), "t must be a whole number .* got True"),
+    "t is negative": (says(t=-1), "t must be a whole number .* got -1"),
+    "t is text": (says(t="7"), "t must be a whole number .* got '7'"),
+    "t is too small": (says(t=3), "metrics.jsonl was changed after the checkpoint"),
+    "rates are not known": (says(eta_sum="nan"), "eta_sum must be finite"),
+    "rates are infinite": (says(eta_sum="0x1p+9999"), "is damaged"),
+    "rates are negative": (says(eta_sum="-0x1p+0"), "eta_sum must be finite and 0 or more"),
+    "rates are a number": (says(eta_sum=1.0), "is damaged"),
+    "rows are text": (says(rows="1"), "rows must be a checksum"),
+    "options are a list": (says(options=[]), "rows must be a checksum and options a table"),
+    "another format": (says(format=["[red]"]), "written by another version"),
+    "no format": (lambda tensors, about: about.pop("format"), "is damaged"),
+    "a vector is missing": (holds("x", lambda x: None), "'x' is missing or one too many"),
+    "a buffer is missing": (holds("b", lambda x: None), "'b' is missing or one too many"),
+    "half an iterate": (holds("z.b", lambda x: None), "'z.b' is missing or one too many"),
+    "a residual is missing": (holds("e.0", lambda x: None), "'e.0' is missing or one too many"),
+    "a vector is a number": (holds("x", lambda x: x[0]), "holds another model"),
+    "a vector of doubles": (holds("x", lambda x: x.double()), "holds another model"),
+    "no clients": (holds("residuals.client", lambda x: None), "is damaged"),
+    "clients are floats": (holds("residuals.client", lambda x: x.double()), "of another dtype"),
+    "clients are one number": (holds("residuals.client", lambda x: x[0]), "different lengths"),
+    "clients are negative": (holds("residuals.client", lambda x: x - 1), "clients from 0 to 5, in order"),
+    "clients are too many": (holds("residuals.client", lambda x: x + 9), "clients from 0 to 5, in order"),
+    "clients are the same": (holds("residuals.client", lambda x: 0 * x), "clients from 0 to 5, in order"),
+    "a norm is missing": (holds("residuals.norm2", lambda x: x[1:]), "different lengths"),
+    "a norm is negative": (holds("residuals.norm2", lambda x: -x), "norm or a version .* out of range"),
+    "a norm is NaN": (holds("residuals.norm2", lambda x: x * math.nan), "norm or a version .* out of range"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_resume_refuses_a_forged_checkpoint(whole: Path, name: str) -> None:
+    """Its checksum is right; nothing is believed before it was looked at, and nothing is allocated."""
+    change, words = FORGED[name]
+    forge(whole, change)
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    refuses(blobs(), whole, f"^--resume: .*{words}")
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
+
+
+def test_resume_refuses_changed_rows(whole: Path) -> None:
+    """One digit, anywhere but in the clock's readings, is not taken for what the run measured."""
+    metrics = whole / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    for n, name in ((0, "test_accuracy"), (3, "uplink_bytes"), (6, "snr_mean")):
+        row = json.loads(lines[n])
+        changed = [*lines[:n], json.dumps(row | {name: row[name] + 1}), *lines[n + 1 :]]
+        metrics.write_text("\n".join(changed) + "\n")
+        refuses(blobs(), whole, "--resume: .*metrics.jsonl was changed after the checkpoint was written")
+    metrics.write_text("\n".join(lines) + "\n")
+    run(BASE, blobs(), out=whole, resume=True)
+
+
+NO_ROWS = [
+    {"uplink_bytes": "many"}, {"uplink_bytes": None}, {"uplink_bytes": 10**400}, {"seconds": True},
+    {"rate_conditions": []}, {"rate_conditions": {"a": {}}}, {"rate_conditions": {"a": {"holds": 1}}},
+]  # fmt: skip
+
+
+def older(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    """As version 0.5 wrote checkpoints."""
+    del about["rows"], about["options"]
+
+
+@pytest.mark.parametrize("change", NO_ROWS, ids=map(str, range(len(NO_ROWS))))
+def test_rows_of_an_older_run_are_looked_at_too(whole: Path, change: dict[str, Any]) -> None:
+    forge(whole, older)
+    run(BASE, blobs(), out=whole, resume=True)
+    metrics = whole / "metrics.jsonl"
+    first, *rest = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(json.dumps(json.loads(first) | change) + "\n" + "".join(rest))
+    refuses(blobs(), whole, "--resume: .*metrics.jsonl was changed")
+
+
+@pytest.mark.parametrize("line", ['{"round": 0, "x": 1e999}', '{"round": 0, "x": NaN}', "[" * 200_000])
+def test_rows_that_are_no_json_end_the_rows(whole: Path, line: str) -> None:
+    (whole / "metrics.jsonl").write_text(line + "\n")
+    refuses(blobs(), whole, "does not hold rounds 0 to 6")
+
+
+def test_resume_refuses_an_edited_configuration(whole: Path) -> None:
+    """Also where nothing is said on the command line, and so the edited file alone speaks."""
+    file = whole / "config.toml"
+    file.write_text(file.read_text().replace("eta_local = 0.1 ", "eta_local = 0.2 "))
+    refuses(blobs(), whole, "config.toml was changed .*: eta_local is 0.2, and was 0.1", read_config(file))
+    file.write_text(file.read_text().replace("eta_local = 0.2 ", "eta_local = 0.1 "))
+    file.write_text(file.read_text().replace("rounds = 7 ", "rounds = 8 "))
+    assert len(run(read_config(file), blobs(), out=whole, resume=True).rows) == 8
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "checkpoint.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_resume_refuses_what_is_no_file(whole: Path, name: str, make: Callable[[Path], None]) -> None:
+    """A pipe would be waited for."""
+    (whole / name).unlink()
+    make(whole / name)
+    refuses(blobs(), whole, f"{name}.* not a regular file")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch])
+def test_resume_refuses_residuals_that_are_no_folder(whole: Path, make: Callable[[Path], None]) -> None:
+    make(whole / "residuals")
+    refuses(blobs(), whole, "residuals is a file, and must be a folder")
+
+
 def test_resume_with_other_rounds_when_they_decide_the_rate(tmp_path: Path) -> None:
     config = Config(rounds=3, local_steps="2", schedule="corollary1", smoothness=5.0)
     run(config, blobs(), out=tmp_path / "r")
@@ -268,7 +405,7 @@ def test_a_run_from_python_draws_too(tmp_path: Path) -> None:
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise SafetensorError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("cfedavg.tensors.save_file", full)
     with pytest.raises(InputError, match=r"cannot write .*checkpoint.safetensors \(No space left"):

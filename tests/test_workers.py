@@ -7,6 +7,7 @@ them. Those of the commands at the end are spawned, as they always are outside o
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import multiprocessing
 import os
@@ -27,7 +28,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -511,7 +511,7 @@ def test_a_full_disk(alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def full(tensors: Any, path: Path, **more: Any) -> None:
         if os.getpid() != HERE and "-000002." in str(path):
-            raise SafetensorError("No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
         save_file(tensors, path, **more)
 
     monkeypatch.setattr("cfedavg.tensors.save_file", full)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from cfedavg.errors import InputError
+from cfedavg.files import read_file
 from cfedavg.spec import Range
 
 
@@ -224,6 +225,8 @@ class Config:
             table = tomllib.loads(text)
         except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
             raise InputError(f"{where} is not valid TOML: {error}") from None
+        except RecursionError:
+            raise InputError(f"{where} is not valid TOML: brackets within brackets, too deep") from None
         return cls.from_dict(table, where, trust=trust)
 
     @classmethod
@@ -256,7 +259,7 @@ def kinds() -> dict[str, Any]:
 def read_config(path: Path) -> Config:
     """The configuration in a TOML file. To read it runs nothing; see `refuse_code` before it is run."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--config: cannot read {path} ({getattr(error, 'strerror', error)})") from None
     try:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cfedavg.errors import Busy, InputError
 
-_TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe)")
+# `.tmpA1b2C3` is what safetensors calls its own, which versions up to 0.5 left behind when they were killed.
+_TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe|tmp[A-Za-z0-9]{6})")
 
 
 @contextmanager
@@ -48,6 +51,33 @@ def append(path: Path, data: bytes) -> None:
             file.write(data)
     except OSError as error:
         raise InputError(f"cannot write {path} ({error.strerror or error})") from None
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a regular file holds; anything else raises OSError.
+
+    Somebody else's folder may hold a pipe under this name, and opening that would wait for ever.
+    """
+    with open(path, "rb", opener=_open_regular) as file:
+        return file.read()
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless the path is a regular file, for readers that open it by its name."""
+    os.close(_open_regular(path, os.O_RDONLY))
+
+
+def _open_regular(path: str | Path, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return handle
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is what a killed process left."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def exists(path: Path) -> bool:
@@ -97,7 +127,7 @@ def locked(folder: Path, sentence: str) -> Iterator[None]:
 def tidy(folder: Path) -> None:
     """Removes what a process left that was killed while it wrote; what cannot be removed hurts nobody."""
     for path in folder.glob(".*"):
-        if _TEMPORARY.fullmatch(path.name):
+        if is_temporary(path.name):
             with suppress(OSError):
                 path.unlink()
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import zlib
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from cfedavg.config import OWN, Config, flag, read_config
 from cfedavg.errors import CannotResume, InputError
-from cfedavg.files import locked, make_folder, sync, write_atomic
-from cfedavg.metrics import Record
+from cfedavg.files import locked, make_folder, read_file, sync, write_atomic
+from cfedavg.metrics import Record, is_number
 from cfedavg.residuals import InMemory, OnDisk, sweep
-from cfedavg.state import State, load, save
+from cfedavg.state import State, Vouched, load, save
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
 MODEL = "model.safetensors"  # at the end
@@ -24,6 +27,8 @@ FEDERATION = "federation.txt"  # only a real one has it: its name, by which clie
 
 # What may change when a run goes on; everything else decides the result.
 MAY_CHANGE = {"data_dir", "rounds", "device", "checkpoint_every", "residuals", "workers"}
+
+CLOCK = "seconds"  # the one column that two equal runs do not share
 
 
 class Folder:
@@ -35,6 +40,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path, self.residuals = path, path / RESIDUALS
         self._lock = ExitStack()
+        self._rows, self._options = 0, dict[str, Any]()
 
     def __enter__(self) -> Folder:
         make_folder(self.path, "--out")
@@ -61,7 +67,7 @@ class Folder:
             check_same(old, config, self.path)
             self._check_checkpoint(old)
         if begun and (self.path / CHECKPOINT).exists():
-            state, rows = self._restore(identity, start)
+            state, rows = self._restore(config, identity, start)
             if state.t > config.rounds:
                 raise InputError(
                     f"--resume: --rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
@@ -71,6 +77,7 @@ class Folder:
         residuals = start.residuals.adopted(state.residuals, start.x)
         write_atomic(self.path / CONFIG, config.to_toml().encode())
         self.rewrite(rows)
+        self._options = fixed_options(config)
         return dataclasses.replace(state, residuals=residuals), rows
 
     def _check_checkpoint(self, config: Config) -> None:
@@ -83,16 +90,23 @@ class Folder:
                 "choose another folder to start again"
             )
 
-    def _restore(self, identity: int, like: State) -> tuple[State, list[Record]]:
+    def _restore(self, config: Config, identity: int, like: State) -> tuple[State, list[Record]]:
         """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
-        state = load(self.path / CHECKPOINT, identity, like, self.residuals)
+        state, vouched = load(self.path / CHECKPOINT, identity, like, self.residuals, config.clients)
+        if vouched:
+            check_options(vouched.options, config, self.path / CONFIG)
         if isinstance(state.residuals, OnDisk):
             state.residuals.check()
         rows = read_rows(self.path / METRICS)[: state.t]
-        if [row.get("round") for row in rows] != list(range(state.t)):
+        if len(rows) != state.t or any(row.get("round") != t for t, row in enumerate(rows)):
             raise CannotResume(
                 f"{self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
                 "which the checkpoint needs; start again"
+            )
+        if not _are_usable(rows) or (vouched and vouched.rows != checksum_of(rows)):
+            raise CannotResume(
+                f"{self.path / METRICS} was changed after the checkpoint was written; "
+                "put it back, or start again in another folder"
             )
         return state, rows
 
@@ -100,11 +114,13 @@ class Folder:
         try:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(as_line(row))
+            self._rows = checksum_of([row], self._rows)
         except OSError as error:
             raise InputError(f"--out: cannot write {self.path / METRICS} ({error.strerror})") from None
 
     def rewrite(self, rows: list[Record]) -> None:
         write_atomic(self.path / METRICS, "".join(map(as_line, rows)).encode())
+        self._rows = checksum_of(rows)
 
     def checkpoint(self, state: State, identity: int) -> None:
         # The rows and residuals first, then the checkpoint that vouches for them.
@@ -113,7 +129,7 @@ class Folder:
         except OSError as error:
             raise InputError(f"--out: cannot write {self.path / METRICS} ({error.strerror})") from None
         state.residuals.flush()
-        save(state, self.path / CHECKPOINT, identity)
+        save(state, self.path / CHECKPOINT, identity, Vouched(self._rows, self._options))
         state.residuals.settled()
         if isinstance(state.residuals, InMemory):
             sweep(self.residuals, state.residuals)  # of a run that was on disk until its last checkpoint
@@ -122,17 +138,64 @@ class Folder:
 def read_rows(path: Path) -> list[Record]:
     """The rows of a metrics file up to the first that is not whole."""
     rows: list[Record] = []
-    if not path.exists():
+    try:
+        lines = read_file(path).decode(errors="replace").split("\n")
+    except FileNotFoundError:
         return rows
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from None
+    for line in lines:
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = json.loads(line, parse_float=_finite, parse_constant=_finite)
+        except (ValueError, RecursionError):
             break
         if not isinstance(row, dict):
             break
         rows.append(row)
     return rows
+
+
+def _finite(text: str) -> float:
+    """JSON proper has no infinity: `as_line` could not write it again."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def _are_usable(rows: list[Record]) -> bool:
+    """Whether rows have what the rest of their run will ask for; those of another program may not."""
+    try:
+        checksum_of(rows)
+    except RecursionError:  # lists in lists, as deep as they could just be read
+        return False
+    return all(map(_is_usable, rows)) and len({tuple(row.get("rate_conditions", ())) for row in rows}) < 2
+
+
+def _is_usable(row: Record) -> bool:
+    conditions = row.get("rate_conditions", {})
+    return (
+        all(is_number(row.get(name, "")) for name in (*_TOTALS, "snr_min", "alpha"))
+        and all(row[name] is not None for name in _TOTALS)
+        and isinstance(conditions, dict)
+        and all(isinstance(each, dict) and _is_condition(each) for each in conditions.values())
+    )
+
+
+_TOTALS = ("uplink_bytes", CLOCK)
+
+
+def _is_condition(found: Record) -> bool:
+    return isinstance(found.get("holds"), bool) and is_number(found.get("ratio", ""))
+
+
+def checksum_of(rows: list[Record], before: int = 0) -> int:
+    """CRC-32 of rows that follow those of checksum `before`, without the clock's readings.
+
+    So two equal runs have the same checkpoint to the byte.
+    """
+    for row in rows:
+        before = zlib.crc32(as_line({**row, CLOCK: 0}).encode(), before)
+    return before
 
 
 def as_line(row: Record) -> str:
@@ -150,21 +213,36 @@ def _config_of(path: Path) -> Config:
 def check_same(old: Config, new: Config, path: Path) -> None:
     """Whether a run of one configuration may go on with another."""
     if old.dataset == f"{OWN})":  # written before tasks had fingerprints
-        unsaid = [item.name for item in dataclasses.fields(Config) if not new.says(item.name)]
-        old = dataclasses.replace(old, **{name: getattr(new, name) for name in ("dataset", "model", *unsaid)})
-    for item in dataclasses.fields(Config):
-        before, now = getattr(old, item.name), getattr(new, item.name)
-        if before == now or (item.name in MAY_CHANGE and not _horizon(item.name, new)):
+        old = dataclasses.replace(old, dataset=new.dataset, model=new.model)
+    for name, now in fixed_options(new).items():
+        if (before := getattr(old, name)) == now:
             continue
-        if item.name in ("dataset", "model") and not (old.is_named and new.is_named):
+        if name in ("dataset", "model") and not (old.is_named and new.is_named):
             raise InputError(
-                f"--resume: the run in {path} has another task: its {item.name} is {_said(before)}, "
+                f"--resume: the run in {path} has another task: its {name} is {_said(before)}, "
                 f"not {_said(now)}; give the task it was made with, or start another run"
             )
         raise InputError(
-            f"--resume: {flag(item.name)} is {_said(now)}, but the run in {path} has {_said(before)}; "
+            f"--resume: {flag(name)} is {_said(now)}, but the run in {path} has {_said(before)}; "
             "leave it out or start another run"
         )
+
+
+def fixed_options(config: Config) -> dict[str, Any]:
+    """The fields of a configuration that a resume must not change."""
+    names = [item.name for item in dataclasses.fields(Config) if config.says(item.name)]
+    fixed = [name for name in names if name not in MAY_CHANGE or _horizon(name, config)]
+    return {name: getattr(config, name) for name in fixed}
+
+
+def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
+    """Refuse a configuration that was edited in its file after the checkpoint was written."""
+    for name, now in fixed_options(config).items():
+        if name in before and before[name] != now:
+            raise InputError(
+                f"--resume: {file} was changed after the checkpoint was written: {name} is {_said(now)}, "
+                f"and was {_said(before[name])}; put it back or start another run"
+            )
 
 
 def _said(value: object) -> str:

@@ -71,6 +71,17 @@ def residual_norms(norms2: Iterable[float], m: int) -> Record:
     }
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of a row, as JSON gives it, can be added and drawn; null stands for not known.
+
+    >>> [is_number(value) for value in (1, 0.5, None, True, "1", 10**400)]
+    [True, True, True, False, False, False]
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1000  # a larger one has no float
+    return value is None or isinstance(value, float)
+
+
 def finite(value: float) -> float | None:
     """JSON has no infinity: it is written as null."""
     return value if math.isfinite(value) else None

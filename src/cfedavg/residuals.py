@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from cfedavg.errors import CannotResume, InputError
-from cfedavg.files import exists, sync
+from cfedavg.files import exists, is_temporary, sync
 from cfedavg.keys import bits
 from cfedavg.tensors import UNREADABLE, checksum, free_memory, norms2, read_tensors, save_tensors
 
-# 000123-000007.safetensors: client 123, the seventh version; or the temporary name that it is written to.
-_NAME = re.compile(r"\.?\d+-\d+\.safetensors(\.\d+\.tmp)?")
+_NAME = re.compile(r"\d+-\d+\.safetensors")  # 000123-000007.safetensors: client 123, the seventh version
 T = TypeVar("T")
 _SHARE = 3  # residuals may take up a third of the memory that is free; the rest is the training's
 
@@ -135,6 +134,8 @@ class OnDisk(Residuals):
             e = tensors["e"]
             if about != {"client": client, "version": version} or e.shape != shape:
                 raise ValueError("it holds another residual")
+            if not e.is_floating_point():
+                raise ValueError(f"a residual must be of floats, not of {e.dtype}")
         except UNREADABLE as error:
             why = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
             raise InputError(f"the residual file {path} {why}; start the run again") from None
@@ -230,10 +231,17 @@ def sweep(folder: Path, residuals: Residuals) -> None:
     """Deletes what broken-off rounds left in the folder: all files of residuals but those of this store."""
     if not exists(folder):
         return
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file, and must be a folder; move it away")
     keep = residuals.paths() if isinstance(residuals, OnDisk) else set()
-    _delete(path for path in folder.iterdir() if path not in keep and _NAME.fullmatch(path.name))
+    _delete(path for path in folder.iterdir() if path not in keep and _is_ours(path.name))
     with suppress(OSError):  # not empty
         folder.rmdir()
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file is a residual's, or what was left of one."""
+    return _NAME.fullmatch(name) is not None or is_temporary(name)
 
 
 def _delete(paths: Iterable[Path]) -> None:

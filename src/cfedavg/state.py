@@ -7,7 +7,9 @@ holds the versions, and their files lie beside it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,18 @@ class State:
     eta_sum: float = 0.0
 
 
-def save(state: State, path: Path, identity: int) -> None:
+@dataclass(frozen=True)
+class Vouched:
+    """What the other files of a run must be for its checkpoint to go on.
+
+    `rows` is a checksum of the rows of its rounds, `options` the configuration as far as it may not change.
+    """
+
+    rows: int
+    options: dict[str, Any]
+
+
+def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
     """Writes a checkpoint that is whole or not there; `identity` is the model's (see Vectors)."""
     tensors = {"x": state.x, "b": state.b, **_as_tensors(state.residuals)}
     if state.z is not None:
@@ -44,6 +57,8 @@ def save(state: State, path: Path, identity: int) -> None:
         "t": state.t,
         "eta_sum": state.eta_sum.hex(),
         "identity": identity,
+        "rows": vouched.rows,
+        "options": vouched.options,
     }
     save_tensors(plain, path, {**about, "checksum": checksum(plain, about)})
 
@@ -62,26 +77,65 @@ def _as_tensors(residuals: Residuals) -> dict[str, Tensor]:
     return {**tensors, **{f"e.{client}": e for client, e in residuals.vectors.items()}}
 
 
-def load(path: Path, identity: int, like: State, folder: Path) -> State:
+def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, Vouched | None]:
     """Reads a checkpoint, in the shapes and onto the device of `like`; an InputError says what is wrong.
 
-    `folder` is where the files of residuals are that live on disk.
+    `folder` is where the files of residuals are that live on disk; there are so many `clients`. Checkpoints
+    of version 0.5 vouch for nothing else.
     """
     try:
         tensors, about = read_tensors(path)
         if about["format"] != FORMAT:
-            raise InputError(f"--resume: {path} was written by another version ({about['format']})")
+            raise InputError(f"--resume: {path} was written by another version ({about['format']!r})")
         if about["identity"] != identity or not _fits(tensors, like):
             raise InputError(
                 f"--resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
             )
-        if about.pop("checksum") != checksum(tensors, about) or about["t"] < 0:
+        if about.pop("checksum") != checksum(tensors, about):
             raise ValueError("its checksum is wrong")
-        return _state(about, tensors, like.x.device, folder)
+        _check_numbers(about, tensors, clients)
+        vouched = Vouched(about["rows"], about["options"]) if "rows" in about else None
+        return _state(about, tensors, like.x.device, folder), vouched
     except InputError:
         raise
     except UNREADABLE as error:
         raise CannotResume(f"the checkpoint {path} is damaged ({error}); start again") from None
+
+
+def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int) -> None:
+    """Raises ValueError unless every number is one that `save` can have written: a checksum is no proof."""
+    t, eta_sum = about["t"], float.fromhex(about["eta_sum"])
+    if type(t) is not int or not 0 <= t < 2**53:
+        raise ValueError(f"t must be a whole number from 0 to 2^53, got {t!r}")
+    if not 0 <= eta_sum < math.inf:
+        raise ValueError(f"eta_sum must be finite and 0 or more, got {eta_sum}")
+    if type(about.get("rows", 0)) is not int or not isinstance(about.get("options", {}), dict):
+        raise ValueError("rows must be a checksum and options a table")
+    clients, norm2 = tensors["residuals.client"], tensors["residuals.norm2"]
+    version = tensors.get("residuals.version", torch.ones_like(clients))
+    kinds = [torch.int64, torch.float64, torch.int64]
+    if [each.dtype for each in (clients, norm2, version)] != kinds:
+        raise ValueError("a table of residuals is of another dtype")
+    if clients.dim() != 1 or not clients.shape == norm2.shape == version.shape:
+        raise ValueError("the tables of residuals have different lengths")
+    if not _increase_below(clients.tolist(), m):
+        raise ValueError(f"its residuals must be of clients from 0 to {m - 1}, in order")
+    if not bool((norm2.isfinite() & (norm2 >= 0) & (version > 0) & (version < 2**53)).all()):
+        raise ValueError("a norm or a version of a residual is out of range")
+    _check_names(set(tensors), clients.tolist())
+
+
+def _increase_below(numbers: list[int], m: int) -> bool:
+    return all(a < b for a, b in pairwise([-1, *numbers, m]))
+
+
+def _check_names(found: set[str], clients: list[int]) -> None:
+    """Of each residual in memory there is a vector, and nothing else."""
+    known = {"x", "b", "residuals.client", "residuals.norm2"}
+    known |= {"residuals.version"} if "residuals.version" in found else {f"e.{client}" for client in clients}
+    known |= {"z.x", "z.b"} if "z.x" in found else set()
+    if found != known:
+        raise ValueError(f"{min(found ^ known)!r} is missing or one too many")
 
 
 def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, folder: Path) -> State:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from cfedavg.files import replacing
+from cfedavg.files import check_regular, replacing
 from cfedavg.kernel import kernel
 
 
@@ -62,25 +61,91 @@ def _squares(v: np.ndarray) -> float:
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
+# As safetensors names them, in the order in which it writes them.
+_NAMES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, about: dict[str, Any] | None = None, *, durable: bool = True
 ) -> None:
     """A safetensors file that is whole or not there; one that is not `durable` awaits its sync."""
     with replacing(path, durable=durable) as temporary:
-        try:
-            save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
-        except SafetensorError as error:  # a full disk comes as this
-            raise OSError(str(error)) from None
+        save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
+
+
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, to the byte as safetensors does, which writes to a name of its own first.
+
+    That name would stay behind, with a whole checkpoint, if the process were killed. Only one tensor at a
+    time is copied, and only if it is not contiguous or not on the CPU.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise OSError(f"a safetensors file cannot hold {name!r}, which is of {tensor.dtype}")
+    order = list(_NAMES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name.encode()))
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for name in names:
+        tensor = tensors[name]
+        end = start + tensor.numel() * tensor.element_size()
+        dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in names:
+            file.write(_bytes(tensors[name].detach().cpu()))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where they lie side by side."""
+    if not tensor.numel():  # of nothing there is no view
+        return memoryview(b"")
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `save_tensors` wrote, on the CPU. What is wrong with a file shows as one of UNREADABLE."""
+    check_regular(path)
     with safe_open(path, framework="pt") as file:
         about = json.loads((file.metadata() or {})["cfedavg"])
+        if not isinstance(about, dict):
+            raise ValueError("its description is not a table")
         return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - no mapping
 
 
-UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError)
+UNREADABLE = (
+    OSError,
+    SafetensorError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
@@ -89,8 +154,7 @@ def checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
     for name in sorted(tensors):
         tensor = tensors[name]
         found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
-        if tensor.numel():  # of nothing there is no view
-            found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
+        found = zlib.crc32(_bytes(tensor), found)
     return found
 
 
