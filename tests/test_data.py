@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -386,6 +387,16 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
+def pipe(path: Path) -> None:
+    """Whoever opened it would wait."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def says(**changes: Any) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def other_version(path: Path) -> None:
     path.write_text(path.read_text().replace('"version": 1', '"version": 0'))
 
@@ -401,6 +412,14 @@ def other_version(path: Path) -> None:
         ("meta.json", cut),
         ("meta.json", other_version),
         ("meta.json", lambda path: path.write_text("[]")),
+        ("meta.json", lambda path: path.write_text("[" * 200_000)),
+        ("meta.json", pipe),
+        ("meta.json", says(classes=10**9)),
+        ("meta.json", says(mean=["0.5"])),
+        ("meta.json", says(mean=[0.5, 0.5])),
+        ("meta.json", says(std=[0.0])),
+        ("train_pixels.npy", pipe),
+        ("train_labels.npy", lambda path: path.write_bytes(b"PK\3\4")),
         (".", lambda path: [inner.unlink() for inner in path.iterdir()]),
     ],
 )

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "units": set(),
     "report": {"config", "errors", "files", "metrics", "units", "__init__"},
     "display": {"loop", "metrics", "units"},
-    "inspection": {"compress", "errors", "files", "layout", "payload", "units", "wire"},
+    "inspection": {"compress", "errors", "files", "layout", "payload", "wire"},
     "federation": {"algorithm", "compress", "errors", "files", "keys", "layout", "payload", "tensors",
                    "wire"},
     "flower": {"algorithm", "compress", "config", "data", "display", "engines", "errors", "evaluate",

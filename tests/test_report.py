@@ -370,6 +370,9 @@ def test_what_comes_from_a_configuration_is_escaped(tmp_path: Path) -> None:
     assert "<i>" not in text
 
 
+EXTREME = [1.0, 1.7e308, -1e308, 1e300, 1e-320, -5e-324, 2**999, -1, math.inf, 0.5]
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -382,8 +385,9 @@ def test_what_comes_from_a_configuration_is_escaped(tmp_path: Path) -> None:
         ],
         rounds(3, uplink_bytes=0, delta_norm2=0.0, error_norm2=0.0, alpha=0.0, train_loss=0.0),
         [{"round": 0}],
+        [dict.fromkeys(row(0), value) | {"round": t} for t, value in enumerate(EXTREME)],
     ],
-    ids=["empty", "one", "nulls", "gaps", "zeros", "bare"],
+    ids=["empty", "one", "nulls", "gaps", "zeros", "bare", "extreme"],
 )
 @pytest.mark.usefixtures("one_picture")
 def test_odd_runs_make_pictures_too(tmp_path: Path, rows: list[dict[str, Any]]) -> None:

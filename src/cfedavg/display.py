@@ -25,10 +25,10 @@ class Display(Observer):
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
+                TextColumn("{task.fields[line]}", markup=False),
                 TimeRemainingColumn(compact=True),
             )
             self._progress = Progress(*columns, console=console)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
-from zipfile import BadZipFile
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from cfedavg.errors import InputError
-from cfedavg.files import exists
+from cfedavg.errors import InputError, first_line
+from cfedavg.files import check_regular, exists, read_file
 from cfedavg.layout import Layout
 from cfedavg.payload import Payload
 from cfedavg.wire import WireError, decode, measure, read_header
@@ -21,6 +20,10 @@ from cfedavg.wire.explain import Rows, header_rows, section_rows, tensor_rows
 
 if TYPE_CHECKING:
     from cfedavg.compress import Compressor
+
+
+# What a decoder allocates grows with the layout, of which the message says nothing: 1 GB for each of these.
+_MOST, _MOST_ROWS = 2**33, 2**26
 
 
 def show(console: Console, file: Path, layout: Path | None, dense: Path | None) -> None:
@@ -61,22 +64,23 @@ def snr(payload: Payload, dense: Path) -> float:
     from cfedavg.compress import decompress
 
     try:
-        with dense.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise InputError(f"--dense: cannot read {dense} as a NumPy array ({error})") from None
-    if not isinstance(loaded, np.ndarray) or loaded.dtype.kind not in "fiu":
+        check_regular(dense)
+        with np.errstate(over="ignore"):  # of a size that no file has
+            loaded = np.lib.format.open_memmap(dense, mode="r")  # holds the header against the file's size
+    except Exception as error:  # NumPy raises many kinds of error on a damaged header
+        raise InputError(f"--dense: cannot read {dense} as a NumPy array ({first_line(error)})") from None
+    if loaded.dtype.kind not in "fiu":
         raise InputError(f"--dense: {dense} must hold one array of real numbers, as numpy.save writes it")
+    if loaded.size != payload.d:
+        raise InputError(f"--dense: {dense} has {loaded.size} numbers, the message is of {payload.d}")
     p = loaded.reshape(-1).astype(np.float64)
-    if len(p) != payload.d:
-        raise InputError(f"--dense: {dense} has {len(p)} numbers, the message is of {payload.d}")
     noise = ((p - decompress(payload.map(torch.from_numpy))[0].double().numpy()) ** 2).sum()
     return float((p**2).sum() / noise) if noise else math.inf
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path)
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from None
 
@@ -84,9 +88,17 @@ def _read(path: Path) -> bytes:
 def _layout(path: Path) -> Layout:
     data = _read(path)
     try:
-        return Layout.from_text(data.decode())
+        layout = Layout.from_text(data.decode())
     except (ValueError, TypeError, RecursionError):
         raise InputError(f"--layout: {path} is not the layout of a model") from None
+    if not all(name.isprintable() for name in layout.names):
+        raise InputError(f"--layout: {path} names a tensor with characters that cannot be printed")
+    if layout.d > _MOST or sum(sum(shape[:2]) for shape in layout.shapes) > _MOST_ROWS:
+        raise InputError(
+            f"--layout: {path} is of a model with {layout.d:,} numbers; messages of up to {_MOST:,}, and "
+            f"{_MOST_ROWS:,} rows and columns, can be inspected"
+        )
+    return layout
 
 
 def _table(rows: Rows, *columns: str) -> Table:

@@ -8,6 +8,7 @@ holds the versions, and their files lie beside it.
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -86,7 +87,9 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
     try:
         tensors, about = read_tensors(path)
         if about["format"] != FORMAT:
-            raise InputError(f"--resume: {path} was written by another version ({about['format']!r})")
+            raise InputError(
+                f"--resume: {path} was written by another version ({reprlib.repr(about['format'])})"
+            )
         if about["identity"] != identity or not _fits(tensors, like):
             raise InputError(
                 f"--resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
@@ -99,14 +102,15 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
     except InputError:
         raise
     except UNREADABLE as error:
-        raise CannotResume(f"the checkpoint {path} is damaged ({error}); start again") from None
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise CannotResume(f"the checkpoint {path} is damaged ({why}); start again") from None
 
 
 def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int) -> None:
     """Raises ValueError unless every number is one that `save` can have written: a checksum is no proof."""
     t, eta_sum = about["t"], float.fromhex(about["eta_sum"])
     if type(t) is not int or not 0 <= t < 2**53:
-        raise ValueError(f"t must be a whole number from 0 to 2^53, got {t!r}")
+        raise ValueError(f"t must be a whole number from 0 to 2^53, got {reprlib.repr(t)}")
     if not 0 <= eta_sum < math.inf:
         raise ValueError(f"eta_sum must be finite and 0 or more, got {eta_sum}")
     if type(about.get("rows", 0)) is not int or not isinstance(about.get("options", {}), dict):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, folder, takes_config
 from cfedavg.cli.voice import PLAIN, ranks
@@ -93,8 +94,8 @@ def _report(runs: list[Path], out: Path) -> None:
     console = Console()
     header, *rows = made.table()
     shown = [i for i, name in enumerate(header) if name not in ("best", "downlink", "seeds")]
-    table = Table(*(Column(header[i], overflow="fold") for i in shown))
+    table = Table(*(Column(Text(header[i]), overflow="fold") for i in shown))
     for row in rows:
-        table.add_row(*(row[i] for i in shown))
+        table.add_row(*(Text(row[i]) for i in shown))  # labels hold what a configuration says: no markup
     console.print(table)
     console.print(f"{made.headline}\n{made.page}  {made.picture}", **PLAIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ import numpy as np
 from cfedavg.data.decode import VERSION
 from cfedavg.data.images import ImageData, Images
 from cfedavg.errors import InputError
+from cfedavg.files import check_regular, read_file
 
 _DAY = 86_400.0
 
@@ -93,20 +95,41 @@ def _publish(draft: Path, folder: Path) -> None:
 def _opened(name: str, folder: Path) -> ImageData | None:
     """The data set in the folder, memory-mapped, or None when anything about it is wrong."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(read_file(folder / "meta.json"))
         if meta["version"] != VERSION:
             return None
         classes, mean, std = int(meta["classes"]), tuple(meta["mean"]), tuple(meta["std"])
         train, test = (_split(folder, split, meta["shapes"][split], classes) for split in ("train", "test"))
+        if not _are_sound(classes, mean, std, train, test):
+            return None
         return ImageData(name, train, test, classes, mean, std)
     except Exception:  # whatever is wrong with a cache, decoding again mends it
         return None
 
 
+def _are_sound(
+    classes: int, mean: tuple[float, ...], std: tuple[float, ...], train: Images, test: Images
+) -> bool:
+    """Whether what meta.json says of both splits is true of them: a model is made of as many classes."""
+    channels = train.pixels.shape[1]
+    return (
+        classes == max(int(split.labels.max()) for split in (train, test)) + 1
+        and train.pixels.shape[1:] == test.pixels.shape[1:]
+        and len(mean) == len(std) == channels
+        and all(math.isfinite(number) for number in (*mean, *std))
+        and all(number > 0 for number in std)
+    )
+
+
 def _split(folder: Path, split: str, shape: list[int], classes: int) -> Images:
-    pixels, labels = (np.load(folder / f"{split}_{part}.npy", mmap_mode="r") for part in ("pixels", "labels"))
+    """Memory-mapped: NumPy compares the size in the header with that of the file."""
+    paths = [folder / f"{split}_{part}.npy" for part in ("pixels", "labels")]
+    for path in paths:
+        check_regular(path)
+    pixels, labels = (np.lib.format.open_memmap(path, mode="r") for path in paths)
     sound = (
         pixels.shape == tuple(shape)
+        and pixels.ndim == 4
         and pixels.dtype == np.uint8
         and labels.shape == (shape[0],)
         and labels.dtype == np.int64

@@ -16,6 +16,7 @@ import numpy as np
 
 from cfedavg.data.images import histogram, mean_std
 from cfedavg.errors import InputError
+from cfedavg.files import check_regular
 
 VERSION = 1  # of the files that `decode` writes; a cache of another version is decoded again
 SPLITS = ("train", "test")
@@ -94,6 +95,7 @@ def _rows(path: Path, where: str) -> int:
     import pyarrow.parquet as pq
 
     try:
+        check_regular(path)
         return int(pq.read_metadata(path).num_rows)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(where, path, error) from None
@@ -203,10 +205,11 @@ class _Bar:
         self.done += n
         if self.bar is None and sys.stderr.isatty() and time.monotonic() - self.begin > _PATIENCE:
             from rich.console import Console
+            from rich.markup import escape
             from rich.progress import Progress
 
             self.bar = Progress(console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task(self.title, total=self.total)
+            self.task = self.bar.add_task(escape(self.title), total=self.total)
             self.bar.start()
         if self.bar is not None:
             self.bar.update(self.task, completed=self.done)

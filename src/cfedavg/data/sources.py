@@ -105,9 +105,12 @@ def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
 
 def _fingerprint(paths: list[Path]) -> str:
     """Changes when a file is moved, replaced or written to."""
-    text = "\n".join(
-        f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path in paths for info in [path.stat()]
-    )
+    try:
+        text = "\n".join(
+            f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path in paths for info in [path.stat()]
+        )
+    except OSError as error:
+        raise InputError(f"--data-dir: cannot read {error.filename} ({error.strerror})") from None
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

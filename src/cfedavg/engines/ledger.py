@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cfedavg.errors import InputError
-from cfedavg.files import exists, make_folder, write_atomic
+from cfedavg.files import exists, make_folder, read_file, write_atomic
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Payload
 from cfedavg.wire import encode, measure, plain_length
@@ -47,7 +47,11 @@ class Ledger:
             return
         make_folder(self.keep, "--messages")
         beside = self.keep / "layout.json"
-        if exists(beside) and beside.read_bytes() != self.layout.text.encode():
+        try:
+            known = read_file(beside) if exists(beside) else self.layout.text.encode()
+        except OSError as error:
+            raise InputError(f"--messages: cannot read {beside} ({error.strerror})") from None
+        if known != self.layout.text.encode():
             raise InputError(f"--messages: {self.keep} holds messages of another model; give another folder")
         if t == 0 and next(self.keep.glob("*.cfa"), None) is not None:
             raise InputError(f"--messages: {self.keep} holds messages of another run; give another folder")

@@ -66,8 +66,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
 
     if not paths:
         raise InputError("a report needs at least one run folder")
-    folders = {path.resolve(): path for path in paths}  # the same one, spelt in two ways, is one run
-    runs = [read_run(path) for path in folders.values()]
+    # The same folder, spelt in two ways, is one run.
+    runs = list({run.path.resolve(): run for run in map(read_run, paths)}.values())
     make_folder(out, "--out")  # before the drawing, which takes seconds
     groups, metric = group_runs(runs), metric_name(runs)
     rows = summarise(groups, metric)

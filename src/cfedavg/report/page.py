@@ -48,7 +48,7 @@ def make_page(
         "</main>",
         f"<footer>Made by cfedavg {__version__}.</footer></body></html>",
     ]
-    return "\n".join(part for part in parts if part).encode()
+    return "\n".join(part for part in parts if part).encode(errors="replace")  # JSON may hold half a letter
 
 
 def _setting(groups: Sequence[Group]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from cfedavg.config import Config, read_config
 from cfedavg.errors import InputError
+from cfedavg.files import exists, read_file
+from cfedavg.metrics import is_number
 from cfedavg.units import is_share
 
 CONFIG, METRICS, NODES = "config.toml", "metrics.jsonl", "nodes.jsonl"
@@ -24,6 +27,7 @@ _NUMBERS = {
     "simulated_seconds", "client_accuracy_min", "client_accuracy_mean", "up_bytes", "K", "residual_norm",
     "age", "incarnation",
 }  # fmt: skip
+_LARGEST = 1e100
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """The run in a folder; InputError says in one sentence what is missing or malformed."""
-    if not path.is_dir():
-        why = "it is a file" if path.exists() else "there is no such folder"
+    if not (exists(path) and path.is_dir()):
+        why = "it is a file" if exists(path) else "there is no such folder"
         raise InputError(f"{path} is not a run folder: {why}")
     for name in (CONFIG, METRICS):
         if not (path / name).is_file():
@@ -66,7 +70,9 @@ def _read_nodes(path: Path) -> list[dict[str, Any]]:
     for where, row in _read_rows(path):
         for name, kind in (("number", int), ("node", str), ("outcome", str)):
             if type(row.get(name)) is not kind:
-                raise InputError(f"{where} has {row.get(name)!r} for {name!r}: it is not a node's row")
+                raise InputError(
+                    f"{where} has {reprlib.repr(row.get(name))} for {name!r}: it is not a node's row"
+                )
         found[row["round"], row["number"]] = row
     return [found[key] for key in sorted(found)]
 
@@ -74,7 +80,7 @@ def _read_nodes(path: Path) -> list[dict[str, Any]]:
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line of a file with where it stands."""
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        *lines, last = read_file(path).split(b"\n")
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from None
     for n, line in enumerate(lines, 1):
@@ -95,15 +101,26 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     if type(row.get("round")) is not int or not 0 <= row["round"] < 2**53:
         raise InputError(f"{where} has no whole number `round`, which counts from 0")
     for name, value in row.items():
-        if (name in _NUMBERS or name.startswith(("test_", "client_"))) and not _is_number(value):
-            raise InputError(f"{where} has {value!r} for {name!r}: it must be a number or null")
+        if not name.isprintable():
+            raise InputError(f"{where} has a name that cannot be printed, {reprlib.repr(name)}")
+        if name in _NUMBERS or name.startswith(("test_", "client_")):
+            if not is_number(value):
+                raise InputError(
+                    f"{where} has {reprlib.repr(value)} for {reprlib.repr(name)}: it must be a number or null"
+                )
+            row[name] = _drawable(value)
     return row
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 2**1000  # a larger one has no float
-    return value is None or isinstance(value, float)
+def _drawable(value: float | None) -> float | None:
+    """The number; one that would overflow when it is added up or drawn counts as not known.
+
+    >>> _drawable(0.5), _drawable(-1e300), _drawable(1e-300), _drawable(None)
+    (0.5, None, 0.0, None)
+    """
+    if value is None or not abs(value) < _LARGEST:
+        return None
+    return 0.0 if 0 < abs(value) < 1 / _LARGEST else value
 
 
 def column(run: Run, key: str) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cfedavg.errors import InputError
-from cfedavg.files import write_atomic
+from cfedavg.files import read_file, write_atomic
 
 _PARTS = ("name", "made", "settings", "values")
 _NUMBER = (int, float, type(None))  # null where nothing was measured, or it was infinite
@@ -44,7 +44,7 @@ def write(folder: Path, entry: Entry) -> Path:
 def read(path: Path) -> Entry:
     """The cell in a file; Damaged if it is not as it was written."""
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads(read_file(path))
         entry = Entry(*(table[part] for part in ("name", "settings", "values", "made")))
         whole = table["seal"] == _seal({part: table[part] for part in _PARTS}) and entry.name == path.stem
         whole = whole and _usable(entry)

@@ -11,9 +11,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cfedavg.errors import InputError
-from cfedavg.files import write_atomic
+from cfedavg.files import read_file, write_atomic
 from cfedavg.reproduce import archive, claims, studies
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import SCALES
@@ -116,7 +117,7 @@ def _show_state(grid: Grid, console: Console) -> None:
     for name, rounds in begun.items():
         if rounds:
             of = grid.cells[name][1].get("rounds", "?")
-            console.print(f"{name}: begun, {rounds} of {of} rounds", highlight=False)
+            console.print(f"{name}: begun, {rounds} of {of} rounds", highlight=False, markup=False)
     left = grid.seconds_left()
     console.print(
         f"{len(grid.found)} of {len(grid.cells)} cells are done"
@@ -147,12 +148,12 @@ def judge(folder: Path, scale: str, out: Path | None, words: Path | None, consol
     table = Table("claim", "verdict", "what came out")
     for claim, finding in judged:
         if finding:
-            table.add_row(claim.text, finding.verdict, finding.numbers)
+            table.add_row(*map(Text, (claim.text, finding.verdict, finding.numbers)))
     console.print(table)
     missing = sum(finding is None for _, finding in judged)
     console.print(f"{len(judged) - missing} claims judged from {len(found)} cells, {missing} not run yet")
     if out:
-        console.print(f"written to {out}", highlight=False)
+        console.print(f"written to {out}", highlight=False, markup=False)
 
 
 def of_scale(found: dict[str, Entry], scale: str) -> tuple[dict[str, Entry], dict[str, int]]:
@@ -188,8 +189,8 @@ def page(judged: claims.Judged, words: Path | None) -> str:
 
 def _words(path: Path, known: set[str]) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        table = tomllib.loads(read_file(path).decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--words: cannot read {path} ({getattr(error, 'strerror', error)})") from None
     if strange := table.keys() - {"title", "intro", "why"}:
         raise InputError(f"--words: {path} has an unknown key {min(strange)!r}; known are title, intro, why")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from cfedavg.compress import parse
 from cfedavg.config import EXCLUSIVE, Config, refuse_code
 from cfedavg.errors import InputError
+from cfedavg.files import read_file
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.training import COLUMNS
 
@@ -205,12 +207,12 @@ def _table(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     own = Path(name).suffix == ".toml"
     if not own and name not in names():
         raise InputError(f"there is no experiment {name!r}; there are {', '.join(names())}")
-    file = Path(name).resolve() if own else _folder() / f"{name}.toml"
+    file = Path(os.path.realpath(name)) if own else _folder() / f"{name}.toml"
     if str(file) in above:
         raise InputError(f"experiment {name} is like itself")
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        table = tomllib.loads((read_file(file) if own else file.read_bytes()).decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the experiment {name} ({getattr(error, 'strerror', error)})") from None
     _check_keys(table, f"experiment {Path(name).stem}")
     if "like" not in table:

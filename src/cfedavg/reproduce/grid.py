@@ -164,6 +164,7 @@ class Grid:
                 f"{name}: done, {len(self.found)} of {len(self.cells)} cells"
                 + (f", about {in_time(left)} left" if self.missing and left else ""),
                 highlight=False,
+                markup=False,
             )
         return True
 

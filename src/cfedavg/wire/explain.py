@@ -65,10 +65,12 @@ def section_rows(data: bytes) -> Rows:
 
 def tensor_rows(payload: Payload, layout: Layout) -> Rows:
     """What is sent of each tensor: (name, shape, coordinates, share)."""
-    indices = np.arange(payload.d) if payload.indices is None else payload.indices
     rows = []
     for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
-        sent = int(np.searchsorted(indices, part.stop) - np.searchsorted(indices, part.start))
-        share = sent / max(part.stop - part.start, 1)
+        sent = size = part.stop - part.start
+        if payload.indices is not None:
+            start, stop = np.searchsorted(payload.indices, [part.start, part.stop])
+            sent = int(stop - start)
+        share = sent / max(size, 1)
         rows.append((name, " x ".join(map(str, shape)) or "number", f"{sent:,}", f"{share:.2%}"))
     return rows
