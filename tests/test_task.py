@@ -110,7 +110,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         made(clients=[(np.array(["a", "b"]), Y[:2])]),
         r"Task.clients\[0\] holds an array of <U1",
     ),
-    "different lengths": (made(clients=[PAIR, (X, Y[:3])]), r"Task.clients\[1\] .* lengths: \[3, 6\]"),
+    "different lengths": (
+        made(clients=[PAIR, (X, Y[:3])]),
+        r"Task.clients\[1\] .* differ in length: \[3, 6\]",
+    ),
     "an empty client": (made(clients=[PAIR, (X[:0], Y[:0])]), r"Task.clients\[1\] has no samples"),
     "labels of float": (
         trained(clients=[(X, Y.float())]),

@@ -138,7 +138,7 @@ class Tensors:
                 raise InputError(f"{where} holds an array of {leaf.dtype}: it must be one of numbers")
         sizes = {len(leaf) for leaf in leaves}
         if len(sizes) != 1:
-            raise InputError(f"{where} holds tensors of different lengths: {sorted(sizes)}")
+            raise InputError(f"{where} holds tensors that differ in length: {sorted(sizes)}")
         self._size = sizes.pop()
 
     def __len__(self) -> int:

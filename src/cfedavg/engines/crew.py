@@ -94,7 +94,7 @@ def serve(ranks: Ranks, state: State, answer: Answer) -> State:
 
 def _portable(error: Exception) -> Exception:
     """The error, fit to be sent: itself if pickle gives it back, else its words; a bug with where it was."""
-    if not isinstance(error, InputError):
+    if not isinstance(error, InputError) or error.__cause__:  # in the user's code, say
         error.add_note("on another rank: " + "".join(traceback.format_exception(error)))
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
