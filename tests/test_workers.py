@@ -75,7 +75,7 @@ def task(m: int = 7) -> Task:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    return Task(model, base.clients, test=test)
+    return Task(model, base.clients, test=test, version="blobs")
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,7 @@ def trapped(act: Callable[[], Any], client: int = 1, times: int = 4) -> Task:
     base = task()
     clients = list(base.clients)
     clients[client] = Trap(clients[client], times, act)
-    return Task(base.model, clients, test=base.test)
+    return Task(base.model, clients, test=base.test, version=base.version)  # the same data, with a trap
 
 
 @pytest.mark.usefixtures("forked")

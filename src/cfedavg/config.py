@@ -246,7 +246,8 @@ class Config:
 def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
     """Refuse fields that name a `module:Class`: a run would import the module, whoever wrote it."""
     for name in PARTS:
-        if ":" in (text := str(table.get(name))):
+        text = str(table.get(name))
+        if ":" in text and not text.startswith("("):  # in brackets stands a remark, which nothing calls
             raise InputError(f"{where}: {flag(name)} {text[:80]!r} would import Python code; {remedy}")
 
 
