@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -429,6 +430,15 @@ assert "matplotlib.pyplot" not in sys.modules
 assert dict.__eq__(matplotlib.rcParams, before)  # without resolving the backend, which imports pyplot
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_settings_of_matplotlib_do_not_count(tmp_path: Path) -> None:
+    """A matplotlibrc may ask for LaTeX, which ends in an error where there is none."""
+    plain, other = (make_run(tmp_path / name / "run", rounds(2)) for name in "ab")
+    write_run_pictures(plain)
+    with matplotlib.rc_context({"text.usetex": True, "axes.linewidth": 9}):
+        write_run_pictures(other)
+    assert (other / "curves.png").read_bytes() == (plain / "curves.png").read_bytes()
 
 
 # Who has what

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from cfedavg.report.axes import INK, MUTED, drawable, frame, say_empty
-from cfedavg.report.figures import add_legend, as_png, legend_columns, new_figure
+from cfedavg.report.figures import add_legend, as_png, default_settings, legend_columns, new_figure
 from cfedavg.report.labels import shortened
 from cfedavg.report.nodes import OUTCOMES, Record, by_node, outcome
 from cfedavg.report.pens import BLUE, COLOURS
@@ -28,6 +28,7 @@ _COLUMNS = 600  # above so many rounds, several share one, and the worst of them
 _KINDS = {"not asked": "#F0F1F3", **OUTCOMES}  # the worse, the later
 
 
+@default_settings
 def draw_attendance(rows: Sequence[Record]) -> bytes:
     """Nodes from top to bottom, rounds from left to right, as PNG."""
     nodes = by_node(rows)

@@ -26,6 +26,11 @@ from cfedavg.report.labels import shortened
 from cfedavg.report.panels import Panel, with_data
 from cfedavg.report.pens import COLOURS, PLAIN, Pen
 
+# A matplotlibrc, in the current folder or the user's own, may ask for LaTeX or for fonts that are not here.
+default_settings = matplotlib.rc_context(
+    {name: value for name, value in dict.items(matplotlib.rcParamsDefault) if name != "backend"}
+)
+
 _DPI = 180
 _LETTERS_PER_INCH = 13
 
@@ -40,6 +45,7 @@ def draw_panels(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
     return _draw(panels, groups, columns=2, width=10.0, height=2.9)
 
 
+@default_settings
 def _draw(
     panels: Sequence[Panel], groups: Sequence[Group], *, columns: int, width: float, height: float
 ) -> bytes:

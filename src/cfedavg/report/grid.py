@@ -12,7 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cfedavg.report.axes import INK, MUTED, drawable, finish_axes
-from cfedavg.report.figures import add_legend, as_png, draw_lines, legend_columns, new_figure, pen_handle
+from cfedavg.report.figures import (
+    add_legend,
+    as_png,
+    default_settings,
+    draw_lines,
+    legend_columns,
+    new_figure,
+    pen_handle,
+)
 from cfedavg.report.groups import Curve
 from cfedavg.report.panels import Cell, Frame
 from cfedavg.report.pens import Pen
@@ -36,6 +44,7 @@ class _Text:
         return len(self.lines) * self.size / 72 * 1.4
 
 
+@default_settings
 def draw_grid(rows: Sequence[Sequence[Cell]], frame: Frame, *, share_y: bool = False) -> bytes:
     """As PNG; a column shares x, and a row shares y if that is wished."""
     figure = framed(len(rows) * _ROW + _AXIS, frame)

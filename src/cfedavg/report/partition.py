@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
 from cfedavg.report.axes import INK, MUTED, drawable
-from cfedavg.report.figures import as_png, new_figure
+from cfedavg.report.figures import as_png, default_settings, new_figure
 
 _BAR = "#B9C1C9"
 _WIDEST = 1000  # columns, about as many as there are pixels
@@ -24,6 +24,7 @@ _MANY = 60  # from here on a client has no room for its own name
 _ROOMY = 16  # up to here its counts fit into the cells
 
 
+@default_settings
 def draw_partition(counts: NDArray[Any], path: Path, title: str) -> None:
     """Clients from left to right, classes from top to bottom, the darker the more samples."""
     counts = np.asarray(counts)

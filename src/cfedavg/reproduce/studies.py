@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from cfedavg.errors import InputError
 from cfedavg.loop import Observer
+from cfedavg.report.figures import default_settings
 from cfedavg.report.panels import Frame
 from cfedavg.reproduce import bounds, conditions, experiment, figures, speedup, tables, training, variance
 from cfedavg.reproduce.archive import Entry
@@ -107,7 +108,7 @@ class Small:
         own = self._own(found)
         seeds = len({entry.settings["seed"] for entry in own.values()})
         frame = Frame(self.title, f"{self.paper} · {seeds} seed{'s' * (seeds != 1)}", (), note)
-        picture: bytes = self.module.figure(own, frame)
+        picture: bytes = default_settings(self.module.figure)(own, frame)
         return picture
 
     def table(self, found: Mapping[str, Entry]) -> list[list[str]]:
