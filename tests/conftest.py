@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,6 +22,11 @@ from cfedavg.cli import main
 # No test is timed: a first call may compile a kernel.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# A shell ignores Ctrl-C for a job in the background, nohup a closed terminal; what tests start would, too.
+for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
 
 class Point(nn.Module):
