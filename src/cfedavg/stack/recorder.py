@@ -140,7 +140,9 @@ class Recorder:
         if not constants and key in _COMPILED:
             return _COMPILED[key]
         self.say(f"compiling {step}, once: half a minute or more")
-        made = torch.compile(listed, fullgraph=True, dynamic=False)
+        # Else the compiler times several kernels for a sum and takes the fastest, which may be another one
+        # after its cache is lost: a resumed run would then round differently.
+        made = torch.compile(listed, fullgraph=True, dynamic=False, options={"deterministic": True})
         if not constants:
             _COMPILED[key] = made
         return made
