@@ -292,7 +292,7 @@ def test_a_server_comes_back_as_it_was(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     assert store.load() is None
     applied = {"a": Mark(Stamp(2, 8), 5, 2**64 - 1), "b": mark_of(Stamp(1, 4), 2**63 - 1, b"")}
-    server = Server(torch.arange(float(D)), 7, Stamp(2, 9), Table(applied))
+    server = Server(torch.arange(float(D)), 8, Stamp(2, 9), Table(applied))
     clients = Table({"a": Known(2, [3, None, 0.1]), "b": Known(1)})
     with store.locked():
         store.save(Served(server, clients))

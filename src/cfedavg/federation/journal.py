@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cfedavg.files import append, sync, write_atomic
+from cfedavg.files import append, read_file, sync, write_atomic
 
 _NAME = re.compile(r"clients\.(\d+)\.jsonl")
 
@@ -49,8 +49,7 @@ def add(folder: Path, place: Place, lines: Iterable[Any]) -> Place:
 def read(folder: Path, place: Place) -> list[Any]:
     """The lines that count; ValueError or OSError if they are not there, or not as they were written."""
     path = _path(folder, place.number)
-    with path.open("rb") as file:
-        data = file.read(place.length)
+    data = read_file(path)[: place.length]
     if len(data) != place.length or zlib.crc32(data) != place.checksum:
         raise ValueError(f"{path.name} does not fit to it")
     return [json.loads(line) for line in data.splitlines()]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 
 from cfedavg.errors import InputError
-from cfedavg.federation import journal
+from cfedavg.federation import checks, journal
 from cfedavg.federation.journal import Place
-from cfedavg.federation.protocol import Client, Mark, Sent, Server, Stamp, ended
+from cfedavg.federation.protocol import NEVER, Client, Mark, Sent, Server, Stamp, ended
 from cfedavg.federation.table import Table
 from cfedavg.files import locked, make_folder
 from cfedavg.layout import Layout
@@ -60,18 +61,16 @@ class ClientStore:
         path = self.folder / FILE
         if not path.exists():
             return self.fresh()
-        tensors, about = _read(path, "move it away to go on as a new client, without its residual")
-        _check(path, about, self.about | {"kind": "client"}, self.layout)
-        sent = about["sent"] and Sent(Stamp(*about["sent"]), tensors["sent"].numpy().tobytes())
-        return Client(
-            about["incarnation"],
-            tensors["e"],
-            sent,
-            Stamp(*about["seen"]),
-            Stamp(*about["told"]),
-            about["forgotten"],
-            dict(about["agreed"]),
-        )
+        with self.naming_damage():
+            tensors, about = _read(path)
+            _check(path, about, self.about | {"kind": "client"}, self.layout)
+            return _client(tensors, about, self.layout.d)
+
+    @contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Make one sentence of whatever shows that the state is damaged."""
+        with _naming(self.folder / FILE, "move it away to go on as a new client, without its residual"):
+            yield
 
     def fresh(self) -> Client:
         """A client without a past: its number was never drawn before."""
@@ -131,7 +130,10 @@ def new_generation(server: Server) -> int:
     It is the time in seconds, so those were all lower, unless they were in this very second or the clock was
     set back. Until the year 2106 it fits into the 32 bits that the wire has for it.
     """
-    return max(server.stamp.generation + 1, int(time.time()))
+    generation = max(server.stamp.generation + 1, int(time.time()))
+    if generation >= 2**32:
+        raise InputError(f"generation {generation} is above 2^32 - 1: start another federation")
+    return generation
 
 
 class ServerStore:
@@ -154,17 +156,21 @@ class ServerStore:
         path = self.folder / FILE
         if not path.exists():
             return None
+        with self.naming_damage():
+            tensors, about = _read(path)
+            _check(path, about, self.about | {"kind": "server"}, self.layout)
+            t, stamp = checks.whole("t", about["t"], 0, 2**32), checks.stamp("stamp", about["stamp"])
+            checks.whole("the number of its stamp", stamp.number, 1, t + 2)
+            applied, clients = _clients(journal.read(self.folder, _place(about["clients"])), stamp)
+            server = Server(_model(tensors.pop("x"), self.layout.d), t, stamp, applied)
+            return Served(server, clients, facts=_facts(tensors.pop("facts")), extra=_extra(tensors))
+
+    @contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Make one sentence of whatever shows that the state is damaged."""
         remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
-        tensors, about = _read(path, remedy)
-        _check(path, about, self.about | {"kind": "server"}, self.layout)
-        try:
-            applied, clients = _clients(journal.read(self.folder, Place(*about["clients"])))
-        except UNREADABLE as error:
-            raise InputError(f"{path} is damaged ({error}); {remedy}") from None
-        server = Server(tensors.pop("x"), about["t"], Stamp(*about["stamp"]), applied)
-        facts = json.loads(tensors.pop("facts").numpy().tobytes())
-        extra = {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
-        return Served(server, clients, extra, facts)
+        with _naming(self.folder / FILE, remedy):
+            yield
 
     def save(self, served: Served) -> None:
         """Makes the state durable, at the cost of what has changed of the clients since it was last saved."""
@@ -202,10 +208,58 @@ def _lines(now: Served, before: Served) -> list[Any]:
     return [(who, now.server.applied[who], now.clients[who]) for who in changed]
 
 
-def _clients(lines: list[Any]) -> tuple[Table[Mark], Table[Known]]:
-    """Of each client the last line counts."""
-    applied = {who: Mark(Stamp(*stamp), *rest) for who, (stamp, *rest), _ in lines}
-    return Table(applied), Table({who: Known(*known) for who, _, known in lines})
+def _client(tensors: dict[str, Tensor], about: dict[str, Any], d: int) -> Client:
+    """What `ClientStore.save` stored; ValueError unless it can have."""
+    e, sent = checks.vector("e", tensors.pop("e"), torch.float32, d), None
+    if about["sent"] is not None:
+        message = checks.vector("sent", tensors.pop("sent"), torch.uint8).numpy().tobytes()
+        sent = Sent(checks.stamp("sent", about["sent"]), message)
+    if tensors:
+        raise ValueError(f"it has one tensor too many, {reprlib.repr(min(tensors))}")
+    seen, told = (checks.stamp(name, about[name], least=0) for name in ("seen", "told"))
+    pairs = [checks.listed("agreed", pair, 2) for pair in checks.listed("agreed", about["agreed"])]
+    agreed = {
+        checks.whole("agreed", generation, 1, 2**32): checks.whole("agreed", number, 0, 2**32)
+        for generation, number in pairs
+    }
+    if not agreed and (seen, sent) != (NEVER, None):
+        raise ValueError("agreed must not be empty after an answer")
+    incarnation = checks.whole("incarnation", about["incarnation"], 0, 2**63)
+    forgotten = checks.whole("forgotten", about["forgotten"], 0, 2**53)
+    return Client(incarnation, e, sent, seen, told, forgotten, agreed)
+
+
+def _clients(lines: list[Any], before: Stamp) -> tuple[Table[Mark], Table[Known]]:
+    """Of each client the last line counts; ValueError unless a server before this stamp wrote them."""
+    applied, clients = dict[str, Mark](), dict[str, Known]()
+    for line in lines:
+        who, mark, known = checks.listed("a client", line, 3)
+        met, note = checks.listed("a client", known, 2)
+        applied[checks.text("a client's name", who)] = checks.mark("a client's mark", mark, before)
+        clients[who] = Known(checks.whole("a client's incarnations", met, 1, 2**53), note)
+    return Table(applied), Table(clients)
+
+
+def _place(value: Any) -> Place:
+    return Place(*(checks.whole("clients", each, 0, 2**63) for each in checks.listed("clients", value, 3)))
+
+
+def _model(x: Tensor, d: int) -> Tensor:
+    if not bool(torch.isfinite(checks.vector("x", x, torch.float32, d)).all()):
+        raise ValueError("x holds NaN or Inf")
+    return x
+
+
+def _facts(stored: Tensor) -> dict[str, Any]:
+    found = json.loads(checks.vector("facts", stored, torch.uint8).numpy().tobytes())
+    checks.writable("facts", found)
+    return checks.table("facts", found)
+
+
+def _extra(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if foreign := [name for name in tensors if not name.startswith(EXTRA)]:
+        raise ValueError(f"it has one tensor too many, {reprlib.repr(min(foreign))}")
+    return {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
 
 
 def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
@@ -214,14 +268,22 @@ def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Non
     save_tensors(tensors, path, {**about, "checksum": _checksum(tensors, about)})
 
 
-def _read(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        tensors, about = read_tensors(path)
-        if about.pop("checksum") != _checksum(tensors, about):
-            raise ValueError("its checksum is wrong")
-    except UNREADABLE as error:
-        raise InputError(f"{path} is damaged ({error}); {remedy}") from None
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, about = read_tensors(path)
+    if about.pop("checksum") != _checksum(tensors, about):
+        raise ValueError("its checksum is wrong")
     return {name: tensor.clone() for name, tensor in tensors.items()}, about
+
+
+@contextmanager
+def _naming(path: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except UNREADABLE as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise InputError(f"{path} is damaged ({why}); {remedy}") from None
 
 
 def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
@@ -232,10 +294,13 @@ def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
 def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any], layout: Layout) -> None:
     for name, value in wanted.items():
         if about.get(name) != value:
-            raise InputError(f"{path} is of another {name}: {about.get(name)!r}, here {value!r}")
+            raise InputError(
+                f"{path} is of another {name}: {reprlib.repr(about.get(name))}, here {reprlib.repr(value)}"
+            )
     if about.get("format") != FORMATS[wanted["kind"]]:
         raise InputError(
-            f"{path} is of another format: {about.get('format')}, here {FORMATS[wanted['kind']]}; "
+            f"{path} is of another format: {reprlib.repr(about.get('format'))}, "
+            f"here {FORMATS[wanted['kind']]}; "
             "go on with the version of cfedavg that wrote it, or start another federation"
         )
     if about["layout"] != layout.text:
