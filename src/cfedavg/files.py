@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, cast
 
 from cfedavg.errors import Busy, InputError
 
@@ -58,8 +59,13 @@ def read_file(path: Path) -> bytes:
 
     Somebody else's folder may hold a pipe under this name, and opening that would wait for ever.
     """
-    with open(path, "rb", opener=_open_regular) as file:
+    with open_regular(path, "rb") as file:
         return file.read()
+
+
+def open_regular(path: Path, mode: str) -> IO[bytes]:
+    """Open a file for bytes as `open` does; anything but a regular file raises OSError."""
+    return cast(IO[bytes], open(path, mode, opener=_open_regular))
 
 
 def check_regular(path: Path) -> None:
@@ -68,7 +74,7 @@ def check_regular(path: Path) -> None:
 
 
 def _open_regular(path: str | Path, flags: int) -> int:
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

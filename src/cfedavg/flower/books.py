@@ -7,11 +7,14 @@ brought in step with it.
 from __future__ import annotations
 
 import hashlib
+import re
+import reprlib
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ from cfedavg.config import APP, Config
 from cfedavg.errors import Busy, InputError
 from cfedavg.federation.protocol import Server, restored
 from cfedavg.federation.store import FILE, OtherModel, Served, ServerStore, as_tensor, new_generation
-from cfedavg.files import make_folder, sync, tidy, write_atomic
+from cfedavg.files import exists, make_folder, read_file, sync, tidy, write_atomic
+from cfedavg.flower.facts import check_facts, check_whole, row_checksums
 from cfedavg.flower.form import Form
 from cfedavg.folder import CONFIG, FEDERATION, METRICS, as_line, read_rows
 from cfedavg.metrics import Record
@@ -43,11 +47,12 @@ class Books:
         """`stays`: options that a resume must not change; `also`: others that a reader wants to know."""
         self.out, self.config, self.form, self.stays, self.also = out, config, form, stays, also
         self.rows: list[Record] = []
+        self._read: dict[str, list[Record]] = {}  # what `begin` has read, for `open` to write
 
     @contextmanager
     def kept(self) -> Iterator[Books]:
         """Makes the folder and takes the lock; waits a while for a server that is about to end."""
-        if not (self.out / STATE / FILE).exists() and read_rows(self.out / METRICS):
+        if not exists(self.out / STATE / FILE) and read_rows(self.out / METRICS):
             raise InputError(
                 f"out: {self.out / METRICS} is of a run that is no federation, or whose state is gone; "
                 "give another folder"
@@ -56,11 +61,27 @@ class Books:
         with ExitStack() as stack:
             self._lock(stack)
             tidy(self.out)
-            if not (self.out / FEDERATION).exists():  # looked at under the lock: it gets one name only
-                write_atomic(self.out / FEDERATION, secrets.token_hex(16).encode())
-            self.federation = (self.out / FEDERATION).read_text(encoding="ascii")
+            self.federation = self._name()  # under the lock: it gets one name only
             self.store = ServerStore(self.out / STATE, self.federation, self.form.layout)
             yield self
+
+    def _name(self) -> str:
+        """Return the federation's name, by which the nodes know it; a new federation gets one."""
+        path = self.out / FEDERATION
+        if not path.is_symlink() and not exists(path):
+            if exists(self.out / STATE / FILE):
+                raise InputError(f"out: {path} is missing, and the state beside it needs it: put it back")
+            write_atomic(path, secrets.token_hex(16).encode())
+        try:
+            name = read_file(path).decode(errors="replace")
+        except OSError as error:
+            raise InputError(f"out: cannot read {path} ({error.strerror})") from None
+        if not re.fullmatch("[0-9a-f]{32}", name):
+            raise InputError(
+                f"out: {path} must hold the federation's name, 32 digits and letters from a to f, "
+                f"got {reprlib.repr(name)}; put it back"
+            )
+        return name
 
     def _lock(self, stack: ExitStack) -> None:
         end = time.monotonic() + HANDOVER
@@ -74,7 +95,7 @@ class Books:
                 time.sleep(0.5)
 
     def begin(self, x: NDArray[np.float32], whole: bytes, *, resume: bool, from_backup: bool) -> Served:
-        """The state to go on from; a new one is durable before anything is sent."""
+        """Return the state to go on from, checked. Nothing is written before `open`."""
         served, form = self._load(), hashlib.sha256(self.form.text.encode()).hexdigest()
         if served and not resume:
             raise InputError(f"out: {self.out} holds a federation already; resume it, or give another folder")
@@ -87,21 +108,35 @@ class Books:
             )
         if served:
             self._check_options(served.facts["options"])
+            with self.store.naming_damage():
+                check_whole(served.extra[WHOLE], self.form)
         if served is None:
-            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "norms": []}
+            rows = row_checksums({METRICS: [], NODES: []})
+            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "norms": [], "rows": rows}
             served = Served(Server(torch.from_numpy(x)), extra={WHOLE: as_tensor(whole)}, facts=facts)
         elif from_backup:
             server = restored(served.server, new_generation(served.server))
             served = replace(served, server=server)
-        self._read_rows(served)
-        self.meet(served)
+        self._read = self._read_rows(served)
         return served
+
+    def open(self, served: Served) -> None:
+        """Bring the files in step with the state of `begin`, and make it durable before anything is sent."""
+        self.rows = self._read[METRICS]
+        for name, rows in self._read.items():
+            write_atomic(self.out / name, "".join(map(as_line, rows)).encode())
+        self._read = {}
+        self.meet(served)
 
     def _load(self) -> Served | None:
         try:
-            return self.store.load()
+            served = self.store.load()
         except OtherModel as error:
             raise InputError(f"{error}; if the model is the same, `whole` is another") from None
+        if served:
+            with self.store.naming_damage():
+                check_facts(served, self.stays)
+        return served
 
     def meet(self, served: Served) -> None:
         """Makes the state durable, and says how many clients there are, which only their coming tells."""
@@ -117,25 +152,38 @@ class Books:
         """Residuals are in the units of the update, draws are keyed by the seed, curves are of one run."""
         for name, now in self.stays.items():
             if before[name] != now:
-                raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {before[name]!r}")
+                was = reprlib.repr(before[name])
+                raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {was}")
 
-    def _read_rows(self, served: Served) -> None:
-        """Brings both files in step with the state: what is after it goes, what it ended with is there."""
-        t, last = served.server.t, served.facts.get("last", {})
-        ended = [last["row"]] if last else []
-        rows = [row for row in read_rows(self.out / METRICS) if row.get("round", t) < t - len(ended)] + ended
-        if [row["round"] for row in rows] != list(range(t)):
+    def _read_rows(self, served: Served) -> dict[str, list[Record]]:
+        """Return the rows of both files as of the state: without newer rows, with those of its last round."""
+        t, last = served.server.t, served.facts.get("last")
+        ended = {METRICS: [last["row"]], NODES: last["nodes"]} if last else {METRICS: [], NODES: []}
+        before = {name: self._rows_before(self.out / name, t - 1) for name in ended}
+        rows = {name: before[name] + ended[name] for name in ended}
+        if len(rows[METRICS]) != t or any(row["round"] != i for i, row in enumerate(rows[METRICS])):
             raise InputError(
                 f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
             )
-        before = [row for row in read_rows(self.out / NODES) if row.get("round", t) < t - len(ended)]
-        self.rows = rows
-        for name, lines in ((METRICS, rows), (NODES, before + last.get("nodes", []))):
-            write_atomic(self.out / name, "".join(map(as_line, lines)).encode())
+        found = row_checksums(rows)
+        for name in rows:
+            if found[name] != served.facts["rows"].get(name):
+                raise InputError(
+                    f"resume: {self.out / name} was changed after the state was written; "
+                    "put it back, or start another federation"
+                )
+        return rows
+
+    def _rows_before(self, path: Path, t: int) -> list[Record]:
+        """Return the rows of the rounds before t, which stand first; a row without a round is the last."""
+        return list(
+            takewhile(lambda row: type(row.get("round")) is int and row["round"] < t, read_rows(path))
+        )
 
     def end_round(self, served: Served, row: Record, nodes: list[Record]) -> Served:
         """Makes the end of a round durable, and then writes its rows where everyone reads them."""
-        served = replace(served, facts={**served.facts, "last": {"row": row, "nodes": nodes}})
+        sums = row_checksums({METRICS: [row], NODES: nodes}, served.facts["rows"])
+        served = with_facts(served, last={"row": row, "nodes": nodes}, rows=sums)
         for name in (
             METRICS,
             NODES,

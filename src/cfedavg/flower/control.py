@@ -78,7 +78,8 @@ class Control:
 
     def run(self, app: Path, config: Mapping[str, object]) -> Run:
         """Starts the app in a folder; `config` overrides what its pyproject.toml says."""
-        number = max((int(path.stem[3:]) for path in self._logs.glob("run*.log")), default=-1) + 1
+        logs = [re.fullmatch(r"run([0-9]{1,9})\.log", path.name) for path in self._logs.iterdir()]
+        number = max((int(found[1]) for found in logs if found), default=-1) + 1
         log = self._logs / f"run{number}.log"
         command: list[str | Path] = ["flwr", "run", app, "here", "--stream"]
         if config:

@@ -8,20 +8,26 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from cfedavg.files import replacing, write_atomic
+from cfedavg.errors import InputError
+from cfedavg.files import read_file, replacing, write_atomic
 
 HOSTS = ("127.0.0.1", "localhost")
 DAYS = 3650  # more than any federation lasts
 AUTHORITY = "cfedavg CA"
+
+T = TypeVar("T")
+_DAMAGE = (ValueError, TypeError, UnsupportedAlgorithm)  # what is raised for files that are no keys
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ def certificates(folder: Path, hosts: Sequence[str] = HOSTS) -> Certificates:
         _write_private(files.key, _private(key, serialization.PrivateFormat.PKCS8))
         write_atomic(files.certificate, _pem(_server_certificate(key, ca_key, hosts)))
         write_atomic(files.ca, _pem(ca))
+    _check_certificates(files)
     return files
 
 
@@ -61,7 +68,44 @@ def node_key(folder: Path, name: str) -> NodeKey:
         _write_private(files.private, _private(key, serialization.PrivateFormat.OpenSSH))
         ssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         write_atomic(files.public, key.public_key().public_bytes(*ssh) + f" {name}\n".encode())
+    _check_pair(files)
     return files
+
+
+def _check_certificates(files: Certificates) -> None:
+    """Check that the CA has signed the certificate, and that the key is the certificate's.
+
+    Flower's processes would only say that they cannot connect.
+    """
+    remedy = f"remove {files.ca} to have new certificates made"
+    ca, certificate = (
+        _parsed(path, x509.load_pem_x509_certificate, remedy) for path in (files.ca, files.certificate)
+    )
+    key = _parsed(files.key, lambda data: serialization.load_pem_private_key(data, None), remedy)
+    try:
+        certificate.verify_directly_issued_by(ca)
+    except (*_DAMAGE, InvalidSignature):
+        raise InputError(f"{files.ca} has not signed {files.certificate}; {remedy}") from None
+    if key.public_key() != certificate.public_key():
+        raise InputError(f"{files.key} is not the key of {files.certificate}; {remedy}")
+
+
+def _check_pair(files: NodeKey) -> None:
+    """Check that the keys of a node are a pair."""
+    remedy = "put it back, or begin in another folder"
+    private = _parsed(files.private, lambda data: serialization.load_ssh_private_key(data, None), remedy)
+    if private.public_key() != _parsed(files.public, serialization.load_ssh_public_key, remedy):
+        raise InputError(f"{files.private} is not the private key of {files.public}; {remedy}")
+
+
+def _parsed(path: Path, parse: Callable[[bytes], T], remedy: str) -> T:
+    """Return what a file holds; a pipe would make Flower's processes wait for ever."""
+    try:
+        return parse(read_file(path))
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror}); {remedy}") from None
+    except _DAMAGE:
+        raise InputError(f"{path} is damaged; {remedy}") from None
 
 
 def _new_key() -> ec.EllipticCurvePrivateKey:

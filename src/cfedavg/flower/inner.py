@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cfedavg.errors import InputError
+from cfedavg.tensors import UNREADABLE
 
 Memory = tuple[dict[str, Tensor], dict[str, Any]]
 _NUMBERS = [np.dtype(kind) for kind in "?bBhHiIqQefd"]  # those that a file of tensors can hold
@@ -108,6 +109,8 @@ def _decoded(code: Any, tensors: dict[str, Tensor], path: str) -> Any:
     ((kind, held),) = code.items()
     if kind == "array":
         return tensors[f"{path}/{held}"].numpy()
+    if kind not in ("dict", "tuple") or not isinstance(held, list):
+        raise ValueError("it is no dict, tuple or array")
     parts = _decoded(held, tensors, path)
     return dict(parts) if kind == "dict" else tuple(parts)
 
@@ -155,15 +158,22 @@ def put_back(strategy: Strategy, before: Snapshot) -> None:
 
 
 def remind(strategy: Strategy, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Puts back what was remembered."""
+    """Put back what was remembered; InputError, and nothing is changed, if it is not of such a strategy."""
+    found = []
+    owners = _strategies(strategy)
     for path, code in facts.items():
+        within, _, name = path.rpartition(".")
+        owner = owners.get(within and f"{within}.")
+        if owner is None or name.startswith("__") or callable(getattr(owner, name, None)):
+            raise InputError(f"inner: the federation was begun with another strategy, which has {path!r:.80}")
         try:
-            owner, name = _owner(strategy, path)
-        except AttributeError:
+            found.append((owner, name, _decoded(code, tensors, path)))
+        except UNREADABLE as error:
             raise InputError(
-                f"inner: the federation was begun with another strategy, which has {path!r}"
+                f"inner: what the strategy remembered in {path!r:.80} is damaged ({error!r:.80})"
             ) from None
-        _put(owner, name, _decoded(code, tensors, path))
+    for each in found:
+        _put(*each)
 
 
 def _owner(strategy: Strategy, path: str) -> tuple[Any, str]:

@@ -99,7 +99,8 @@ class Machine:
         self.processes.stop()  # what is left of one that was killed, since nobody else holds the folder
         keys, parts, numbers = self.folder / "keys", self.folder / "nodes", range(self.count)
         for each in (keys, self.logs):
-            each.mkdir(mode=0o700, exist_ok=True)
+            make_folder(each, "--out")
+            each.chmod(0o700)  # nobody else could enter the folder above meanwhile
         ports, shared = Ports(), (self.processes, self.logs)
         stack.callback(ports.close)
         self.link = Link(*shared, self.folder / "link", certificates(keys), ports.take(self.port or 0))

@@ -130,7 +130,8 @@ class _Round:
         return trained if trained.has_error() else self._sent(client, trained)
 
     def _received(self, client: Client) -> tuple[Client, Any]:
-        return receive(client, self.order.request, Packing(self.wire, self.order.feedback))
+        with self.store.naming_damage():  # the last answer is decoded only here
+            return receive(client, self.order.request, Packing(self.wire, self.order.feedback))
 
     def _sent(self, client: Client, trained: Message) -> Message:
         """The answer after the local work: stored first, then sent."""

@@ -46,9 +46,9 @@ class Numbers:
 
     def __init__(self, kept: Mapping[str, int] | None = None, lent: Mapping[str, int] | None = None) -> None:
         self.kept, self.lent = dict(kept or {}), dict(lent or {})
-        used = {*self.kept.values(), *self.lent.values()}
-        self._next = max(used, default=-1) + 1
-        self._free = [number for number in range(self._next) if number not in used]  # a heap, as it is sorted
+        self._used = {*self.kept.values(), *self.lent.values()}
+        # All below `_next` are used, or given back and in the heap: nothing grows with the largest number.
+        self._next, self._back = 0, list[int]()
 
     def __len__(self) -> int:
         return len(self.kept) + len(self.lent)
@@ -61,15 +61,28 @@ class Numbers:
         if identity in self.kept:
             return self.kept[identity]
         if identity not in self.lent:
-            self.lent[identity] = heapq.heappop(self._free) if self._free else self._next
-            self._next = max(self._next, self.lent[identity] + 1)
+            self.lent[identity] = self._lowest()
         return self.lent[identity]
+
+    def _lowest(self) -> int:
+        """Return the lowest number that is free, which is used from now on."""
+        if self._back:
+            number = heapq.heappop(self._back)
+        else:
+            while self._next in self._used:
+                self._next += 1
+            number = self._next
+        self._used.add(number)
+        return number
 
     def settle(self, delivered: Iterable[str], online: Collection[str]) -> None:
         """Those who have delivered keep their numbers; those who are gone give theirs back."""
         self.kept |= {who: self.lent.pop(who) for who in delivered if who in self.lent}
         for who in [who for who in self.lent if who not in online]:
-            heapq.heappush(self._free, self.lent.pop(who))
+            number = self.lent.pop(who)
+            self._used.discard(number)
+            if number < self._next:
+                heapq.heappush(self._back, number)
 
 
 def online(grid: Grid, numbers: Numbers) -> list[Node]:

@@ -111,7 +111,9 @@ class Packing:
 
     @staticmethod
     def _whole(message: bytes) -> int:
-        """Of one's own message, which is known to be in order."""
+        """Of one's own message, as it was stored."""
+        if len(message) < _LENGTHS.size:
+            return 0  # `unpack` says what is wrong
         payload, facts = _LENGTHS.unpack_from(message)
         return len(message) - _LENGTHS.size - int(payload) - int(facts)
 

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from cfedavg.errors import InputError
+from cfedavg.files import open_regular
 from cfedavg.interrupts import deaf
 
 MARK = "CFEDAVG_FEDERATION"  # the federation it belongs to
@@ -46,7 +48,7 @@ class Processes:
     def start(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> Process:
         """Starts one, out of reach of the terminal's Ctrl-C; what it says is appended to the log."""
         self._watchdog = self._watchdog or _start_watchdog(self._launch)
-        with log.open("ab") as file:
+        with _opened(log) as file:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -76,6 +78,14 @@ class Processes:
                 _pipe(self._watchdog).close()
                 self._watchdog.wait()
             self._watchdog = None
+
+
+def _opened(log: Path) -> IO[bytes]:
+    """Open a log to append to; to open a pipe would wait for ever."""
+    try:
+        return open_regular(log, "ab")
+    except OSError as error:
+        raise InputError(f"cannot write {log} ({error.strerror})") from None
 
 
 def _start_watchdog(word: str) -> Process:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cfedavg.config import toml_value
 from cfedavg.errors import InputError
-from cfedavg.files import write_atomic
+from cfedavg.files import check_regular, exists, make_folder, read_file, write_atomic
 from cfedavg.flower.ports import HOST, Ports
 from cfedavg.flower.processes import PATIENCE, Process, Processes
 
@@ -38,7 +38,7 @@ class Service:
         self.process: Process | None = None
         self._processes, self._said = processes, 0
         self.home = folder / "home"
-        self.home.mkdir(parents=True, exist_ok=True)
+        make_folder(self.home, "--out")
 
     @property
     def running(self) -> bool:
@@ -84,7 +84,7 @@ class Link(Service):
         """Starts it, and waits until it answers."""
         ca, certificate, key = self.files.ca, self.files.certificate, self.files.key
         tls = "--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key
-        where = "--host", HOST, "--port", str(self.port), "--database", self.folder / "link.db"
+        where = "--host", HOST, "--port", str(self.port), "--database", self._database()
         self._spawn("flower-superlink", "--enable-supernode-auth", *tls, *where)
         end = time.monotonic() + READY
         while not self._answers():
@@ -93,6 +93,16 @@ class Link(Service):
             if time.monotonic() > end:
                 raise InputError(f"the SuperLink does not answer after {READY:g} s: see {self.log}")
             time.sleep(POLL)
+
+    def _database(self) -> Path:
+        """Return the path of its database; the SuperLink would wait for ever on a pipe, and not say why."""
+        path = self.folder / "link.db"
+        try:
+            if exists(path):
+                check_regular(path)
+        except OSError as error:
+            raise InputError(f"cannot read {path} ({error.strerror})") from None
+        return path
 
     def _answers(self) -> bool:
         """Whether it is there, as far as the certificate tells."""
@@ -121,7 +131,7 @@ class Node(Service):
         self.link, self.key, self.number, self.state = link, key, number, folder / "state"
         self._ports = ports
         self.id: int | None = None
-        self.state.mkdir(exist_ok=True)
+        make_folder(self.state, "--out")
         facts = {"partition-id": number, "num-partitions": of, "state-dir": str(self.state)}
         self._config = folder / "node.toml"
         write_atomic(self._config, toml(facts).encode())
@@ -179,9 +189,11 @@ def toml(table: Mapping[str, object]) -> str:
 
 def plain(log: Path, start: int = 0) -> str:
     """A log, from this byte on, without its colours."""
-    with log.open("rb") as file:
-        file.seek(start)
-        return _COLOUR.sub("", file.read().decode(errors="replace"))
+    try:
+        data = read_file(log)[start:]
+    except OSError as error:
+        raise InputError(f"cannot read {log} ({error.strerror})") from None
+    return _COLOUR.sub("", data.decode(errors="replace"))
 
 
 def last_line(text: str) -> str:

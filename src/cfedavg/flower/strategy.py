@@ -183,6 +183,7 @@ class CFedAvg(Strategy):
             session.train_config = train_config or ConfigRecord()
             session.evaluate_config = evaluate_config or ConfigRecord()
             session.evaluate_fn = evaluate_fn
+            books.open(served)  # a session that refuses the state leaves everything as it was
             return session.run(num_rounds)
 
     @property

@@ -55,7 +55,7 @@ def read_run(path: Path) -> Run:
             hint = f"; runs in it are {', '.join(inside[:5])}" if inside else ""
             raise InputError(f"{path} is not a run folder: it has no {name}{hint}")
     config = read_config(path / CONFIG)
-    nodes = _read_nodes(path / NODES) if (path / NODES).is_file() else []
+    nodes = _read_nodes(path / NODES) if exists(path / NODES) else []
     return Run(path, config, _read_metrics(path / METRICS), " ".join(config.compressor.split()), nodes)
 
 
