@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+import zlib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ from cfedavg.federation.protocol import (
     request_of,
     restored,
 )
-from cfedavg.federation.store import FILE, ClientStore, Known, Served, ServerStore, new_generation
+from cfedavg.federation.store import FILE, ClientStore, Known, Served, ServerStore, as_tensor, new_generation
 from cfedavg.federation.table import Table
 from cfedavg.layout import Layout
 from cfedavg.tensors import checksum, read_tensors, save_tensors
@@ -513,6 +514,220 @@ def test_damage_is_never_taken_for_a_state(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(InputError, match=r"is damaged .*; move it away to go on as a new client"):
             store.load()
+
+
+def forge(path: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
+    """Another state in the place of one, with a right checksum: GONE takes a field away."""
+    found, about = read_tensors(path)
+    found = {name: each.clone() for name, each in found.items()} | (tensors or {})
+    about = {name: value for name, value in (about | changes).items() if value is not GONE}
+    del about["checksum"]
+    vectors = {name: each.reshape(each.shape or (1,)) for name, each in found.items()}
+    save_tensors(found, path, about | {"checksum": checksum(vectors, about)})
+
+
+GONE = object()
+NO_WHOLE = [GONE, None, True, -1, 2.5, "7", [], {}, math.nan, 2**64, 10**400]
+NO_STAMP = [*NO_WHOLE, 3, [1], [1, 2, 3], [0, 1], [1, 2**32], [1.0, 1], [True, 1], [[1], 1], ["a", "b"]]
+OF_A_CLIENT = {
+    "incarnation": NO_WHOLE,
+    "forgotten": NO_WHOLE,
+    "seen": [each for each in NO_STAMP if each != [0, 1]],
+    "told": [each for each in NO_STAMP if each != [0, 1]],
+    "sent": [each for each in NO_STAMP if each is not None],
+    "agreed": [each for each in NO_STAMP if each != []] + [[], [[1, -1]], [[0, 1]], [[1, 2, 3]], [["1", 1]]],
+    "layout": [GONE, None, 3, "", "[]", "3", "[" * 900 + "]" * 900],
+    "format": [GONE, None, "3", 2, {}],
+    "kind": [GONE, "server", []],
+    "federation": [GONE, None, ["x" * 10**5]],
+}
+OF_A_SERVER = {
+    "t": NO_WHOLE,
+    "stamp": [*NO_STAMP, [1, 3], [1, 1]],  # t is 1, so that the number is at most 2; a mark has 1
+    "clients": [*NO_STAMP, [1, 2, 3], ["../x", 1, 1], [1, 10**18, 0], [1, 2**63, 0], [-1, 1, 1], [1, 1.5, 1]],
+    **{name: OF_A_CLIENT[name] for name in ("layout", "federation")},
+    "kind": [GONE, "client", []],
+    "format": [GONE, None, "4", 3, {}],
+}
+
+
+def stored(folder: Path, count: int = 3) -> ServerStore:
+    store = ServerStore(folder, "f", LAYOUT)
+    with store.locked():
+        store.save(many(count))
+    return store
+
+
+def unchanged(folder: Path, action: Any) -> None:
+    """A refusal in one sentence, and no file is another afterwards."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(InputError) as caught:
+        action()
+    assert FILE in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", OF_A_CLIENT)
+def test_a_forged_client(tmp_path: Path, name: str) -> None:
+    store, _ = saved(tmp_path)
+    good = (store.folder / FILE).read_bytes()
+    for value in OF_A_CLIENT[name]:
+        (store.folder / FILE).write_bytes(good)
+        forge(store.folder / FILE, **{name: value})
+        unchanged(tmp_path, store.load)
+
+
+@pytest.mark.parametrize("name", OF_A_SERVER)
+def test_a_forged_server(tmp_path: Path, name: str) -> None:
+    store = stored(tmp_path)
+    good = (tmp_path / FILE).read_bytes()
+    for value in OF_A_SERVER[name]:
+        (tmp_path / FILE).write_bytes(good)
+        forge(tmp_path / FILE, **{name: value})
+        unchanged(tmp_path, store.load)
+
+
+NO_TENSORS = {
+    "another length": torch.zeros(D + 1),
+    "another shape": torch.zeros(D, 1),
+    "another dtype": torch.zeros(D, dtype=torch.float64),
+    "no dimension": torch.tensor(1.0),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TENSORS)
+def test_forged_tensors(tmp_path: Path, kind: str) -> None:
+    client, _ = saved(tmp_path / "client")
+    server = stored(tmp_path / "server")
+    stores: list[tuple[Any, list[str]]] = [
+        (client, ["e", "sent", "other"]),
+        (server, ["x", "facts", "other"]),
+    ]
+    for store, names in stores:
+        for name in names:
+            saved(tmp_path / "client")
+            server.save(many(3))
+            forge(store.folder / FILE, {name: NO_TENSORS[kind]})
+            unchanged(tmp_path, store.load)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{"x": torch.full((D,), math.nan)}]
+    + [{"facts": as_tensor(data)} for data in (b"", b"3", b"[]", b"\xff", b"[" * 10**5)],
+    ids=str,
+)
+def test_forged_models_and_facts(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    store = stored(tmp_path)
+    forge(tmp_path / FILE, tensors)
+    unchanged(tmp_path, store.load)
+
+
+def test_facts_that_can_be_read_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists in lists are a matter of the stack, which is deeper when a round is stored."""
+
+    def save(found: Served, frames: int) -> None:
+        store.save(found) if frames == 0 else save(found, frames - 1)
+
+    monkeypatch.setattr("cfedavg.files.sync", lambda path: None)
+    store = stored(tmp_path)
+    for depth in range(750, 1000, 5):
+        forge(tmp_path / FILE, {"facts": as_tensor(b'{"a":' + b"[" * depth + b"]" * depth + b"}")})
+        with suppress(InputError):
+            found = store.load()
+            assert found is not None
+            save(found, 20)
+
+
+NO_LINES = [
+    "3", "{}", "[]", '["a"]', "[" * 10**5, "nonsense",
+    '[3,[[1,1],1,1],[1,null]]', '["a",[[1,1],1,1],[0,null]]',
+    '["a",[[1,1],1,1],[1.5,null]]', '["a",[[1,1],1,1],3]', '["a",[[1,1],1],[1,null]]',
+    '["a",[[1,2],1,1],[1,null]]', '["a",[[2,1],1,1],[1,null]]', '["a",[[1,1],-1,1],[1,null]]',
+    '["a",[[1,1],9223372036854775808,1],[1,null]]', '["a",[[1,1],1,18446744073709551616],[1,null]]',
+    '["a",[[true,1],1,1],[1,null]]', '["a",null,[1,null]]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NO_LINES)
+def test_forged_lines_of_clients(tmp_path: Path, line: str) -> None:
+    store, data = stored(tmp_path), line.encode() + b"\n"
+    of_clients(store).write_bytes(data)
+    forge(tmp_path / FILE, clients=[1, len(data), zlib.crc32(data)])
+    unchanged(tmp_path, store.load)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file(tmp_path: Path, make: Any) -> None:
+    """A pipe would be waited for, and a device read for ever."""
+    client, _ = saved(tmp_path / "client")
+    server = stored(tmp_path / "server", 1)
+    for store, path in (
+        (client, client.folder / FILE),
+        (server, of_clients(server)),
+        (server, server.folder / FILE),
+    ):
+        path.unlink()
+        make(path)
+        with pytest.raises(InputError, match="is damaged"):
+            store.load()
+
+
+def test_no_generation_is_left(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="start another federation"):
+        new_generation(Server(torch.zeros(D), stamp=Stamp(2**32 - 1, 1)))
+
+
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2,
+    2.5,
+    "",
+    "a",
+    [],
+    {},
+    [[1, 1]],
+    [1, 1],
+    [0, 0],
+    2**31,
+    2**63,
+    -(2**70),
+    1e308,
+]
+
+
+def test_any_forged_state_is_taken_or_refused(tmp_path: Path) -> None:
+    """Fields at random, with a right checksum; what is taken can be stored and goes on."""
+    draw, (client, _) = random.Random(0), saved(tmp_path / "client")
+    server, again = stored(tmp_path / "server"), stored(tmp_path / "again")
+    for path, store in ((client.folder / FILE, client), (server.folder / FILE, server)):
+        good = path.read_bytes()
+        names = [name for name in read_tensors(path)[1] if name != "checksum"]
+        for _ in range(150):
+            path.write_bytes(good)
+            forge(path, **{draw.choice(names): draw.choice(VALUES) for _ in range(draw.choice([1, 1, 2]))})
+            with suppress(InputError):
+                found: Any = store.load()
+                if store is client:
+                    receive(found, Request(Stamp(3, 9), 8, Mark(Stamp(2, 1), 1, 1)), Anything())
+                else:
+                    again.save(found)
+
+
+class Anything:
+    """A codec for messages that are none."""
+
+    def shrink(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
+        return b"", p
+
+    def restored(self, e: Tensor, message: bytes) -> Tensor:
+        return e
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
