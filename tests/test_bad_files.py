@@ -121,6 +121,7 @@ NO_NODES: dict[str, Make] = {
     "no outcome": lines({"round": 0, "number": 0, "node": "a"}),
     "a deep name": lines('{"round": 0, "number": 0, "outcome": "lost", "node": ' + NESTED + "}"),
     "a large age": lines(node_row(0, 0, age=10**400)),
+    **{name: NO_FILE[name] for name in ("a pipe", "a folder", "a device")},
 }
 REPORTS = (
     [("config.toml", name, make) for name, make in NO_TOML.items()]

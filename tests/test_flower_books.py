@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
+import random
 import re
 import shutil
-from contextlib import ExitStack, nullcontext
+import zlib
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,11 @@ import torch
 from flwr.app import Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 
-from cfedavg import InputError, tensors
+from cfedavg import InputError, folder, tensors
 from cfedavg.config import read_config
-from cfedavg.federation.store import FILE, ServerStore
+from cfedavg.federation.store import FILE, ServerStore, as_tensor
 from cfedavg.flower.form import Form
+from cfedavg.flower.taking import FAILED
 from cfedavg.report import write_report, write_run_pictures
 from tests.grid import (
     MODEL,
@@ -31,8 +35,17 @@ from tests.grid import (
     Summing,
     timeless,
 )
+from tests.test_bad_files import NO_FILE, mutated, put, text
+from tests.test_store import GONE, forge
 
 pytestmark = pytest.mark.usefixtures("without_waiting")
+
+NO_NAME = {
+    "nothing": text(b""),
+    "half a letter": text(b"\xff\xfe"),
+    "a path": text(b"../x"),
+    "zeros": text(b"\0" * 32),
+}
 
 
 # The client's disk
@@ -211,6 +224,261 @@ def test_what_will_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("cfedavg.flower.books.time.sleep", sleep)
     with pytest.raises(InputError, match=r"the server's state: .* is a file, not a folder"):
         it.start(1)
+
+
+# Files that somebody else made, or that a disk has damaged
+
+
+def contents(out: Path) -> dict[Path, bytes]:
+    return {
+        path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.stat().st_size < 10**6
+    }
+
+
+def refuses(it: Federation, words: str, rounds: int = 3, **options: Any) -> None:
+    """One sentence, and all files are as they were."""
+    before = contents(it.out)
+    with pytest.raises(InputError, match=words) as caught:
+        it.start(rounds, resume=True, **options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert contents(it.out) == before
+
+
+@pytest.mark.parametrize("name", [*NO_FILE, *NO_NAME])
+def test_no_name(tmp_path: Path, name: str) -> None:
+    """Of a federation that has a state, and of one that has none yet."""
+    it, make = Federation(tmp_path, Adding().app), (NO_FILE | NO_NAME)[name]
+    it.out.mkdir()
+    put(it.out / "federation.txt", make)
+    refuses(it, r"out: .*federation\.txt")
+    (it.out / "federation.txt").rmdir() if name == "a folder" else (it.out / "federation.txt").unlink()
+    it.start(2)
+    put(it.out / "federation.txt", make)
+    refuses(it, r"out: .*federation\.txt")
+
+
+def test_a_state_without_its_name(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(2)
+    (it.out / "federation.txt").unlink()
+    refuses(it, r"federation\.txt is missing, and the state beside it needs it: put it back")
+
+
+@pytest.mark.parametrize("name", ["a pipe", "a folder", "a device"])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "nodes.jsonl", "state/state.safetensors"])
+def test_no_file(tmp_path: Path, file: str, name: str) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(2)
+    put(it.out / file, NO_FILE[name])
+    refuses(it, file)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "nodes.jsonl"])
+def test_changed_rows(tmp_path: Path, file: str) -> None:
+    """A digit of any row before the last round, a row less, more or elsewhere; but not the clock."""
+    it = Federation(tmp_path, Adding().app)
+    it.start(3)
+    it.start(4, resume=True)
+    lines = (it.out / file).read_text().splitlines(keepends=True)
+    first = json.loads(lines[0])
+    for changed in (
+        [json.dumps(first | {"up_bytes": 1, "uplink_bytes": 1}) + "\n", *lines[1:]],
+        [json.dumps(first | {"round": "0"}) + "\n", *lines[1:]],
+        [json.dumps(first | {"round": True}) + "\n", *lines[1:]],
+        ["nonsense\n", *lines],
+        [lines[0], *lines],
+        [lines[1], lines[0], *lines[2:]],
+        lines[1:],
+        ['{"round": 0, "a": ' + "[" * 950 + "]" * 950 + "}\n", *lines[1:]],
+        [],
+    ):
+        (it.out / file).write_text("".join(changed))
+        refuses(it, rf"{file} (was changed after the state was written|does not hold rounds)", 5)
+    (it.out / file).write_text("".join([json.dumps(first | {"seconds": 77}) + "\n", *lines[1:]]))
+    it.start(5, resume=True)
+    assert json.loads((it.out / file).read_text().splitlines()[0])["seconds"] == 77
+
+
+def test_the_cost_of_a_round_does_not_grow_with_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is summed up in a round are its own rows."""
+    it, sums, real = Federation(tmp_path, Adding().app), list[int](), folder.checksum_of
+    monkeypatch.setattr(
+        "cfedavg.flower.facts.checksum_of",
+        lambda rows, before=0: sums.append(len(rows)) or real(rows, before),
+    )
+    it.start(5)
+    assert sums == [0, 0] * 2 + [1, 3] * 5
+
+
+def forge_facts(out: Path, **changes: Any) -> None:
+    """Other facts, with a right checksum."""
+    found, _ = tensors.read_tensors(out / "state" / FILE)
+    facts = json.loads(found["facts"].numpy().tobytes()) | changes
+    facts = {name: value for name, value in facts.items() if value is not GONE}
+    forge(out / "state" / FILE, {"facts": as_tensor(json.dumps(facts).encode())})
+
+
+ROW = {"round": 1}
+NO_FACTS: dict[str, list[Any]] = {
+    "form": [GONE, None, 3],
+    "options": [GONE, None, [], {}],
+    "numbers": [GONE, None, [], {"a": "1"}, {"a": -1}, {"a": 2.5}, {"a": 10**12}, {"a": True}, {"a": 0}],
+    "norms": [GONE, None, {}, ["1"], [math.nan], [math.inf], [-1], [None], [[]], [10**400], [True]],
+    "rows": [GONE, None, [], {}, {"metrics.jsonl": 1.5}, {"metrics.jsonl": 0, "nodes.jsonl": 0}],
+    "inner": [None, [], 3],
+    "last": [
+        GONE, None, [], {}, {"row": ROW}, {"nodes": [ROW]}, {"row": 3, "nodes": []}, {"row": {}, "nodes": []},
+        {"row": {"round": 2}, "nodes": []}, {"row": ROW, "nodes": {}}, {"row": ROW, "nodes": [3]},
+        {"row": ROW, "nodes": [{"round": 0}]}, {"row": {"round": True}, "nodes": []},
+        {"row": ROW, "nodes": []}, {"row": {**ROW, "loss": math.nan}, "nodes": []},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_FACTS)
+def test_forged_facts(tmp_path: Path, name: str) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(2)
+    good = (it.out / "state" / FILE).read_bytes()
+    for value in NO_FACTS[name]:
+        (it.out / "state" / FILE).write_bytes(good)
+        forge_facts(it.out, **{name: value})
+        refuses(it, "state")
+
+
+@pytest.mark.parametrize("t", [10**9, 2**32 - 1, 3, 1, 0])
+def test_a_forged_round(tmp_path: Path, t: int) -> None:
+    """However large it is, nothing is made because of it."""
+    it = Federation(tmp_path, Adding().app)
+    it.start(2)
+    forge(it.out / "state" / FILE, t=t)
+    forge_facts(it.out, last={"row": {"round": t - 1}, "nodes": []})
+    refuses(it, "state|metrics.jsonl", 2**32)
+
+
+NO_NOTES: list[Any] = [
+    None, [], 3, [0, 0], ["0", 0, None], [-1, 0, None], [10**12, 0, None], [0, 2, None], [0, -1, None],
+    [0, 0, "1"], [0, 0, -1.0], [0, 0, math.inf], [0, 0, math.nan], [0, 0, [1]], [1, 1, 0.0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("note", NO_NOTES, ids=str)
+def test_forged_notes(tmp_path: Path, note: Any) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(2)
+    forge_notes(it.out, note)
+    refuses(it, "state.safetensors is damaged")
+
+
+def forge_notes(out: Path, note: Any) -> None:
+    """Another note of the first client."""
+    _, about = tensors.read_tensors(out / "state" / FILE)
+    number, length, _ = about["clients"]
+    path = out / "state" / f"clients.{number}.jsonl"
+    lines = [json.loads(line) for line in path.read_bytes()[:length].splitlines()]
+    last = max(n for n, line in enumerate(lines) if line[0] == lines[0][0])
+    lines[last][2][1] = note
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path.write_bytes(data)
+    forge(out / "state" / FILE, clients=[number, len(data), zlib.crc32(data)])
+
+
+def test_a_large_number_of_a_node_costs_nothing(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(2)
+    forge_notes(it.out, [2**32 - 1, 1, None])
+    it.start(3, resume=True)
+    assert {row["number"] for row in it.of_nodes[-3:]} == {2**32 - 1, 1, 2}
+
+
+WHOLE_MODEL = {**MODEL, "bn.running_mean": np.ones(2, np.float32)}
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [torch.zeros(7, dtype=torch.uint8), torch.zeros(2), torch.full((8,), 255, dtype=torch.uint8)],
+    ids=["length", "dtype", "NaN"],
+)
+def test_forged_statistics(tmp_path: Path, whole: torch.Tensor) -> None:
+    it = Federation(tmp_path, Adding().app, 3, WHOLE_MODEL)
+    it.start(1)
+    forge(it.out / "state" / FILE, {"extra.whole": whole})
+    refuses(it, "is damaged .*; restore a backup of the whole folder")
+
+
+NO_MEMORY: list[dict[str, Any]] = [
+    {"m": {"array": 7}}, {"m": {"set": []}}, {"m": {}}, {"m": {"dict": 3}}, {"m": {"dict": [[1]]}},
+    {"m": {"dict": [[[], 1]]}}, {"m": {"tuple": None}}, {"aggregate_train": 3}, {"__class__": 3},
+    {"__dict__": {"dict": []}}, {"summary.x": 3}, {"m": {"array": [0]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", NO_MEMORY, ids=str)
+def test_forged_memory(tmp_path: Path, memory: dict[str, Any]) -> None:
+    """What a wrapped strategy is said to have remembered."""
+    it = Federation(tmp_path, Adding().app)
+    it.start(2, Summing())
+    forge_facts(it.out, inner=memory)
+    refuses(it, "inner: ", inner=Summing())
+
+
+def test_a_forged_answer(tmp_path: Path) -> None:
+    """A node's last answer is decoded when it is void: its message says what is wrong."""
+    it = Federation(tmp_path, Adding().app)
+    it.grid.on_reply = lambda node, request, reply: None if node.partition == 1 else reply
+    it.start(1)
+    it.grid.on_reply = lambda node, request, reply: reply
+    path = Disks(it).store(it.nodes[1]).folder / FILE
+    good = path.read_bytes()
+    for n, message in enumerate((b"", b"abc", b"\xff" * 200, b"\0" * 200)):
+        path.write_bytes(good)
+        forge(path, {"sent": as_tensor(message)})
+        it.start(n + 2, resume=True)
+        assert it.outcomes[-1] == {"replied": 2, "state": 1}
+        assert "move it away to go on as a new client" in it.of_nodes[-2]["why"]
+
+
+def test_any_damage_is_taken_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of the server and of a node, changed at random; what is forged has a right checksum."""
+    monkeypatch.setattr("cfedavg.files.sync", lambda path: None)
+    monkeypatch.setattr("cfedavg.flower.books.sync", lambda path: None)
+    monkeypatch.setattr("cfedavg.report.write_run_pictures", lambda path: None)
+    whole, draw = Federation(tmp_path / "whole", Adding().app, 2, WHOLE_MODEL), random.Random(0)
+    whole.start(2, Summing())
+    files = [
+        path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()
+    ]
+    files = sorted(
+        path for path in files if path.suffix not in (".html", ".png") and path.name != "model.safetensors"
+    )
+    for _ in range(25):
+        for file in files:
+            shutil.copytree(tmp_path / "whole", tmp_path / "copy")
+            path = tmp_path / "copy" / file
+            if file.name == FILE and draw.random() < 0.5:
+                damage_with_checksum(path, draw)
+            else:
+                path.write_bytes(data := mutated(path.read_bytes(), draw))
+            if file.name.startswith("clients.") and draw.random() < 0.8:
+                forge(path.with_name(FILE), clients=[1, len(data), zlib.crc32(data)])
+            with suppress(InputError):
+                it = Federation(tmp_path / "copy", Adding().app, 2, WHOLE_MODEL)
+                it.start(3, Summing(), resume=True)
+                assert FAILED not in it.outcomes[-1], it.of_nodes[-2:]
+            shutil.rmtree(tmp_path / "copy")
+
+
+def damage_with_checksum(path: Path, draw: random.Random) -> None:
+    """A value of the header or of the facts is another, and the checksum right."""
+    found, about = tensors.read_tensors(path)
+    if "facts" in found and draw.random() < 0.5:
+        data = mutated(found["facts"].numpy().tobytes(), draw)
+        return forge(path, {"facts": as_tensor(data)})
+    name = draw.choice([name for name in about if name != "checksum"])
+    return forge(path, **{name: draw.choice([None, 0, 1, 2.5, "a", [], {}, [1, 1], [2, 1], 2**40, [[1, 1]]])})
 
 
 def test_how_many_clients_there_are(tmp_path: Path) -> None:

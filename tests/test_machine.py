@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,11 +28,12 @@ from cfedavg.flower.control import Run, RunFailed
 from cfedavg.flower.machine import Machine, environment
 from cfedavg.flower.ports import HOST, Ports
 from cfedavg.flower.processes import MARK, Processes, alive
-from cfedavg.flower.services import Node
+from cfedavg.flower.services import Node, plain
 from cfedavg.flower.up import _follow, _trust, app_toml
 from cfedavg.folder import as_line, read_rows
 from cfedavg.interrupts import deaf, polite
 from tests.conftest import Command
+from tests.test_bad_files import NO_FILE, put, text
 
 flower = pytest.mark.skipif(shutil.which("flwr", path=Path(sys.executable).parent) is None, reason=MISSING)
 
@@ -119,6 +121,50 @@ def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> Non
             _handshake(server, context, host)
     assert certificates(tmp_path) == files
     assert "PRIVATE" not in files.ca.read_text() + files.certificate.read_text()
+
+
+@flower
+@pytest.mark.parametrize("name", [*NO_FILE, "another's", "nothing", "no key"])
+@pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key", "node0", "node0.pub"])
+def test_bad_keys(tmp_path: Path, file: str, name: str) -> None:
+    """One sentence before anything is started; none would be told by Flower's processes, and a pipe hangs."""
+    from cfedavg.flower.credentials import certificates, node_key
+
+    if file in ("ca.pem", "node0.pub") and "link" in name:
+        return  # whoever has no such file gets a new one
+    for folder in (tmp_path, tmp_path / "other"):
+        folder.mkdir(exist_ok=True)
+        certificates(folder)
+        node_key(folder, "node0")
+    other = (tmp_path / "other" / file).read_bytes()
+    makes = NO_FILE | {"another's": text(other), "nothing": text(""), "no key": text(b"\xff" * 99)}
+    put(tmp_path / file, makes[name])
+    with pytest.raises(InputError, match=re.escape(str(tmp_path / file))) as caught:
+        node_key(tmp_path, "node0") if "node" in file else certificates(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@flower
+@pytest.mark.parametrize("path", ["keys", "logs", "link", "link/home", "nodes", "nodes/0", "nodes/0/state"])
+def test_a_file_in_the_place_of_a_folder(tmp_path: Path, path: str) -> None:
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text("")
+    with pytest.raises(InputError, match="--out: "), Machine(tmp_path, 1):
+        pass
+
+
+@flower
+@pytest.mark.parametrize("path", ["logs/superlink.log", "link/link.db"])
+@pytest.mark.parametrize("name", ["a pipe", "a folder", "a device"])
+def test_no_file_in_a_federation(tmp_path: Path, path: str, name: str) -> None:
+    """Nothing hangs, and nothing is started."""
+    with Machine(tmp_path, 1) as machine:
+        put(tmp_path / path, NO_FILE[name])
+        with pytest.raises(InputError, match=path):
+            machine.link.start()
+        assert machine.link.process is None
+        with pytest.raises(InputError, match="cannot read"):
+            plain(tmp_path / path)
 
 
 # Processes and signals
