@@ -315,6 +315,20 @@ def test_a_file_that_names_code_needs_trust(field: str, cfedavg: Command, strang
         assert ("--trust" in outcome.err) == (command[0] != "reproduce")
         assert held(Path()) == before
     assert getattr(read_run(Path("run")).config, field) == f"{stranger}:Own(0.9)"  # as `report` reads it
+
+
+@pytest.mark.parametrize("name", ["(evil", "(a task from Python", "(a Flower app", "an evil", "evil-"])
+@pytest.mark.parametrize("trust", [[], ["--trust"]])
+def test_a_module_of_an_odd_name_never_runs(
+    name: str, trust: list[str], cfedavg: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In brackets stands what reports show of a task from Python; a file may have such a name too."""
+    monkeypatch.chdir(tmp_path)
+    Path(f"{name}.py").write_text("raise SystemExit('a planted module ran')")
+    Path("c.toml").write_text(f'model = "{name}:make"\nclients = 2\nrounds = 1\n')
+    outcome = cfedavg("run", "--config", "c.toml", *trust)
+    assert outcome.code == 2
+    assert f"'{name}:make'" in outcome.err
     assert not Path("imported").exists()
 
 

@@ -95,7 +95,7 @@ def test_build_calls_what_the_table_holds() -> None:
         ("pair(1, c=2)", "--x: pair(1, c=2) has the wrong arguments (got an unexpected keyword"),
         (" picky(1) ", "--x: picky(1): must be 2"),
         ("no_such_module_:Thing", "--x: cannot import 'no_such_module_' of 'no_such_module_:Thing' ("),
-        ("math.:pi", "--x: cannot import 'math.' of 'math.:pi' ("),
+        ("math.:pi", "--x: 'math.:pi' is not of the form package.module:name"),
         ("math:tau2(1)", "--x: 'math' ("),
         ("math:pi(1)", "--x: 'math:pi' must be a subclass of fractions.Fraction"),
         ("fractions:Fraction('x', 'y')", "--x: fractions:Fraction('x', 'y') has the wrong arguments ("),

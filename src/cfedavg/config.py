@@ -169,7 +169,7 @@ class Config:
     @property
     def names_code(self) -> bool:
         """Whether a field names a `module:Class`, which a run would import."""
-        return any(":" in getattr(self, name) for name in PARTS)
+        return any(_names_code(getattr(self, name)) for name in PARTS)
 
     def says(self, name: str) -> bool:
         """Whether a field says something of the run: of a Flower app, only what its server decides.
@@ -246,9 +246,13 @@ class Config:
 def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
     """Refuse fields that name a `module:Class`: a run would import the module, whoever wrote it."""
     for name in PARTS:
-        text = str(table.get(name))
-        if ":" in text and not text.startswith("("):  # in brackets stands a remark, which nothing calls
+        if _names_code(text := str(table.get(name))):
             raise InputError(f"{where}: {flag(name)} {text[:80]!r} would import Python code; {remedy}")
+
+
+def _names_code(text: str) -> bool:
+    """Whether a part's text names a module; the remark of a task or an app is in brackets and names none."""
+    return ":" in text and not text.startswith((f"{OWN}: ", APP[:-1]))
 
 
 @cache

@@ -21,6 +21,7 @@ from typing import Any
 from cfedavg.errors import InputError
 
 _CALL = re.compile(r"^\s*([A-Za-z_][\w.]*(?::\w+)?)\s*(?:\((.*)\))?\s*$", re.DOTALL)
+_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WORDS = {"true": True, "false": False}
 _LONGEST = 1000  # characters of a text; far more would exhaust the parser
 
@@ -96,6 +97,8 @@ def _load_class(path: str, kind: type, field: str) -> type:
 
 def load(path: str, field: str) -> Any:
     """Import the object that `package.module:name` names. Only for a text that is trusted."""
+    if not _PATH.fullmatch(path):  # a remark, say; a file may have any name, and must not run by it
+        raise InputError(f"{field}: {path[:80]!r} is not of the form package.module:name")
     module, _, name = path.partition(":")
     try:
         with _current_folder_last(module.partition(".")[0]):
