@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -331,6 +332,32 @@ def test_a_rank_dies_in_a_round(ranks: int, where: str, alone: Alone, tmp_path: 
     assert 0 < len(rows_without_time(tmp_path / "r")) < 6
     run(config.replace(workers=5 - ranks), trapped(lambda: None), out=tmp_path / "r", resume=True)
     assert_same(contents(tmp_path / "r"), alone(BASE.replace(residuals=where, checkpoint_every=1)))
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_worker_that_stops_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection shows it, and nobody waits for it for ever."""
+    real = workers._await
+
+    def stop_first(processes: list[BaseProcess], folder: Path) -> None:
+        real(processes, folder)
+        os.kill(processes[0].pid or 0, signal.SIGSTOP)
+
+    monkeypatch.setattr(workers, "_await", stop_first)
+    monkeypatch.setattr(workers, "KNOWN", 0.1)
+    monkeypatch.setattr("cfedavg.engines.ranks.JOIN", timedelta(seconds=1))
+    with pytest.raises(RankLost, match="a process of the run is gone"):
+        run(BASE.replace(workers=2), task())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_round_may_take_longer_than_to_join(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cfedavg.engines.ranks.JOIN", timedelta(seconds=10))
+    run(BASE.replace(workers=2), trapped(lambda: time.sleep(12)), out=tmp_path / "r")
+    assert_same(contents(tmp_path / "r"), alone(BASE))
 
 
 def test_a_lost_rank_whose_end_is_known_later() -> None:

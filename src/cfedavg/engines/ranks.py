@@ -15,11 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it later
 
 from cfedavg.errors import InputError
 from cfedavg.interrupts import held
 
 _FOREVER = timedelta(days=30)  # a round may take long; a rank that dies closes its connection, which shows
+# While ranks join, there is no connection yet: one that dies or stops then shows only by its absence.
+JOIN = timedelta(minutes=2)  # on this machine, where all are about to; it takes 0.1 s
+_JOIN_TORCHRUN = timedelta(minutes=30)  # on others, which may start later
 
 
 class RankLost(InputError):
@@ -33,8 +37,10 @@ class Ranks:
         self.rank, self.size, self._nccl = rank, size, None
         if size > 1:
             init = {"init_method": "env://"} if store is None else {"store": store}
+            join = _JOIN_TORCHRUN if store is None else JOIN
             with self.together():
-                dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_FOREVER, **init)
+                dist.init_process_group("gloo", rank=rank, world_size=size, timeout=join, **init)
+                _set_pg_timeout(_FOREVER)
 
     @classmethod
     def from_environment(cls) -> Ranks | None:
