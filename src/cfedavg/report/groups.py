@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cfedavg.config import APP, Config
+from cfedavg.config import APP, OWN, Config
 from cfedavg.report.labels import make_labels
 from cfedavg.report.read import Run, column
 
@@ -68,6 +68,11 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             f"{label} · federation" if group[0].nodes else label
             for label, group in zip(labels, members, strict=True)
         ]
+    if sum(_task_unknown(group[0]) for group in members) > 1:  # somebody may wonder why they are not one
+        labels = [
+            f"{label} · task unknown" if _task_unknown(group[0]) else label
+            for label, group in zip(labels, members, strict=True)
+        ]
     return [
         Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
         for label, group in zip(labels, members, strict=True)
@@ -79,10 +84,16 @@ class _Kind(NamedTuple):
 
     config: Config
     federation: bool
+    folder: str  # of a run whose task nobody knows: it shares a group with no other
 
 
 def _kind(run: Run) -> _Kind:
-    return _Kind(run.config, bool(run.nodes))
+    return _Kind(run.config, bool(run.nodes), str(run.path.resolve()) if _task_unknown(run) else "")
+
+
+def _task_unknown(run: Run) -> bool:
+    """Whether it is a task from Python, written before tasks had fingerprints."""
+    return run.config.dataset == f"{OWN})"
 
 
 def baseline(group: Group, groups: Sequence[Group]) -> Group:
