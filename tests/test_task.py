@@ -358,6 +358,18 @@ def test_a_folder_without_a_fingerprint_reports_and_goes_on(tmp_path: Path) -> N
     assert len(run(SHORT.replace(rounds=2), task(), out=tmp_path, resume=True).rows) == 2
 
 
+def test_runs_without_a_fingerprint_are_never_seeds_of_one(tmp_path: Path) -> None:
+    for seed in range(3):
+        run(SHORT.replace(seed=seed), task(), out=tmp_path / f"run{seed}")
+        if seed:
+            old = replace(read_config(tmp_path / f"run{seed}" / "config.toml"), dataset="(a task from Python)")
+            (tmp_path / f"run{seed}" / "config.toml").write_text(replace(old, model=old.dataset).to_toml())
+    rows = summary([read_run(tmp_path / f"run{seed}") for seed in range(3)])
+    assert [row.seeds for row in rows] == [(0,), (1,), (2,)]
+    assert [row.label.endswith("task unknown") for row in rows] == [False, True, True]
+    assert len({row.label for row in rows}) == 3
+
+
 def test_the_command_cannot_resume_what_python_made(tmp_path: Path, cfedavg: Command) -> None:
     run(SHORT, task(name="ramps"), out=tmp_path / "a")
     for arguments in (("--resume", "--out", tmp_path / "a"), ("--config", tmp_path / "a" / "config.toml")):
@@ -375,3 +387,13 @@ def test_the_reason_of_an_engine_stays_in_the_folder(tmp_path: Path) -> None:
     run(SHORT, task(model=Branching(4, 3)), out=tmp_path)
     text = (tmp_path / "engine.txt").read_text()
     assert text.startswith("sequential on cpu, float32: clients cannot step together: the model (Branching)")
+
+
+def test_a_resume_keeps_what_engines_did_before(tmp_path: Path) -> None:
+    for rounds in (1, 3, 3):  # the last has nothing left to do
+        run(SHORT.replace(rounds=rounds), task(), out=tmp_path, resume=True)
+    line = "batched on cpu, float32: the model is small\n"
+    assert (tmp_path / "engine.txt").read_text() == f"{line}after round 1: {line}"
+    (tmp_path / "engine.txt").unlink()
+    run(SHORT.replace(rounds=4), task(), out=tmp_path, resume=True)
+    assert (tmp_path / "engine.txt").read_text() == f"after round 3: {line}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cfedavg.config import Config
 from cfedavg.engines import RankLost, Ranks, check_same, choose_engine, facts
 from cfedavg.errors import Diverged, InputError
-from cfedavg.files import check_no_file, write_atomic
+from cfedavg.files import check_no_file, read_file, write_atomic
 from cfedavg.folder import MODEL, Folder
 from cfedavg.interrupts import uninterrupted
 from cfedavg.metrics import Record, finite
@@ -157,7 +157,8 @@ class Loop:
     ) -> None:
         self.config, self.observer = config, observer
         self.plan = Plan(config, task)
-        self._engines: list[str] = []  # what was said of them
+        self._engines = ""  # what was said of them, in lines
+        self._done = 0  # rounds
         self._folder: Folder | None = None
         self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say)
         self.note = task.note
@@ -166,12 +167,22 @@ class Loop:
         """Say it, and write down what it says of the engine."""
         self.observer.say(text)
         if text.startswith("engine: "):
-            self._engines.append(text.removeprefix("engine: ") + "\n")
+            since = f"after round {self._done}: " if self._done else ""
+            self._engines += since + text.removeprefix("engine: ") + "\n"
             self._record_engine()
 
     def _record_engine(self) -> None:
         if self._folder:
-            write_atomic(self._folder.path / ENGINE, "".join(self._engines).encode())
+            write_atomic(self._folder.path / ENGINE, self._engines.encode())
+
+    def _go_on_recording(self, folder: Folder, done: int) -> None:
+        """What engines did before a resume stays in the file."""
+        self._folder, self._done = folder, done
+        if done:
+            since = [f"after round {done}: {line}" for line in self._engines.splitlines(keepends=True)]
+            self._engines = _lines(folder.path / ENGINE) + "".join(since)
+        if done < self.config.rounds:
+            self._record_engine()
 
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
         start = self.engine.start()
@@ -213,6 +224,7 @@ class Loop:
         unbooked: list[Callable[[], Record]] = []  # rows whose bytes may still be counted
         try:
             while state.t < self.config.rounds:
+                self._done = state.t
                 state, row = self._round(state)
                 unbooked.append(row)
                 due = bool(folder and every and state.t % every == 0) or state.t == self.config.rounds
@@ -261,8 +273,7 @@ class Loop:
         start: tuple[State, list[Record]] = first, []
         if folder:
             start = folder.begin(self.config, self.engine.identity, first, resume=resume)
-            self._folder = folder
-            self._record_engine()
+            self._go_on_recording(folder, start[0].t)
         self.observer.begin(start[1])
         if self.note:
             self.observer.say(self.note)
@@ -324,6 +335,13 @@ class Loop:
         for sentence in broken_conditions(rows):
             self.observer.say(sentence)
         return Result(self.config, rows, model, iterate, folder.path if folder else None)
+
+
+def _lines(path: Path) -> str:
+    """What a text file holds; nothing if it cannot be read, since no run depends on it."""
+    with suppress(OSError):
+        return read_file(path).decode(errors="replace")
+    return ""
 
 
 def save_model(model: nn.Module, path: Path) -> None:
