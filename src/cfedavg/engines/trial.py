@@ -141,9 +141,9 @@ def _changes(task: Task, config: Config, device: torch.device) -> str:
     return next((name for name in now if name not in before or now[name] != before[name]), "")
 
 
-def _attributes(model: nn.Module) -> dict[str, Any]:
+def _attributes(model: nn.Module) -> dict[str, str]:
     return {
-        f"{prefix}.{name}".lstrip("."): value
+        f"{prefix}.{name}".lstrip("."): repr(value)  # as text, since NaN is not equal to itself
         for prefix, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, bool | int | float | str)
