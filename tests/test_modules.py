@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +291,48 @@ def test_the_engine_asked_for_is_refused_in_a_sentence() -> None:
     task = sentences(MODULES["step counter in Python"])
     with pytest.raises(InputError, match="--engine batched: a step changes `steps`, of which there is one"):
         run(Config(device="cpu", engine="batched"), task)
+
+
+class Best(nn.Linear):
+    """Has an attribute that is not a number, and never touches it."""
+
+    best = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.best = float("nan")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mean(1))
+
+
+def test_an_attribute_that_is_not_a_number_has_not_changed() -> None:
+    said = Said()
+    run(Config(device="cpu", rounds=1, local_steps="2", compressor="none"), sentences(Best), observer=said)
+    assert said.engine == ["engine: batched on cpu, float32: the model is small"]
+
+
+def uneven() -> Task:
+    """Twelve clients; one that round 0 asks has longer sequences, which a trial of two others cannot see."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(length: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(8, length, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+    clients = [draw(5 if i == 4 else 4) for i in range(12)]
+    return Task(seeded(lambda: Do(lambda x, a: a(x).tanh().mean(1), nn.Linear(6, 32), width=32)), clients)
+
+
+def test_a_round_that_cannot_be_batched_says_nothing_of_the_next(tmp_path: Path) -> None:
+    config = Config(
+        device="cpu", local_steps="4", batch_size=5, participation=0.2, compressor="none", eta_local=0.5
+    )
+    said, T = Said(), 4
+    straight = run(config.replace(rounds=T), uneven(), observer=said)
+    assert [line.split(":")[1] for line in said.engine[1:]] == [
+        " sequential where clients of a round cannot step together"
+    ]
+    for t in range(1, T + 1):  # stopped and resumed after every round
+        resumed = run(config.replace(rounds=t), uneven(), out=tmp_path, resume=t > 1, draw=False)
+    for mine, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

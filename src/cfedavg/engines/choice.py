@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -110,36 +110,41 @@ def _choose(
 
 
 class Together:
-    """Steps many clients at once for as long as that works, then one after another.
+    """Steps many clients at once; where that fails, the rest of the round one after another.
 
-    A trial before the run sees two clients; what only others bring about is met here.
+    A trial before the run sees two clients; what only others bring about is met here. The next round is
+    tried anew: what a round gives must not depend on those before it, which a resumed run has not seen.
     """
 
     def __init__(
         self, many: Batched, one_by_one: Callable[[], Trainer], say: Callable[[str], None], *, required: bool
     ) -> None:
-        self.trainer: Trainer = many
-        self._many, self._one_by_one, self._say, self._required = many, one_by_one, say, required
+        self.trainer: Trainer = many  # the one at work
+        self._many, self._one_by_one, self._say, self._required = many, cache(one_by_one), say, required
+        self._said = False
 
     def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         done = 0
+        self.trainer = self._many
         try:
             for trained in self.trainer.train(t, x, b, clients):
                 yield trained
                 done += len(trained.clients)
         except Exception as error:
             clear = isinstance(error, InputError) and not isinstance(error, ShapesDiffer)
-            if clear or isinstance(error, MEMORY) or self.trainer is not self._many:
+            if clear or isinstance(error, MEMORY):
                 raise
-            self._give_up(error)
+            self._explain(error)
+            self.trainer = self._one_by_one()
             yield from self.trainer.train(t, x, b, clients[done:])
 
-    def _give_up(self, error: Exception) -> None:
+    def _explain(self, error: Exception) -> None:
         why = reason(self._many.model, error)
         if self._required:
             raise InputError(f"--engine batched: {why}; take --engine auto or sequential") from error
-        self._say(f"engine: sequential from here on, since clients cannot step together: {why}")
-        self.trainer = self._one_by_one()
+        if not self._said:
+            self._say(f"engine: sequential where clients of a round cannot step together: {why}")
+        self._said = True
 
     def shrink(self) -> None:
         self.trainer.shrink()
