@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -243,6 +244,47 @@ def my_loss(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model, batch)
 
 
+class Pictures(Dataset[Any]):
+    """A data set of a user's own class."""
+
+    def __init__(self, x: Tensor, labels: Tensor = Y) -> None:
+        self.x, self.labels = x, labels
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.x[row], int(self.labels[row])
+
+
+class Changing(Own):
+    """Does not say that its samples are fixed, though they are."""
+
+    fixed = False
+
+
+class Rarely(Pictures):
+    """Draws at random whether to change a sample, and hardly ever does."""
+
+    def __init__(self, x: Tensor, draw: Callable[[], float]) -> None:
+        super().__init__(x)
+        self.draw = draw
+
+    def __getitem__(self, row: int) -> Any:
+        return (-self.x[row] if self.draw() < 1e-9 else self.x[row]), int(Y[row])
+
+
+def scaled(factor: float) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return factor * cross_entropy(model, batch)
+
+    return loss
+
+
+def times(model: nn.Module, batch: Any, factor: float) -> Tensor:
+    return factor * cross_entropy(model, batch)
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "a number": {"clients": [PAIR, (X.index_fill(0, torch.tensor(3), 0.5), Y)]},
     "a label": {"clients": [PAIR, (X, Y.flip(0))]},
@@ -253,6 +295,25 @@ OTHERS: dict[str, dict[str, Any]] = {
     "other rows of a Subset": {"clients": [subset([0, 1]), subset([2, 4])]},
     "a class of the user's": {"clients": [Own(X), Own(X)]},
     "its numbers": {"clients": [Own(X), Own(X + 1)]},
+    "a Dataset of the user's": {"clients": [Pictures(X), Pictures(X)]},
+    "numbers of that": {"clients": [Pictures(X), Pictures(X + 1)]},
+    "labels of that": {"clients": [Pictures(X), Pictures(X, Y.flip(0))]},
+    "a Subset of that": {"clients": [Subset(Pictures(X), [0, 1])] * 2},
+    "numbers of a Subset of that": {"clients": [Subset(Pictures(X + 1), [0, 1])] * 2},
+    "samples that may change": {"clients": [Changing(X), Changing(X)]},
+    "their numbers": {"clients": [Changing(X), Changing(X + 1)]},
+    "a lambda": {"loss": lambda model, batch: cross_entropy(model, batch) + 1},
+    "another operator": {"loss": lambda model, batch: cross_entropy(model, batch) - 1},
+    "another number": {"loss": lambda model, batch: cross_entropy(model, batch) + 2},
+    "another name": {"loss": lambda model, batch: my_loss(model, batch) + 1},
+    "a lambda in a lambda": {"loss": lambda model, batch: (lambda x: x + 1)(my_loss(model, batch))},
+    "another in a lambda": {"loss": lambda model, batch: (lambda x: x + 2)(my_loss(model, batch))},
+    "a default": {"loss": lambda model, batch, factor=1: cross_entropy(model, batch) * factor},
+    "another default": {"loss": lambda model, batch, factor=2: cross_entropy(model, batch) * factor},
+    "a closure": {"loss": scaled(0.5)},
+    "another value in it": {"loss": scaled(0.25)},
+    "a partial": {"loss": partial(times, factor=0.5)},
+    "another argument of it": {"loss": partial(times, factor=0.25)},
     "the test set": {"test": (X + 1, Y)},
     "no test set": {"test": None},
     "the structure of the model": {"model": nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))},
@@ -281,6 +342,19 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
     code = "from tests.test_task import OTHERS, task; print([task(**c).fingerprint for c in OTHERS.values()])"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert there.stdout.strip() == str([task(**changes).fingerprint for changes in OTHERS.values()])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
+def test_data_that_draw_at_random_count_by_class_and_size(draw: Callable[[], float]) -> None:
+    """Whatever they gave this time; and what they drew for it is not missing later."""
+    first, other, smaller = (task(clients=[Rarely(x, draw)] * 2) for x in (X, X + 1, X[:5]))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    expected = [draw(), draw()]
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    assert first.fingerprint == other.fingerprint != smaller.fingerprint
+    assert [draw(), draw()] == expected
 
 
 def test_large_data_are_hashed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +436,9 @@ def test_runs_without_a_fingerprint_are_never_seeds_of_one(tmp_path: Path) -> No
     for seed in range(3):
         run(SHORT.replace(seed=seed), task(), out=tmp_path / f"run{seed}")
         if seed:
-            old = replace(read_config(tmp_path / f"run{seed}" / "config.toml"), dataset="(a task from Python)")
+            old = replace(
+                read_config(tmp_path / f"run{seed}" / "config.toml"), dataset="(a task from Python)"
+            )
             (tmp_path / f"run{seed}" / "config.toml").write_text(replace(old, model=old.dataset).to_toml())
     rows = summary([read_run(tmp_path / f"run{seed}") for seed in range(3)])
     assert [row.seeds for row in rows] == [(0,), (1,), (2,)]

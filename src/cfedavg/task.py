@@ -63,7 +63,8 @@ class Task:
     or one for the batch. The metric is recorded as `test_` and its name.
     `test_parts[i]`, where given, are the rows of `test` that belong to client i; `note` is said as a run
     starts. `name` is what reports call the task. `version` stands for the data in the fingerprint: give one
-    if the data depend on the seed, so that reports still take runs with different seeds together.
+    if the data depend on the seed, so that reports still take runs with different seeds together, or if they
+    are drawn at random as they are read, since only their class and size would count.
 
     >>> task = Task(nn.Linear(2, 3), clients=[(torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]))] * 5)
     >>> len(task.clients), len(task.clients[0]), task.name
@@ -110,12 +111,7 @@ class Task:
     @cached_property
     def prints(self) -> tuple[str, str]:
         """The fingerprints of the model (with loss and metric) and of the data, the same in any process."""
-        samples = [*self.clients, *([self.test] if self.test is not None else [])]
-        read = guarded(data_print, "Task.clients: the data cannot be read")
-        return (
-            model_print(self.model, self.loss, self.metric),
-            read([_content(each) for each in samples], self.version),
-        )
+        return model_print(self.model, self.loss, self.metric), content_print(self, self.version)
 
     @property
     def fingerprint(self) -> str:
@@ -173,6 +169,13 @@ def as_samples(data: Any, where: str = "a data set") -> Samples:
     if isinstance(data, Dataset | DataLoader):
         raise InputError(f"{where} is {_kind(data)}: it must be {_FORMS}, from which a run draws batches")
     return Tensors(data, where)
+
+
+def content_print(task: Task, version: str = "") -> str:
+    """The fingerprint of a task's data; where a version is given, that stands for them."""
+    samples = [*task.clients, *([task.test] if task.test is not None else [])]
+    read = guarded(data_print, "Task.clients: the data cannot be read")
+    return read([_content(each) for each in samples], version)
 
 
 def _content(samples: Samples) -> Any:

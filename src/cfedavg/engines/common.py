@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,18 +40,6 @@ def reproducible(device: torch.device, precision: str = "float32") -> Iterator[N
             yield
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@contextmanager
-def unseen_draws(device: torch.device) -> Iterator[None]:
-    """Put all generators back afterwards: trying something must not change what a run draws."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
 
 
 def seed_generators(device: torch.device, seed: int, t: int, client: int) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cfedavg.config import Config
-from cfedavg.engines.common import PRECISIONS, unseen_draws
+from cfedavg.engines.common import PRECISIONS
 from cfedavg.errors import InputError
 from cfedavg.evaluate import evaluate_first
+from cfedavg.generators import unseen_draws
 from cfedavg.local import batches, channels_last, to_device
 from cfedavg.stack import Rules, Steady
 from cfedavg.task import Batch, Loss, Task, check_labels, check_loss, guarded

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from cfedavg.config import Config
 from cfedavg.engines.base import Trained
 from cfedavg.engines.batched import Batched
-from cfedavg.engines.common import PRECISIONS, reproducible, seed_generators, unseen_draws
+from cfedavg.engines.common import PRECISIONS, reproducible, seed_generators
 from cfedavg.engines.probes import is_one_sample
 from cfedavg.errors import InputError, first_line
+from cfedavg.generators import unseen_draws
 from cfedavg.local import Vectors, after, batches, local_sgd, to_device
 from cfedavg.plan import Plan
 from cfedavg.stack import Steady
