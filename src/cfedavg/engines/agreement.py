@@ -11,7 +11,7 @@ from cfedavg.engines.base import choose_device
 from cfedavg.engines.ranks import Ranks
 from cfedavg.errors import InputError
 from cfedavg.local import Vectors
-from cfedavg.task import Task
+from cfedavg.task import Task, content_print
 
 
 def facts(config: Config, task: Task) -> dict[str, str]:
@@ -30,6 +30,7 @@ def facts(config: Config, task: Task) -> dict[str, str]:
         "the hash of the samples per client": _hash(sizes),
         "the number of test samples": "none" if task.test is None else str(len(task.test)),
         "the hash of layout and frozen values": f"{Vectors(task.model).identity():08x}",
+        "the hash of the data": content_print(task),
     }
 
 
