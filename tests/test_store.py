@@ -12,6 +12,7 @@ import time
 import zlib
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,16 @@ def assert_law(root: Path) -> None:
 ROUNDS = 4
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 0.5], ids=["killed", "power cut", "half a power cut"])
-def test_a_crash_at_any_step(tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "growth"),
+    [(0.0, 4), (1.0, 4), (0.5, 4), (0.5, 0)],
+    ids=["killed", "power cut", "half a power cut", "a file of clients each round"],
+)
+def test_a_crash_at_any_step(
+    tmp_path: Path, share: float, growth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed before each thing done to a file, and again later; at the end nothing shows it."""
+    monkeypatch.setattr("cfedavg.federation.store.GROWTH", growth)
     counter = Disk(math.inf)
     with counter.at_work():
         play(tmp_path / "whole", ROUNDS)
@@ -358,6 +366,24 @@ def test_a_round_costs_what_it_hears(tmp_path: Path) -> None:
         assert found.server.applied == after.server.applied
         assert {who: tuple(known) for who, known in found.clients.items()} == after.clients
     assert abs(sizes[0] - sizes[1]) < 64
+
+
+def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one start: it is begun anew when it is four times as long as it must be, and not before."""
+    monkeypatch.setattr("cfedavg.federation.store.SHORT", 0)
+    store, lengths = ServerStore(tmp_path, "f", LAYOUT), list[int]()
+    with store.locked():
+        store.save(served := many(50))
+        compact = of_clients(store).stat().st_size
+        for _ in range(40):
+            taken = {who: mark_of(served.server.stamp, 1, b"") for who in list(served.clients)[:25]}
+            store.save(served := served.ended(taken, torch.zeros(D)))
+            lengths.append(of_clients(store).stat().st_size)
+    assert 4 * compact < max(lengths) < 5 * compact
+    assert 4 <= sum(after < before for before, after in pairwise(lengths)) <= 8
+    found = ServerStore(tmp_path, "f", LAYOUT).load()
+    assert found is not None
+    assert found.server.applied == served.server.applied
 
 
 def test_facts_of_any_length(tmp_path: Path) -> None:

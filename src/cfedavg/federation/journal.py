@@ -2,7 +2,8 @@
 
 Which of the lines count is said by a Place, and that is stored elsewhere, in one step with what the lines
 belong to. Lines that were added in vain, by a process that was killed before it stored the Place, do not
-count; nor is that file ever written to again, as every process begins one of its own.
+count; nor is that file ever written to again, as every process begins one of its own. It begins another
+when most of the lines are old; the file before stays until nothing durable refers to it.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 FORMATS = {"client": 3, "server": 4}
 FILE = "state.safetensors"
 EXTRA = "extra."
+GROWTH = 4  # times the length that it began with: then the file of the clients is begun anew
+SHORT = 65_536  # bytes: a shorter one is not worth it
 
 
 class OtherModel(InputError):
@@ -142,6 +144,7 @@ class ServerStore:
     def __init__(self, folder: Path, federation: str, layout: Layout) -> None:
         self.folder, self.layout, self.about = folder, layout, {"federation": federation}
         self._last: tuple[Served, Place] | None = None  # what this store has saved
+        self._compact = 0  # the length of the clients' file when it was begun
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -190,11 +193,17 @@ class ServerStore:
         self._last = served, place
 
     def _journalled(self, served: Served) -> Place:
-        """Adds what has changed, or begins anew where nothing is known of what has been."""
+        """Add what has changed, or begin a file where nothing is known of what has been, or much is old.
+
+        A file is begun after three times its own length was added, so the mean cost of a round stays the same.
+        """
         last, self._last = self._last, None  # if this fails, what it has added must not count later
-        if last and _follows(served.server.stamp, last[0].server.stamp):
+        follows = last and _follows(served.server.stamp, last[0].server.stamp)
+        if last and follows and last[1].length <= GROWTH * max(self._compact, SHORT):
             return journal.add(self.folder, last[1], _lines(served, last[0]))
-        return journal.begin(self.folder, _lines(served, Served(Server(None))))
+        place = journal.begin(self.folder, _lines(served, Served(Server(None))))
+        self._compact = place.length
+        return place
 
 
 def _follows(now: Stamp, before: Stamp) -> bool:
