@@ -10,9 +10,11 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,6 +278,39 @@ def test_a_watchdog_spares_those_of_the_next_launcher(tmp_path: Path) -> None:
         other.wait(60)
 
 
+@pytest.mark.parametrize("command", ["stopped", "deaf"])
+def test_a_watchdog_that_hangs_is_not_waited_for(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = Processes(str(tmp_path), os.environ)
+    processes.start(["sleep", "600"], tmp_path / "log", {})
+    watchdog: Any = processes._watchdog
+    if command == "stopped":
+        processes.stop()
+        watchdog.send_signal(signal.SIGSTOP)
+    else:
+        processes.stop()
+        watchdog.stdin.close()
+        watchdog.wait()
+        monkeypatch.setattr("cfedavg.flower.processes.PATIENCE", 0.05)
+        watchdog = processes._watchdog = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+    closing = threading.Thread(target=lambda: _closed(processes), daemon=True)
+    closing.start()
+    closing.join(60)
+    try:
+        assert not closing.is_alive()
+        assert watchdog.poll() is not None
+    finally:
+        watchdog.kill()
+
+
+def _closed(processes: Processes) -> None:
+    """Signals are set by the main thread only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cfedavg.flower.processes.deaf", nullcontext)
+        processes.close()
+
+
 def test_where_environments_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are known by what the launcher has told; one that leads no session is somebody else."""
     monkeypatch.setattr("cfedavg.flower.processes.PROC", tmp_path / "none")
@@ -430,6 +465,15 @@ def test_a_node_that_ends_while_it_is_looked_at(machine: Make) -> None:
     assert node.id == 77
 
 
+def test_only_the_tail_of_a_log_is_read(tmp_path: Path) -> None:
+    """It is looked at ten times a second; all of this would not fit into the memory."""
+    with (tmp_path / "log").open("wb") as file:
+        file.truncate(2**42)
+        file.seek(2**42)
+        file.write(b"\x1b[92mup\x1b[0m\n")
+    assert plain(tmp_path / "log", 2**42) == "up\n"
+
+
 def test_a_run_whose_follower_ends_while_it_is_looked_at(tmp_path: Path) -> None:
     """Its log says that the run has started, and how it ended is for the SuperLink to say."""
     log = tmp_path / "log"
@@ -470,6 +514,7 @@ fi
         ("cfedavg.errors.Diverged: round 3: lower --eta-local", InputError, "^round 3: lower --eta-local$"),
         ("cfedavg.errors.InputError: --eta is 7", InputError, "^--eta is 7$"),
         ("cfedavg.errors.NotFinite: the update", RunFailed, "finished:failed: it failed"),
+        ("cfedavg.errors.annotations: forged", RunFailed, "finished:failed: it failed"),
         ("KeyError: 3", RunFailed, r"finished:failed: it failed \(see .*run0.log"),
     ],
 )

@@ -137,6 +137,7 @@ class Run:
         if status.text == DONE:
             return
         raised = re.findall(r"^cfedavg\.errors\.(\w+): (.*)$", plain(self.log), re.MULTILINE)
-        if raised and issubclass(getattr(errors, raised[-1][0], Exception), InputError):
+        found = getattr(errors, raised[-1][0], None) if raised else None  # a log may name anything
+        if isinstance(found, type) and issubclass(found, InputError):
             raise InputError(raised[-1][1])
         raise RunFailed(f"the run ended as {status.text}: {status.details} (see {self.log})")

@@ -31,6 +31,7 @@ PROC = Path("/proc")
 # Stopped first, in turn. The ServerApp, or it would end its round without the nodes. Then these: one that
 # cannot take its leave of the SuperLink is refused for a minute afterwards.
 ORDER = ("flwr-serverapp", "flower-supernode")
+LONGEST = 2 * (len(ORDER) + 1) + 1  # times PATIENCE: `end_all` sends two signals to each kind
 
 Process = subprocess.Popen[bytes]
 
@@ -76,7 +77,7 @@ class Processes:
         if self._watchdog is not None:
             with deaf():
                 _pipe(self._watchdog).close()
-                self._watchdog.wait()
+                _bury(self._watchdog)
             self._watchdog = None
 
 
@@ -100,6 +101,16 @@ def _start_watchdog(word: str) -> Process:
     )
 
 
+def _bury(watchdog: Process) -> None:
+    """Wait until it has ended what is left, and kill it if it takes too long: it may be stopped."""
+    watchdog.send_signal(signal.SIGCONT)
+    try:
+        watchdog.wait(LONGEST * PATIENCE)
+    except subprocess.TimeoutExpired:
+        watchdog.kill()
+        watchdog.wait()
+
+
 def _pipe(process: Process) -> IO[bytes]:
     assert process.stdin is not None
     return process.stdin
@@ -108,7 +119,7 @@ def _pipe(process: Process) -> IO[bytes]:
 def alive(word: str, told: Iterable[int]) -> set[int]:
     """The processes that have this word in their environment, but for this one.
 
-    Where the system does not show environments, those of `told` that still lead a session.
+    Where the system does not show environments, return the pids in `told` that still lead a session.
     """
     if not PROC.is_dir():
         return {pid for pid in told if _leads(pid)}

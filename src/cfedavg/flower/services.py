@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cfedavg.config import toml_value
 from cfedavg.errors import InputError
-from cfedavg.files import check_regular, exists, make_folder, read_file, write_atomic
+from cfedavg.files import check_regular, exists, make_folder, open_regular, write_atomic
 from cfedavg.flower.ports import HOST, Ports
 from cfedavg.flower.processes import PATIENCE, Process, Processes
 
@@ -190,7 +190,9 @@ def toml(table: Mapping[str, object]) -> str:
 def plain(log: Path, start: int = 0) -> str:
     """A log, from this byte on, without its colours."""
     try:
-        data = read_file(log)[start:]
+        with open_regular(log, "rb") as file:  # only the tail: it is looked at again and again
+            file.seek(start)
+            data = file.read()
     except OSError as error:
         raise InputError(f"cannot read {log} ({error.strerror})") from None
     return _COLOUR.sub("", data.decode(errors="replace"))
