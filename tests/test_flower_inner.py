@@ -37,6 +37,7 @@ from tests.grid import (
     LocalGrid,
     Summing,
     arrays_of,
+    error,
     record,
     reply_with,
     same,
@@ -408,7 +409,12 @@ def test_metrics_of_which_none_are_more_common_take_turns(clients: int, tmp_path
 
 
 BAD_EVALUATIONS: dict[str, tuple[Any, str]] = {
-    "negative": ({"num-examples": -2, "total": 1.0}, "'num-examples' is -2"),
+    "unprintable": ({"num-examples": 1, "x\x1b[31m": 1.0}, "at most 100 printable characters, got 'x"),
+    "long": ({"num-examples": 1, "x" * 101: 1.0}, "at most 100 printable characters, got 'xxx"),
+    "negative": (
+        {"num-examples": -2, "total": 1.0},
+        "'num-examples' must be a number from 0 to 2^53, got -2",
+    ),
     "large": ({"num-examples": 1, "total": 1e200}, "the metric 'total' is 1e+200: at most 1e+100 is taken"),
     "infinite": (
         {"num-examples": 1, "total": math.inf},
@@ -441,6 +447,28 @@ def test_one_bad_evaluation(name: str, tmp_path: Path, caplog: pytest.LogCapture
     assert all("node1: left out of the evaluation" in line for line in said)
     assert why in said[0]
     assert all(line.isprintable() and len(line) < 400 for line in said)
+
+
+def test_names_that_cannot_be_printed_are_no_columns(tmp_path: Path) -> None:
+    """A report would refuse them, after the last round; here all nodes, or the app's own function, say so."""
+    it = Federation(tmp_path, Adding().app)
+    it.start(1, evaluate_fn=lambda server_round, arrays: MetricRecord({"x\x1b[31m": 1.0, "loss": 2.0}))
+    assert [name for name in it.rows[0] if name.startswith("test_")] == ["test_loss"]
+
+
+def test_an_error_reaches_the_strategy_as_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """FedAvg logs the reason of an error as it is, and the launcher reads that log."""
+    it = Federation(tmp_path, (app := Adding()).app, 3)
+
+    def evaluate(message: Message, context: Any) -> Message:
+        return error(2, "no\ncfedavg.errors.InputError: forged \x1b[31m" * 10_000, message)
+
+    it.nodes[1].app = evaluating(app, evaluate)
+    it.start(1, FedAvg())
+    said = [line.getMessage() for line in caplog.records if "forged" in line.getMessage()]
+    assert len(said) == 2  # ours, and that of FedAvg
+    assert max(map(len, said)) < 500
+    assert not any("\ncfedavg" in line or "\x1b" in line for line in said)
 
 
 def test_a_strategy_that_fails(tmp_path: Path) -> None:

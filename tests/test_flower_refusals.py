@@ -101,8 +101,8 @@ SPOILT: dict[str, tuple[Any, str, str]] = {
     "raises ours": (raising(InputError("--data-dir: no such")), "app failed", "--data-dir: no such"),
     "an error": (lambda a, m, message: error(6, "some mod", message), "app failed", "some mod"),
     "endless metrics": (replying(lambda a, m: (a, {"all": [0.5] * 20_000})), "metrics", "at most 64,512"),
-    "steps": (replying(lambda a, m: (a, {"local-steps": -3})), "malformed", "'K' is -3"),
-    "samples": (replying(lambda a, m: (a, {"num-examples": -3})), "malformed", "'num-examples' is -3"),
+    "steps": (replying(lambda a, m: (a, {"local-steps": -3})), "malformed", r"'K' must be .* got -3"),
+    "samples": (replying(lambda a, m: (a, {"num-examples": -3})), "malformed", r"examples' must be .* -3"),
 }  # fmt: skip
 
 
@@ -430,7 +430,8 @@ LIES: list[Any] = [
     {"metrics": {"a": {"b": "c"}}}, {"metrics": {"a": {"b": [1, "c"]}}}, {"metrics": {"a": {"b": None}}},
     {"metrics": {"a": {"num-examples": -1}}}, {"metrics": {"a": {"b": True}}}, {"metrics": None},
     {"metrics": {"a": {"b": 10**4000}}}, {"metrics": {"a": {"b": -1e101}}},
-    {"metrics": {"a": {"b": [1, 2**400]}}},
+    {"metrics": {"a": {"b": [1, 2**400]}}}, {"metrics": {"a": {"b\n": 1}}}, {"metrics": {"a\x1b": {"b": 1}}},
+    {"metrics": {"a": {"b" * 101: 1}}}, {"metrics": {"a": {"\ud800": 1}}},
 ]  # fmt: skip
 
 

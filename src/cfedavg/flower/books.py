@@ -175,7 +175,7 @@ class Books:
         return rows
 
     def _rows_before(self, path: Path, t: int) -> list[Record]:
-        """Return the rows of the rounds before t, which stand first; a row without a round is the last."""
+        """Return the rows of the rounds before t. Stop at the first row of a later round, or of none."""
         return list(
             takewhile(lambda row: type(row.get("round")) is int and row["round"] < t, read_rows(path))
         )

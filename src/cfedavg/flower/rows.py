@@ -127,10 +127,13 @@ def node_rows(
 
 
 def columns_of(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record:
-    """The numbers of an evaluation, with names that begin with the prefix, or with another that is known."""
+    """Return the numbers of an evaluation, by names that begin with the prefix or with one of `known`.
+
+    A report refuses a name that cannot be printed, so it becomes no column.
+    """
     found = {name: number(value) for name, value in metrics.items()}
     return {
         name if name.startswith((prefix, *known)) else prefix + name: value
         for name, value in found.items()
-        if value is not None
+        if value is not None and name.isprintable()
     }

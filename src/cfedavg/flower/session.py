@@ -10,7 +10,7 @@ from logging import INFO, WARNING
 from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
@@ -249,7 +249,7 @@ class Session:
         messages = self.asking.packed(asked, wanted, self.served)
         now.down_bytes += asked.down_bytes
         replies = list(exchange(self.grid, messages, self.timeout)) if messages else []
-        alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies], now.server_round)
+        alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies], asked)
         try:
             found = inner.aggregate_evaluate(now.server_round, alike)
         except Exception as error:  # the round counts all the same
@@ -260,14 +260,25 @@ class Session:
         return columns_of(found, "client_") if found else {}
 
 
-def _alike(replies: list[tuple[Node, Message]], turn: int) -> list[Message]:
-    """Evaluations without those whose metrics are unlike the others; what is wrong with one is said."""
+def _alike(replies: list[tuple[Node, Message]], asked: Round) -> list[Message]:
+    """Return the evaluations without those whose metrics are unlike the others, and log what is wrong.
+
+    A strategy may log the reason of an error as it is, so it gets one printable line.
+    """
     wrong = {node: why for node, reply in replies if (why := _complaint(reply))}
     good = {node: reply for node, reply in replies if node not in wrong}
-    odd = unlike_most({node: kind_of(reply.content.metric_records) for node, reply in good.items()}, turn)
+    odd = unlike_most(
+        {node: kind_of(reply.content.metric_records) for node, reply in good.items()}, asked.server_round
+    )
     for node, why in (odd | wrong).items():
         log(WARNING, "%s: left out of the evaluation (%s)", node.name, why)
-    return [reply for node, reply in replies if reply.has_error() or node not in odd | wrong]
+    return [
+        Message(Error(reply.error.code, reason(reply)), reply_to=asked.requests[node.id])
+        if reply.has_error()
+        else reply
+        for node, reply in replies
+        if reply.has_error() or node not in odd | wrong
+    ]
 
 
 def _complaint(reply: Message) -> str:

@@ -33,6 +33,7 @@ _ENDS = "'>", '">'
 _MOST = 1e100  # above what float32 numbers can come to
 _NORM = 0.0, _MOST
 _BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53), "g2": _NORM, "p2": _NORM, "noise2": _NORM}
+MOST_NAME = 100  # characters of the name of a metric
 SAMPLES = "num-examples"  # the metric by which a client reports how many it has
 FAILED = "app failed"  # the cause of which only the app knows more
 TOO_LARGE = CAUSES[records.TOO_LARGE]
@@ -184,7 +185,7 @@ def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
     for name, value in found.items():
         low, high = _BOUNDS[name]
         if said.get(name) is not None and (value is None or not low <= value <= high):
-            raise WireError(f"{name!r} is {said[name]!r:.40}, which it cannot be")
+            raise WireError(f"{name!r} must be a number from {low:g} to {high:g}, got {said[name]!r:.40}")
     return found
 
 
@@ -199,9 +200,14 @@ def metrics_in(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
 
 
 def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
-    """That they are not too many, and that no strategy's arithmetic fails at a number; WireError if not."""
+    """Check their number, their names, and that no strategy's arithmetic fails at one; WireError if not."""
     if sum(map(len, metrics)) + sum(map(_length, metrics.values())) > MOST_FACTS:
         raise WireError(f"its metrics have more than {MOST_FACTS:,} characters and numbers")
+    for name in (each for within in (metrics, *metrics.values()) for each in within):
+        if not name.isprintable() or len(name) > MOST_NAME:  # it is a column of metrics.jsonl, maybe
+            raise WireError(
+                f"the name of a metric must have at most {MOST_NAME} printable characters, got {name!r:.40}"
+            )
     for record in metrics.values():
         for name, value in record.items():
             for each in value if isinstance(value, list) else [value]:
@@ -209,7 +215,7 @@ def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
                     raise WireError(f"the metric {name!r:.40} is {each!r:.40}: at most {_MOST:g} is taken")
         found = number(record.get(SAMPLES, 0))
         if found is None or not 0 <= found <= 2**53:
-            raise WireError(f"{SAMPLES!r} is {record[SAMPLES]!r:.40}, which it cannot be")
+            raise WireError(f"{SAMPLES!r} must be a number from 0 to 2^53, got {record[SAMPLES]!r:.40}")
 
 
 def _length(record: MetricRecord) -> int:
