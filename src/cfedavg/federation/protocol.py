@@ -46,7 +46,7 @@ class Stamp(NamedTuple):
 
 
 NEVER, FIRST = Stamp(0, 0), Stamp(1, 1)
-AHEAD = 2 * 86_400  # seconds that clocks may differ by
+AHEAD = 2 * 86_400  # seconds that a generation may be ahead of a client's clock
 
 
 class Mark(NamedTuple):
@@ -137,7 +137,7 @@ def forged(stamp: Stamp, clock: float) -> str:
     """Why no server has given this stamp; empty if one may have. `clock` is the time in seconds.
 
     A client that has answered a stamp refuses all before it. So that one from a liar does not lock it out
-    for good, it must be such that the server can still go beyond it: by a new generation, which is a time.
+    for good, it must be such that the server can still go beyond it: see `store.new_generation`.
     """
     if not (0 < stamp.generation < 2**32 and 0 < stamp.number < 2**32):
         return f"request {_text(stamp)} is no server's: both of its numbers must have 1 to 32 bits"

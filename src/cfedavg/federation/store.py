@@ -27,7 +27,7 @@ from torch import Tensor
 from cfedavg.errors import InputError
 from cfedavg.federation import checks, journal
 from cfedavg.federation.journal import Place
-from cfedavg.federation.protocol import NEVER, Client, Mark, Sent, Server, Stamp, ended
+from cfedavg.federation.protocol import AHEAD, NEVER, Client, Mark, Sent, Server, Stamp, ended
 from cfedavg.federation.table import Table
 from cfedavg.files import locked, make_folder
 from cfedavg.layout import Layout
@@ -131,8 +131,15 @@ def new_generation(server: Server) -> int:
 
     It is the time in seconds, so those were all lower, unless they were in this very second or the clock was
     set back. Until the year 2106 it fits into the 32 bits that the wire has for it.
+
+    Nodes accept a generation up to AHEAD seconds beyond their clocks, and one that has answered a forged one
+    refuses all before it. So a federation that was restored less than AHEAD ago, and is restored again, takes
+    the largest generation that a node accepts now, which is above all that a node has accepted before. It is
+    not the rule for the first restore, as nodes whose clocks are slow would refuse it until they catch up.
     """
-    generation = max(server.stamp.generation + 1, int(time.time()))
+    now = int(time.time())
+    again = server.stamp.generation > now - AHEAD
+    generation = max(server.stamp.generation + 1, now + AHEAD if again else now)
     if generation >= 2**32:
         raise InputError(f"generation {generation} is above 2^32 - 1: start another federation")
     return generation
@@ -195,7 +202,7 @@ class ServerStore:
     def _journalled(self, served: Served) -> Place:
         """Add what has changed, or begin a file where nothing is known of what has been, or much is old.
 
-        A file is begun after three times its own length was added, so the mean cost of a round stays the same.
+        A file is begun after three times its own length was added, so a round's mean cost is the same.
         """
         last, self._last = self._last, None  # if this fails, what it has added must not count later
         follows = last and _follows(served.server.stamp, last[0].server.stamp)
