@@ -327,6 +327,8 @@ NO_FACTS: dict[str, list[Any]] = {
     "options": [GONE, None, [], {}],
     "numbers": [GONE, None, [], {"a": "1"}, {"a": -1}, {"a": 2.5}, {"a": 10**12}, {"a": True}, {"a": 0}],
     "norms": [GONE, None, {}, ["1"], [math.nan], [math.inf], [-1], [None], [[]], [10**400], [True]],
+    "steps": [GONE, None, {}, ["1"], [math.inf], [-1]],
+    "samples": [GONE, None, {}, ["1"], [math.nan], [-1]],
     "rows": [GONE, None, [], {}, {"metrics.jsonl": 1.5}, {"metrics.jsonl": 0, "nodes.jsonl": 0}],
     "inner": [None, [], 3],
     "last": [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import re
+import shutil
 import signal
 import struct
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAdam
+from flwr.serverapp.strategy import FedAdam, FedAvg
 
 from cfedavg import InputError
 from cfedavg.compress import parse
@@ -88,6 +90,10 @@ SPOILT: dict[str, tuple[Any, str, str]] = {
     "Inf": (put("b", lambda b: b + math.inf), "not finite", "holds NaN or Inf"),
     "too large for its own": (put("b", lambda b: b.astype(float) + 1e300), "not finite", "holds NaN or Inf"),
     "NaN in what travels whole": (put("bn.running_var", lambda v: v * math.nan), "not finite", "NaN or Inf"),
+    "a large number that travels whole": (
+        put("bn.running_var", lambda v: v * 0 + np.float32(3e38)), "too large", "whole holds 3e.38"
+    ),
+    "a large whole number": (put("n", lambda n: n * 0 + (2**63 - 1)), "too large", "whole holds 9.22"),
     "an array less": (without("b"), "another model", "'b' is missing"),
     "an array more": (put("c", lambda _: np.ones(1)), "another model", "'c' is one too many"),
     "another shape": (put("w", lambda w: w.T), "another model", r"'w' is of shape \[3, 4\], not \[4, 3\]"),
@@ -274,6 +280,39 @@ def test_nor_can_half_of_them(tmp_path: Path) -> None:
     it = Federation(tmp_path, app.app, 2)
     it.start(1)
     assert it.outcomes == [{"out of date": 1, "replied": 1}]
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["gone", "still online for Flower"])
+def test_nor_can_one_that_comes_back_under_other_names(stays: bool, tmp_path: Path) -> None:
+    """Without authentication a node that restarts is another one."""
+    app = Adding()
+    app.spoil[1] = lambda a, m, message: error(REFUSED, "older", message)
+    it = Federation(tmp_path, app.app, 2)
+
+    def again(node: LocalNode, request: Message, reply: Message) -> Message:
+        if node.partition == 1 and node.id == max(it.grid.nodes):
+            node.online = stays
+            it.grid.nodes[node.id + 1] = replace(node, id=node.id + 1, online=True)
+        return reply
+
+    it.grid.on_reply = again
+    it.start(5, quorum=0.1)
+    assert [outcomes["replied"] for outcomes in it.outcomes] == [1] * 5
+    assert all(outcomes["out of date"] for outcomes in it.outcomes)
+
+
+def test_an_older_copy_is_noticed_among_new_nodes(tmp_path: Path) -> None:
+    """They reply, as they have not seen later rounds."""
+    it = Federation(tmp_path, (app := Adding()).app)
+    it.start(1)
+    shutil.copytree(it.out / "state", tmp_path / "backup")
+    it.start(3, resume=True)
+    shutil.rmtree(it.out / "state")
+    shutil.copytree(tmp_path / "backup", it.out / "state")
+    for i in range(3, 8):
+        it.grid.nodes[100 + i] = LocalNode(100 + i, app.app, tmp_path / f"node{i}", {}, i)
+    with pytest.raises(InputError, match="it is an older copy of the federation"):
+        it.start(3, resume=True)
 
 
 def test_a_client_without_the_mod(tmp_path: Path) -> None:
@@ -518,6 +557,40 @@ def test_a_step_is_not_made_longer_by_one(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["w"], mean * np.float32(102 / 3), rtol=1e-6)
 
 
+def test_steps_are_remembered(tmp_path: Path) -> None:
+    """One reply a round, and a restart: the third says 2^53 steps, which count as 100 times the median."""
+    assert norms.capped([10.0, 2.0**53], []) == [10.0, 1000.0]
+    assert norms.capped([2.0**53], [10.0, 10.0, 2.0**53]) == [1000.0]
+    assert norms.capped([0.0, 5.0], []) == [0.0, 5.0]
+    it = Federation(tmp_path, Adding(metrics={"local-steps": 10}).app, 6)
+    it.grid.on_reply = lambda node, request, reply: (
+        lying(K=2**53)(reply) if request.metadata.group_id == "3" else reply
+    )
+    options = {"update": "mean", "compressor": "none", "participation": 1 / 6, "max_norm": 100.0}
+    it.start(2, **options)
+    found = arrays_of(it.start(3, resume=True, **options).arrays)
+    assert 100 < np.abs(found["w"]).max() < 1000
+
+
+@pytest.mark.parametrize("inner", [None, FedAvg])
+def test_one_is_not_the_model_by_its_examples(inner: Any, tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app, 3)
+    many = lying(metrics={"metrics": {"num-examples": 2**53, "partition": 1}})
+    it.grid.on_reply = lambda node, request, reply: many(reply) if node.partition == 1 else reply
+    options = {} if inner else {"weighting": "samples"}
+    found = it.start(1, inner and inner(fraction_evaluate=0.0), compressor="none", **options)
+    mean = np.average([numbers(i, 1)["w"] for i in range(3)], 0, [10, 1000, 10])
+    np.testing.assert_allclose(arrays_of(found.arrays)["w"], mean, rtol=1e-5)
+
+
+def test_the_mean_of_large_whole_numbers_is_one() -> None:
+    """As a float, the largest int64 is 2^63, which as an int64 is -2^63."""
+    parts = [FORM_NORMED.split({**NORMED, "n": np.array(n)}) for n in (2**63 - 1, 3)]
+    mean = FORM_NORMED.mean_whole([whole for _, whole in parts], [1e9, 1e-9])
+    assert FORM_NORMED.join(parts[0][0], mean)["n"] == 2**63 - 1
+    assert FORM_NORMED.split({**NORMED, "n": np.array(2.0**63)})[1] == parts[0][1]
+
+
 # The bound that nobody gave
 
 
@@ -625,3 +698,20 @@ def test_a_stamp_that_could_be_the_servers_can_be_overtaken(tmp_path: Path) -> N
     assert it.outcomes[1] == {"out of date": 1, "replied": 2}
     it.start(3, resume=True, from_backup=True)
     assert it.outcomes[2] == {"replied": 3}
+
+
+def test_a_generation_from_the_future_can_be_overtaken_at_once(tmp_path: Path) -> None:
+    """The largest that a node accepts: by a second restore, and also by those after it."""
+    it = Federation(tmp_path, Adding().app)
+    it.start(1)
+    request = it.grid.requests[1][1]
+    order = dict(request.content.config_records[OURS])
+    order |= {"generation": int(time.time()) + AHEAD - 1, "stamp": 2**32 - 1, "mark": []}
+    request.content[OURS] = ConfigRecord(order)
+    assert not it.nodes[1].answer(request).has_error()
+    it.start(2, resume=True, from_backup=True)
+    assert it.outcomes[1] == {"out of date": 1, "replied": 2}
+    for rounds in (3, 4):
+        time.sleep(1.1)  # a generation is a second
+        it.start(rounds, resume=True, from_backup=True)
+        assert it.outcomes[rounds - 1] == {"replied": 3}

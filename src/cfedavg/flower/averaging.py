@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from statistics import median
 
 import numpy as np
 import torch
@@ -21,13 +20,27 @@ from cfedavg.errors import InputError, first_line
 from cfedavg.flower import inner as memory
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node
-from cfedavg.flower.norms import MULTIPLE
+from cfedavg.flower.norms import capped
 from cfedavg.flower.rows import Outcome
-from cfedavg.flower.taking import Taken
+from cfedavg.flower.taking import Taken, with_samples
 
 Rate = float | Callable[[int], float]
 Model = tuple[Tensor, bytes]  # x, and what travels whole
 _NOT_FINITE = "the model made from the replies is NaN or infinite: lower the rate, or set max_norm"
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What clients say of their work: local steps, and examples they have."""
+
+    steps: list[float] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, taken: Sequence[Taken], before: Claims) -> Claims:
+        """Return the claims of these replies, capped; 0 for what a client does not say."""
+        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
+        return cls(capped(steps, before.steps), capped(samples, before.samples))
 
 
 @dataclass
@@ -40,6 +53,7 @@ class Round:
     nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's number
     requests: dict[int, Message] = field(default_factory=dict)  # and what they were sent
     max_norm: float = math.inf
+    before: Claims = field(default_factory=Claims)  # of the rounds before
     needed: int = 0
     down_bytes: int = 0
     taken: dict[str, Taken] = field(default_factory=dict)
@@ -50,6 +64,11 @@ class Round:
     def in_order(self) -> list[Taken]:
         """By number, whenever they came: the same sum, bit for bit."""
         return sorted(self.taken.values(), key=lambda taken: taken.node.number)
+
+    @property
+    def claims(self) -> Claims:
+        """Of the replies in order, none too large: no client makes itself the model of all."""
+        return Claims.of(self.in_order, self.before)
 
     def is_void(self, why: str) -> None:
         """Nothing of it goes into the model; of those who replied it is said why."""
@@ -75,26 +94,25 @@ class Alone:
 
     def combined(self, now: Round, x: Tensor, whole: bytes) -> Model:
         taken = now.in_order
-        weights = [(each.samples or 0.0) if self.by_samples else 1.0 for each in taken]
+        weights = now.claims.samples if self.by_samples else [1.0] * len(taken)
         if not any(weights):
             now.is_void("nobody has an example")
             return x, whole
         pairs = ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True))
-        x_next = server_update(x, average(x, pairs), self._eta(now.server_round - 1, taken))
+        x_next = server_update(x, average(x, pairs), self._eta(now))
         whole_next = self.form.mean_whole([each.whole for each in taken], weights)
         if not bool(torch.isfinite(x_next).all()) or not self.form.is_finite(whole_next):
             now.is_void(_NOT_FINITE)
             return x, whole
         return x_next, whole_next
 
-    def _eta(self, t: int, taken: list[Taken]) -> float:
+    def _eta(self, now: Round) -> float:
         if self.eta is not None:
-            return self.eta(t) if callable(self.eta) else self.eta
+            return self.eta(now.server_round - 1) if callable(self.eta) else self.eta
         if not self.by_steps:
             return 1.0
-        steps = [each.K or 1.0 for each in taken]
-        most = MULTIPLE * median(steps)  # no client makes the step of all as large as it likes
-        return sum(min(each, most) for each in steps) / len(steps)
+        steps = [each or 1.0 for each in now.claims.steps]
+        return sum(steps) / len(steps)
 
 
 @dataclass(frozen=True)
@@ -107,7 +125,8 @@ class Through:
 
     def combined(self, now: Round, x: Tensor, whole: bytes) -> Model:
         before = memory.snapshot(self.inner)
-        model = self._model(now, [self._plain(each, now, x) for each in now.in_order])
+        pairs = zip(now.in_order, now.claims.samples, strict=True)
+        model = self._model(now, [self._plain(each, samples, now, x) for each, samples in pairs])
         if model and (found := memory.spoilt(self.inner, before)):
             now.is_void(f"the inner strategy would remember NaN or Inf, in {found!r}")
             model = None
@@ -142,8 +161,10 @@ class Through:
             now.is_void(f"the inner strategy made no model of {len(replies)} replies")
         return arrays
 
-    def _plain(self, taken: Taken, now: Round, x: Tensor) -> Message:
+    def _plain(self, taken: Taken, samples: float, now: Round, x: Tensor) -> Message:
         arrays = self.form.join((x + decompress(taken.payload)[0]).numpy(), taken.whole)
         model = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
-        content = RecordDict({**taken.metrics, taken.arrays: model})
+        too_many = samples < (taken.samples or 0.0)
+        metrics = with_samples(taken.metrics, samples) if too_many else taken.metrics
+        content = RecordDict({**metrics, taken.arrays: model})
         return Message(content, reply_to=now.requests[taken.node.id])

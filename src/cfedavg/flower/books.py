@@ -112,7 +112,8 @@ class Books:
                 check_whole(served.extra[WHOLE], self.form)
         if served is None:
             rows = row_checksums({METRICS: [], NODES: []})
-            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "norms": [], "rows": rows}
+            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "rows": rows}
+            facts |= {"norms": [], "steps": [], "samples": []}  # of the last replies
             served = Served(Server(torch.from_numpy(x)), extra={WHOLE: as_tensor(whole)}, facts=facts)
         elif from_backup:
             server = restored(served.server, new_generation(served.server))

@@ -28,8 +28,9 @@ def check_facts(served: Served, options: Collection[str]) -> None:
     before = checks.table("options", facts["options"])
     if missing := [name for name in options if name not in before]:
         raise KeyError(missing[0])
-    for norm in checks.listed("norms", facts["norms"]):
-        _check_norm("a norm", norm)
+    for name in ("norms", "steps", "samples"):
+        for value in checks.listed(name, facts[name]):
+            _check_norm(f"one of its {name}", value)
     checks.table("inner", facts.get("inner", {}))
     for name, value in checks.table("rows", facts["rows"]).items():
         checks.whole(f"the checksum of {name}", value, 0, 2**32)

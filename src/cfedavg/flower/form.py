@@ -100,7 +100,7 @@ class Form:
         for (name, _, dtype), yes in zip(self._rows(), self.compressed, strict=True):
             given = arrays[name]
             if given.dtype.kind == "f" and np.dtype(dtype).kind in "iu":
-                given = np.rint(given)  # the mean of seven times 10 may come as 9.999999999999998
+                given = _rounded(given, dtype)  # the mean of seven times 10 may come as 9.999999999999998
             array = np.ascontiguousarray(given, dtype)
             if yes:
                 parts.append(array.reshape(-1))
@@ -128,9 +128,10 @@ class Form:
         return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
 
     def largest(self, whole: bytes) -> float:
-        """The largest floating-point number of what travels whole, whatever its sign."""
+        """Return the largest number of what travels whole, whatever its sign."""
         arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
-        return max(float(np.abs(array).max(initial=0.0)) for array in arrays if array.dtype.kind == "f")
+        numbers = [array for array in arrays if array.dtype.kind in "iuf"]
+        return max(max(float(each.max(initial=0)), -float(each.min(initial=0))) for each in numbers)
 
     def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
         """The weighted mean of what travels whole; whole numbers are rounded to whole numbers."""
@@ -142,8 +143,21 @@ class Form:
         for (name, _, dtype), yes in zip(self._rows(), self.compressed, strict=True):
             if not yes:
                 mean = _mean([np.asarray(arrays[name], np.float64) for arrays in each], weights)
-                made += (mean if np.dtype(dtype).kind == "f" else np.rint(mean)).astype(dtype).tobytes()
+                made += (
+                    mean.astype(dtype) if np.dtype(dtype).kind == "f" else _rounded(mean, dtype)
+                ).tobytes()
         return made
+
+
+def _rounded(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return whole numbers; 2^63, to which a float rounds the largest of an int64, would become -2^63."""
+    with np.errstate(invalid="ignore"):
+        made: NDArray[Any] = np.rint(array).astype(dtype)
+    if np.dtype(dtype).kind not in "iu":
+        return made
+    limits = np.iinfo(dtype)
+    made = np.where(array >= limits.max, limits.max, made)
+    return np.where(array <= limits.min, limits.min, made).astype(dtype)
 
 
 def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ that. Whoever is above it is told the bound, and sends the rest later, so that n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import median, median_low
 
 MULTIPLE = 100.0
 ENOUGH = 3  # of fewer, the median may be the one that is wrong
@@ -25,7 +25,21 @@ def bound(norms: Sequence[float]) -> float:
     return min(LARGEST, MULTIPLE * median(norms)) if len(norms) >= ENOUGH else LARGEST
 
 
+def capped(claims: Sequence[float], before: Sequence[float]) -> list[float]:
+    """Return what clients claim (local steps, examples), each at most MULTIPLE times the median.
+
+    The median is that of these claims and of those before, the lower one of two: a single client's claim,
+    however large, is no measure of itself.
+
+    >>> capped([10.0, 2.0**53], [])
+    [10.0, 1000.0]
+    """
+    known = [claim for claim in [*claims, *before] if claim > 0]
+    most = MULTIPLE * median_low(known) if known else 0.0
+    return [min(claim, most) for claim in claims]
+
+
 def remembered(new: Iterable[float], before: Sequence[float]) -> list[float]:
-    """The norms of the last updates, all of a round at least; updates of zero say nothing."""
+    """Return the last norms, or claims, all of a round at least; a zero says nothing."""
     kept = [norm for norm in new if norm > 0]
     return [*kept, *before][: max(WINDOW, len(kept))]

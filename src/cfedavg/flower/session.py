@@ -20,7 +20,7 @@ from cfedavg.federation.store import Served
 from cfedavg.flower import inner as memory
 from cfedavg.flower import norms
 from cfedavg.flower.asking import Asking
-from cfedavg.flower.averaging import Alone, Round, Through
+from cfedavg.flower.averaging import Alone, Claims, Round, Through
 from cfedavg.flower.books import Books, whole_of, with_facts, with_whole
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, Numbers, exchange, online
@@ -58,9 +58,8 @@ class Session:
     ) -> None:
         self.options, self.grid, self.form, self.books = options, grid, form, books
         self.served, self.timeout, self.result = served, timeout, Result()
-        most_whole = norms.LARGEST if options.max_norm is None else math.inf
         by_samples = options.config.weighting == "samples"
-        self.door = Door(form, options.compressor, options.max_norm, by_samples, most_whole)
+        self.door = Door(form, options.compressor, options.max_norm, by_samples)
         notes = {who: note_of(known) for who, known in served.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, served.facts["numbers"])
         self.residuals = Residuals(note.residual2 for note in notes.values())
@@ -98,7 +97,7 @@ class Session:
 
     def _round(self) -> None:
         t = self.served.server.t
-        now = Round(t + 1, self._arrays(), time.monotonic(), max_norm=self._max_norm())
+        now = Round(t + 1, self._arrays(), time.monotonic(), max_norm=self._max_norm(), before=self._before())
         self._collect(now, self._messages(now))
         self._check_age(now)
         if len(now.taken) < self.options.quorum * now.needed:
@@ -116,6 +115,16 @@ class Session:
         """It is known before anyone is asked, and from what is durable: a restart finds the same."""
         given = self.options.max_norm
         return norms.bound(self.served.facts["norms"]) if given is None else given
+
+    def _most_whole(self) -> float:
+        """Return how large a number may be that travels whole; what the model holds already may come back."""
+        if self.options.max_norm == math.inf:
+            return math.inf
+        return max(norms.LARGEST, self.form.largest(whole_of(self.served)))
+
+    def _before(self) -> Claims:
+        """What clients said of their work in the last rounds."""
+        return Claims(self.served.facts["steps"], self.served.facts["samples"])
 
     # Asking
 
@@ -138,7 +147,7 @@ class Session:
     def _collect(self, now: Round, messages: list[Message]) -> None:
         """Takes what comes before the deadline, until there is enough."""
         asked = {node.identity for node in now.nodes.values()}
-        door = replace(self.door, max_norm=now.max_norm)
+        door = replace(self.door, max_norm=now.max_norm, most_whole=self._most_whole())
         for node_id, reply in exchange(self.grid, messages, self.timeout):
             node = now.nodes[node_id]
             facts = time.monotonic() - now.began, size_of(reply)
@@ -188,14 +197,20 @@ class Session:
     def _check_age(self, now: Round) -> None:
         """Numbers of an older copy have been used since, and must not be again without a new generation.
 
-        One node may be wrong, or lie: it takes two, and most of those that were heard since the start.
+        In an older copy, every node that took part later refuses; a node that did not, or is new, replies.
+        One node may be wrong, or lie, also under a new name each round. So it takes two nodes that are still
+        there, and more than have replied since the start, among those of which something is in the model.
+        All nodes are counted in the same way, but only while none of the model has replied: a new name
+        proves nothing against it.
         """
         said = {who: outcome.what for who, outcome in now.outcomes.items()}
         self.in_step |= {who for who, what in said.items() if what == "replied"}
-        self.ahead |= {who for who, what in said.items() if what == CAUSES[REFUSED]}
-        self.ahead -= self.in_step
-        enough = min(2, len(self.numbers))
-        if len(self.ahead) >= enough and len(self.ahead) > len(self.in_step):
+        refused = {who for who, what in said.items() if what == CAUSES[REFUSED]}
+        self.ahead = (refused | self.ahead & now.online) - self.in_step
+        known = {who for who in self.ahead | self.in_step if who in self.served.clients}
+        groups = [known] if known & self.in_step else [known, self.ahead | self.in_step]
+        least = min(2, len(self.numbers))
+        if any(len(group & self.ahead) >= max(least, len(group & self.in_step) + 1) for group in groups):
             raise InputError(
                 f"the nodes have answered later rounds than the {now.server_round - 1} of {self.books.out}: "
                 "it is an older copy of the federation, to be resumed with from_backup"
@@ -211,7 +226,9 @@ class Session:
         marks = {who: taken.mark for who, taken in now.taken.items()}
         served = with_whole(self.served.ended(marks, x, self._notes(now)), whole)
         new = norms.remembered([taken.norm for taken in now.in_order], served.facts["norms"])
-        self.served = with_facts(served, norms=new)
+        steps = norms.remembered(now.claims.steps, now.before.steps)
+        samples = norms.remembered(now.claims.samples, now.before.samples)
+        self.served = with_facts(served, norms=new, steps=steps, samples=samples)
         self.numbers.settle(now.taken, now.online)
         if self.options.inner:
             tensors, facts = memory.remembered(self.options.inner, self._at_first)

@@ -229,6 +229,16 @@ def samples_in(records: Mapping[str, MetricRecord]) -> float | None:
     return next((n for n in found if n is not None), None)
 
 
+def with_samples(records: Mapping[str, MetricRecord], most: float) -> dict[str, MetricRecord]:
+    """Return the records with at most so many examples; a strategy may weigh by them."""
+    found = dict(records)
+    for name, record in records.items():
+        said = record.get(SAMPLES)
+        if isinstance(said, int | float) and said > most:
+            found[name] = MetricRecord({**record, SAMPLES: int(most) if isinstance(said, int) else most})
+    return found
+
+
 def kind_of(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[str]:
     """What a reply holds: the names of its records, and of what is in them, with the lengths of lists."""
     found = {f"the ArrayRecord {arrays!r}"} if arrays else set()
