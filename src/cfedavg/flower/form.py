@@ -127,11 +127,12 @@ class Form:
         arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
         return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
 
-    def largest(self, whole: bytes) -> float:
-        """Return the largest number of what travels whole, whatever its sign."""
+    def largest(self, whole: bytes, kinds: str = "iuf") -> float:
+        """Return the largest number of these kinds in what travels whole, whatever its sign."""
         arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
-        numbers = [array for array in arrays if array.dtype.kind in "iuf"]
-        return max(max(float(each.max(initial=0)), -float(each.min(initial=0))) for each in numbers)
+        numbers = [array for array in arrays if array.dtype.kind in kinds]
+        ends = (end for each in numbers for end in (each.max(initial=0), each.min(initial=0)))
+        return max((abs(float(end)) for end in ends), default=0.0)
 
     def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
         """The weighted mean of what travels whole; whole numbers are rounded to whole numbers."""

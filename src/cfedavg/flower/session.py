@@ -117,10 +117,10 @@ class Session:
         return norms.bound(self.served.facts["norms"]) if given is None else given
 
     def _most_whole(self) -> float:
-        """Return how large a number may be that travels whole; what the model holds already may come back."""
+        """Return how large a number that travels whole may be; a whole number of the model may come back."""
         if self.options.max_norm == math.inf:
             return math.inf
-        return max(norms.LARGEST, self.form.largest(whole_of(self.served)))
+        return max(norms.LARGEST, self.form.largest(whole_of(self.served), "iu"))
 
     def _before(self) -> Claims:
         """What clients said of their work in the last rounds."""
