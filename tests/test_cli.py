@@ -162,7 +162,7 @@ BAD = {
     "schedule": (["--schedule", "corollary1"], "corollary1 needs --smoothness"),
     "not a number": (["--rounds", "ten"], "--rounds"),
     "unknown option": (["--round", "3"], "--round"),
-    "module": (["--model", ":x"], "--model: cannot import ''"),
+    "module": (["--model", ":x"], "--model: ':x' is not of the form package.module:name"),
     "factory": (["--model", "os:getcwd"], "--model: os:getcwd must be a function of (shape, classes)"),
     "device without numbers": (["--device", "meta"], "--device meta cannot be used here"),
     "name too long": (["--data-dir", "a" * 300], "--data-dir"),

@@ -456,7 +456,9 @@ from cfedavg.folder import Folder
 def wait(self, row, append=Folder.append):
     append(self, row)
     if row["round"] + 1 == int(os.environ["WAIT_AT"]):
-        time.sleep(300)
+        until = time.monotonic() + 300
+        while time.monotonic() < until and not os.path.exists(os.environ.get("GO_ON", "")):
+            time.sleep(0.05)
 
 Folder.append = wait
 main()

@@ -736,9 +736,10 @@ def assert_goes_on(out: Path, finished: Path, **options: Any) -> None:
 
 
 def waiting(out: Path) -> Started:
-    """The command in two processes, waiting in its fourth round."""
+    """The command in two processes, waiting in its fourth round, until there is a file `go on` beside it."""
     it = Started(
-        sys.executable, "-c", WAITING, "run", *OPTIONS, "--workers", 2, "--out", out, WAIT_AT=4
+        sys.executable, "-c", WAITING, "run", *OPTIONS, "--workers", 2, "--out", out,
+        WAIT_AT=4, GO_ON=out.with_name("go on"),
     )  # fmt: skip
     it.wait_for(lambda: rows(out) >= 4)
     return it
@@ -801,6 +802,7 @@ def test_a_command_whose_worker_is_killed(finished: Path, tmp_path: Path) -> Non
         worker = it.worker()
         assert worker
         os.kill(worker, signal.SIGKILL)
+        out.with_name("go on").touch()
         code, _, errors = it.end()
         assert gone(it.pid)
     assert code == 2
