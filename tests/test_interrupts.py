@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
@@ -138,6 +139,13 @@ def test_a_closed_pipe_asks_to_stop_and_another_failure_does_not() -> None:
         piped.write("text")
     assert request.code == 128 + signal.SIGPIPE
     assert piped.write("text") == 4
+
+
+def test_a_stream_that_lacks_a_character_gets_a_question_mark() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    assert Outlet(stream, StopRequest().stop).write("|e|² \udcff") == 6
+    assert raw.getvalue() == b"|e|? ?"
 
 
 # --- the command ----------------------------------------------------------------------------------------

@@ -12,17 +12,21 @@ from typing import Any, TextIO
 
 
 class Outlet:
-    """A stream that writes as long as it can, then nowhere, and never raises OSError.
+    """A stream that writes as long as it can, then nowhere, and never raises.
 
     A pipe that its reader has closed asks to stop: `stop` is called with the number of SIGPIPE, in the main
-    thread. A terminal that is gone or a disk that is full only silences the command.
+    thread. A terminal that is gone or a disk that is full only silences the command. Where the encoding
+    lacks a character, a question mark stands for it.
     """
 
     def __init__(self, stream: TextIO, stop: Callable[[int], None]) -> None:
         self._stream, self._stop, self._unread = stream, stop, False
 
     def write(self, text: str) -> int:
-        self._attempt(self._stream.write, text)
+        try:
+            self._attempt(self._stream.write, text)
+        except UnicodeEncodeError as error:
+            self._attempt(self._stream.write, text.encode(error.encoding, "replace").decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:
