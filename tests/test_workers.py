@@ -36,7 +36,7 @@ from cfedavg import Config, InputError, Task, workers
 from cfedavg import run as run_and_draw
 from cfedavg.cli import main
 from cfedavg.config import read_config
-from cfedavg.engines import RankLost, check_same, facts
+from cfedavg.engines import RankLost, Ranks, check_same, facts
 from cfedavg.errors import Diverged
 from cfedavg.flower.ports import Ports
 from cfedavg.loop import Observer
@@ -337,13 +337,14 @@ def test_a_rank_dies_in_a_round(ranks: int, where: str, alone: Alone, tmp_path: 
 @pytest.mark.usefixtures("forked")
 def test_a_worker_that_stops_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection shows it, and nobody waits for it for ever."""
-    real = workers._await
+    real = workers._joined
 
-    def stop_first(processes: list[BaseProcess], folder: Path) -> None:
-        real(processes, folder)
-        os.kill(processes[0].pid or 0, signal.SIGSTOP)
+    def joined(rank: int, size: int, folder: Path) -> Ranks:
+        if rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(rank, size, folder)
 
-    monkeypatch.setattr(workers, "_await", stop_first)
+    monkeypatch.setattr(workers, "_joined", joined)
     monkeypatch.setattr(workers, "KNOWN", 0.1)
     monkeypatch.setattr("cfedavg.engines.ranks.JOIN", timedelta(seconds=1))
     with pytest.raises(RankLost, match="a process of the run is gone"):
