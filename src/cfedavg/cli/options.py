@@ -22,7 +22,7 @@ ConfigFile = Annotated[
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="let the file of --config or --resume name a module:Class to import"),
+    typer.Option("--trust", help="let a configuration file import the module:Class that it names"),
 ]
 
 _DEFAULT = Config()
