@@ -870,7 +870,7 @@ def test_ranks_with_other_options_refuse_to_train(tmp_path: Path) -> None:
             dataclasses.replace(blobs(), test=None),
             "the number of test samples is none instead of 60,",
         ),
-        (Config(), blobs(n=21), "the number of samples is 141 instead of 135, the hash of the samples per"),
+        (Config(), blobs(n=21), "the number of samples is 141 instead of 135, the hash of the data is"),
         (Config(), task(6), ".*the hash of layout and frozen values is"),
         (Config(data_dir="elsewhere"), blobs(seed=1), "the hash of the data is"),
         (Config(eta=0.1), blobs(), "--eta is 0.1 instead of none;"),

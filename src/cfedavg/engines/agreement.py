@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 
 from cfedavg.config import Config, flag, toml_value
@@ -27,15 +26,10 @@ def facts(config: Config, task: Task) -> dict[str, str]:
     return {flag(name): "none" if value is None else toml_value(value) for name, value in values.items()} | {
         "the number of clients": str(len(sizes)),
         "the number of samples": str(sum(sizes)),
-        "the hash of the samples per client": _hash(sizes),
         "the number of test samples": "none" if task.test is None else str(len(task.test)),
         "the hash of layout and frozen values": f"{Vectors(task.model).identity():08x}",
         "the hash of the data": content_print(task),
     }
-
-
-def _hash(numbers: list[int]) -> str:
-    return f"{zlib.crc32(repr(numbers).encode()):08x}"
 
 
 def check_same(ranks: Ranks, mine: Mapping[str, str]) -> None:
