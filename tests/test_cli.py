@@ -378,3 +378,17 @@ def test_config_round_trip() -> None:
     with pytest.raises(InputError, match=r"--compressor 'some.module:Thing\(1\)' would .* pass trust=True"):
         Config.from_toml(own.to_toml())
     assert Config.from_toml(own.to_toml(), trust=True) == own
+
+
+def test_a_rank_of_torchrun_leaves_without_the_interpreters_own_end(
+    cfedavg: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That end was seen to abort: torchrun then took a finished rank for a failed one."""
+    codes: list[int] = []
+    monkeypatch.setattr("cfedavg.cli.leave", codes.append)
+    assert cfedavg("version").code == 0
+    assert codes == []
+    monkeypatch.setattr("cfedavg.engines.ranks.Ranks.under_torchrun", True)
+    assert cfedavg("version").code == 0
+    assert cfedavg("run", "--rounds", "0").code == 2
+    assert codes == [0, 2]

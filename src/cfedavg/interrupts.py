@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds in which signals count as one: torchrun passes on the Ctrl-C that the terminal has sent already,
@@ -102,6 +103,17 @@ def end_at_once(number: int) -> None:
             os.write(1, _SHOW_CURSOR)  # the progress bar hides it
     finally:
         os._exit(128 + number)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without the interpreter's own end.
+
+    With the threads of torch.distributed about, that end aborts once in a while ("terminate called without an
+    active exception"), which a user would read, and which a launcher takes for a failure.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import signal
 import sys
 
 from cfedavg.cli.outlet import outlets
-from cfedavg.interrupts import listening
+from cfedavg.interrupts import leave, listening
 
 __all__ = ["main"]
 
@@ -28,4 +28,8 @@ def main() -> None:
             request.over()
         except KeyboardInterrupt:
             code = interrupted
-    sys.exit(request.code if code == interrupted else code)
+    code = request.code if code == interrupted else code
+    ranks = sys.modules.get("cfedavg.engines.ranks")  # not imported for this: it takes long
+    if ranks and ranks.Ranks.under_torchrun:
+        leave(code)
+    sys.exit(code)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ class RankLost(InputError):
 class Ranks:
     """The group as one of its members sees it; alone if there is only one."""
 
+    under_torchrun: ClassVar[bool] = False  # whether this process has joined a group of torchrun's
+
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         self.rank, self.size, self._nccl = rank, size, None
         if size > 1:
@@ -46,7 +48,10 @@ class Ranks:
     def from_environment(cls) -> Ranks | None:
         """The group that torchrun has set up, if it has."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else None
+        if size == 1 or "RANK" not in os.environ:
+            return None
+        Ranks.under_torchrun = True
+        return cls(int(os.environ["RANK"]), size)
 
     def mine(self, clients: Iterable[int]) -> list[int]:
         """Those of the clients that live here."""
