@@ -25,8 +25,9 @@ import torch
 
 import cfedavg
 from cfedavg import Config
+from cfedavg.channel import Channel
 from cfedavg.data.tasks import build_task
-from cfedavg.engines import BlockEngine, blocks, choose_engine, sent
+from cfedavg.engines import BlockEngine, choose_engine, sent
 from cfedavg.loop import Observer
 from cfedavg.plan import Plan
 
@@ -113,9 +114,9 @@ def profile(config: Config, rounds: int = 3) -> dict[str, float]:
     state, finish = engine.round(state)  # warms up
     finish(), engine.evaluate(state)
     watch = Profile(engine.device)
-    feed_back, average = blocks.feed_back, sent.average
-    blocks.feed_back = watch.timed("compress, feed back", feed_back)  # type: ignore[assignment]
-    sent.average = watch.timed("average", average)  # type: ignore[assignment]
+    send, step = Channel.send, sent.server_step
+    Channel.send = watch.timed("compress, feed back", send)  # type: ignore[method-assign]
+    sent.server_step = watch.timed("average", step)  # type: ignore[assignment]
     engine.trainer.train = watch.timed_items("local SGD", engine.trainer.train)  # type: ignore[method-assign]
     engine._deliver = watch.timed("count bytes", engine._deliver)  # type: ignore[method-assign]
     engine._kept = watch.timed("keep residuals", engine._kept)  # type: ignore[method-assign]
@@ -123,7 +124,7 @@ def profile(config: Config, rounds: int = 3) -> dict[str, float]:
         state, finish = watch.timed("norms and the rest", engine.round)(state)
         watch.timed("evaluate", engine.evaluate)(state)
         watch.timed("count bytes", finish)()
-    blocks.feed_back, sent.average = feed_back, average
+    Channel.send, sent.server_step = send, step  # type: ignore[method-assign]
     total = sum(watch.seconds.values())
     return {name: round(seconds / total, 4) for name, seconds in watch.seconds.items()}
 

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfedavg import Config, Task, average, feed_back, parse, run, server_update
+from cfedavg import Aggregator, Channel, Config, Task, average, parse, run
+from cfedavg.algorithm import ServerMemory
 from cfedavg.engines import ReferenceEngine
+from cfedavg.feedback import ErrorFeedback
 from cfedavg.keys import Purpose, key, permutation
+from cfedavg.layout import Layout
+from cfedavg.optimise.server import ServerSGD
+from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.state import State
 from tests.conftest import blobs, quadratic
@@ -42,6 +47,13 @@ def states(config: Config, task: Task) -> list[State]:
     return found
 
 
+def stepped(x: Tensor, payload: Payload, eta: float) -> Tensor:
+    """Lines 17 to 19 for payloads of equal weight."""
+    weights, n = [1.0] * len(payload), float(len(payload))
+    aggregator = Aggregator(ErrorFeedback(), ServerSGD())
+    return aggregator.step(x, ServerMemory(), [(payload, weights)], everyone=n, eta=eta)[0]
+
+
 def test_two_rounds_by_hand() -> None:
     """3 clients, 5 parameters, F_i(x) = |x - c_i|^2 / 2, K = 1, eta_L = 1/2: so g_i = (c_i - x) / 2.
 
@@ -49,32 +61,36 @@ def test_two_rounds_by_hand() -> None:
     """
     centres = torch.tensor([[4.0, -2, 8, 0, 6], [-4, 2, 0, 8, 2], [0, 0, 4, -4, 2]])
     config = Config(rounds=2, local_steps="1", eta_local=0.5, eta=3.0, compressor="topk(0.6)", batch_size=1)
-    compressor = parse("topk(0.6)")
+    channel = Channel(parse("topk(0.6)"), ErrorFeedback(), Layout.flat(5))
+    keys = torch.zeros(3, dtype=torch.int64)
 
     # Round 0, from x = 0 and e = 0.
     x = torch.zeros(5)
     e = torch.zeros(3, 5)
     g = torch.tensor([[2.0, -1, 4, 0, 3], [-2, 1, 0, 4, 1], [0, 0, 2, -2, 1]])
     assert torch.equal((centres - x) / 2, g)
-    payload, e = feed_back(g, e, compressor, torch.zeros(3, dtype=torch.int64))
+    _, payload, left, e = channel.send(g, e, keys)
+    assert torch.equal(left, e)
     assert payload.indices.tolist() == [2, 4, 0, 3, 2, 3]
     assert payload.values.data.tolist() == [4, 3, -2, 4, 2, -2]
     assert e.tolist() == [[2, -1, 0, 0, 0], [0, 1, 0, 0, 1], [0, 0, 0, 0, 1]]
-    delta_tilde = average(x, [(payload, [1.0] * len(payload))])
+    delta_tilde, weight = average(x, [(payload, [1.0] * len(payload))])
+    assert weight == 3
     torch.testing.assert_close(delta_tilde, torch.tensor([-2.0, 0, 6, 2, 3]) / 3)
-    x = server_update(x, delta_tilde, 3.0)
+    x = stepped(x, payload, 3.0)
     torch.testing.assert_close(x, torch.tensor([-2.0, 0, 6, 2, 3]))
     after_1 = x, e
 
     # Round 1, from x = (-2, 0, 6, 2, 3). The third client has a tie of 1 at coordinates 0 and 2: 0 wins.
     g = torch.tensor([[3.0, -1, 1, -1, 1.5], [-1, 1, -3, 3, -0.5], [1, 0, -1, -3, -0.5]])
     torch.testing.assert_close((centres - x) / 2, g)
-    payload, e = feed_back(g, e, compressor, torch.zeros(3, dtype=torch.int64))
+    _, payload, left, e = channel.send(g, e, keys)
+    assert torch.equal(left, e)
     p = torch.tensor([[5.0, -2, 1, -1, 1.5], [-1, 2, -3, 3, 0.5], [1, 0, -1, -3, 0.5]])
     assert payload.indices.tolist() == [0, 1, 2, 3, 0, 3]
     assert payload.values.data.tolist() == [5, -2, -3, 3, 1, -3]
     assert e.tolist() == [[0, 0, 1, -1, 1.5], [-1, 2, 0, 0, 0.5], [0, 0, -1, 0, 0.5]]
-    x = server_update(x, average(x, [(payload, [1.0] * len(payload))]), 3.0)
+    x = stepped(x, payload, 3.0)
     torch.testing.assert_close(x, torch.tensor([4.0, -2, 3, 2, 3]))
 
     # The engine, from nothing but the configuration and the data, goes through the same numbers.
@@ -102,7 +118,7 @@ def virtual(state: State, eta: float, clients: int) -> Tensor:
 
 def mean_update(config: Config, task: Task, state: State) -> Tensor:
     """Delta_t, made by an engine whose clients send everything and remember nothing."""
-    plain = config.replace(compressor="none", error_feedback=False, eta=1.0, drop_rate=0.0)
+    plain = config.replace(compressor="none", feedback="none", eta=1.0, drop_rate=0.0)
     return engine(plain, task).round(State(state.t, state.x, state.b))[0].x - state.x
 
 
@@ -131,7 +147,7 @@ def test_lost_replies_go_back_into_the_residual() -> None:
         for i in range(6):
             if plan.lost(now.t, i):
                 e, e_next = (s.residuals.get(i, s.x) for s in (now, following))
-                alone = engine(config.replace(compressor="none", error_feedback=False, drop_rate=0.0), task)
+                alone = engine(config.replace(compressor="none", feedback="none", drop_rate=0.0), task)
                 g = alone._client(State(now.t, now.x, now.b), i).g
                 assert torch.equal(e_next, g + e)
     assert sum(plan.lost(t, i) for t in range(6) for i in range(6)) > 5
@@ -190,7 +206,7 @@ def test_mean_with_equal_K_is_sum_with_eta_divided(compressor: str) -> None:
 
 
 def test_without_error_feedback_e_stays_zero() -> None:
-    config = Config(rounds=2, local_steps="2", error_feedback=False)
+    config = Config(rounds=2, local_steps="2", feedback="none")
     last = states(config, blobs())[-1]
     assert last.residuals.vectors == {}
     rows = run(config, blobs()).rows
@@ -212,19 +228,20 @@ def test_client_not_sampled_keeps_its_residual() -> None:
 
 def test_average_of_nothing_is_zero_and_weights_count() -> None:
     x = torch.zeros(4)
-    assert torch.equal(average(x, []), x)
+    assert torch.equal(average(x, [])[0], x)
     one = parse("topk(0.5)").compress(torch.tensor([4.0, 0, 0, 8]), key=0)
     two = parse("none").compress(torch.tensor([0.0, 0, 0, 4]), key=0)
-    assert average(x, [(one, [3.0]), (two, [1.0])]).tolist() == [3, 0, 0, 7]
+    assert average(x, [(one, [3.0]), (two, [1.0])])[0].tolist() == [3, 0, 0, 7]
 
 
-def test_feed_back_of_a_block_equals_client_by_client() -> None:
+def test_a_block_is_sent_as_its_clients_are() -> None:
     generator = torch.Generator().manual_seed(0)
     g, e = torch.randn(4, 30, generator=generator), torch.randn(4, 30, generator=generator)
     keys = torch.arange(4)
     for text in COMPRESSORS:
-        payload, e_next = feed_back(g, e, parse(text), keys)
-        for i, alone in enumerate(payload.clients()):
-            payload_i, e_i = feed_back(g[i], e[i], parse(text), int(keys[i]))
-            assert torch.equal(e_next[i], e_i), text
-            assert payload_i.counts() == alone.counts()
+        channel = Channel(parse(text), ErrorFeedback(), Layout.flat(30))
+        block = channel.send(g, e, keys)
+        for i, alone in enumerate(block.payload.clients()):
+            made = channel.send(g[i], e[i], int(keys[i]))
+            assert torch.equal(block.memory[i], made.memory), text
+            assert made.payload.counts() == alone.counts()

@@ -27,11 +27,13 @@ from torch.utils.data import Dataset
 
 from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
+from cfedavg.channel import Channel
 from cfedavg.engines import blocks, choose_engine, sequential
 from cfedavg.engines.batched import Batched
 from cfedavg.engines.probes import masks_hold
 from cfedavg.keys import Purpose, key, keys, signed
-from cfedavg.local import after, batches, channels_last, local_sgd
+from cfedavg.local import after, batches, channels_last, local_steps
+from cfedavg.optimise.local import SGD
 from cfedavg.plan import Plan
 from cfedavg.stack import operators, ops, pool, rules
 from cfedavg.stack import recorder as recorder_module
@@ -39,7 +41,7 @@ from cfedavg.stack.convolution import DOTS, convolve
 from cfedavg.stack.pool import Hosted, Pool, Resident
 from cfedavg.stack.recorder import Recorder
 from cfedavg.stack.rules import Rules, Steady
-from cfedavg.stack.step import Sgd, Stack, Step
+from cfedavg.stack.step import Stack, Step
 from cfedavg.stack.timetable import Rows, Timetable, Turn, rounded_up
 from cfedavg.task import Tensors
 from tests.conftest import blobs
@@ -624,8 +626,8 @@ def test_steps_with_our_convolutions(name: str) -> None:
     batch = tree_stack([client.batch(np.arange(4)) for client in task.clients])
     after_step = []
     for dots in (None, "float64"):
-        stack = stacked(task.model, 3)
-        Recorder(Step(task.model, task.loss, Sgd(0.9), dots=dots), CPU, print)(stack, batch, None, None, ETA)
+        stack = stacked(task.model, 3, momentum=True)
+        Recorder(Step(task.model, task.loss, SGD(0.9), dots=dots), CPU, print)(stack, batch, None, None, ETA)
         after_step.append(stack.tensors())
     torch.testing.assert_close(*after_step, **EXACT)
 
@@ -637,11 +639,11 @@ def tree_stack(trees: list[Any]) -> Any:
     return tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
 
-def stacked(model: nn.Module, n: int) -> Stack:
+def stacked(model: nn.Module, n: int, *, momentum: bool = False) -> Stack:
     parameters = [torch.stack([p.detach()] * n) for p in model.parameters() if p.requires_grad]
     buffers = [torch.stack([b] * n) for b in model.buffers()]
-    momenta = [torch.zeros_like(p) for p in parameters]
-    return Stack(parameters, momenta, buffers, torch.zeros(n, dtype=DOUBLE))
+    state = {"momentum": [torch.zeros_like(p) for p in parameters]}
+    return Stack(parameters, state if momentum else {}, [], buffers, torch.zeros(n, dtype=DOUBLE))
 
 
 SIZES = [  # m, N, C, CO, size, kernel, stride, padding, dilation
@@ -793,15 +795,15 @@ def test_blocks_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> N
 def test_updates_that_do_not_fit_are_compressed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     task, config, said, pieces = blobs(m=7), Config(compressor="topk(0.9)", drop_rate=0.3), [], []
     expected = trained(config, task, [])
-    real = blocks.feed_back
+    real = Channel.send
 
-    def cramped(g: Tensor, *args: Any) -> Any:
+    def cramped(self: Channel, g: Tensor, *args: Any, **options: Any) -> Any:
         pieces.append(len(g))
         if len(g) > 3:
             raise torch.OutOfMemoryError
-        return real(g, *args)
+        return real(self, g, *args, **options)
 
-    monkeypatch.setattr(blocks, "feed_back", cramped)
+    monkeypatch.setattr(Channel, "send", cramped)
     assert torch.equal(trained(config, task, said), expected)
     assert pieces == [7, 4, 2, 2, 2, 1]
     assert len(said) == 1  # which engine; training was not disturbed
@@ -845,7 +847,7 @@ def late(*_: Any, **__: Any) -> Any:
 def test_a_step_that_cannot_be_compiled_runs_as_it_is(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task, said = images(seeded(mlp).double(), m=2), []
     expected, found = stacked(task.model, 2), stacked(task.model, 2)
-    step = Step(task.model, task.loss, Sgd())
+    step = Step(task.model, task.loss, SGD())
     recorder = Recorder(step, CPU, said.append)
     recorder.compiles = True
     monkeypatch.setattr(torch, "compile", compiler)
@@ -866,32 +868,32 @@ def test_a_step_is_compiled_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(recorder_module, "_COMPILED", {})
     monkeypatch.setattr(torch, "compile", lambda listed, **_: compiled.append(listed) or listed)
 
-    def play(model: nn.Module, sgd: Sgd, n: int = 2) -> Stack:
+    def play(model: nn.Module, sgd: SGD, n: int = 2) -> Stack:
         task, stack = images(model.double(), m=n), stacked(model, n)
         recorder = Recorder(Step(model, task.loss, sgd), CPU, lambda text: None)
         recorder.compiles = True
         one_step(recorder, task, stack)
         return stack
 
-    found = [play(seeded(mlp), Sgd()) for _ in range(3)]
+    found = [play(seeded(mlp), SGD()) for _ in range(3)]
     assert len(compiled) == 1
     torch.testing.assert_close(found[2].tensors(), found[0].tensors(), **EXACT)
-    play(seeded(mlp), Sgd(weight_decay=0.1))
-    play(seeded(mlp), Sgd(), n=3)
+    play(seeded(mlp), SGD(weight_decay=0.1))
+    play(seeded(mlp), SGD(), n=3)
     assert len(compiled) == 3
     for scale in (1.0, 2.0):  # a frozen parameter is a constant of the list
         model = seeded(mlp)
         first = next(model.parameters())
         first.data.mul_(scale)
         first.requires_grad_(False)
-        play(model, Sgd())
+        play(model, SGD())
     assert len(compiled) == 5
 
 
 def test_a_step_that_cannot_be_recorded_is_launched_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     task, said = images(seeded(mlp).double(), m=2), []
     expected, found = stacked(task.model, 2), stacked(task.model, 2)
-    step = Step(task.model, task.loss, Sgd())
+    step = Step(task.model, task.loss, SGD())
     recorder = Recorder(step, CPU, said.append)
     recorder.records = True
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
@@ -1023,16 +1025,15 @@ def test_batches_of_any_structure() -> None:
 # One client after another
 
 
-def test_channels_last_and_fused_steps_are_plain_steps() -> None:
+def test_channels_last_steps_are_plain_steps() -> None:
     task = images(seeded(MODELS["batch norm"]).double(), m=1)
     last = copy.deepcopy(task.model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    options: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01}
+    sgd = SGD(momentum=0.9, weight_decay=0.01)
     data = [task.clients[0].batch(np.arange(i, i + 4)) for i in range(3)]
-    plain = local_sgd(task.model, task.loss, data, 0.1, after(3), **options)
+    plain = local_steps(task.model, task.loss, data, sgd, 0.1, after(3))
     moved = [channels_last(batch) for batch in data]
     assert moved[0][0].is_contiguous(memory_format=torch.channels_last)
-    fused = local_sgd(last, task.loss, moved, 0.1, after(3), fused=True, **options)
-    torch.testing.assert_close(fused, plain, **EXACT)
+    torch.testing.assert_close(local_steps(last, task.loss, moved, sgd, 0.1, after(3)), plain, **EXACT)
     torch.testing.assert_close(last.state_dict(), task.model.state_dict(), rtol=1e-10, atol=1e-12)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cfedavg import keys as keyed
+from cfedavg.arrays import arange, from_bf16, module_of, to_bf16
 from cfedavg.compress import (
     BF16,
     EXAMPLES,
@@ -37,11 +38,13 @@ from cfedavg.compress import (
     Threshold,
     TopK,
     decompress,
+    minus,
     parse,
+    plus,
     values_of,
 )
-from cfedavg.compress.quantisers import Blocks
-from cfedavg.compress.stages import prefix_sums, row_sums
+from cfedavg.compress.blocks import Blocks
+from cfedavg.compress.sums import prefix_sums, row_sums
 from cfedavg.errors import InputError, NotFinite
 from cfedavg.keys import Purpose
 from cfedavg.layout import Layout
@@ -504,7 +507,7 @@ def test_compiled_dropping_is_the_readable_one(
 ) -> None:
     p = torch.randn(n, d, generator=torch.Generator().manual_seed(seed)).to(dtype)
     words, layout, rd = torch.arange(n) + seed, Layout.flat(d), RandomDropping(comp)
-    fast, slow = rd.select(p, words, layout), Selector.select(rd, p, words, layout)
+    fast, slow = rd.select(p, words, layout, 0), Selector.select(rd, p, words, layout, 0)
     for one, other in zip(fast[:3], slow[:3], strict=True):
         assert torch.equal(one, other)
 
@@ -897,7 +900,7 @@ class EveryNth(Selector):
     n: int
     start: int = 0
 
-    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
+    def keep(self, p: Tensor, keys: Tensor, layout: Layout, t: int) -> Tensor:
         return (torch.arange(p.shape[1]) % self.n == self.start).expand(p.shape)
 
     def gamma(self, layout: Layout) -> float:
@@ -971,3 +974,55 @@ def test_cuda_gives_the_same_bits(row: Row, families: tuple[str, ...]) -> None:
 )
 def test_cuda_rounds_sums_the_same(spec: str) -> None:
     assert_same_on("cuda", Row(spec), torch.stack([nearly_halfway(seed, 40_000) for seed in range(3)]))
+
+
+# --- NumPy and torch by the same code -----------------------------------------------------------------
+
+
+def arrays_of(payload: Payload) -> list[Any]:
+    values = payload.values
+    parts = [values.data] if isinstance(values, Floats) else [values.levels, values.scales]
+    return [payload.offsets, payload.indices, *parts, *([payload.mask.keys] if payload.mask else [])]
+
+
+@every_row
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numpy_and_torch_give_the_same_bits(row: Row, dtype: Any) -> None:
+    compressor, layout = parse(row.spec), layout_of(D)
+    p = block(D).numpy().astype(dtype)
+    of_torch = compressor.compress(torch.from_numpy(p), keys_of(len(p)), layout)
+    of_numpy = compressor.compress(p, keys_of(len(p)).numpy(), layout)
+    assert all(each is None or isinstance(each, np.ndarray) for each in arrays_of(of_numpy))
+    assert_same(of_torch.numpy(), of_numpy)
+    for convert in (decompress, lambda payload: values_of(payload)):
+        assert np.array_equal(convert(of_torch).numpy(), convert(of_numpy))
+    p /= 4  # so that no sum overflows
+    for change in (plus, minus):
+        assert np.array_equal(change(torch.from_numpy(p), of_torch).numpy(), change(p, of_numpy))
+
+
+@QUIET
+@given(st.lists(float32s, min_size=1, max_size=40))
+def test_bf16_rounds_alike(numbers: list[float]) -> None:
+    array = np.float32(numbers).clip(-(2.0**127), 2.0**127)
+    bits = to_bf16(torch.from_numpy(array)).numpy()
+    assert np.array_equal(to_bf16(array), bits)
+    assert np.array_equal(from_bf16(bits), from_bf16(torch.from_numpy(bits)).numpy())
+
+
+@dataclass(frozen=True)
+class WarmingUp(Selector):
+    """All coordinates in the first round, every tenth later: a density that changes over rounds."""
+
+    def keep(self, p: Any, keys: Any, layout: Layout, t: int) -> Any:
+        kept = arange(p.shape[1], p) % (1 if t == 0 else 10) == 0
+        return module_of(p).broadcast_to(kept, p.shape)
+
+    def gamma(self, layout: Layout) -> float:
+        return 1.0
+
+
+def test_a_density_may_change_over_rounds() -> None:
+    compressor = Compressor(WarmingUp(), BF16())
+    for p in (torch.ones(100), np.ones(100, np.float32)):
+        assert [sum(compressor.compress(p, 0, None, t).counts()) for t in (0, 1, 5)] == [100, 10, 10]

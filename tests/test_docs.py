@@ -64,7 +64,7 @@ def test_table_of_the_error_feedback_runs(p: int, cell: str, name: str, feedback
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         config = read_config(folder / "config.toml")
         assert (len(rows), config.classes_per_client, config.seed, config.clients) == (40, p, seed, 100)
-        assert (config.compressor, config.error_feedback) == (name, feedback != "no")
+        assert (config.compressor, config.feedback) == (name, "none" if feedback == "no" else "ef")
         last.append(rows[-1])
         total.append(sum(row["uplink_bytes"] for row in rows))
     accuracy = [100 * row["test_accuracy"] for row in last]

@@ -218,7 +218,15 @@ def test_a_model_that_views(engine: str, device: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_buffers_that_are_replaced_and_parameters_that_are_not_used(engine: str, device: str) -> None:
     task = Task(seeded(Smoothed), blobs().clients, test=blobs().test)
-    agree(task, engine, device, local_steps="3", batch_size=8, weight_decay=0.1, compressor="none")
+    agree(
+        task,
+        engine,
+        device,
+        local_steps="3",
+        batch_size=8,
+        local_optimiser="sgd(weight_decay=0.1)",
+        compressor="none",
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -285,11 +293,11 @@ def test_every_client_starts_from_the_buffers_that_do_not_travel(engine: str) ->
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "momentum": {"momentum": 0.9, "weight_decay": 0.01},
+    "momentum": {"local_optimiser": "sgd(momentum=0.9, weight_decay=0.01)"},
     "partial participation": {"participation": 0.5},
     "lost replies": {"drop_rate": 0.4},
     "weights": {"weighting": "samples"},
-    "no error feedback": {"error_feedback": False},
+    "no error feedback": {"feedback": "none"},
     "deadline": {"deadline": 2.0, "steps_per_second": "0.3..3", "uplink": "1e4..1e6", "latency": "0.1"},
     "decaying": {"schedule": "decaying(a=1)"},
     "iterate": {"sample_iterate": True},
@@ -309,6 +317,6 @@ def test_settings(name: str, engine: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("compressor", EXAMPLES)
-@pytest.mark.parametrize("error_feedback", [True, False])
-def test_compressors(compressor: str, error_feedback: bool, engine: str, device: str) -> None:
-    agree(blobs(), engine, device, compressor=compressor, error_feedback=error_feedback, batch_size=8)
+@pytest.mark.parametrize("feedback", ["ef", "none"])
+def test_compressors(compressor: str, feedback: str, engine: str, device: str) -> None:
+    agree(blobs(), engine, device, compressor=compressor, feedback=feedback, batch_size=8)

@@ -23,29 +23,35 @@ MAY_IMPORT = {
     "config": {"errors", "files", "spec"},
     "kernel": set(),
     "draws": {"kernel"},
+    "arrays": {"kernel"},
+    "parts": {"spec"},
     "wire": {"draws", "kernel", "layout", "payload"},
-    "compress": {"draws", "kernel", "errors", "keys", "layout", "payload", "spec"},
-    "algorithm": {"compress", "layout", "payload"},
+    "compress": {"arrays", "draws", "errors", "kernel", "keys", "layout", "parts", "payload"},
+    "feedback": {"arrays", "compress", "errors", "parts", "payload"},
+    "channel": {"arrays", "compress", "feedback", "layout", "payload"},
+    "optimise": {"arrays", "errors", "parts"},
+    "algorithm": {"arrays", "compress", "feedback", "optimise", "payload"},
     "theory": set(),
     "generators": set(),
     "fingerprint": {"generators", "layout"},
     "task": {"errors", "fingerprint"},
-    "schedule": {"config", "errors", "keys", "spec"},
-    "local": {"keys", "layout", "task"},
+    "schedule": {"config", "errors", "keys", "optimise", "spec"},
+    "local": {"keys", "layout", "optimise", "task"},
     "evaluate": {"errors", "local", "metrics", "task"},
-    "plan": {"compress", "config", "errors", "keys", "layout", "schedule", "task"},
-    "tensors": {"files", "kernel"},
-    "residuals": {"errors", "files", "keys", "tensors"},
-    "state": {"errors", "residuals", "tensors"},
+    "plan": {"algorithm", "channel", "compress", "config", "errors", "feedback", "keys", "layout", "optimise",
+             "schedule", "task"},
+    "tensors": {"arrays", "files"},
+    "residuals": {"arrays", "errors", "files", "keys", "tensors"},
+    "state": {"algorithm", "errors", "residuals", "tensors"},
     "models": {"errors", "keys", "spec"},
     "data": {"config", "errors", "files", "keys", "models", "task"},
-    "stack": {"errors", "keys", "local", "task", "tensors"},
-    "engines": {"algorithm", "config", "errors", "evaluate", "files", "generators", "interrupts", "keys",
-                "layout", "local", "metrics", "payload", "plan", "residuals", "stack", "state",
-                "task", "tensors", "wire"},
+    "stack": {"errors", "keys", "local", "optimise", "task", "tensors"},
+    "engines": {"algorithm", "arrays", "channel", "config", "errors", "evaluate", "files", "generators",
+                "interrupts", "keys", "layout", "local", "metrics", "optimise", "payload", "plan",
+                "residuals", "stack", "state", "task", "tensors", "wire"},
     "folder": {"config", "errors", "files", "metrics", "residuals", "state"},
-    "workers": {"config", "data", "engines", "errors", "files", "interrupts", "local", "plan", "state",
-                "task"},
+    "workers": {"config", "data", "engines", "errors", "files", "interrupts", "local", "optimise", "plan",
+                "state", "task"},
     "loop": {"config", "data", "engines", "errors", "files", "folder", "interrupts", "metrics", "plan",
              "report", "residuals", "state", "task", "tensors", "theory", "units", "wire", "workers"},
     "sweep": {"compress", "config", "errors", "schedule", "spec"},
@@ -53,9 +59,8 @@ MAY_IMPORT = {
     "report": {"config", "errors", "files", "metrics", "units", "__init__"},
     "display": {"loop", "metrics", "units"},
     "inspection": {"compress", "errors", "files", "layout", "payload", "wire"},
-    "federation": {"algorithm", "compress", "errors", "files", "keys", "layout", "payload", "tensors",
-                   "wire"},
-    "flower": {"algorithm", "compress", "config", "data", "display", "engines", "errors", "evaluate",
+    "federation": {"arrays", "channel", "errors", "files", "keys", "layout", "payload", "tensors", "wire"},
+    "flower": {"algorithm", "arrays", "channel", "compress", "feedback", "parts", "optimise", "config", "data", "display", "engines", "errors", "evaluate",
                "federation", "files", "folder", "interrupts", "keys", "layout", "local", "metrics",
                "payload", "plan", "report", "task", "tensors", "wire"},
     "reproduce": {"compress", "config", "data", "display", "errors", "files", "folder", "layout", "local",
@@ -63,6 +68,11 @@ MAY_IMPORT = {
     "cli": {"compress", "config", "data", "display", "errors", "files", "flower", "inspection", "layout",
             "interrupts", "loop", "report", "reproduce", "sweep", "units", "__init__"},
 }  # fmt: skip
+
+
+# A light client has no torch.
+WITHOUT_TORCH = {"algorithm", "arrays", "channel", "compress", "errors", "federation", "feedback", "kernel",
+                 "keys", "layout", "parts", "payload", "wire"}  # fmt: skip
 
 
 def room(path: Path) -> str:
@@ -115,7 +125,17 @@ def test_the_core_stays_light() -> None:
         assert "matplotlib" not in used or room(path) in {"report", "reproduce"}, path
         assert "typer" not in used or room(path) == "cli", path
         assert not used & {"flwr", "cryptography"} or room(path) == "flower", path
-        if room(path) in {"wire", "keys", "layout", "payload", "errors", "kernel"}:
+        if room(path) in {
+            "wire",
+            "keys",
+            "layout",
+            "payload",
+            "errors",
+            "kernel",
+            "arrays",
+            "parts",
+            "compress",
+        }:
             assert "torch" not in used, path
         if room(path) == "wire":
             assert used - sys.stdlib_module_names <= {"numpy", "cfedavg"}, path

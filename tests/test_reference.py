@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from cfedavg import Config, InputError, Task, run
 from cfedavg.engines import ReferenceEngine
 from cfedavg.errors import Diverged
-from cfedavg.local import Vectors, clock, local_sgd
+from cfedavg.local import Vectors, clock, local_steps
 from cfedavg.loop import Observer, broken_conditions
+from cfedavg.optimise.local import SGD
 from cfedavg.plan import Plan
 from cfedavg.state import State
 from cfedavg.theory import rate_conditions
@@ -177,7 +178,7 @@ def test_a_clock_stops_a_real_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cfedavg.local.time.monotonic", lambda: next(ticks))
     task = quadratic(torch.ones(1, 2))
     batch = torch.ones(1, 2)
-    work = local_sgd(task.model, half_square, iter([batch] * 100), 0.1, clock(1.0))
+    work = local_steps(task.model, half_square, iter([batch] * 100), SGD(), 0.1, clock(1.0))
     assert work.K == 3
 
 
@@ -329,8 +330,8 @@ def test_rate_conditions_follow_the_rate_of_the_round() -> None:
 
 def test_momentum_and_weight_decay_change_the_run() -> None:
     losses = [
-        run(Config(rounds=1, local_steps="5", **extra), blobs()).final["train_loss"]  # type: ignore[arg-type]
-        for extra in ({}, {"momentum": 0.9}, {"weight_decay": 0.1})
+        run(Config(rounds=1, local_steps="5", local_optimiser=text), blobs()).final["train_loss"]
+        for text in ("sgd", "sgd(momentum=0.9)", "sgd(weight_decay=0.1)")
     ]
     assert len(set(losses)) == 3
 

@@ -213,7 +213,7 @@ def test_labels_say_what_differs_and_are_unique(tmp_path: Path) -> None:
         {"compressor": "topk(0.99) >> bf16", "dirichlet": 0.1},
         {"compressor": "topk(0.99) >> bf16", "iid": True},
         {"compressor": "none", "classes_per_client": 2},
-        {"compressor": "topk(0.99) >> bf16", "classes_per_client": 2, "error_feedback": False},
+        {"compressor": "topk(0.99) >> bf16", "classes_per_client": 2, "feedback": "none"},
         {"compressor": "x:" + "y" * 80, "data_dir": "some/where/data"},
         {"compressor": "x:" + "y" * 90, "data_dir": "else/where/data"},
     ]
@@ -677,7 +677,7 @@ def test_of_an_app_only_what_its_server_decides_is_shown(tmp_path: Path, one_pic
     folder = make_federation(tmp_path / "a", [node_row(0, 0)], dataset=app, model=app)
     write_run_pictures(folder)
     page = (folder / "report.html").read_text()
-    assert "<code>error_feedback</code>" in page
+    assert "<code>feedback</code>" in page
     assert "batch_size" not in page
     assert "cfedavg run" not in page
 

@@ -59,7 +59,7 @@ def test_which_cells_there_are() -> None:
     assert list(cells)[:2] == ["mnist-p10-none-seed0", "mnist-p10-topk0.9-seed0"]
     assert cells["mnist-p1-rd0.99-seed2"]["classes_per_client"] == 1
     without = experiment.load("fig6-mnist").cells("paper", 1)["mnist-p5-topk0.99-noef-seed0"]
-    assert without["error_feedback"] is False
+    assert without["feedback"] == "none"
     one = experiment.load("fig2-mnist").cells("paper", 1)["mnist-p5-one-step-seed0"]
     assert (one["local_steps"], one["rounds"], "local_epochs" in one) == ("1", 500, False)
 

@@ -319,8 +319,8 @@ def test_groups_hold_all_seeds_in_order_and_no_other_lines_cells() -> None:
     groups = [group for each in drawn for group, _ in each]
     assert groups[0].seeds == tuple(range(11))
     assert all(run.config.classes_per_client == 2 for group in groups for run in group.runs)
-    assert {run.config.error_feedback for run in groups[0].runs} == {True}
-    assert {run.config.error_feedback for run in groups[1].runs} == {False}
+    assert {run.config.feedback for run in groups[0].runs} == {"ef"}
+    assert {run.config.feedback for run in groups[1].runs} == {"none"}
 
 
 # Colours

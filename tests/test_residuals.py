@@ -391,7 +391,7 @@ def test_without_out_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     memory = run(BASE.replace(residuals="memory"), small()).rows
     assert [r["error_norm2"] for r in rows] == [r["error_norm2"] for r in memory]
     watch = Watch(tmp_path)
-    run(BASE.replace(error_feedback=False), small(), observer=watch)
+    run(BASE.replace(feedback="none"), small(), observer=watch)
     assert not any("disk" in text for text in watch.said)
 
 

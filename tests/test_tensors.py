@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import _TYPES, load_file, save
 
+from cfedavg.arrays import norm2, norms2, rows_norms2
 from cfedavg.errors import InputError
 from cfedavg.files import locked
-from cfedavg.tensors import checksum, norm2, norms2, read_tensors, rows_norms2, save_file, save_tensors
+from cfedavg.tensors import checksum, read_tensors, save_file, save_tensors
 
 NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32)
 

@@ -57,7 +57,7 @@ BASE = Config(
     batch_size=9,
     participation=0.7,
     drop_rate=0.2,
-    momentum=0.9,
+    local_optimiser="sgd(momentum=0.9)",
     weighting="samples",
     compressor="topk(0.8) >> qsgd(4)",
     schedule="decaying(a=2)",
@@ -162,7 +162,7 @@ def test_more_ranks_than_clients(alone: Alone, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_ranks_change_no_bit_without_error_feedback(alone: Alone, tmp_path: Path) -> None:
-    config = BASE.replace(error_feedback=False, eval_every=4, checkpoint_every=0, update="sum")
+    config = BASE.replace(feedback="none", eval_every=4, checkpoint_every=0, update="sum")
     run(config.replace(workers=2), task(), out=tmp_path / "r")
     assert_same(contents(tmp_path / "r"), alone(config))
 

@@ -10,49 +10,61 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cfedavg.algorithm import average, feed_back, local_update, server_update
+    from cfedavg.algorithm import Aggregator, average, local_update
+    from cfedavg.channel import Channel
     from cfedavg.compress import Compressor, Quantiser, Selector, decompress, parse
     from cfedavg.config import Config
     from cfedavg.errors import InputError
+    from cfedavg.feedback import Feedback
     from cfedavg.layout import Layout
     from cfedavg.loop import Result, run
+    from cfedavg.optimise.local import GradientChange, LocalOptimiser
+    from cfedavg.optimise.server import ServerOptimiser
     from cfedavg.payload import Payload
     from cfedavg.task import Task
     from cfedavg.wire import WireError, decode, encode
 
 _HOME = {
-    "algorithm": ("average", "feed_back", "local_update", "server_update"),
+    "algorithm": ("Aggregator", "average", "local_update"),
+    "channel": ("Channel",),
     "compress": ("Compressor", "Quantiser", "Selector", "decompress", "parse"),
     "config": ("Config",),
     "errors": ("InputError",),
+    "feedback": ("Feedback",),
     "layout": ("Layout",),
     "payload": ("Payload",),
     "loop": ("Result", "run"),
+    "optimise.local": ("GradientChange", "LocalOptimiser"),
+    "optimise.server": ("ServerOptimiser",),
     "task": ("Task",),
     "wire": ("WireError", "decode", "encode"),
 }
 
 __version__ = "0.5.0"
 __all__ = [
+    "Aggregator",
+    "Channel",
     "Compressor",
     "Config",
+    "Feedback",
+    "GradientChange",
     "InputError",
     "Layout",
+    "LocalOptimiser",
     "Payload",
     "Quantiser",
     "Result",
     "Selector",
+    "ServerOptimiser",
     "Task",
     "WireError",
     "average",
     "decode",
     "decompress",
     "encode",
-    "feed_back",
     "local_update",
     "parse",
     "run",
-    "server_update",
 ]
 
 

@@ -1,32 +1,38 @@
-"""Algorithm 1 (CFedAvg), line by line. Read this first; everything else serves these four functions.
+"""Algorithm 1 (CFedAvg), line by line. Read this first, then `channel.py`; everything else serves these.
 
-Each round t, the server sends x to the clients. Client i does K_i local SGD steps from x (lines 5-9, in
+Each round t, the server sends x to the clients. Client i does K_i local steps from x (lines 5-9, in
 `local.py`), which end at x_K. Then:
 
     g       = x_K - x            or (x_K - x) / K_i             lines 10, 11   local_update
-    p       = g + e                                              line 12        feed_back
-    payload = C(p)                                               lines 13, 14   feed_back
-    e_next  = p - C(p)                                           line 15        feed_back
+    p       = g + e                                              line 12        Channel.send
+    payload = C(p)                                               lines 13, 14   Channel.send
+    e_next  = p - C(p)                                           line 15        Channel.send
     delta_tilde = mean of C(p) over the clients                  lines 17, 18   average
-    x_next  = x + eta * delta_tilde                              line 19        server_update
+    x_next  = x + eta * delta_tilde                              line 19        Aggregator.step
 
 What a client cannot send now stays in its residual e and is sent later. That is why the mean model with
 all residuals added, x + eta * mean(e), moves exactly as if nothing had been compressed (the paper's
 Iterative Step lemma).
+
+Four parts can be exchanged: the compressor C, the feedback (lines 12 and 15), the local optimiser (line 7)
+and the server optimiser (line 19). Arrays are of torch in a simulation, of NumPy in a light client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch import Tensor
+import numpy as np
 
-from cfedavg.compress import Compressor, client_of_value, values_of
-from cfedavg.layout import Layout
+from cfedavg.arrays import Array, add_in_order, cast_like, place, zeros
+from cfedavg.compress import client_of_value, values_of
+from cfedavg.feedback import Feedback, Weights
+from cfedavg.optimise import ServerOptimiser
 from cfedavg.payload import Payload
 
 
-def local_update(x: Tensor, x_K: Tensor, K: int | Tensor, update: str) -> Tensor:
+def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
     """What the local steps changed: line 10 for `sum` (all clients do the same K), line 11 for `mean`.
 
     For one client, (d,) with its K, or for a block, (n, d) with K of shape (n, 1).
@@ -34,60 +40,84 @@ def local_update(x: Tensor, x_K: Tensor, K: int | Tensor, update: str) -> Tensor
     return x_K - x if update == "sum" else (x_K - x) / K
 
 
-def feed_back(
-    g: Tensor, e: Tensor, compressor: Compressor, key: int | Tensor, layout: Layout | None = None
-) -> tuple[Payload, Tensor]:
-    """Lines 12 to 15 for one client, (d,), or for a block, (n, d): the payload to send and the next residual.
-
-    >>> import torch
-    >>> from cfedavg.compress import parse
-    >>> g, e = torch.tensor([1.0, -3.0, 0.5]), torch.tensor([0.5, 0.0, 0.0])
-    >>> payload, e_next = feed_back(g, e, parse("topk(0.6)"), key=0)
-    >>> payload.indices.tolist(), payload.values.data.tolist(), e_next.tolist()
-    ([1], [-3.0], [1.5, 0.0, 0.5])
-    """
-    p = g + e
-    payload = compressor.compress(p, key, layout)
-    return payload, subtract(p, payload)
-
-
-def subtract(p: Tensor, payload: Payload) -> Tensor:
-    """p - C(p), at the cost of the coordinates sent."""
-    values = values_of(payload).to(p.dtype)
-    if payload.indices is None:
-        return p - values.view_as(p)
-    e_next = p.clone()
-    e_next.view(-1)[payload.indices + payload.d * client_of_value(payload.offsets)] -= values
-    return e_next
-
-
-def average(like: Tensor, payloads: Iterable[tuple[Payload, Sequence[float]]]) -> Tensor:
-    """Lines 17 and 18: delta_tilde, the weighted mean of what arrived, summed in the order given.
+def average(like: Array, payloads: Iterable[tuple[Payload, Sequence[float]]]) -> tuple[Array, float]:
+    """Lines 17 and 18: delta_tilde, the weighted mean of what arrived, and the sum of the weights.
 
     Each payload, of a client or of a block, comes with its clients' weights; a weight of 0 leaves a client
-    out. The cost is that of the coordinates received, and the order is fixed, so the sum is the same bit for
-    bit wherever and however often it is made. `like` gives length, dtype and device.
+    out. The cost is that of the coordinates received. They are added in the order given, so the mean is the
+    same bit for bit wherever and however often it is made. `like` gives length, dtype and device.
     """
-    total, weight = like.new_zeros(like.shape), 0.0
+    total, weight = zeros(like.shape, like), 0.0
     for payload, weights in payloads:
-        values, shares = values_of(payload).to(total.dtype), total.new_tensor(weights)
+        values = cast_like(values_of(payload), total)
+        shares = cast_like(place(np.array(weights, np.float64), like), total)
         if payload.indices is None:
-            for row, share in zip(values.view(len(payload), -1), shares, strict=True):
+            for row, share in zip(values.reshape(len(payload), -1), shares, strict=True):
                 total += row * share
         else:
-            _add_in_order(total, payload.indices, values * shares[client_of_value(payload.offsets)])
+            add_in_order(total, payload.indices, values * shares[client_of_value(payload.offsets)])
         weight += sum(weights)
-    return total / weight if weight else total
+    return total / weight if weight else total, weight
 
 
-def _add_in_order(total: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Adds each value to its coordinate, one after another where a coordinate occurs more than once."""
-    if total.is_cuda:
-        total.index_put_((indices,), values, accumulate=True)  # sorts by coordinate, and so keeps the order
-    else:
-        total.index_add_(0, indices, values)
+@dataclass(frozen=True)
+class ServerMemory:
+    """What the server remembers between rounds beside the model: vectors as long as x."""
+
+    feedback: Array | None = None
+    optimiser: Mapping[str, Array] = field(default_factory=dict)
+
+    def vectors(self) -> dict[str, Array]:
+        """All of it by name, as files keep it; `from_vectors` puts it together again."""
+        found = {f"optimiser.{name}": each for name, each in self.optimiser.items()}
+        return found if self.feedback is None else {"feedback": self.feedback, **found}
+
+    @classmethod
+    def from_vectors(cls, vectors: Mapping[str, Array]) -> ServerMemory:
+        """The memory that `vectors` was made of."""
+        rest = {name.removeprefix("optimiser."): each for name, each in vectors.items() if name != "feedback"}
+        return cls(vectors.get("feedback"), rest)
 
 
-def server_update(x: Tensor, delta_tilde: Tensor, eta: float) -> Tensor:
-    """Line 19. If nothing arrived, delta_tilde is zero and x stays."""
-    return x + eta * delta_tilde
+@dataclass(frozen=True)
+class Aggregator:
+    """Lines 17 to 19: what the server does with the payloads of a round."""
+
+    feedback: Feedback
+    optimiser: ServerOptimiser
+
+    def init(self, x: Array) -> ServerMemory:
+        """The memory before the first round."""
+        return ServerMemory(0 * x if self.feedback.keeps_server_memory else None, self.optimiser.init(x))
+
+    def step(
+        self,
+        x: Array,
+        memory: ServerMemory,
+        payloads: Iterable[tuple[Payload, Sequence[float]]],
+        *,
+        everyone: float,
+        eta: float,
+        scale: float = 1.0,
+        t: int = 0,
+    ) -> tuple[Array, ServerMemory]:
+        """x_next and the next memory. Where nothing arrived, both stay as they are.
+
+        `everyone` is the weight of all clients that there are; `scale` makes up for the division of line 11.
+
+        >>> from cfedavg.compress import parse
+        >>> from cfedavg.feedback import NoFeedback
+        >>> from cfedavg.optimise.server import ServerSGD
+        >>> aggregator = Aggregator(NoFeedback(), ServerSGD())
+        >>> payload = parse("none").compress(np.array([2.0, 4.0]), key=0)
+        >>> x, _ = aggregator.step(np.zeros(2), ServerMemory(), [(payload, [1.0])], everyone=1.0, eta=0.5)
+        >>> x.tolist()
+        [1.0, 2.0]
+        """
+        delta_tilde, arrived = average(x, payloads)
+        if not arrived:
+            return x, memory
+        delta, shared = self.feedback.receive(delta_tilde, memory.feedback, Weights(arrived, everyone))
+        delta = delta if scale == 1 else scale * delta
+        x_next, state = self.optimiser.step(x, delta, memory.optimiser, eta, t)
+        return x_next, ServerMemory(shared, state)

@@ -27,14 +27,26 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
 )  # fmt: skip
 
-PARTS = ("model", "schedule", "compressor")  # the fields whose text may name a module:Class
+PARTS = (
+    "model",
+    "schedule",
+    "local_optimiser",
+    "server_optimiser",
+    "compressor",
+    "feedback",
+)  # the fields whose text may name a module:Class
 PER_CLIENT = ("local_steps", "steps_per_second", "uplink", "downlink", "latency")
 
 APP = "(a Flower app)"  # stands for a model and data that are the app's, which its server cannot know
 OWN = "(a task from Python"  # begins what stands for a model and data that no text names
 _NOT_OF_OWN = {"data_dir", "classes_per_client", "dirichlet", "iid"}  # a task has its clients' data
-_OF_APP = {"dataset", "model", "clients", "rounds", "update", "compressor", "error_feedback", "seed"}
-_OF_APP_ALONE = {"participation", "eta", "weighting"}  # else another strategy decides them
+_OF_APP = {"dataset", "model", "clients", "rounds", "update", "compressor", "feedback", "seed"}
+_OF_APP_ALONE = {
+    "participation",
+    "eta",
+    "weighting",
+    "server_optimiser",
+}  # else another strategy decides them
 
 # Of each group at most one may be given; without any, the first default holds.
 EXCLUSIVE = (
@@ -79,8 +91,9 @@ class Config:
     smoothness: float | None = option(
         None, LOCAL, "the constant L: for the corollaries and the rate conditions"
     )
-    momentum: float = option(0.0, LOCAL, "momentum of the local steps")
-    weight_decay: float = option(0.0, LOCAL, "weight decay of the local steps")
+    local_optimiser: str = option(
+        "sgd", LOCAL, "sgd(momentum=0.9), clip(1.0) >> adamw(0.1), prox(0.01) >> sgd; see `cfedavg parts`"
+    )
 
     rounds: int = option(20, ROUND, "communication rounds, T")
     participation: float = option(1.0, ROUND, "share of the clients sampled each round")
@@ -88,14 +101,21 @@ class Config:
     update: str = option(
         "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K are equal"
     )
-    eta: float | None = option(None, ROUND, "global learning rate", "1 with sum, the mean K with mean")
+    server_optimiser: str = option(
+        "sgd", ROUND, "sgd, momentum(0.9), nesterov, adam, adagrad or yogi; see `cfedavg parts`"
+    )
+    eta: float | None = option(
+        None, ROUND, "global learning rate", "that of the server optimiser; sgd: 1, or the mean K with mean"
+    )
     weighting: str = option("uniform", ROUND, "how replies are averaged: uniform, or by samples")
     sample_iterate: bool = option(
         False, ROUND, "keep the iterate z of Theorem 2, drawn in proportion to eta_local"
     )
 
     compressor: str = option("topk(0.99) >> bf16", SENT, "selector >> quantiser; see `cfedavg compressors`")
-    error_feedback: bool = option(True, SENT, "add what could not be sent to the next round's update")
+    feedback: str = option(
+        "ef", SENT, "what is remembered of what could not be sent: ef, ef(decay=0.95), ef21 or none"
+    )
 
     steps_per_second: str | None = option(None, LINK, "speed of a client: 20, or 5..50, or 3,5,8 per client")
     uplink: str | None = option(None, LINK, "bit/s from a client: 1e6, or 1e5..1e7, or one per client")
@@ -221,13 +241,7 @@ class Config:
     @classmethod
     def from_toml(cls, text: str, where: str = "the configuration", *, trust: bool = False) -> Config:
         """Read a TOML text. Without `trust`, it may not name a `module:Class`, which a run would import."""
-        try:
-            table = tomllib.loads(text)
-        except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
-            raise InputError(f"{where} is not valid TOML: {error}") from None
-        except RecursionError:
-            raise InputError(f"{where} is not valid TOML: brackets within brackets, too deep") from None
-        return cls.from_dict(table, where, trust=trust)
+        return cls.from_dict(parse_toml(text, where), where, trust=trust)
 
     @classmethod
     def from_dict(
@@ -236,11 +250,65 @@ class Config:
         """Make a Config of its fields' values. `trust` is as in `from_toml`."""
         known = {item.name for item in dataclasses.fields(cls)}
         for name in table:
+            if name in _RETIRED:
+                raise InputError(f"{where}: {name} is no longer an option; write {_RETIRED[name](table)}")
             if name not in known:
                 raise InputError(f"{where} has an unknown key {name!r}; known are {', '.join(sorted(known))}")
         if not trust:
             refuse_code(table, where, "pass trust=True if you trust it")
         return cls(**table)
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Read a TOML text; one sentence says what is wrong."""
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
+        raise InputError(f"{where} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{where} is not valid TOML: brackets within brackets, too deep") from None
+
+
+def _written_feedback(table: Mapping[str, Any]) -> str:
+    return f'feedback = "{_feedback(table)}"'
+
+
+def _written_optimiser(table: Mapping[str, Any]) -> str:
+    return f'local_optimiser = "{_local_optimiser(table)}"'
+
+
+def _feedback(table: Mapping[str, Any]) -> str:
+    return "ef" if table.get("error_feedback", True) else "none"
+
+
+def _local_optimiser(table: Mapping[str, Any]) -> str:
+    given = [f"{name}={table[name]}" for name in ("momentum", "weight_decay") if table.get(name)]
+    return f"sgd({', '.join(given)})" if given else "sgd"
+
+
+# The options of version 0.5 that are others now, and what to write instead.
+_RETIRED = {
+    "error_feedback": _written_feedback,
+    "momentum": _written_optimiser,
+    "weight_decay": _written_optimiser,
+}
+
+
+def renewed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a run that version 0.5 made, by their names of now.
+
+    >>> renewed({"rounds": 5, "error_feedback": False, "momentum": 0.0})
+    {'rounds': 5, 'local_optimiser': 'sgd', 'server_optimiser': 'sgd', 'feedback': 'none'}
+    """
+    if not _RETIRED.keys() & table.keys():
+        return dict(table)
+    kept = {name: value for name, value in table.items() if name not in _RETIRED}
+    parts = {
+        "local_optimiser": _local_optimiser(table),
+        "server_optimiser": "sgd",
+        "feedback": _feedback(table),
+    }
+    return kept | parts
 
 
 def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
@@ -261,14 +329,18 @@ def kinds() -> dict[str, Any]:
     return get_type_hints(Config)
 
 
-def read_config(path: Path) -> Config:
-    """The configuration in a TOML file. To read it runs nothing; see `refuse_code` before it is run."""
+def read_config(path: Path, *, written: bool = True) -> Config:
+    """The configuration in a TOML file. To read it runs nothing; see `refuse_code` before it is run.
+
+    A file that a run has `written` may be of version 0.5; in one of the user's, old names are refused.
+    """
     try:
         text = read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--config: cannot read {path} ({getattr(error, 'strerror', error)})") from None
     try:
-        return Config.from_toml(text, str(path), trust=True)
+        table = parse_toml(text, str(path))
+        return Config.from_dict(renewed(table) if written else table, str(path), trust=True)
     except InputError as error:
         raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
@@ -302,8 +374,6 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "batch_size": (1, _LARGE, "1 or more"),
     "eta_local": (_TINY, _LARGE, "a finite number above 0"),
     "smoothness": (_TINY, _LARGE, "a finite number above 0"),
-    "momentum": (0, 1 - 2**-53, "in [0, 1)"),
-    "weight_decay": (0, _LARGE, "a finite number, 0 or more"),
     "rounds": (1, _LARGE, "1 or more"),
     "participation": (_TINY, 1, "in (0, 1]"),
     "drop_rate": (0, 1 - 2**-53, "in [0, 1)"),

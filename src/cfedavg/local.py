@@ -1,4 +1,4 @@
-"""A client's work up to x_K: the model as a flat vector, batches in keyed order, local SGD steps."""
+"""A client's work up to x_K: the model as a flat vector, batches in keyed order, local steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 
 from cfedavg.keys import Purpose, key, permutation
 from cfedavg.layout import Layout
+from cfedavg.optimise.local import LocalOptimiser
+from cfedavg.optimise.local import State as OptimiserState
 from cfedavg.task import Batch, Loss, Samples
 
 
@@ -119,41 +121,65 @@ class LocalWork(NamedTuple):
     loss: Tensor
 
 
-def local_sgd(
+def local_steps(
     model: nn.Module,
     loss: Loss,
     batches: Iterable[Batch],
+    optimiser: LocalOptimiser,
     eta_L: float,
     enough: Callable[[int], bool],
-    *,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    fused: bool = False,
 ) -> LocalWork:
-    """Lines 6 to 9: SGD steps on the model in place, until `enough(k)` says so after step k.
+    """Lines 6 to 9: steps of the optimiser on the model in place, until `enough(k)` says so after step k.
 
     K need not be known beforehand: `enough` may count (`after(10)`) or look at a clock (`clock(30.0)`).
-    `fused` updates each parameter in one pass, which is faster and may round differently.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.SGD(
-        parameters, lr=eta_L, momentum=momentum, weight_decay=weight_decay, fused=fused
-    )
+    start = [p.detach().clone() for p in parameters] if optimiser.needs_start else []
+    with torch.no_grad():
+        state = optimiser.init(parameters)
     total, K = parameters[0].new_zeros(()), 0
     model.train()
     for batch in batches:
-        optimiser.zero_grad(set_to_none=True)
+        for p in parameters:
+            p.grad = None
         minibatch_loss = loss(model, batch)
         minibatch_loss.backward()  # type: ignore[no-untyped-call]
-        for p in parameters:
-            if p.grad is not None and p.grad.is_sparse:  # which fused steps and weight decay do not take
-                p.grad = p.grad.to_dense()
-        optimiser.step()
+        state = _step(parameters, optimiser, state, eta_L, start)
         total += minibatch_loss.detach()
         K += 1
         if enough(K):
             break
     return LocalWork(K, total / K)
+
+
+@torch.no_grad()
+def _step(
+    parameters: list[nn.Parameter],
+    optimiser: LocalOptimiser,
+    state: OptimiserState,
+    eta_L: float,
+    start: list[Tensor],
+) -> OptimiserState:
+    """One step of the parameters that have a gradient; the others, and their state, stay as they are."""
+    grads = {i: _dense(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+    if not grads:
+        return state
+    used: list[Tensor] = [parameters[i] for i in grads]
+    before = {name: [each[i] for i in grads] for name, each in state.items()}
+    origin = [start[i] for i in grads] if start else []
+    following, after = optimiser.step(used, list(grads.values()), before, eta_L, origin)
+    for p, new in zip(used, following, strict=True):
+        p.copy_(new)
+    found = {name: list(each) for name, each in state.items()}
+    for name, new_state in after.items():
+        for i, each in zip(grads, new_state, strict=True):
+            found[name][i] = each
+    return found
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """An embedding's gradient may be sparse."""
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def after(K: int) -> Callable[[int], bool]:

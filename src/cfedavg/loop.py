@@ -200,7 +200,10 @@ class Loop:
     def _residuals(self, folder: Folder | None, x: Tensor) -> Iterator[Residuals]:
         """An empty store; on disk without a folder to write to, one that goes away at the end."""
         size = self.plan.m * self._residual_bytes(x)
-        if not self.config.error_feedback or choose(self.config.residuals, size, x.device) == "memory":
+        if (
+            not self.plan.feedback.keeps_client_memory
+            or choose(self.config.residuals, size, x.device) == "memory"
+        ):
             yield InMemory()
         elif folder:
             yield OnDisk(folder.residuals)

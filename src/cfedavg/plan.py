@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cfedavg.algorithm import Aggregator
+from cfedavg.channel import Channel
 from cfedavg.compress import Compressor, parse
 from cfedavg.config import PER_CLIENT, Config, flag
 from cfedavg.errors import InputError
+from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.keys import Purpose, key, permutation, uniform
 from cfedavg.layout import Layout
+from cfedavg.optimise import SERVER_OPTIMISERS
+from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser
 from cfedavg.schedule import Rates, Steps, resolve_rates
 from cfedavg.task import Task
 
@@ -41,7 +46,11 @@ class Plan:
         self.m = len(self.samples)
         self._check_lists()
         self.clients_per_round = max(1, round(config.participation * self.m))
-        self.compressor: Compressor = parse(config.compressor, "--compressor")
+        self.compressor: Compressor = parse(config.compressor)
+        self.feedback: Feedback = FEEDBACKS.parse(config.feedback)
+        self.local_optimiser: LocalOptimiser = parse_local_optimiser(config.local_optimiser)
+        self.aggregator = Aggregator(self.feedback, SERVER_OPTIMISERS.parse(config.server_optimiser))
+        self._check_memory()
         self.link = Link(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
             self._per_client("uplink", Purpose.UPLINK, math.inf),
@@ -50,6 +59,7 @@ class Plan:
         )
         self.steps = Steps(config, self.samples, self.link.speed)
         self.rates: Rates = resolve_rates(config, self.steps, self.clients_per_round)
+        self.everyone = sum(self.weight(i) for i in range(self.m))
 
     def _check_lists(self) -> None:
         for name in PER_CLIENT:
@@ -58,6 +68,17 @@ class Plan:
                 raise InputError(
                     f"{flag(name)} lists {len(values.each)} values for {self.m} clients: give one for each"
                 )
+
+    def _check_memory(self) -> None:
+        if self.feedback.mirrors_clients and self.config.residual_precision != "full":
+            raise InputError(
+                f"`residual_precision` must be full with the feedback {self.feedback}: the server keeps the "
+                "sum of the clients' memories, so none of them may be rounded"
+            )
+
+    def channel(self, layout: Layout) -> Channel:
+        """The clients' way to the server, for vectors of this layout."""
+        return Channel(self.compressor, self.feedback, layout)
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
         """One value for each client, drawn once: a client keeps its speed and its link."""

@@ -21,10 +21,11 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
+from cfedavg.arrays import norms2
 from cfedavg.errors import CannotResume, InputError
 from cfedavg.files import exists, is_temporary, sync
 from cfedavg.keys import bits
-from cfedavg.tensors import UNREADABLE, checksum, free_memory, norms2, read_tensors, save_tensors
+from cfedavg.tensors import UNREADABLE, checksum, free_memory, read_tensors, save_tensors
 
 _NAME = re.compile(r"\d+-\d+\.safetensors")  # 000123-000007.safetensors: client 123, the seventh version
 T = TypeVar("T")
@@ -131,7 +132,7 @@ class OnDisk(Residuals):
             tensors, about = read_tensors(path)
             if about.pop("checksum") != checksum(tensors, about):
                 raise ValueError("its checksum is wrong")
-            e = tensors["e"]
+            e: Tensor = tensors["e"]
             if about != {"client": client, "version": version} or e.shape != shape:
                 raise ValueError("it holds another residual")
             if not e.is_floating_point():

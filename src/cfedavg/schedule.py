@@ -9,6 +9,7 @@ from typing import Any
 from cfedavg.config import Config
 from cfedavg.errors import InputError
 from cfedavg.keys import Purpose, key, uniform
+from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerOptimiser, ServerSGD
 from cfedavg.spec import Range, build
 
 
@@ -217,12 +218,16 @@ class Steps:
 
 @dataclass(frozen=True)
 class Rates:
-    """The schedule, the line and the global rate that a configuration comes down to."""
+    """The schedule, the line and the global rate that a configuration comes down to.
+
+    `scale` is what the mean update is multiplied by before the server optimiser sees it.
+    """
 
     schedule: Schedule
     setting: Setting
     update: str
     eta: float
+    scale: float = 1.0
 
     def eta_local(self, t: int) -> float:
         return self.schedule.eta_local(t, self.setting)
@@ -230,6 +235,7 @@ class Rates:
 
 def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates:
     """Line 10 where all K are equal, else line 11, whose eta makes up for the division by K."""
+    optimiser = SERVER_OPTIMISERS.parse(config.server_optimiser)
     schedule: Schedule = build_schedule(config.schedule)
     if steps.bounds[1] == 0:
         raise InputError("--deadline leaves no client time for one step: make it longer")
@@ -245,5 +251,21 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
             f"its rates are stated for --update {schedule.update}"
         )
     schedule.eta_local(0, setting)  # says at once what a corollary is missing
-    eta = config.eta or schedule.eta(setting) or (1.0 if update == "sum" else steps.mean)
-    return Rates(schedule, setting, update, eta)
+    if schedule.eta(setting) and not isinstance(optimiser, ServerSGD):
+        raise InputError(
+            f"`server_optimiser` must be sgd with `schedule` {config.schedule}, which sets its rate, "
+            f"got {optimiser}"
+        )
+    K = 1.0 if update == "sum" else steps.mean
+    eta = config.eta or schedule.eta(setting) or default_rate(optimiser, K)
+    return Rates(schedule, setting, update, eta, scale_of(optimiser, K))
+
+
+def default_rate(optimiser: ServerOptimiser, K: float) -> float:
+    """The global rate where nobody gives one; K is what the clients' updates were divided by."""
+    return optimiser.rate if optimiser.adapts else optimiser.rate * K
+
+
+def scale_of(optimiser: ServerOptimiser, K: float) -> float:
+    """What the mean update is multiplied by first: an adaptive step would not heed a larger rate for it."""
+    return K if optimiser.adapts else 1.0

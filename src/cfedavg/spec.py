@@ -32,6 +32,20 @@ def check_length(text: str, field: str) -> None:
         raise InputError(f"{field}: the text must have at most {_LONGEST:,} characters, got {len(text):,}")
 
 
+def split_chain(text: str, field: str, longest: int) -> list[str]:
+    """Split `name(...) >> name(...)` into its names, at most `longest` of them.
+
+    >>> split_chain("topk(0.99) >> bf16", "compressor", 2)
+    ['topk(0.99)', 'bf16']
+    """
+    check_length(text, field)
+    pieces = [piece.strip() for piece in text.split(">>")]
+    if len(pieces) > longest:
+        most = "one name" if longest == 1 else f"at most {longest} names"
+        raise InputError(f"{field}: {text!r} must have {most}")
+    return pieces
+
+
 def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
     """`topk(0.99, per_tensor=true)` -> ("topk", [0.99], {"per_tensor": True})."""
     check_length(text, field)

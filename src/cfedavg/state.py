@@ -17,16 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cfedavg.algorithm import ServerMemory
 from cfedavg.errors import CannotResume, InputError
 from cfedavg.residuals import InMemory, OnDisk, Residuals
 from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 
 FORMAT = "cfedavg checkpoint 2"
+SERVER = "server."  # before the names of what the server remembers
 
 
 @dataclass(frozen=True)
 class State:
-    """After t rounds: the model x, its travelling buffers b, the residuals, the iterate z of Theorem 2."""
+    """After t rounds: the model x, its travelling buffers b, the clients' residuals (what their feedback
+    remembers), the iterate z of Theorem 2, and what the server remembers.
+    """
 
     t: int
     x: Tensor
@@ -34,6 +38,7 @@ class State:
     residuals: Residuals = field(default_factory=InMemory)
     z: tuple[Tensor, Tensor] | None = None  # x and b of the iterate
     eta_sum: float = 0.0
+    memory: ServerMemory = field(default_factory=ServerMemory)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Vouched:
 def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
     """Writes a checkpoint that is whole or not there; `identity` is the model's (see Vectors)."""
     tensors = {"x": state.x, "b": state.b, **_as_tensors(state.residuals)}
+    tensors |= {SERVER + name: vector for name, vector in state.memory.vectors().items()}
     if state.z is not None:
         tensors["z.x"], tensors["z.b"] = state.z
     plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
@@ -96,7 +102,7 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
             )
         if about.pop("checksum") != checksum(tensors, about):
             raise ValueError("its checksum is wrong")
-        _check_numbers(about, tensors, clients)
+        _check_numbers(about, tensors, clients, like)
         vouched = Vouched(about["rows"], about["options"]) if "rows" in about else None
         return _state(about, tensors, like.x.device, folder), vouched
     except InputError:
@@ -106,7 +112,7 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
         raise CannotResume(f"the checkpoint {path} is damaged ({why}); start again") from None
 
 
-def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int) -> None:
+def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, like: State) -> None:
     """Raises ValueError unless every number is one that `save` can have written: a checksum is no proof."""
     t, eta_sum = about["t"], float.fromhex(about["eta_sum"])
     if type(t) is not int or not 0 <= t < 2**53:
@@ -126,16 +132,17 @@ def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int) ->
         raise ValueError(f"its residuals must be of clients from 0 to {m - 1}, in order")
     if not bool((norm2.isfinite() & (norm2 >= 0) & (version > 0) & (version < 2**53)).all()):
         raise ValueError("a norm or a version of a residual is out of range")
-    _check_names(set(tensors), clients.tolist())
+    _check_names(set(tensors), clients.tolist(), like)
 
 
 def _increase_below(numbers: list[int], m: int) -> bool:
     return all(a < b for a, b in pairwise([-1, *numbers, m]))
 
 
-def _check_names(found: set[str], clients: list[int]) -> None:
-    """Of each residual in memory there is a vector, and nothing else."""
+def _check_names(found: set[str], clients: list[int], like: State) -> None:
+    """Of each residual in memory, and of the server's memory, there is a vector, and nothing else."""
     known = {"x", "b", "residuals.client", "residuals.norm2"}
+    known |= {SERVER + name for name in like.memory.vectors()}
     known |= {"residuals.version"} if "residuals.version" in found else {f"e.{client}" for client in clients}
     known |= {"z.x", "z.b"} if "z.x" in found else set()
     if found != known:
@@ -153,7 +160,9 @@ def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.devi
         residuals = OnDisk(folder, versions, norms2)
     else:
         residuals = InMemory({client: there[f"e.{client}"] for client in clients}, norms2)
-    return State(about["t"], there["x"], there["b"], residuals, z, float.fromhex(about["eta_sum"]))
+    server = {name.removeprefix(SERVER): vector for name, vector in there.items() if name.startswith(SERVER)}
+    memory = ServerMemory.from_vectors(server)
+    return State(about["t"], there["x"], there["b"], residuals, z, float.fromhex(about["eta_sum"]), memory)
 
 
 def _fits(tensors: dict[str, Tensor], like: State) -> bool:

@@ -29,8 +29,9 @@ from cfedavg.engines.choice import is_small
 from cfedavg.engines.ranks import RankLost
 from cfedavg.errors import InputError
 from cfedavg.files import write_atomic
-from cfedavg.interrupts import STOPS, held, insisting
-from cfedavg.local import after, batches, local_sgd, to_device
+from cfedavg.interrupts import STOPS, held, insisting, leave
+from cfedavg.local import after, batches, local_steps, to_device
+from cfedavg.optimise.local import SGD
 from cfedavg.plan import Plan
 from cfedavg.state import State
 from cfedavg.task import Task
@@ -73,7 +74,7 @@ def _seconds_a_step(config: Config, task: Task) -> float:
     seconds = 0.0
     for batch in data:
         began = time.perf_counter()
-        local_sgd(model, task.loss, [to_device(batch, cpu, torch.float32)], 0.0, after(1))
+        local_steps(model, task.loss, [to_device(batch, cpu, torch.float32)], SGD(), 0.0, after(1))
         seconds = time.perf_counter() - began
     return seconds
 
@@ -242,11 +243,7 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
         serve(config, task, _joined(rank, size, folder), messages)
     except InputError:
         os._exit(FOLLOWED)  # rank 0 says what there is to say: a rank is lost, or it has the same error
-    # Not by the interpreter's own end: with torch's threads about, a worker was once seen to abort in it
-    # ("terminate called without an active exception"), which a user who pressed Ctrl-C would read.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave(0)
 
 
 def _watch(parent: int, pulse: Path) -> None:

@@ -19,8 +19,8 @@ federation = typer.Typer(
 # Of a simulation's options those that hold for real clients too.
 FEDERATED = {
     "dataset", "data_dir", "classes_per_client", "dirichlet", "iid", "model", "local_steps", "local_epochs",
-    "deadline", "batch_size", "eta_local", "schedule", "smoothness", "momentum", "weight_decay", "rounds",
-    "participation", "update", "eta", "weighting", "compressor", "error_feedback", "seed", "eval_every",
+    "deadline", "batch_size", "eta_local", "schedule", "smoothness", "local_optimiser", "rounds",
+    "participation", "update", "eta", "weighting", "server_optimiser", "compressor", "feedback", "seed", "eval_every",
 }  # fmt: skip
 
 
@@ -56,7 +56,9 @@ def federate_up(
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     old = out / "config.toml"
     given |= {"clients": nodes} if nodes else {}
-    config = config_from(old if resume and exists(old) else None, given, trust=trust, base=DEFAULT)
+    config = config_from(
+        old if resume and exists(old) else None, given, trust=trust, base=DEFAULT, written=True
+    )
     console = Console()
     try:
         with Display(console, config.rounds, "training") as display:

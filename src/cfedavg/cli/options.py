@@ -35,14 +35,21 @@ def folder(out: Path | None, resume: bool, name: str) -> Path:
     return out or Path("runs") / time.strftime(name)
 
 
-def config_from(path: Path | None, given: dict[str, Any], *, trust: bool, base: Config = _DEFAULT) -> Config:
+def config_from(
+    path: Path | None,
+    given: dict[str, Any],
+    *,
+    trust: bool,
+    base: Config = _DEFAULT,
+    written: bool = False,
+) -> Config:
     """What a file says, or else `base`, with the options that were typed.
 
     The file may be a stranger's: what it would import needs --trust, unless a typed option takes its place.
     """
     if path is None:
         return base.replace(**given)
-    config = read_config(path)
+    config = read_config(path, written=written)
     if not trust:
         left = {name: value for name, value in dataclasses.asdict(config).items() if name not in given}
         refuse_code(left, str(path), "add --trust if you trust who wrote it")

@@ -1,25 +1,20 @@
 """Selectors, quantisers and their composition; Definition 1."""
 
 from cfedavg.compress.compressor import (
-    EXAMPLES,
-    QUANTISERS,
-    SELECTORS,
     Compressor,
-    decompress,
-    parse,
-    values_of,
-)
-from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Quantiser, Sign
-from cfedavg.compress.selectors import (
-    Everything,
-    Proportional,
-    RandomDropping,
+    Quantiser,
     Selection,
     Selector,
-    Threshold,
-    TopK,
+    Stage,
+    decompress,
+    minus,
+    plus,
+    values_of,
 )
-from cfedavg.compress.stages import Stage, client_of_value
+from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Sign
+from cfedavg.compress.registry import EXAMPLES, QUANTISERS, SELECTORS, parse
+from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Threshold, TopK
+from cfedavg.compress.sums import client_of_value
 
 __all__ = [
     "BF16",
@@ -42,6 +37,8 @@ __all__ = [
     "TopK",
     "client_of_value",
     "decompress",
+    "minus",
     "parse",
+    "plus",
     "values_of",
 ]

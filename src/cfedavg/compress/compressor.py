@@ -8,33 +8,82 @@ orthogonal to what the quantiser then gets wrong, and the two guarantees compose
 
     1/gamma = 1/gamma_s + 1/gamma_q - 1/(gamma_s * gamma_q).
 
-Both stages work on a block of clients at once, p of shape (n, d). Whatever has to be summed is summed
-in float64 and in a fixed order, so that a block, a single vector, a CPU and a GPU give the same bits.
-A selector or quantiser of your own is one small class: see docs/compressors.md.
+Both stages work on a block of clients at once, p of shape (n, d), an array of NumPy or of torch. Whatever
+has to be summed is summed in float64 and in a fixed order, so that a block, a single vector, NumPy, torch,
+a CPU and a GPU give the same bits. A selector or quantiser of your own is one small class: see
+docs/compressors.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from cfedavg import keys as keyed
-from cfedavg.compress.quantisers import BF16, FP32, QSGD, Blocks, IntBlocks, Quantiser, Sign
-from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Selector, Threshold, TopK
-from cfedavg.compress.stages import INFINITE, Stage, client_of_value
+from cfedavg.arrays import Array, cast, cast_like, columns, copy, dtype_of, from_bf16, place, zeros
+from cfedavg.compress.blocks import Blocks
+from cfedavg.compress.sums import INFINITE, check_finite, client_of_value, offsets_of
 from cfedavg.errors import InputError
 from cfedavg.keys import Purpose
 from cfedavg.layout import Layout
-from cfedavg.payload import Floats, Levels, Payload
-from cfedavg.spec import build, check_length, parse_call
+from cfedavg.parts import Part
+from cfedavg.payload import Floats, Levels, Mask, Payload
 
-_FLOATS = {torch.float32: "fp32", torch.float64: "fp64"}
+_FLOATS = {"float32": "fp32", "float64": "fp64"}
+
+
+class Stage(Part):
+    """One half of a compressor: a selector or a quantiser."""
+
+
+class Selection(NamedTuple):
+    """The coordinates that a block of clients keeps; the fields are those of Payload."""
+
+    offsets: Array
+    indices: Array | None
+    values: Array
+    mask: Mask | None = None
+
+
+class Selector(Stage):
+    """Chooses coordinates. A new one needs `keep` and `gamma`."""
+
+    def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
+        """For p of shape (n, d): which coordinates each client keeps in round t, as booleans."""
+        raise NotImplementedError
+
+    def gamma(self, layout: Layout) -> float:
+        """The guaranteed SNR of Definition 1, in every round."""
+        raise NotImplementedError
+
+    def most(self, layout: Layout) -> int:
+        """The largest number of coordinates that one client can keep."""
+        return layout.d
+
+    def check(self, p: Array) -> None:
+        """Raises NotFinite if p holds NaN or Inf; nothing to do for a selector that finds them on its way."""
+        check_finite(p)
+
+    def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
+        keep = self.keep(p, keys, layout, t)
+        return Selection(offsets_of(keep.sum(-1)), columns(keep), p[keep])
+
+    def __rshift__(self, quantiser: Quantiser) -> Compressor:
+        return Compressor(self, quantiser)
+
+
+class Quantiser(Stage):
+    """Writes values. A new one needs `quantise` and `gamma`."""
+
+    def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
+        """`values` of all clients in a row, client c's at offsets[c]:offsets[c+1]."""
+        raise NotImplementedError
+
+    def gamma(self, n: int) -> float:
+        """The guaranteed SNR for up to n values of one client."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -49,20 +98,20 @@ class Compressor:
             return str(self.selector)
         return f"{self.selector} >> {self.quantiser}"
 
-    def compress(self, p: Tensor, key: int | Tensor, layout: Layout | None = None) -> Payload:
-        """What is sent of p: one vector (d,) with one key, or a block (n, d) with n keys as int64."""
-        block = p[None] if p.dim() == 1 else p
-        n = 1 if isinstance(key, int) else key.numel()
+    def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
+        """What is sent of p in round t: a vector (d,) with one key, or a block (n, d) with n keys."""
+        block = p[None] if p.ndim == 1 else p
+        n = 1 if isinstance(key, int) else len(key.reshape(-1))
         if n != len(block):
             raise InputError(f"a block of {len(block)} vectors needs as many keys, not {n}")
         self.selector.check(block)
         layout = layout or Layout.flat(block.shape[1])
-        selection = self.selector.select(block, _derive(key, Purpose.SELECT, p), layout)
+        selection = self.selector.select(block, _derive(key, Purpose.SELECT, p), layout, t)
         values: Floats | Levels
         if self.quantiser is None:
-            if p.dtype not in _FLOATS:
+            if dtype_of(p) not in _FLOATS:
                 raise InputError(f"vectors of {p.dtype} need a quantiser, as in {self} >> bf16")
-            values = Floats(selection.values, _FLOATS[p.dtype])
+            values = Floats(selection.values, _FLOATS[dtype_of(p)])
         else:
             drawn = _derive(key, Purpose.ROUND, p)
             values = self.quantiser.quantise(selection.values, selection.offsets, drawn)
@@ -76,72 +125,63 @@ class Compressor:
             lost = lost + rounding - lost * rounding
         return 1 / lost if lost else INFINITE
 
+    @property
+    def stages(self) -> list[Stage]:
+        """The selector, and the quantiser if there is one."""
+        return [self.selector] if self.quantiser is None else [self.selector, self.quantiser]
 
-def _derive(key: int | Tensor, purpose: Purpose, p: Tensor) -> Tensor:
-    """The keys of one purpose, as a tensor where p is. A single one is derived as a number: quicker."""
+
+def _derive(key: int | Array, purpose: Purpose, p: Array) -> Array:
+    """The keys of one purpose, where p is. A single one is derived as a number: quicker."""
     if isinstance(key, int):
-        return torch.from_numpy(np.array([keyed.derive(key, purpose)])).to(p.device)
-    derived: Tensor = keyed.derive(key.reshape(-1).to(p.device), purpose)
-    return derived
+        return place(np.array([keyed.derive(key, purpose)]), p)
+    words = key.reshape(-1)
+    words = place(words, p) if isinstance(words, np.ndarray) else words.to(p.device)
+    return keyed.derive(words, purpose)
 
 
-def values_of(payload: Payload) -> Tensor:
+def values_of(payload: Payload) -> Array:
     """The values that the receiver reads, as floating point numbers."""
     values = payload.values
-    if isinstance(values, Levels):
-        grid = Blocks(payload.offsets, values.block)
-        scaled: Tensor = values.levels.float() * grid.spread(values.scales)
-        # Next to the largest float32 a level may round past it; the largest is then closer than Inf.
-        top = torch.finfo(torch.float32).max
-        return scaled.clamp(-top, top)
-    data: Tensor = values.data.view(torch.bfloat16).float() if values.dtype == "bf16" else values.data
-    return data
+    if isinstance(values, Floats):
+        return from_bf16(values.data) if values.dtype == "bf16" else values.data
+    spread = Blocks(payload.offsets, values.block).spread(values.scales)
+    # Next to the largest float32 a level may round past it; the largest is then closer than Inf.
+    top = float(np.finfo(np.float32).max)
+    with np.errstate(over="ignore"):
+        return (cast(values.levels, "float32") * spread).clip(-top, top)
 
 
-def decompress(payload: Payload) -> Tensor:
+def decompress(payload: Payload) -> Array:
     """C(p) as dense vectors, shape (n, d).
 
-    >>> decompress(parse("topk(0.5)").compress(torch.tensor([1.0, -2.0]), key=0)).tolist()
+    >>> from cfedavg.compress import parse
+    >>> decompress(parse("topk(0.5)").compress(np.array([1.0, -2.0]), key=0)).tolist()
     [[0.0, -2.0]]
     """
     values = values_of(payload)
     if payload.indices is None:
-        return values.view(len(payload), payload.d)
-    dense = values.new_zeros(len(payload), payload.d)
+        return values.reshape(len(payload), payload.d)
+    dense = zeros((len(payload), payload.d), values)
     dense[client_of_value(payload.offsets), payload.indices] = values
     return dense
 
 
-SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}
-QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, Sign, QSGD)}
-QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(2, 9)}
-
-# One of each, for `cfedavg compressors` and the docs.
-EXAMPLES = (
-    "none", "topk(0.99)", "topk(snr=1.05)", "topk(0.99, per_tensor=true)", "rd(0.9)", "threshold(0.9)",
-    "proportional(0.99)", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)",
-    "topk(0.99) >> bf16", "topk(0.99) >> int8(256)", "topk(0.99) >> sign", "topk(0.99) >> qsgd(16)",
-)  # fmt: skip
+def plus(p: Array, payload: Payload) -> Array:
+    """p + C, for a vector and its payload or a block and its payloads, at the cost of what was sent."""
+    return _changed(p, payload, 1)
 
 
-def parse(
-    text: str, field: str = "compressor", *, trust: bool = True, own: Collection[type[Stage]] = ()
-) -> Compressor:
-    """The compressor that a text names: `none`, `topk(0.99) >> bf16`, `qsgd(16)`, `my.module:MySelector(3)`.
+def minus(p: Array, payload: Payload) -> Array:
+    """p - C, likewise."""
+    return _changed(p, payload, -1)
 
-    A text that you did not write yourself may name any module: with `trust=False` none is imported, and the
-    text may only name the stages of this package and the classes in `own`.
 
-    >>> str(parse("topk(0.99, per_tensor=true)>>int8(64)"))
-    'topk(0.99, per_tensor=true) >> int8(64)'
-    """
-    check_length(text, field)
-    table = {stage.written_name(): stage for stage in own} | SELECTORS | QUANTISERS
-    stages = [build(part, table, Stage, field, trust=trust) for part in text.split(">>")]
-    if len(stages) == 1 and isinstance(stages[0], Quantiser):
-        stages.insert(0, Everything())
-    if len(stages) > 2 or not isinstance(stages[0], Selector):
-        raise InputError(f"{field}: {text!r} must be a selector, a quantiser, or selector >> quantiser")
-    if len(stages) == 2 and not isinstance(stages[1], Quantiser):
-        raise InputError(f"{field}: {parse_call(text.split('>>')[1], field)[0]!r} is not a quantiser")
-    return Compressor(*stages)
+def _changed(p: Array, payload: Payload, sign: int) -> Array:
+    values = sign * cast_like(values_of(payload), p)
+    if payload.indices is None:
+        return p + values.reshape(p.shape)
+    changed = copy(p)
+    at = payload.indices if p.ndim == 1 else payload.indices + payload.d * client_of_value(payload.offsets)
+    changed.reshape(-1)[at] += values
+    return changed

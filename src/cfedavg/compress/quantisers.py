@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
-from cfedavg import keys as keyed
-from cfedavg.compress.stages import (
-    Stage,
-    check_block,
-    client_of_value,
-    is_whole,
-    offsets_of,
-    row_sums,
-    unit_of,
-)
+from cfedavg.arrays import Array, cast, dtype_of, module_of, to_bf16
+from cfedavg.compress.blocks import Blocks
+from cfedavg.compress.compressor import Quantiser
+from cfedavg.compress.sums import check_block, is_whole, row_sums, unit_of
 from cfedavg.errors import InputError
 from cfedavg.payload import Floats, Levels
 
 # A single value is its scale, which float32 rounds; 2 bits to spare for the arithmetic around it.
 ONE_SCALE = 2.0**46
-
-
-class Quantiser(Stage):
-    """Writes values. A new one needs `quantise` and `gamma`."""
-
-    def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
-        """`values` of all clients in a row, client c's at offsets[c]:offsets[c+1]."""
-        raise NotImplementedError
-
-    def gamma(self, n: int) -> float:
-        """The guaranteed SNR for up to n values of one client."""
-        raise NotImplementedError
+LARGEST, LARGEST_BF16 = float(np.finfo(np.float32).max), (2 - 2.0**-7) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -45,7 +26,7 @@ class FP32(Quantiser):
 
     name: ClassVar[str] = "fp32"
 
-    def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
+    def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         return Floats(_single(values), "fp32")
 
     def gamma(self, n: int) -> float:
@@ -58,11 +39,9 @@ class BF16(Quantiser):
 
     name: ClassVar[str] = "bf16"
 
-    def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
+    def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         # The largest float32 numbers would round to infinity: keep them at the largest bf16.
-        top = torch.finfo(torch.bfloat16).max
-        rounded = values.float().clamp(-top, top).to(torch.bfloat16)
-        return Floats(rounded.view(torch.int16), "bf16")
+        return Floats(to_bf16(_single(values).clip(-LARGEST_BF16, LARGEST_BF16)), "bf16")
 
     def gamma(self, n: int) -> float:
         return 2.0**16
@@ -91,12 +70,13 @@ class IntBlocks(Quantiser):
     def top(self) -> int:
         return int(2 ** (self.bits - 1)) - 1
 
-    def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
+    def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid = Blocks(offsets, self.block)
-        scales = _single(grid.pack(values.double()).abs().amax(-1) / self.top)
-        steps = values.double() / grid.spread(scales.double())
-        levels = steps.nan_to_num(0.0).round().clamp(-self.top, self.top)
-        return Levels(levels.to(torch.int8), scales, self.block, self.top)
+        exact, xp = cast(values, "float64"), module_of(values)
+        scales = _single(xp.amax(abs(grid.pack(exact)), axis=-1) / self.top)
+        steps = _ratio(exact, grid.spread(cast(scales, "float64")))
+        levels = steps.round().clip(-self.top, self.top)
+        return Levels(cast(levels, "int8"), scales, self.block, self.top)
 
     def gamma(self, n: int) -> float:
         others = min(n, self.block) - 1
@@ -109,11 +89,11 @@ class Sign(Quantiser):
 
     name: ClassVar[str] = "sign"
 
-    def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
+    def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid = Blocks(offsets, 0)
-        scales = row_sums(grid.pack(values.double().abs())) / grid.counts[grid.counts > 0]
-        levels = torch.where(values < 0, -1, 1).to(torch.int8)
-        return Levels(levels, _single(scales), 0, 1)
+        scales = row_sums(grid.pack(abs(cast(values, "float64")))) / grid.counts[grid.counts > 0]
+        levels = module_of(values).where(values < 0, -1, 1)
+        return Levels(cast(levels, "int8"), _single(scales), 0, 1)
 
     def gamma(self, n: int) -> float:
         return n / (n - 1) if n > 1 else ONE_SCALE
@@ -137,77 +117,28 @@ class QSGD(Quantiser):
             raise InputError(f"s = {self.s} must be a whole number from 1 to 32767")
         check_block(self.block)
 
-    def quantise(self, values: Tensor, offsets: Tensor, keys: Tensor) -> Floats | Levels:
-        grid = Blocks(offsets, self.block)
-        packed = grid.pack(values.double().abs())
-        norm = packed.amax(-1) * row_sums(unit_of(packed).square()).sqrt()
-        ratio = (self.s * values.double().abs() / grid.spread(norm)).nan_to_num(0.0).clamp(max=self.s)
-        levels = (ratio + grid.draws(keys)).floor().clamp(max=self.s)
-        fraction = ratio - ratio.floor()
+    def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
+        grid, magnitude, xp = Blocks(offsets, self.block), abs(cast(values, "float64")), module_of(values)
+        packed = grid.pack(magnitude)
+        norm = xp.amax(packed, axis=-1) * xp.sqrt(row_sums(xp.square(unit_of(packed))))
+        ratio = _ratio(self.s * magnitude, grid.spread(norm)).clip(max=self.s)
+        levels = xp.floor(ratio + grid.draws(keys)).clip(max=self.s)
+        fraction = ratio - xp.floor(ratio)
         beta_s2 = self.s**2 + row_sums(grid.pack(fraction * (1 - fraction)))
-        levels = torch.where(values < 0, -levels, levels)
-        dtype = torch.int8 if self.s <= 127 else torch.int16
-        return Levels(levels.to(dtype), _single(self.s * norm / beta_s2), self.block, self.s)
+        levels = cast(xp.where(values < 0, -levels, levels), "int8" if self.s <= 127 else "int16")
+        return Levels(levels, _single(self.s * norm / beta_s2), self.block, self.s)
 
     def gamma(self, n: int) -> float:
         n = min(n, self.block)
         return 1 + 1 / min(n / (4 * self.s**2), math.sqrt(n) / self.s) if n > 1 else ONE_SCALE
 
 
-def _single(values: Tensor) -> Tensor:
+def _ratio(values: Array, scales: Array) -> Array:
+    """values / scales, and 0 where both are 0."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return module_of(values).nan_to_num(values / scales, nan=0.0)
+
+
+def _single(values: Array) -> Array:
     """In float32, where what is beyond its range becomes its largest number and not Inf."""
-    top = torch.finfo(torch.float32).max
-    return (values.clamp(-top, top) if values.dtype == torch.float64 else values).float()
-
-
-class Blocks:
-    """The blocks of each client's values, which lie in one row, client after client.
-
-    Where all clients have as many, as without a selector, the row is a matrix and needs no indices.
-    """
-
-    def __init__(self, offsets: Tensor, block: int) -> None:
-        self.offsets, self.counts = offsets, offsets[1:] - offsets[:-1]
-        least, most = torch.stack(torch.aminmax(self.counts)).tolist() if len(self.counts) else (0, 1)
-        most = max(1, most)
-        self.width = min(block, most) if block else most
-        self.per_client = (self.counts + self.width - 1) // self.width
-        self.total = int(self.per_client.sum())
-        self.each = most if least == most else None  # values of a client, where all have as many
-
-    def pack(self, values: Tensor) -> Tensor:
-        """(blocks, width), zeros where a block is not full."""
-        if self.each is not None:
-            rows = values.view(-1, self.each)
-            return nn.functional.pad(rows, (0, -self.each % self.width)).view(self.total, self.width)
-        matrix = values.new_zeros(self.total * self.width)
-        matrix[self._of_value * self.width + self._position % self.width] = values
-        return matrix.view(self.total, self.width)
-
-    def spread(self, of_block: Tensor) -> Tensor:
-        """A number of each block, for each of its values."""
-        if self.each is not None:
-            rows = of_block.view(len(self.counts), -1).repeat_interleave(self.width, 1)
-            return rows[:, : self.each].reshape(-1)
-        return of_block[self._of_value]
-
-    def draws(self, keys: Tensor) -> Tensor:
-        """Keyed draws in [0, 1), one for each value."""
-        if self.each is not None:
-            drawn = keyed.bits53(keys[:, None], torch.arange(self.each, device=keys.device)).view(-1)
-        else:
-            drawn = keyed.bits53(keys[self._client], self._position)
-        numbers: Tensor = drawn.double() / 2.0**53
-        return numbers
-
-    @cached_property
-    def _client(self) -> Tensor:
-        return client_of_value(self.offsets)
-
-    @cached_property
-    def _position(self) -> Tensor:
-        return torch.arange(len(self._client), device=self.offsets.device) - self.offsets[self._client]
-
-    @cached_property
-    def _of_value(self) -> Tensor:
-        return offsets_of(self.per_client)[self._client] + self._position // self.width
+    return cast(values.clip(-LARGEST, LARGEST) if dtype_of(values) == "float64" else values, "float32")

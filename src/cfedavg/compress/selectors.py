@@ -3,72 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from cfedavg import keys as keyed
+from cfedavg.arrays import Array, arange, ascending, cast, dtype_of, gather, kth_largest, module_of, place
+from cfedavg.compress.compressor import Selection, Selector
 from cfedavg.compress.largest import largest
-from cfedavg.compress.stages import (
-    INFINITE,
-    Stage,
-    check_comp,
-    check_finite,
-    offsets_of,
-    prefix_sums,
-    row_sums,
-    unit_of,
-)
+from cfedavg.compress.sums import INFINITE, check_comp, prefix_sums, row_sums, unit_of
 from cfedavg.draws import drawn
 from cfedavg.errors import InputError, NotFinite
 from cfedavg.layout import Layout
 from cfedavg.payload import Mask
 
-if TYPE_CHECKING:
-    from cfedavg.compress.compressor import Compressor
-    from cfedavg.compress.quantisers import Quantiser
-
 _LARGE = 1e100  # its square, and the product with any norm, are still finite
-
-
-class Selection(NamedTuple):
-    """The coordinates that a block of clients keeps; the fields are those of Payload."""
-
-    offsets: Tensor
-    indices: Tensor | None
-    values: Tensor
-    mask: Mask | None = None
-
-
-class Selector(Stage):
-    """Chooses coordinates. A new one needs `keep` and `gamma`."""
-
-    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
-        """For p of shape (n, d): which coordinates each client keeps, as booleans of the same shape."""
-        raise NotImplementedError
-
-    def gamma(self, layout: Layout) -> float:
-        """The guaranteed SNR of Definition 1."""
-        raise NotImplementedError
-
-    def most(self, layout: Layout) -> int:
-        """The largest number of coordinates that one client can keep."""
-        return layout.d
-
-    def check(self, p: Tensor) -> None:
-        """Raises NotFinite if p holds NaN or Inf; nothing to do for a selector that finds them on its way."""
-        check_finite(p)
-
-    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
-        keep = self.keep(p, keys, layout)
-        return Selection(offsets_of(keep.sum(-1)), keep.nonzero()[:, 1], p[keep])
-
-    def __rshift__(self, quantiser: Quantiser) -> Compressor:
-        from cfedavg.compress.compressor import Compressor
-
-        return Compressor(self, quantiser)
 
 
 @dataclass(frozen=True)
@@ -77,9 +26,8 @@ class Everything(Selector):
 
     name: ClassVar[str] = "none"
 
-    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
-        counts = torch.full((len(p),), p.shape[1], device=p.device)
-        return Selection(offsets_of(counts), None, p.reshape(-1))
+    def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
+        return Selection(arange(len(p) + 1, p) * p.shape[1], None, p.reshape(-1))
 
     def gamma(self, layout: Layout) -> float:
         return INFINITE
@@ -94,7 +42,7 @@ class TopK(Selector):
     hold for each tensor of the model by itself.
 
     >>> from cfedavg.compress import parse
-    >>> payload = parse("topk(0.6)").compress(torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
+    >>> payload = parse("topk(0.6)").compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
     >>> payload.indices.tolist(), payload.values.data.tolist()
     ([2, 4], [4.0, -5.0])
     """
@@ -121,18 +69,18 @@ class TopK(Selector):
         assert self.comp is not None
         return max(1, round((1 - self.comp) * d))
 
-    def _by_radix(self, p: Tensor) -> bool:
+    def _by_radix(self, p: Array) -> bool:
         """Whether `largest` does the work; torch's own selection else."""
-        return self.comp is not None and _as_arrays(p)
+        return self.comp is not None and _on_cpu(p)
 
-    def check(self, p: Tensor) -> None:
+    def check(self, p: Array) -> None:
         if not self._by_radix(p):
             super().check(p)
 
-    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
+    def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
         if not self._by_radix(p):
-            return super().select(p, keys, layout)
-        found = [self._largest(row, layout) for row in p.detach().contiguous().numpy()]
+            return super().select(p, keys, layout, t)
+        found = [self._largest(row, layout) for row in _rows(p)]
         if bad := [i for i, (_, finite) in enumerate(found) if not finite]:
             raise NotFinite(bad)
         return _picked(p, [indices for indices, _ in found])
@@ -148,24 +96,22 @@ class TopK(Selector):
         indices = [part.start + each for part, (each, _) in zip(parts, found, strict=True)]
         return np.concatenate(indices), all(finite for _, finite in found)
 
-    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
+    def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
         if self.per_tensor:
             parts = [p[:, part] for part in layout.slices() if part.start < part.stop]
-            return torch.cat([self._keep(part) for part in parts], dim=1)
+            return module_of(p).concatenate([self._keep(part) for part in parts], 1)
         return self._keep(p)
 
-    def _keep(self, p: Tensor) -> Tensor:
-        magnitude = p.abs()
+    def _keep(self, p: Array) -> Array:
+        magnitude = abs(p)
         if self.comp is not None:
             k = self._k(p.shape[1])
-            smallest = torch.topk(magnitude, k, sorted=False).values.amin(-1, keepdim=True)
-            return _at_least(magnitude, smallest, torch.full_like(smallest, k, dtype=torch.int64))
-        ascending = magnitude.sort(-1).values
-        lost = prefix_sums(unit_of(ascending).square())
+            return _at_least(magnitude, kth_largest(magnitude, k), k)
+        sorted_ = ascending(magnitude)
+        lost = prefix_sums(module_of(p).square(unit_of(sorted_)))
         assert self.snr is not None
-        drop = (lost * self.snr <= lost[:, -1:]).sum(-1, keepdim=True)
-        smallest = ascending.gather(-1, drop.clamp(max=p.shape[1] - 1))
-        return _at_least(magnitude, smallest, p.shape[1] - drop)
+        drop = (lost * self.snr <= lost[:, -1:]).sum(-1)[:, None]
+        return _at_least(magnitude, gather(sorted_, drop.clip(max=p.shape[1] - 1)), p.shape[1] - drop)
 
     def gamma(self, layout: Layout) -> float:
         if self.snr is not None:
@@ -192,17 +138,16 @@ class RandomDropping(Selector):
     def __post_init__(self) -> None:
         check_comp(self.comp)
 
-    def select(self, p: Tensor, keys: Tensor, layout: Layout) -> Selection:
+    def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
         keep = self._keep_53()
-        if _as_arrays(p):
+        if _on_cpu(p):
             found = _picked(p, [drawn(key, keep, p.shape[1]) for key in keys.tolist()])
         else:
-            found = super().select(p, keys, layout)
+            found = super().select(p, keys, layout, t)
         return found._replace(mask=Mask(keys, keep))
 
-    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
-        keep: Tensor = keyed.bits53(keys[:, None], _arange(p)) < self._keep_53()
-        return keep
+    def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
+        return keyed.bits53(keys[:, None], arange(p.shape[1], p)) < self._keep_53()
 
     def _keep_53(self) -> int:
         return round((1 - self.comp) * 2**53)
@@ -222,8 +167,8 @@ class Threshold(Selector):
         if not 1 / _LARGE <= self.lam < 1:
             raise InputError(f"lam = {self.lam} must lie between {1 / _LARGE:g} and 1")
 
-    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
-        square = unit_of(p.abs()).square()
+    def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
+        square = module_of(p).square(unit_of(abs(p)))
         return (square * p.shape[1] >= self.lam**2 * row_sums(square)[:, None]) & (p != 0)
 
     def gamma(self, layout: Layout) -> float:
@@ -245,52 +190,53 @@ class Proportional(Selector):
     def __post_init__(self) -> None:
         check_comp(self.comp)
 
-    def keep(self, p: Tensor, keys: Tensor, layout: Layout) -> Tensor:
-        draws = keyed.bits53(keys[:, None], _arange(p))
-        keep: Tensor = draws < self.probabilities(unit_of(p.abs())) * 2.0**53
-        return keep
+    def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
+        draws = keyed.bits53(keys[:, None], arange(p.shape[1], p))
+        return draws < self.probabilities(unit_of(abs(p))) * 2.0**53
 
-    def probabilities(self, magnitude: Tensor) -> Tensor:
+    def probabilities(self, magnitude: Array) -> Array:
         """q for magnitudes (n, d): the c largest are certain, for the smallest c at which the rest fits."""
-        n, d = magnitude.shape
-        k = (1 - self.comp) * d
-        descending = magnitude.sort(-1, descending=True).values
-        rest = prefix_sums(descending.flip(-1)).flip(-1)
-        left = k - torch.arange(d, device=magnitude.device, dtype=torch.float64)
+        (n, d), xp = magnitude.shape, module_of(magnitude)
+        descending = xp.flip(ascending(magnitude), (-1,))
+        rest = xp.flip(prefix_sums(ascending(magnitude)), (-1,))
+        left = (1 - self.comp) * d - cast(arange(d, magnitude), "float64")
         fits = (left * descending <= rest) | (left <= 0)
-        certain = fits.to(torch.int8).argmax(-1, keepdim=True)
-        rate = left.expand(n, d).gather(-1, certain).clamp(min=0) / rest.gather(-1, certain)
-        return torch.where(magnitude > 0, (rate * magnitude).clamp(max=1), 0.0)
+        certain = cast(fits, "int8").argmax(axis=-1)[:, None]
+        budget = gather(xp.broadcast_to(left, (n, d)), certain).clip(min=0)
+        with np.errstate(divide="ignore", invalid="ignore"):  # where nothing but zeros is left
+            rate = budget / gather(rest, certain)
+            return xp.where(magnitude > 0, (rate * magnitude).clip(max=1), 0.0)
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else INFINITE
 
 
-def _as_arrays(p: Tensor) -> bool:
+def _on_cpu(p: Array) -> bool:
     """Whether compiled code can do the work, which needs NumPy's arrays."""
-    return p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and len(p) > 0
+    return not getattr(p, "is_cuda", False) and dtype_of(p) in ("float32", "float64") and len(p) > 0
 
 
-def _picked(p: Tensor, found: list[np.ndarray]) -> Selection:
+def _rows(p: Array) -> np.ndarray:
+    """p as an array of NumPy, without a copy where its rows lie in one piece."""
+    array: np.ndarray = p if isinstance(p, np.ndarray) else p.detach().numpy()
+    return np.ascontiguousarray(array)
+
+
+def _picked(p: Array, found: list[np.ndarray]) -> Selection:
     """Each row's values at the indices found for it."""
-    rows = p.detach().contiguous().numpy()
-    offsets = torch.from_numpy(np.cumsum([0, *map(len, found)]))
-    values = _joined([row[indices] for row, indices in zip(rows, found, strict=True)])
-    return Selection(offsets, torch.from_numpy(_joined(found)), torch.from_numpy(values))
+    values = _joined([row[indices] for row, indices in zip(_rows(p), found, strict=True)])
+    offsets = np.cumsum([0, *map(len, found)])
+    return Selection(place(offsets, p), place(_joined(found), p), place(values, p))
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _at_least(magnitude: Tensor, smallest: Tensor, k: Tensor) -> Tensor:
+def _at_least(magnitude: Array, smallest: Array, k: int | Array) -> Array:
     """The k largest of each row, whose smallest is given; ties at it go to the lowest index."""
     above, tied = magnitude > smallest, magnitude == smallest
-    wanted = k - above.sum(-1, keepdim=True)
-    if bool((tied.sum(-1, keepdim=True) == wanted).all()):
+    wanted = k - above.sum(-1)[:, None]
+    if bool((tied.sum(-1)[:, None] == wanted).all()):
         return above | tied  # as nearly always; the numbering below takes eight bytes an entry
     return above | (tied & (tied.cumsum(-1) <= wanted))
-
-
-def _arange(p: Tensor) -> Tensor:
-    return torch.arange(p.shape[1], device=p.device)

@@ -1,81 +1,56 @@
-"""What the two stages of a compressor have in common."""
+"""Sums that are added in the same order everywhere, and what else the stages of a compressor share."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, fields
-from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from cfedavg.arrays import Array, cast, copy, extremes, module_of, repeat, zeros
 from cfedavg.errors import InputError, NotFinite
 
 INFINITE = math.inf
 
 
-class Stage:
-    """A selector or a quantiser. `str` gives the text that `parse` reads."""
-
-    name: ClassVar[str] = ""
-
-    @classmethod
-    def written_name(cls) -> str:
-        """The name that stands for the class in a text."""
-        return cls.name or f"{cls.__module__}:{cls.__qualname__}"
-
-    def __str__(self) -> str:
-        shown = self.name or self.written_name()
-        arguments = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.default is MISSING or value != field.default:
-                value = value.item() if hasattr(value, "item") else value  # repr of NumPy's is no literal
-                text = str(value).lower() if isinstance(value, bool) else repr(value)
-                arguments.append(text if field.default is MISSING else f"{field.name}={text}")
-        return shown + (f"({', '.join(arguments)})" if arguments else "")
-
-
-def unit_of(magnitude: Tensor) -> Tensor:
+def unit_of(magnitude: Array) -> Array:
     """In float64 and divided by the largest of the row, so that no square overflows or vanishes."""
-    largest = magnitude.amax(-1, keepdim=True).double()
-    return magnitude.double() / torch.where(largest > 0, largest, 1.0)
+    xp = module_of(magnitude)
+    largest = cast(xp.amax(magnitude, axis=-1, keepdims=True), "float64")
+    return cast(magnitude, "float64") / xp.where(largest > 0, largest, 1.0)
 
 
-def row_sums(values: Tensor) -> Tensor:
+def row_sums(values: Array) -> Array:
     """Sums over the last axis by folding it in two, at a power of two, until one number is left.
 
-    `Tensor.sum` splits a row by device, number of threads and number of rows, so its last bits differ;
-    here every row is added in the same order everywhere, and zeros at its end do not change that.
+    A library's own sum splits a row by device, number of threads and number of rows, so its last bits
+    differ; here every row is added in the same order everywhere, and zeros at its end do not change that.
     """
     while (width := values.shape[-1]) > 1:
         half = 1 << (width - 1).bit_length() - 1
         folded, alone = values[..., : width - half] + values[..., half:], values[..., width - half : half]
-        values = torch.cat([folded, alone], -1) if alone.shape[-1] else folded
+        values = module_of(values).concatenate([folded, alone], -1) if alone.shape[-1] else folded
     return values[..., 0]
 
 
-def prefix_sums(values: Tensor) -> Tensor:
+def prefix_sums(values: Array) -> Array:
     """Cumulative sums over the last axis, added in the same order everywhere, for the same reason.
 
     Those of neighbours taken together are every second one; the others lack just one value.
     """
     if (width := values.shape[-1]) < 2:
         return values
-    pairs, sums = prefix_sums(values[..., : width - 1 : 2] + values[..., 1::2]), values.clone()
+    pairs, sums = prefix_sums(values[..., : width - 1 : 2] + values[..., 1::2]), copy(values)
     sums[..., 1::2] = pairs
     sums[..., 2::2] += pairs[..., : (width - 1) // 2]
     return sums
 
 
-def offsets_of(counts: Tensor) -> Tensor:
+def offsets_of(counts: Array) -> Array:
     """Where each client's values start, and where the last one's end."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return module_of(counts).concatenate([zeros(1, counts), counts.cumsum(0)])
 
 
-def client_of_value(offsets: Tensor) -> Tensor:
+def client_of_value(offsets: Array) -> Array:
     """Which client of the block each value belongs to."""
-    return torch.repeat_interleave(offsets[1:] - offsets[:-1])
+    return repeat(offsets[1:] - offsets[:-1])
 
 
 def is_whole(value: object, low: int, high: int) -> bool:
@@ -93,8 +68,9 @@ def check_block(block: int) -> None:
         raise InputError(f"block = {block} must be a whole number from 1 to 2^31 - 1")
 
 
-def check_finite(p: Tensor) -> None:
+def check_finite(p: Array) -> None:
     """Raises NotFinite, which names the rows, if p (n, d) holds NaN or Inf."""
     # The extremes tell it, thirty times as fast on a CPU as looking at each number.
-    if p.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(p))).all()):
-        raise NotFinite((~torch.isfinite(p).all(-1)).nonzero()[:, 0].tolist())
+    if math.prod(p.shape) and not all(map(math.isfinite, extremes(p))):
+        rows = module_of(p).isfinite(p).all(-1).tolist()
+        raise NotFinite([row for row, finite in enumerate(rows) if not finite])

@@ -44,12 +44,16 @@ class Engine(Protocol):
         """The user's model, on the CPU, with these parameters and buffers."""
 
 
+Start = Callable[[list[int]], Tensor]  # where clients begin: one x (d,) for all of them, or a row for each
+
+
 @dataclass(frozen=True)
 class Trained:
     """What local work comes to, for a block of n clients."""
 
     clients: list[int]
     K: list[int]
+    x_0: Tensor  # where they began: (d,), or (n, d) where clients differ
     x_K: Tensor  # (n, d)
     b_K: Tensor  # (n, buffers)
     loss: Tensor  # (n,): the mean over the client's steps
@@ -57,14 +61,15 @@ class Trained:
     def part(self, start: int, stop: int) -> Trained:
         """Some of the clients."""
         rows = slice(start, stop)
-        return Trained(self.clients[rows], self.K[rows], self.x_K[rows], self.b_K[rows], self.loss[rows])
+        x_0 = self.x_0 if self.x_0.dim() == 1 else self.x_0[rows]
+        return Trained(self.clients[rows], self.K[rows], x_0, self.x_K[rows], self.b_K[rows], self.loss[rows])
 
 
 class Trainer(Protocol):
     """Does the local work of clients, block after block."""
 
-    def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """K_i steps of each client from x and b, in round t; the clients stay in their order."""
+    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+        """K_i steps of each client from its start and b, in round t; the clients stay in their order."""
 
     def shrink(self) -> None:
         """Trains fewer clients at once, since memory is short; an InputError where it is one already."""

@@ -8,16 +8,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from cfedavg.engines.base import Trained, too_large
+from cfedavg.engines.base import Start, Trained, too_large
 from cfedavg.engines.common import explained, seed_generators
 from cfedavg.engines.probes import masks_hold, means
 from cfedavg.local import Vectors, to_device
+from cfedavg.optimise.local import State as OptimiserState
 from cfedavg.plan import Plan
 from cfedavg.stack.pool import Pool
 from cfedavg.stack.recorder import Recorder
-from cfedavg.stack.step import Sgd, Stack, Step
+from cfedavg.stack.step import Stack, Step
 from cfedavg.stack.timetable import Timetable, Turn, rounded_up
 from cfedavg.task import Batch, Task
 
@@ -42,9 +43,8 @@ class Batched:
         self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
         config = plan.config
         self.model = copy.deepcopy(vectors.model).train()
-        sgd = Sgd(config.momentum, config.weight_decay)
-        half = config.precision == "bf16"
-        self.step = Step(self.model, task.loss, sgd, dots=dots, autocast=half, unused=unused)
+        half, optimiser = config.precision == "bf16", plan.local_optimiser
+        self.step = Step(self.model, task.loss, optimiser, dots=dots, autocast=half, unused=unused)
         self.recorder = Recorder(self.step, device, say)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
         self.pool = Pool(task.clients, device, self.dtype)
@@ -55,13 +55,13 @@ class Batched:
         self._stack: Stack | None = None
         self._masks: dict[int, bool] = {}  # by the width of the batches
 
-    def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         """Block after block; one that does not fit into memory is halved."""
         left = list(clients)
         while left:
             block = left[: self.block]
             try:
-                trained = self._train(t, x, b, block)
+                trained = self._train(t, start, b, block)
             except torch.OutOfMemoryError:
                 self.block = len(block)
                 self.shrink()
@@ -81,7 +81,7 @@ class Batched:
             f"{n} clients at once do not fit into the memory of {self.device}: going on with {self.block}"
         )
 
-    def _train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Trained:
+    def _train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Trained:
         config, n = self.plan.config, len(clients)
         steps = np.array([self.plan.steps.at(t, i) for i in clients])
         order = np.argsort(-steps, kind="stable")  # those who are done first come last, and can be left out
@@ -90,14 +90,16 @@ class Batched:
         samples = np.array([self.plan.samples[i] for i in ordered])
         some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
         timetable = Timetable(ordered, samples, some, config.batch_size, config.seed, t)
-        stack = self._filled(len(ordered), x, b)
+        x_0 = start(ordered)
+        stack = self._filled(len(ordered), x_0, b)
         self.eta.fill_(self.plan.rates.eta_local(t))
         seed_generators(self.device, config.seed, t, clients[0])
         self._steps(stack, timetable)
         back = torch.from_numpy(np.argsort(order)).to(self.device)
         K = torch.from_numpy(steps).to(self.device)
         x_K, b_K = self._flat(stack)
-        return Trained(clients, steps.tolist(), x_K[back], b_K[back], stack.losses[back] / K)
+        x_0 = x_0 if x_0.dim() == 1 else x_0[back]
+        return Trained(clients, steps.tolist(), x_0, x_K[back], b_K[back], stack.losses[back] / K)
 
     def _steps(self, stack: Stack, timetable: Timetable) -> None:
         source = self.pool.block(list(timetable.clients))
@@ -132,17 +134,20 @@ class Batched:
         self.step(part, batch, None, None, self.eta)
         stack.put(rows, part)
 
-    def _filled(self, n: int, x: Tensor, b: Tensor) -> Stack:
-        """The stack with every client at the server's model."""
+    def _filled(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
+        """The stack with every client at its start."""
         if self._stack is None or len(self._stack.losses) < n:
             self.recorder.forget()
             self._stack = self._empty(max(n, self.block))
         stack = self._stack.part(n)
         for p, part in zip(stack.parameters, self.vectors.layout.slices(), strict=True):
-            p.copy_(x[part].view(p.shape[1:]).expand_as(p))
-        for each in [*stack.momenta, stack.losses]:
-            each.zero_()
-        self.vectors.write(x, b)
+            p.copy_(x_0[..., part].reshape(-1, *p.shape[1:]).expand_as(p))
+        for mine, p in zip(stack.start, stack.parameters, strict=bool(stack.start)):
+            mine.copy_(p)
+        stack.losses.zero_()
+        self.vectors.write(x_0.view(-1, x_0.shape[-1])[0], b)
+        for mine, first in zip(tree_leaves(stack.state), tree_leaves(self._init()), strict=True):
+            mine.copy_(first.expand_as(mine))
         for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
             mine.copy_(buffer.expand_as(mine))
         return stack
@@ -150,9 +155,19 @@ class Batched:
     def _empty(self, n: int) -> Stack:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         stacked = [_stacked(p, n, last=self.step.dots is not None) for p in parameters]
-        momenta = [torch.empty_like(p) for p in stacked] if self.step.sgd.momentum else []
+        state = {
+            name: [_like(first, p, n) for first, p in zip(each, stacked, strict=True)]
+            for name, each in self._init().items()
+        }
+        start = [torch.empty_like(p) for p in stacked] if self.step.optimiser.needs_start else []
         buffers = [_stacked(buffer, n, last=False) for buffer in self.model.buffers()]
-        return Stack(stacked, momenta, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
+        return Stack(stacked, state, start, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
+
+    def _init(self) -> OptimiserState:
+        """The state of the local optimiser before the first step of one client."""
+        return self.step.optimiser.init(
+            [p.detach() for p in self.vectors.model.parameters() if p.requires_grad]
+        )
 
     def _flat(self, stack: Stack) -> tuple[Tensor, Tensor]:
         """x_K and b_K of every client."""
@@ -190,6 +205,12 @@ class Batched:
 
     def _here(self, batch: Batch) -> Batch:
         return to_device(batch, self.device, self.dtype)
+
+
+def _like(first: Tensor, stacked: Tensor, n: int) -> Tensor:
+    """Room for n of a tensor of the optimiser's state; it lies as its parameter does, if it is as large."""
+    same = first.shape == stacked.shape[1:]
+    return torch.empty_like(stacked) if same else first.new_empty((n, *first.shape))
 
 
 def _stacked(tensor: Tensor, n: int, *, last: bool) -> Tensor:

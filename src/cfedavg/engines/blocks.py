@@ -20,10 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cfedavg.algorithm import feed_back, local_update
-from cfedavg.engines.base import Trained, Trainer
+from cfedavg.algorithm import local_update
+from cfedavg.arrays import rows_norms2
+from cfedavg.channel import Outgoing
+from cfedavg.engines.base import Start, Trained, Trainer
 from cfedavg.engines.common import (
     PRECISIONS,
+    broadcast_bytes,
+    check_finite,
     model_of,
     next_iterate,
     reproducible,
@@ -34,7 +38,7 @@ from cfedavg.engines.ledger import Ledger, dense_bytes
 from cfedavg.engines.probes import takes_channels_last
 from cfedavg.engines.ranks import Ranks
 from cfedavg.engines.sent import Sent, combined, raise_first, record
-from cfedavg.errors import Diverged, NotFinite
+from cfedavg.errors import NotFinite
 from cfedavg.evaluate import Part, evaluate_batches, summary
 from cfedavg.keys import Purpose, keys
 from cfedavg.local import Vectors, channels_last
@@ -45,7 +49,6 @@ from cfedavg.residuals import Residuals, stochastic_bf16
 from cfedavg.stack.pool import whole
 from cfedavg.state import State
 from cfedavg.task import Batch, Task
-from cfedavg.tensors import rows_norms2
 
 COUNTERS = 4  # threads that count bytes
 
@@ -76,11 +79,12 @@ class BlockEngine:
         self._counters = ThreadPoolExecutor(COUNTERS) if device.type == "cuda" else None
         self.behind = 1 if self._counters else 0
         self.crew = Crew(self.ranks)
+        self.channel = plan.channel(self.layout)
         self._together = plan.m  # clients whose updates are compressed at once
 
     def start(self) -> State:
         x, b = self.vectors.read()
-        return State(0, x, b)
+        return State(0, x, b, memory=self.plan.aggregator.init(x))
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         plan, t = self.plan, state.t
@@ -91,14 +95,13 @@ class BlockEngine:
             residuals, sent = self._part(state)
             parts = self.crew.answers(sent)
             raise_first(t, parts)
-            x_next, b_next = combined(plan, state, parts)
-        if not bool(torch.isfinite(x_next).all()):
-            arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
-            raise Diverged(t, arrived, "the model made from the updates")
+            x_next, b_next, memory = combined(plan, state, parts)
+        arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
+        check_finite(t, x_next, memory, arrived)
         z, eta_sum = next_iterate(plan, state)
-        down = dense_bytes(state.x, self.layout) + dense_bytes(state.b, self.vectors.buffer_layout)
+        down = broadcast_bytes(plan, state, self.layout, self.vectors.buffer_layout)
         line = partial(record, plan, self.layout.d, parts, sampled, down, self._buffer_bytes)
-        return State(t + 1, x_next, b_next, residuals, z, eta_sum), line
+        return State(t + 1, x_next, b_next, residuals, z, eta_sum, memory), line
 
     def _part(self, state: State) -> tuple[Residuals, Sent]:
         """The round of the clients of this rank, and its residuals after it."""
@@ -106,13 +109,29 @@ class BlockEngine:
         busy = (i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
         mine = self.ranks.mine(busy)
         kept: dict[int, Tensor] = {}
-        for block in self.trainer.train(t, state.x, state.b, mine):
+        for block in self.trainer.train(t, self._start(state), state.b, mine):
             kept |= self._pieces(state, block, sent)
         residuals = state.residuals
-        if plan.config.error_feedback and not sent.diverged:
+        if plan.feedback.keeps_client_memory and not sent.diverged:
             residuals = residuals.updated(kept)
         sent.norms2 = list(residuals.norms2.values())
         return residuals, sent
+
+    def _start(self, state: State) -> Start:
+        """Where clients begin: at the broadcast model, unless their feedback moves them."""
+        feedback, shared = self.plan.feedback, self._shared(state)
+        if not feedback.moves_start:
+            return lambda clients: state.x
+        return lambda clients: feedback.start(state.x, self._memory(state, clients), shared)
+
+    def _memory(self, state: State, clients: list[int]) -> Tensor | None:
+        """What the feedback remembers of these clients, a row for each."""
+        if not self.plan.feedback.keeps_client_memory:
+            return None
+        return torch.stack([state.residuals.get(i, state.x) for i in clients])
+
+    def _shared(self, state: State) -> Tensor | None:
+        return self.plan.feedback.broadcast(state.memory.feedback)
 
     def _pieces(self, state: State, block: Trained, sent: Sent) -> dict[int, Tensor]:
         """Lines 10 to 15 for a block, in pieces that memory has room for."""
@@ -133,31 +152,27 @@ class BlockEngine:
         return kept
 
     def _block(self, state: State, block: Trained, sent: Sent) -> dict[int, Tensor]:
-        """Lines 10 to 15; a reply that gets lost goes back into the residual whole."""
+        """Lines 10 to 15; what gets lost is restored by the feedback."""
         plan, t, n = self.plan, state.t, len(block.clients)
         K = torch.tensor(block.K, device=self.device)[:, None]
-        g = local_update(state.x, block.x_K, K, plan.rates.update)
-        e = torch.stack([state.residuals.get(i, state.x) for i in block.clients])
-        loss = block.loss.tolist()
+        g = local_update(block.x_0, block.x_K, K, plan.rates.update)
+        memory, loss = self._memory(state, block.clients), block.loss.tolist()
         bad = {i for i in range(n) if not math.isfinite(loss[i])}
         try:
             words = self._keys(t, block.clients, Purpose.SELECT)
-            payload, e_next = feed_back(g, e, plan.compressor, words, self.layout)
+            made = self.channel.send(g, memory, words, t, shared=self._shared(state))
         except NotFinite as error:
             bad |= set(error.rows)
         if bad:
             sent.diverged += [block.clients[i] for i in sorted(bad)]
             return {}
-        p = e.add_(g)
-        g2, p2, noise2 = (rows_norms2(each) for each in (g, p, e_next))
+        g2, p2, noise2 = (rows_norms2(each) for each in (g, made.p, made.left))
         lost = [plan.lost(t, i) for i in block.clients]
-        counts = payload.counts()
-        if any(lost):
-            e_next = torch.where(torch.tensor(lost, device=self.device)[:, None], p, e_next)
-        kept = self._kept(t, block.clients, e_next)
+        counts = made.payload.counts()
+        kept = self._kept(t, block.clients, self._after_losses(made, lost)) if memory is not None else {}
         g_sum = g.double().sum(0) + (0 if sent.g_sum is None else sent.g_sum)
         # What has been handed on stays so: from here on no memory of any size is asked for.
-        self._deliver(t, block, payload, sent)
+        self._deliver(t, block, made.payload, sent)
         sent.g_sum = g_sum
         sent.replies += [
             Reply(client, block.K[i], loss[i], g2[i], p2[i], noise2[i], counts[i], 0, lost[i])
@@ -191,12 +206,21 @@ class BlockEngine:
     def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
         return [n for client, one in each for n in self.ledger.replies(t, [client], one)]
 
-    def _kept(self, t: int, clients: list[int], e_next: Tensor) -> dict[int, Tensor]:
-        """The next residuals, as they are stored: each by itself, so that none keeps the block alive."""
+    def _after_losses(self, made: Outgoing, lost: list[bool]) -> Tensor:
+        """The memories after the round."""
+        memory: Tensor = made.memory
+        if not any(lost):
+            return memory
+        rows = torch.tensor(lost, device=self.device)[:, None]
+        restored: Tensor = self.channel.restore(made.memory, made.payload)
+        return torch.where(rows, restored, memory)
+
+    def _kept(self, t: int, clients: list[int], memory: Tensor) -> dict[int, Tensor]:
+        """The next memories, as they are stored: each by itself, so that none keeps the block alive."""
         if self.plan.config.residual_precision == "full":
-            return {client: e.clone() for client, e in zip(clients, e_next, strict=True)}
+            return {client: row.clone() for client, row in zip(clients, memory, strict=True)}
         words = self._keys(t, clients, Purpose.RESIDUAL)
-        return {i: stochastic_bf16(e, word) for i, e, word in zip(clients, e_next, words, strict=True)}
+        return {i: stochastic_bf16(row, word) for i, row, word in zip(clients, memory, words, strict=True)}
 
     def _keys(self, t: int, clients: list[int], purpose: Purpose) -> Tensor:
         words = keys(self.plan.config.seed, t, np.array(clients, np.int64), int(purpose))

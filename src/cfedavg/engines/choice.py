@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg.config import Config
-from cfedavg.engines.base import Engine, Trained, Trainer, choose_device
+from cfedavg.engines.base import Engine, Start, Trained, Trainer, choose_device
 from cfedavg.engines.batched import Batched
 from cfedavg.engines.blocks import BlockEngine
 from cfedavg.engines.probes import try_task
@@ -123,11 +123,11 @@ class Together:
         self._many, self._one_by_one, self._say, self._required = many, cache(one_by_one), say, required
         self._said = False
 
-    def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         done = 0
         self.trainer = self._many
         try:
-            for trained in self.trainer.train(t, x, b, clients):
+            for trained in self.trainer.train(t, start, b, clients):
                 yield trained
                 done += len(trained.clients)
         except Exception as error:
@@ -136,7 +136,7 @@ class Together:
                 raise
             self._explain(error)
             self.trainer = self._one_by_one()
-            yield from self.trainer.train(t, x, b, clients[done:])
+            yield from self.trainer.train(t, start, b, clients[done:])
 
     def _explain(self, error: Exception) -> None:
         why = reason(self._many.model, error)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from cfedavg.errors import InputError
+from cfedavg.algorithm import ServerMemory
+from cfedavg.engines.ledger import dense_bytes
+from cfedavg.errors import Diverged, InputError
 from cfedavg.keys import Purpose, key, signed
+from cfedavg.layout import Layout
 from cfedavg.local import Vectors
+from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.state import State
 from cfedavg.task import Batch, Loss, Task, guarded
@@ -96,6 +100,37 @@ def simulated_seconds(
     if not plan.timed:
         return None
     return max(plan.link.seconds(i, *replies.get(i, (0, 0)), down) for i in sampled)
+
+
+def server_step(
+    plan: Plan, state: State, payloads: Iterable[tuple[Payload, Sequence[float]]]
+) -> tuple[Tensor, ServerMemory]:
+    """Lines 17 to 19 with the rates of the plan: x and the server's memory after the round."""
+    rates = plan.rates
+    return plan.aggregator.step(
+        state.x,
+        state.memory,
+        payloads,
+        everyone=plan.everyone,
+        eta=rates.eta,
+        scale=rates.scale,
+        t=state.t,
+    )
+
+
+def check_finite(t: int, x_next: Tensor, memory: ServerMemory, arrived: list[int]) -> None:
+    """Raise Diverged if the model, or what the server remembers, has left the finite numbers."""
+    if not bool(torch.isfinite(x_next).all()):
+        raise Diverged(t, arrived, "the model made from the updates")
+    if not all(bool(torch.isfinite(each).all()) for each in memory.vectors().values()):
+        raise Diverged(t, arrived, "what the server optimiser or the feedback remembers")
+
+
+def broadcast_bytes(plan: Plan, state: State, layout: Layout, buffer_layout: Layout) -> int:
+    """What one client downloads: the model, its buffers, and what the feedback shares."""
+    shared = plan.feedback.broadcast(state.memory.feedback)
+    extra = 0 if shared is None else dense_bytes(shared, layout)
+    return dense_bytes(state.x, layout) + dense_bytes(state.b, buffer_layout) + extra
 
 
 def next_iterate(plan: Plan, state: State) -> tuple[tuple[Tensor, Tensor] | None, float]:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from cfedavg.algorithm import ServerMemory
 from cfedavg.engines.ranks import Ranks
 from cfedavg.errors import InputError
 from cfedavg.residuals import InMemory, Residuals
@@ -44,8 +47,8 @@ class Crew:
             self.ranks.share((command, state and state.t))
             if command in ("round", "evaluate"):
                 assert state is not None
-                self.ranks.share_tensor(state.x)
-                self.ranks.share_tensor(state.b)
+                for tensor in _travelling(state):
+                    self.ranks.share_tensor(tensor)
             self._waiting = command in ("round", "evaluate", "collect")
 
     def answers(self, mine: Any) -> list[Any]:
@@ -80,8 +83,9 @@ def serve(ranks: Ranks, state: State, answer: Answer) -> State:
         elif command == "settled":
             residuals[t].settled()
         else:
-            x, b = ranks.share_tensor(state.x.clone()), ranks.share_tensor(state.b.clone())
-            state = State(t, x, b, residuals.get(t, InMemory()))
+            x, b, *feedback = [ranks.share_tensor(tensor.clone()) for tensor in _travelling(state)]
+            memory = ServerMemory(feedback[0] if feedback else None)
+            state = State(t, x, b, residuals.get(t, InMemory()), memory=memory)
             try:
                 found, after = answer(command, state)
                 if command == "round":
@@ -90,6 +94,11 @@ def serve(ranks: Ranks, state: State, answer: Answer) -> State:
             except Exception as error:  # it is an answer too
                 found = _portable(error)
             ranks.gather(found)
+
+
+def _travelling(state: State) -> list[Tensor]:
+    """What every rank needs of a state: the model, its buffers, and what the feedback may share."""
+    return [state.x, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
 
 
 def _portable(error: Exception) -> Exception:

@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cfedavg.algorithm import average, feed_back, local_update, server_update
+from cfedavg.algorithm import local_update
+from cfedavg.arrays import norm2
 from cfedavg.engines.common import (
     PRECISIONS,
+    broadcast_bytes,
+    check_finite,
     explained,
     guarded_batches,
     guarded_loss,
@@ -21,6 +24,7 @@ from cfedavg.engines.common import (
     next_iterate,
     reproducible,
     seed_generators,
+    server_step,
     simulated_seconds,
     weighted_mean,
 )
@@ -29,14 +33,13 @@ from cfedavg.errors import Diverged, NotFinite
 from cfedavg.evaluate import evaluate
 from cfedavg.keys import Purpose, key, signed
 from cfedavg.layout import Layout
-from cfedavg.local import Vectors, after, batches, local_sgd, to_device
+from cfedavg.local import Vectors, after, batches, local_steps, to_device
 from cfedavg.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.residuals import stochastic_bf16
 from cfedavg.state import State
 from cfedavg.task import Task
-from cfedavg.tensors import norm2
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Sent:
     payload: Payload
     b: Tensor
     g: Tensor
-    e_next: Tensor
+    memory: Tensor  # of the feedback, after the round
     reply: Reply
 
 
@@ -62,10 +65,11 @@ class ReferenceEngine:
         self._blank = copy.deepcopy(self.vectors.model)  # what a user gets is made of it
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages)
+        self.channel = plan.channel(self.layout)
 
     def start(self) -> State:
         x, b = self.vectors.read()
-        return State(0, x, b)
+        return State(0, x, b, memory=self.plan.aggregator.init(x))
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         plan, t = self.plan, state.t
@@ -76,14 +80,14 @@ class ReferenceEngine:
             arrived = [s for s in sent if not s.reply.lost]
             weights = [plan.weight(s.reply.client) for s in arrived]
             applied = ((s.payload, [weight]) for s, weight in zip(arrived, weights, strict=True))
-            delta_tilde = average(state.x, applied)
-            x_next = server_update(state.x, delta_tilde, plan.rates.eta)
-        if not bool(torch.isfinite(x_next).all()):
-            raise Diverged(t, [s.reply.client for s in arrived], "the model made from the updates")
+            x_next, memory = server_step(plan, state, applied)
+        check_finite(t, x_next, memory, [s.reply.client for s in arrived])
         residuals = state.residuals
-        if plan.config.error_feedback:
-            residuals = residuals.updated({s.reply.client: self._kept(t, s) for s in sent})
-        down = dense_bytes(state.x, self.layout) + dense_bytes(state.b, self._b_layout)
+        if plan.feedback.keeps_client_memory:
+            residuals = residuals.updated(
+                {s.reply.client: self._kept(t, s.reply.client, s.memory) for s in sent}
+            )
+        down = broadcast_bytes(plan, state, self.layout, self._b_layout)
         record = summarise(
             [s.reply for s in sent], len(sampled) - len(sent), self.layout.d, _mean_norm2([s.g for s in sent])
         )
@@ -93,7 +97,7 @@ class ReferenceEngine:
         record["simulated_seconds"] = simulated_seconds(plan, took, sampled, down)
         z, eta_sum = next_iterate(plan, state)
         b_next = weighted_mean([s.b for s in arrived], weights, state.b)
-        return State(t + 1, x_next, b_next, residuals, z, eta_sum), lambda: record
+        return State(t + 1, x_next, b_next, residuals, z, eta_sum, memory), lambda: record
 
     def _clients(self, state: State, clients: list[int]) -> list[Sent]:
         """Every client's round; if some diverge, the error names them all."""
@@ -110,41 +114,41 @@ class ReferenceEngine:
         return sent
 
     def _client(self, state: State, client: int) -> Sent:
-        """Lines 5 to 15 for one client. A reply that gets lost goes back into the residual whole."""
+        """Lines 5 to 15 for one client. What gets lost is restored by the feedback."""
         plan, t = self.plan, state.t
-        config = plan.config
-        self.vectors.write(state.x, state.b)
+        config, shared = plan.config, plan.feedback.broadcast(state.memory.feedback)
+        memory = state.residuals.get(client, state.x)
+        x_0 = plan.feedback.start(state.x, memory, shared)
+        self.vectors.write(x_0, state.b)
         seed_generators(self.device, config.seed, t, client)
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
-        work = local_sgd(
+        work = local_steps(
             self.vectors.model,
             guarded_loss(self.task, client),
             (to_device(batch, self.device, self.dtype) for batch in guarded_batches(data, client)),
+            plan.local_optimiser,
             plan.rates.eta_local(t),
             after(plan.steps.at(t, client)),
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
         )
         x_K, b_K = self.vectors.read()
-        g = local_update(state.x, x_K, work.K, plan.rates.update)
-        e = state.residuals.get(client, state.x)
-        payload, e_next = feed_back(g, e, plan.compressor, plan.key(t, client), self.layout)
+        g = local_update(x_0, x_K, work.K, plan.rates.update)
+        made = self.channel.send(g, memory, plan.key(t, client), t, shared=shared)
         loss = float(work.loss)
         if not math.isfinite(loss):
             raise NotFinite([client])
         lost = plan.lost(t, client)
-        up = self.ledger.replies(t, [client], payload)[0] + dense_bytes(b_K, self._b_layout)
-        reply = Reply(
-            client, work.K, loss, norm2(g), norm2(g + e), norm2(e_next), sum(payload.counts()), up, lost
-        )
-        return Sent(payload, b_K, g, g + e if lost else e_next, reply)
+        after_loss = self.channel.restore(made.memory, made.payload) if lost else made.memory
+        up = self.ledger.replies(t, [client], made.payload)[0] + dense_bytes(b_K, self._b_layout)
+        sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())
+        reply = Reply(client, work.K, loss, *sizes, up, lost)
+        return Sent(made.payload, b_K, g, after_loss, reply)
 
-    def _kept(self, t: int, sent: Sent) -> Tensor:
-        """The client's next residual, as it is stored."""
+    def _kept(self, t: int, client: int, memory: Tensor) -> Tensor:
+        """The client's next memory, as it is stored."""
         if self.plan.config.residual_precision == "full":
-            return sent.e_next
-        word = signed(key(self.plan.config.seed, t, sent.reply.client, Purpose.RESIDUAL))
-        return stochastic_bf16(sent.e_next, torch.tensor(word, device=self.device))
+            return memory
+        word = signed(key(self.plan.config.seed, t, client, Purpose.RESIDUAL))
+        return stochastic_bf16(memory, torch.tensor(word, device=self.device))
 
     @property
     def _b_layout(self) -> Layout:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfedavg.algorithm import average, server_update
-from cfedavg.engines.common import simulated_seconds, weighted_mean
+from cfedavg.algorithm import ServerMemory
+from cfedavg.arrays import norm2
+from cfedavg.engines.common import server_step, simulated_seconds, weighted_mean
 from cfedavg.errors import Diverged
 from cfedavg.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.state import State
-from cfedavg.tensors import norm2
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Sent:
         return [n for block in found for n in block]
 
 
-def combined(plan: Plan, state: State, parts: Sequence[Sent]) -> tuple[Tensor, Tensor]:
-    """Lines 17 to 19: x and b after the round, from what arrived, summed in the order of the clients."""
+def combined(plan: Plan, state: State, parts: Sequence[Sent]) -> tuple[Tensor, Tensor, ServerMemory]:
+    """Lines 17 to 19: x, b and the server's memory after the round, from what arrived in client order."""
     replies = [reply for part in parts for reply in part.replies]
     weight = {r.client: 0.0 if r.lost else plan.weight(r.client) for r in replies}
     blocks = sorted((block for part in parts for block in part.payloads), key=lambda block: block[0])
@@ -50,10 +50,11 @@ def combined(plan: Plan, state: State, parts: Sequence[Sent]) -> tuple[Tensor, T
         return array if isinstance(array, Tensor) else torch.from_numpy(array).to(state.x.device)
 
     weighted = ((payload.map(here), [weight[i] for i in owners]) for owners, payload in blocks)
-    x_next = server_update(state.x, average(state.x, weighted), plan.rates.eta)
+    x_next, memory = server_step(plan, state, weighted)
     pairs = (pair for part in parts for pair in zip(part.clients, part.buffers, strict=True))
     arrived = [(b, weight[i]) for i, b in sorted(pairs, key=lambda pair: pair[0]) if weight[i]]
-    return x_next, weighted_mean([b for b, _ in arrived], [w for _, w in arrived], state.b)
+    b_next = weighted_mean([b for b, _ in arrived], [w for _, w in arrived], state.b)
+    return x_next, b_next, memory
 
 
 def record(

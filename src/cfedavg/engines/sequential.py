@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cfedavg.engines.base import Trained, too_large
+from cfedavg.engines.base import Start, Trained, too_large
 from cfedavg.engines.common import explained, guarded_batches, guarded_loss, seed_generators
-from cfedavg.local import Vectors, after, batches, local_sgd, to_device
+from cfedavg.local import Vectors, after, batches, local_steps, to_device
 from cfedavg.plan import Plan
 from cfedavg.task import Batch, Task
 
@@ -34,10 +34,10 @@ class Sequential:
         if device.type == "cpu":
             keep_memory()
 
-    def train(self, t: int, x: Tensor, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         for client in clients:
             try:
-                yield self._train(t, x, b, client)
+                yield self._train(t, start([client]).reshape(-1), b, client)
             except ValueError as error:
                 raise explained(error, client) from error.__cause__
 
@@ -52,21 +52,19 @@ class Sequential:
         # A cache would keep the halves of the first step's weights for all steps.
         half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False)
         with half:
-            work = local_sgd(
+            work = local_steps(
                 self.vectors.model,
                 guarded_loss(self.task, client),
                 (
                     self.prepare(to_device(batch, self.device, self.dtype))
                     for batch in guarded_batches(data, client)
                 ),
+                self.plan.local_optimiser,
                 self.plan.rates.eta_local(t),
                 after(self.plan.steps.at(t, client)),
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
-                fused=True,
             )
         x_K, b_K = self.vectors.read()
-        return Trained([client], [work.K], x_K[None], b_K[None], work.loss[None])
+        return Trained([client], [work.K], x, x_K[None], b_K[None], work.loss[None])
 
 
 def keep_memory() -> None:

@@ -24,7 +24,7 @@ from cfedavg.engines.common import PRECISIONS, reproducible, seed_generators
 from cfedavg.engines.probes import is_one_sample
 from cfedavg.errors import InputError, first_line
 from cfedavg.generators import unseen_draws
-from cfedavg.local import Vectors, after, batches, local_sgd, to_device
+from cfedavg.local import Vectors, after, batches, local_steps, to_device
 from cfedavg.plan import Plan
 from cfedavg.stack import Steady
 from cfedavg.task import Batch, Samples, Task, Tensors
@@ -122,8 +122,8 @@ def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
     parts = [_part(task.clients[i], min(sizes[i], b + sizes[i] % b)) for i in pair]
     slow = config.eta_local / 10 or config.eta_local  # so that rounding stays what it is
     trial = Config(
-        clients=2, rounds=1, local_steps=str(STEPS), batch_size=b, eta_local=slow, momentum=config.momentum,
-        weight_decay=config.weight_decay, precision=config.precision, compressor="none", seed=config.seed,
+        clients=2, rounds=1, local_steps=str(STEPS), batch_size=b, eta_local=slow, compressor="none",
+        local_optimiser=config.local_optimiser, precision=config.precision, seed=config.seed,
     )  # fmt: skip
 
     def steady(model: nn.Module, batch: Batch) -> Tensor:
@@ -187,7 +187,7 @@ def _agree(
     with reproducible(device, config.precision):
         trainer = Batched(plan, task, vectors, device, lambda text: None, dots=dots, unused=unused)
         trainer.recorder.simplify(lists=lists)
-        blocks = list(trainer.train(0, x, b, [0, 1]))
+        blocks = list(trainer.train(0, lambda clients: x, b, [0, 1]))
         if not compares:
             return True
         apart = _apart(plan, task, Vectors(copy.deepcopy(task.model).to(device, dtype)), device)
@@ -209,18 +209,17 @@ def _apart(plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> Tr
         data = batches(task.clients[client], config.batch_size, config.seed, 0, client)
         half = config.precision == "bf16"
         with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
-            work = local_sgd(
+            work = local_steps(
                 vectors.model,
                 task.loss,
                 (to_device(batch, device, x.dtype) for batch in data),
+                plan.local_optimiser,
                 config.eta_local,
                 after(STEPS),
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
             )
         found.append((*vectors.read(), work.loss))
     x_K, b_K, loss = (torch.stack(each) for each in zip(*found, strict=True))
-    return Trained([0, 1], [STEPS] * 2, x_K, b_K, loss)
+    return Trained([0, 1], [STEPS] * 2, x, x_K, b_K, loss)
 
 
 def _close(mine: Tensor, theirs: Tensor, tolerance: float, noise: float) -> bool:

@@ -6,8 +6,7 @@ import json
 import reprlib
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from cfedavg.federation.protocol import Mark, Stamp
 
@@ -60,14 +59,12 @@ def mark(name: str, value: Any, before: Stamp) -> Mark:
     return found
 
 
-def vector(name: str, tensor: Tensor, dtype: torch.dtype, length: int | None = None) -> Tensor:
-    """Return the tensor; ValueError unless it is a vector of this dtype, and of this length if given."""
-    if tensor.dtype != dtype or tensor.dim() != 1 or length not in (None, len(tensor)):
+def vector(name: str, array: np.ndarray, dtype: str, length: int | None = None) -> np.ndarray:
+    """Return the array; ValueError unless it is a vector of this dtype, and of this length if given."""
+    if array.dtype != dtype or array.ndim != 1 or length not in (None, len(array)):
         of = "" if length is None else f" {length}"
-        raise ValueError(
-            f"{name} must be a vector of{of} {dtype}, got {list(tensor.shape)} of {tensor.dtype}"
-        )
-    return tensor
+        raise ValueError(f"{name} must be a vector of{of} {dtype}, got {list(array.shape)} of {array.dtype}")
+    return array
 
 
 def writable(name: str, value: Any) -> None:

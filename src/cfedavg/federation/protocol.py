@@ -6,6 +6,8 @@ Error feedback is bookkeeping. For every client, at every moment:
 
 g: updates that it computed; A: what of them is in the server's durable model; e: its residual; U: its last
 payload, while that is neither in the durable model nor back in e; X: what faults of a disk took, by cause.
+That is the law of the feedback `ef`; others keep another memory in the place of e and state their own law
+(see `cfedavg.feedback`). The protocol needs two functions of them: to send, and to restore what got lost.
 
 The server keeps its side by three rules. It makes a number durable before the round that goes by it is
 dispatched; a restart repeats that round, with the same model and number, and no other ever has the number.
@@ -71,14 +73,14 @@ class Request:
     mark: Mark | None  # the client's last answer that is in the durable model
 
 
-class Codec(Protocol):
-    """A client's compressor and wire."""
+class Sender(Protocol):
+    """A client's way to the server: compressor, feedback and wire."""
 
-    def shrink(self, p: Any, request: Request) -> tuple[bytes, Any]:
-        """The message to send of p, and what is left of p."""
+    def send(self, g: Any, memory: Any, request: Request) -> tuple[bytes, Any]:
+        """The message to send after an update g, and the memory of the feedback after it."""
 
-    def restored(self, e: Any, message: bytes) -> Any:
-        """e with all that the message holds added."""
+    def restore(self, memory: Any, message: bytes) -> Any:
+        """The memory as if the message had never been sent."""
 
 
 # The client
@@ -93,15 +95,15 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Client:
-    """What a client keeps, durably: its residual, its last answer, and how far it has come."""
+    """What a client keeps, durably: its memory, its last answer, and how far it has come."""
 
     incarnation: int  # drawn anew where there is no state to go on from
-    e: Any
+    memory: Any  # of its feedback: with `ef` the residual e
     sent: Sent | None = None  # the last answer, of which the fate is not known
     seen: Stamp = NEVER  # the last request that it answered
     told: Stamp = NEVER  # the last answer in the model, as the server said then
     forgotten: int = 0  # times that a server came back without what it had said it has
-    # Of each generation in which it answered, the number up to which no model holds what is in e or sent.
+    # Of each generation in which it answered, the number up to which no model holds what it still has.
     agreed: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -126,7 +128,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Outdated:
-    """What this state holds may be in the model: start anew, as another incarnation with e = 0.
+    """What this state holds may be in the model: start anew, as another incarnation with an empty memory.
 
     Its disk is an older copy, another copy of the client is at work, or the server went back to a model
     that holds what this client has taken back.
@@ -147,7 +149,7 @@ def forged(stamp: Stamp, clock: float) -> str:
 
 
 def receive(
-    client: Client, request: Request, codec: Codec
+    client: Client, request: Request, sender: Sender
 ) -> tuple[Client, Train | Resend | Refuse | Outdated]:
     """What to do about a request. The state after it need not be stored unless the client then answers."""
     if client.sent is not None and request.stamp == client.sent.stamp:
@@ -156,7 +158,7 @@ def receive(
         return client, Refuse(f"request {_text(request.stamp)} is older than {_text(client.seen)}, answered")
     if _outdated(client, request.mark):
         return client, Outdated()
-    return _resolved(client, request, codec), Train()
+    return _resolved(client, request, sender), Train()
 
 
 def _outdated(client: Client, mark: Mark | None) -> bool:
@@ -170,19 +172,19 @@ def _outdated(client: Client, mark: Mark | None) -> bool:
     return generation >= min(client.agreed) and number > client.agreed.get(generation, 0)
 
 
-def _resolved(client: Client, request: Request, codec: Codec) -> Client:
+def _resolved(client: Client, request: Request, sender: Sender) -> Client:
     """The last answer is in the model, or void and back in the residual."""
-    e, agreed = client.e, dict(client.agreed)
+    memory, agreed = client.memory, dict(client.agreed)
     held = NEVER if request.mark is None else request.mark.stamp
     if client.sent is not None:
         if request.mark != _mark(client):
-            e = codec.restored(e, client.sent.message)
+            memory = sender.restore(memory, client.sent.message)
         if held == client.sent.stamp:
             agreed[held.generation] = held.number
     # A generation's models follow from each other: what is not in this one was not in those before.
     agreed[request.stamp.generation] = request.stamp.number - 1
     forgotten = client.forgotten + (held < client.told)
-    return replace(client, e=e, sent=None, told=held, forgotten=forgotten, agreed=agreed)
+    return replace(client, memory=memory, sent=None, told=held, forgotten=forgotten, agreed=agreed)
 
 
 def _mark(client: Client) -> Mark | None:
@@ -190,10 +192,10 @@ def _mark(client: Client) -> Mark | None:
     return client.sent and mark_of(client.sent.stamp, client.incarnation, client.sent.message)
 
 
-def answer(client: Client, request: Request, g: Any, codec: Codec) -> tuple[Client, bytes]:
+def answer(client: Client, request: Request, g: Any, sender: Sender) -> tuple[Client, bytes]:
     """The state to store, and then the message to send, after the local work of a request to train."""
-    message, e = codec.shrink(client.e + g, request)
-    return replace(client, e=e, sent=Sent(request.stamp, message), seen=request.stamp), message
+    message, memory = sender.send(g, client.memory, request)
+    return replace(client, memory=memory, sent=Sent(request.stamp, message), seen=request.stamp), message
 
 
 # The server

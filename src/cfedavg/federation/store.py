@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from cfedavg.errors import InputError
 from cfedavg.federation import checks, journal
@@ -31,7 +29,7 @@ from cfedavg.federation.protocol import AHEAD, NEVER, Client, Mark, Sent, Server
 from cfedavg.federation.table import Table
 from cfedavg.files import locked, make_folder
 from cfedavg.layout import Layout
-from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
+from cfedavg.tensors import UNREADABLE, checksum, read_arrays, save_tensors
 
 FORMATS = {"client": 3, "server": 4}
 FILE = "state.safetensors"
@@ -76,13 +74,13 @@ class ClientStore:
 
     def fresh(self) -> Client:
         """A client without a past: its number was never drawn before."""
-        return Client(secrets.randbits(63), torch.zeros(self.layout.d))
+        return Client(secrets.randbits(63), np.zeros(self.layout.d, np.float32))
 
     def save(self, client: Client) -> None:
         """Makes the state durable."""
-        tensors = {"e": client.e}
+        tensors = {"e": client.memory}
         if client.sent is not None:
-            tensors["sent"] = as_tensor(client.sent.message)
+            tensors["sent"] = as_array(client.sent.message)
         about = self.about | {
             "kind": "client",
             "layout": self.layout.text,
@@ -109,7 +107,7 @@ class Served:
 
     server: Server
     clients: Table[Known] = field(default_factory=Table)
-    extra: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # what JSON can say
 
     def ended(self, taken: Mapping[str, Mark], x_next: Any, notes: Mapping[str, Any] | None = None) -> Served:
@@ -192,9 +190,8 @@ class ServerStore:
             "stamp": server.stamp,
             "clients": place,
         }
-        # Copies: a file takes neither views of one memory nor tensors with gaps.
-        extra = {EXTRA + name: tensor.contiguous().clone() for name, tensor in served.extra.items()}
-        facts = as_tensor(json.dumps(served.facts).encode())  # too much, maybe, for the header
+        extra = {EXTRA + name: np.array(tensor) for name, tensor in served.extra.items()}
+        facts = as_array(json.dumps(served.facts).encode())  # too much, maybe, for the header
         _write(self.folder / FILE, {"x": server.x, "facts": facts, **extra}, about)
         journal.sweep(self.folder, place)
         self._last = served, place
@@ -224,11 +221,11 @@ def _lines(now: Served, before: Served) -> list[Any]:
     return [(who, now.server.applied[who], now.clients[who]) for who in changed]
 
 
-def _client(tensors: dict[str, Tensor], about: dict[str, Any], d: int) -> Client:
+def _client(tensors: dict[str, np.ndarray], about: dict[str, Any], d: int) -> Client:
     """What `ClientStore.save` stored; ValueError unless it can have."""
-    e, sent = checks.vector("e", tensors.pop("e"), torch.float32, d), None
+    e, sent = checks.vector("e", tensors.pop("e"), "float32", d), None
     if about["sent"] is not None:
-        message = checks.vector("sent", tensors.pop("sent"), torch.uint8).numpy().tobytes()
+        message = checks.vector("sent", tensors.pop("sent"), "uint8").tobytes()
         sent = Sent(checks.stamp("sent", about["sent"]), message)
     if tensors:
         raise ValueError(f"it has one tensor too many, {reprlib.repr(min(tensors))}")
@@ -260,35 +257,35 @@ def _place(value: Any) -> Place:
     return Place(*(checks.whole("clients", each, 0, 2**63) for each in checks.listed("clients", value, 3)))
 
 
-def _model(x: Tensor, d: int) -> Tensor:
-    if not bool(torch.isfinite(checks.vector("x", x, torch.float32, d)).all()):
+def _model(x: np.ndarray, d: int) -> np.ndarray:
+    if not np.isfinite(checks.vector("x", x, "float32", d)).all():
         raise ValueError("x holds NaN or Inf")
     return x
 
 
-def _facts(stored: Tensor) -> dict[str, Any]:
-    found = json.loads(checks.vector("facts", stored, torch.uint8).numpy().tobytes())
+def _facts(stored: np.ndarray) -> dict[str, Any]:
+    found = json.loads(checks.vector("facts", stored, "uint8").tobytes())
     checks.writable("facts", found)
     return checks.table("facts", found)
 
 
-def _extra(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _extra(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if foreign := [name for name in tensors if not name.startswith(EXTRA)]:
         raise ValueError(f"it has one tensor too many, {reprlib.repr(min(foreign))}")
     return {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
 
 
-def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+def _write(path: Path, tensors: dict[str, np.ndarray], about: dict[str, Any]) -> None:
     about = {"format": FORMATS[about["kind"]], **about}
     about = json.loads(json.dumps(about))  # as it will be read, names as text
     save_tensors(tensors, path, {**about, "checksum": _checksum(tensors, about)})
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, about = read_tensors(path)
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    tensors, about = read_arrays(path)
     if about.pop("checksum") != _checksum(tensors, about):
         raise ValueError("its checksum is wrong")
-    return {name: tensor.clone() for name, tensor in tensors.items()}, about
+    return tensors, about
 
 
 @contextmanager
@@ -302,9 +299,9 @@ def _naming(path: Path, remedy: str) -> Iterator[None]:
         raise InputError(f"{path} is damaged ({why}); {remedy}") from None
 
 
-def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
-    """A single number, such as BatchNorm's counter, has no bytes to look at before it is a vector."""
-    return checksum({name: tensor.reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}, about)
+def _checksum(tensors: dict[str, np.ndarray], about: dict[str, Any]) -> int:
+    """As a vector each, also a single number such as BatchNorm's counter."""
+    return checksum({name: array.reshape(array.shape or (1,)) for name, array in tensors.items()}, about)
 
 
 def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any], layout: Layout) -> None:
@@ -329,6 +326,6 @@ def _short(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def as_tensor(message: bytes) -> Tensor:
-    """Bytes, as they lie in a file of tensors."""
-    return torch.from_numpy(np.frombuffer(message, np.uint8).copy())
+def as_array(message: bytes) -> np.ndarray:
+    """Bytes, as they lie in a file of arrays."""
+    return np.frombuffer(message, np.uint8)

@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.logger import log
 
-from cfedavg.compress import Compressor, Stage, parse
+from cfedavg.algorithm import local_update
+from cfedavg.arrays import Array, norm2
+from cfedavg.channel import Channel, TooLarge
+from cfedavg.compress import Stage, parse
 from cfedavg.errors import Busy, InputError, NotFinite
-from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, forged, receive
 from cfedavg.federation.store import ClientStore
+from cfedavg.federation.uplink import Uplink
+from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower.form import Form
-from cfedavg.flower.parcel import MOST_METRICS, Packing, TooLarge, number
+from cfedavg.flower.parcel import MOST_METRICS, Packing, number
 from cfedavg.flower.records import (
     BAD_METRICS,
     BAD_STATE,
@@ -36,7 +39,7 @@ from cfedavg.flower.records import (
     OTHER_MODEL,
     REFUSED,
     TOO_LARGE,
-    UNKNOWN_COMPRESSOR,
+    UNKNOWN_PART,
     Answer,
     Order,
     answered,
@@ -44,21 +47,21 @@ from cfedavg.flower.records import (
     order_of,
     refused,
 )
-from cfedavg.tensors import norm2
+from cfedavg.parts import Part
 
 STEPS = "local-steps"  # the metric by which a client reports K_i
 
 
 def compressed(
-    message: Message, context: Context, call_next: ClientAppCallable, *, own: Collection[type[Stage]] = ()
+    message: Message, context: Context, call_next: ClientAppCallable, *, own: Collection[type[Part]] = ()
 ) -> Message:
     """The mod: `ClientApp(mods=[compressed])`. Messages that are not from our strategy pass unchanged.
 
     The node keeps its residual in the folder `state-dir` of its --node-config, or in $CFEDAVG_STATE, or in
     Flower's own folder. A client that reports the metric `local-steps` may do as many as it likes.
 
-    The server names the compressor, and nothing is imported for its text. Classes of your own that it may
-    name are in `own`: `mods=[partial(compressed, own=[MySelector])]`.
+    The server names compressor and feedback, and nothing is imported for their texts. Classes of your own
+    that it may name are in `own`: `mods=[partial(compressed, own=[MySelector])]`.
     """
     order = order_of(message)
     if order is None:
@@ -76,10 +79,10 @@ def compressed(
 
     store = ClientStore(state_folder(context), order.federation, order.client, form.layout)
     try:
-        compressor = parse(order.compressor, trust=False, own=own)
+        channel = _channel(order, form, own)
     except InputError as error:
-        return refused(UNKNOWN_COMPRESSOR, str(error), message)
-    now = _Round(message, order, form, x, store, compressor)
+        return refused(UNKNOWN_PART, str(error), message)
+    now = _Round(message, order, form, x, store, channel)
     try:
         with store.locked():
             return now.reply(train)
@@ -87,6 +90,17 @@ def compressed(
         return refused(BUSY, str(error), message)
     except InputError as error:
         return refused(BAD_STATE, str(error), message)
+
+
+def _channel(order: Order, form: Form, own: Collection[type[Part]]) -> Channel:
+    """The channel that an order names, by parts that are known here; InputError if it names others."""
+    stages = [part for part in own if issubclass(part, Stage)]
+    feedbacks = [part for part in own if issubclass(part, Feedback)]
+    return Channel(
+        parse(order.compressor, trust=False, own=stages),
+        FEEDBACKS.parse(order.feedback, trust=False, own=feedbacks),
+        form.layout,
+    )
 
 
 def state_folder(context: Context) -> Path:
@@ -107,10 +121,10 @@ class _Round:
         form: Form,
         x: np.ndarray[Any, Any],
         store: ClientStore,
-        compressor: Compressor,
+        channel: Channel,
     ) -> None:
         self.message, self.order, self.form, self.x, self.store = message, order, form, x, store
-        self.wire = Wire(compressor, form.layout, order.number, order.seed)
+        self.uplink = Uplink(channel, order.number, order.seed)
 
     def reply(self, train: Any) -> Message:
         if why := forged(self.order.request.stamp, time.time()):
@@ -131,7 +145,7 @@ class _Round:
 
     def _received(self, client: Client) -> tuple[Client, Any]:
         with self.store.naming_damage():  # the last answer is decoded only here
-            return receive(client, self.order.request, Packing(self.wire, self.order.feedback))
+            return receive(client, self.order.request, Packing(self.uplink))
 
     def _sent(self, client: Client, trained: Message) -> Message:
         """The answer after the local work: stored first, then sent."""
@@ -142,11 +156,9 @@ class _Round:
             return refused(BAD_METRICS, why, self.message)
         ((name, record),) = trained.content.array_records.items()
         x_K, whole = self.form.split({name: array.numpy() for name, array in record.items()})
-        g = torch.from_numpy(x_K - self.x)
-        if self.order.update == "mean":
-            g /= facts["K"]
+        g = local_update(self.x, x_K, facts["K"], self.order.update)
         facts |= {"g2": norm2(g), "arrays": name}
-        packing = Packing(self.wire, self.order.feedback, self.order.max_norm, facts, whole)
+        packing = Packing(self.uplink, self.order.max_norm, facts, whole)
         try:
             client, sent = self._answered(client, g, packing)
         except NotFinite:
@@ -156,12 +168,12 @@ class _Round:
         self.store.save(client)
         return self._answer(client, sent)
 
-    def _answered(self, client: Client, g: torch.Tensor, packing: Packing) -> tuple[Client, bytes]:
+    def _answered(self, client: Client, g: Array, packing: Packing) -> tuple[Client, bytes]:
         """A residual that is too large by itself would be so for ever: the node starts again without it."""
         try:
             return answer(client, self.order.request, g, packing)
         except (TooLarge, NotFinite):
-            if packing.fits(client.e, self.order.request):
+            if packing.fits(client.memory, self.order.request):
                 raise
         log(WARNING, "this node's residual is too large to be ever sent: it starts again without one")
         client, _ = self._received(self.store.fresh())

@@ -8,25 +8,16 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from cfedavg.arrays import Array, norm2
+from cfedavg.channel import TooLarge
 from cfedavg.errors import NotFinite
-from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import Request
-from cfedavg.tensors import norm2
+from cfedavg.federation.uplink import Uplink
 from cfedavg.wire import WireError
 
 _LENGTHS = struct.Struct("<II")  # of the payload, of the facts; what travels whole is the rest
 MOST_FACTS = 65_536
 MOST_METRICS = MOST_FACTS - 1024  # of the facts that an app may fill
-
-
-SPIKE = 1024  # times the bound: from what is larger, float32 could not subtract what is sent
-
-
-class TooLarge(ArithmeticError):
-    """So much more than may be sent that it would go on for ever."""
 
 
 class Parcel(NamedTuple):
@@ -68,46 +59,31 @@ def unpack(message: bytes, most: int, whole: int) -> Parcel:
 
 @dataclass(frozen=True)
 class Packing:
-    """The codec that the protocol asks for: a client's wire, with the rest of the parcel around it."""
+    """The sender that the protocol asks for: a client's uplink, with the rest of the parcel around it."""
 
-    wire: Wire
-    feedback: bool = True
+    uplink: Uplink
     max_norm: float = math.inf
     facts: dict[str, Any] = field(default_factory=dict)
     whole: bytes = b""
 
-    def shrink(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
+    def send(self, g: Array, memory: Array, request: Request) -> tuple[bytes, Array]:
         """The whole message; it also says how large p and what is left of it are."""
-        payload, e = self._bounded(p, request)
-        facts = {**self.facts, "p2": norm2(p), "noise2": norm2(e)}
-        return pack(Parcel(payload, facts, self.whole)), e if self.feedback else torch.zeros_like(e)
+        made = self.uplink.outgoing(g, memory, request, max_norm=self.max_norm)
+        facts = {**self.facts, "p2": norm2(made.p), "noise2": norm2(made.left)}
+        parcel = Parcel(self.uplink.message(made.payload, request), facts, self.whole)
+        return pack(parcel), made.memory
 
-    def _bounded(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
-        """Not more than may be sent: after a spike, the rest waits in the residual and goes bit by bit."""
-        payload, e = self.wire.shrink(p, request)
-        if math.sqrt(norm2(p - e)) > SPIKE * self.max_norm:
-            raise TooLarge(
-                f"it would send {math.sqrt(norm2(p - e)):.3g}, and max_norm is {self.max_norm:.4g}"
-            )
-        share = 1.0
-        while (sent := math.sqrt(norm2(p - e))) > self.max_norm:
-            share *= 0.99 * self.max_norm / sent
-            payload, left = self.wire.shrink(share * p, request)
-            e = left + (p - share * p)
-        return payload, e
-
-    def fits(self, e: Tensor, request: Request) -> bool:
-        """Whether a residual can be sent, if only bit by bit."""
+    def fits(self, memory: Array, request: Request) -> bool:
+        """Whether what is remembered can be sent, if only bit by bit."""
         try:
-            self._bounded(e, request)
+            self.uplink.outgoing(0 * memory, memory, request, max_norm=self.max_norm)
         except (TooLarge, NotFinite):
             return False
         return True
 
-    def restored(self, e: Tensor, message: bytes) -> Tensor:
-        if not self.feedback:
-            return e
-        return self.wire.restored(e, unpack(message, len(message), self._whole(message)).payload)
+    def restore(self, memory: Array, message: bytes) -> Array:
+        """The memory after the message got lost."""
+        return self.uplink.restore(memory, unpack(message, len(message), self._whole(message)).payload)
 
     @staticmethod
     def _whole(message: bytes) -> int:

@@ -26,7 +26,7 @@ MODS = "mods=[cfedavg.flower.compressed]"
 
 # Why a client does not answer. Flower's own codes are below 10.
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
-UNKNOWN_COMPRESSOR, FORGED = 1008, 1009
+UNKNOWN_PART, FORGED = 1008, 1009
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -35,7 +35,7 @@ CAUSES = {
     BAD_METRICS: "metrics",
     TOO_LARGE: "too large",
     BUSY: "busy",
-    UNKNOWN_COMPRESSOR: "unknown compressor",
+    UNKNOWN_PART: "unknown part",
     FORGED: "stamp",
 }
 
@@ -54,7 +54,7 @@ class Order:
     form: str
     arrays: str  # the name of the record with the model
     compressor: str
-    feedback: bool
+    feedback: str
     update: str
     seed: int
     max_norm: float  # of what is sent; infinite if there is no bound

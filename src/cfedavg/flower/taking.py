@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from flwr.app import Message, MetricRecord
 
+from cfedavg.arrays import norm2
 from cfedavg.compress import Compressor, values_of
 from cfedavg.federation.protocol import Mark, Server, mark_of, objection
 from cfedavg.flower import records
@@ -21,7 +22,6 @@ from cfedavg.flower.parcel import MOST_FACTS, number, unpack
 from cfedavg.flower.records import CAUSES, Answer, answer_of, size_of
 from cfedavg.metrics import Reply
 from cfedavg.payload import Payload
-from cfedavg.tensors import norm2
 from cfedavg.wire import WireError, decode, read_header
 
 # Flower's own errors, of requests and replies whose time is over and of nodes that are not there.

@@ -113,7 +113,7 @@ def _task(config: Config) -> tuple[str, ...]:
 
 
 def _uncompressed(config: Config) -> Config:
-    return dataclasses.replace(config, compressor="none", error_feedback=True, seed=0)
+    return dataclasses.replace(config, compressor="none", feedback="ef", seed=0)
 
 
 def curve(group: Group, x: str, y: str) -> Curve:

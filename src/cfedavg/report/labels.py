@@ -34,7 +34,7 @@ def differences(configs: Sequence[Config]) -> list[str]:
     """The fields, seed aside, that are not the same in all; what is sent comes first."""
     names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
     differing = [name for name in names if len({_said(config, name) for config in configs}) > 1]
-    return sorted(differing, key=lambda name: name not in ("compressor", "error_feedback"))
+    return sorted(differing, key=lambda name: name not in ("compressor", "feedback"))
 
 
 def _said(config: Config, name: str) -> Any:
@@ -47,15 +47,15 @@ def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
 
     >>> make_labels([Config(compressor="none"), Config(compressor="rd(0.9)")], ["a", "b"])
     ['none', 'rd(0.9)']
-    >>> make_labels([Config(), Config(error_feedback=False)], ["a", "b"])
+    >>> make_labels([Config(), Config(feedback="none")], ["a", "b"])
     ['topk(0.99) >> bf16', 'topk(0.99) >> bf16 · no feedback']
     """
     names = differences(configs)
-    if "error_feedback" in names and "compressor" not in names:
+    if "feedback" in names and "compressor" not in names:
         names = ["compressor", *names]  # "no feedback" alone says too little
     parts = [_parts(config, names) for config in configs]
     if max(map(len, parts), default=0) > _MANY:  # nobody reads as many: what is sent, and the folder
-        sent = [name for name in names if name in ("compressor", "error_feedback")]
+        sent = [name for name in names if name in ("compressor", "feedback")]
         parts = [[*_parts(config, sent), _short(name)] for config, name in zip(configs, folders, strict=True)]
     labels = [
         " · ".join(own) or _short(config.compressor) for own, config in zip(parts, configs, strict=True)
@@ -70,8 +70,8 @@ def _parts(config: Config, names: Sequence[str]) -> list[str]:
 
 def _part(name: str, value: Any) -> str:
     """How a label says one field; empty where saying nothing is clear enough."""
-    if name == "error_feedback":
-        return "" if value else "no feedback"
+    if name == "feedback":
+        return {"ef": "", "none": "no feedback"}.get(value, str(value))
     if value is None or value is False or (name, value) == ("engine", "auto"):
         return ""
     if value is True:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cfedavg.config import renewed
 from cfedavg.errors import InputError
 from cfedavg.files import read_file, write_atomic
 
@@ -45,7 +46,7 @@ def read(path: Path) -> Entry:
     """The cell in a file; Damaged if it is not as it was written."""
     try:
         table = json.loads(read_file(path))
-        entry = Entry(*(table[part] for part in ("name", "settings", "values", "made")))
+        entry = Entry(table["name"], renewed(table["settings"]), table["values"], table["made"])
         whole = table["seal"] == _seal({part: table[part] for part in _PARTS}) and entry.name == path.stem
         whole = whole and _usable(entry)
     except OSError as error:

@@ -140,8 +140,8 @@ def _cell(experiment: Experiment, found: Found, panel: Panel, pens: Sequence[tup
 
 def pen_of(experiment: Experiment, line: Line) -> Pen:
     """The same for the same line in every experiment, whatever has been run; dashed without feedback."""
-    feedback = {**experiment.base, **line.changes}.get("error_feedback", True)
-    return Pen(_colour(experiment, line), dashed=not feedback)
+    feedback = {**experiment.base, **line.changes}.get("feedback", "ef")
+    return Pen(_colour(experiment, line), dashed=feedback == "none")
 
 
 def _colour(experiment: Experiment, line: Line) -> str:
@@ -156,7 +156,7 @@ def _colour(experiment: Experiment, line: Line) -> str:
 def _special(experiment: Experiment, line: Line) -> dict[str, Any]:
     """The compressor, and what else, feedback aside, the line does in another way than the experiment."""
     changes = {key: value for key, value in line.changes.items() if experiment.base.get(key) != value}
-    changes.pop("error_feedback", None)
+    changes.pop("feedback", None)
     return {"compressor": experiment.base.get("compressor")} | changes
 
 

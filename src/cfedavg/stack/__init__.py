@@ -3,9 +3,9 @@
 from cfedavg.stack.pool import Pool, whole
 from cfedavg.stack.recorder import Recorder
 from cfedavg.stack.rules import Rules, Steady
-from cfedavg.stack.step import Sgd, Stack, Step
+from cfedavg.stack.step import Stack, Step
 from cfedavg.stack.timetable import Timetable, Turn, rounded_up
 
 __all__ = [
-    "Pool", "Recorder", "Rules", "Sgd", "Stack", "Steady", "Step", "Timetable", "Turn", "rounded_up", "whole",
+    "Pool", "Recorder", "Rules", "Stack", "Steady", "Step", "Timetable", "Turn", "rounded_up", "whole",
 ]  # fmt: skip

@@ -79,13 +79,12 @@ class Recorder:
 
     def _list(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Any:
         """The operators of the step, for tensors of these shapes; the step itself if it cannot be listed."""
-        sizes = [len(group) for group in (stack.parameters, stack.momenta, stack.buffers)]
+        mine, structure = tree_flatten(stack.tree)
         whole, partial = kind[:2]
 
         def flat(*tensors: Tensor) -> None:
-            rest = list(tensors)
-            parameters, momenta, buffers = ([rest.pop(0) for _ in range(size)] for size in sizes)
-            again = Stack(parameters, momenta, buffers, rest.pop(0))
+            again = Stack(*tree_unflatten(tensors[: len(mine)], structure))
+            rest = list(tensors[len(mine) :])
             batch = tree_unflatten([rest.pop(0) for _ in range(leaves)], tree)
             valid = None if whole else rest.pop(0)
             active = None if partial else rest.pop(0)

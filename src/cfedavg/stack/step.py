@@ -1,4 +1,4 @@
-"""One SGD step of many clients at once, for any module that torch.func can handle.
+"""One local step of many clients at once, for any module that torch.func can handle.
 
 The step of one client is written once, as a function of its parameters, buffers and batch; `vmap` makes it
 a step of n clients, each with its own weights, and `make_fx` writes down the operators that this comes to.
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from cfedavg.optimise.local import LocalOptimiser
 from cfedavg.stack.rules import Rules
 from cfedavg.task import Batch, Loss
 
@@ -37,27 +38,23 @@ class _Objective(nn.Module):
 
 
 @dataclass(frozen=True)
-class Sgd:
-    """The local optimiser."""
-
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-
-@dataclass(frozen=True)
 class Stack:
     """The training state of n clients: every tensor has a client in front."""
 
     parameters: list[Tensor]
-    momenta: list[Tensor]  # empty without momentum
+    state: dict[str, list[Tensor]]  # of the local optimiser, a tensor for each parameter in every list
+    start: list[Tensor]  # the parameters at the beginning of the round; empty where nobody needs them
     buffers: list[Tensor]
     losses: Tensor  # of all steps so far, added up
 
+    @property
+    def tree(self) -> Any:
+        """All tensors, as torch's pytrees have them."""
+        return self.parameters, self.state, self.start, self.buffers, self.losses
+
     def each(self, change: Callable[[Tensor], Tensor]) -> Stack:
         """The same with every tensor changed."""
-        groups = ([change(t) for t in group] for group in (self.parameters, self.momenta, self.buffers))
-        parameters, momenta, buffers = groups
-        return Stack(parameters, momenta, buffers, change(self.losses))
+        return Stack(*tree_map(change, self.tree))
 
     def part(self, n: int) -> Stack:
         """The first n clients, sharing memory."""
@@ -73,7 +70,7 @@ class Stack:
             mine[rows] = theirs
 
     def tensors(self) -> list[Tensor]:
-        return [*self.parameters, *self.momenta, *self.buffers, self.losses]
+        return tree_leaves(self.tree)
 
 
 class Step:
@@ -83,7 +80,7 @@ class Step:
         self,
         model: nn.Module,
         loss: Loss,
-        sgd: Sgd,
+        optimiser: LocalOptimiser,
         *,
         dots: str | None = None,
         autocast: bool = False,
@@ -93,8 +90,9 @@ class Step:
         self.objective = _Objective(model, loss)
         self.trainable = [name for name, p in self.objective.named_parameters() if p.requires_grad]
         self.buffers = [name for name, _ in self.objective.named_buffers()]
-        self.sgd, self.dots, self.autocast = sgd, dots, autocast
-        self.used = [name.removeprefix("model.") not in unused for name in self.trainable]
+        self.optimiser, self.dots, self.autocast = optimiser, dots, autocast
+        names = [name.removeprefix("model.") for name in self.trainable]
+        self.used = [i for i, name in enumerate(names) if name not in unused]
 
     def one(self, parameters: list[Tensor], buffers: list[Tensor], batch: Batch, valid: Tensor | None) -> Any:
         """The loss of one client, and its buffers after the step."""
@@ -130,16 +128,22 @@ class Step:
             stack.losses.add_(losses if active is None else torch.where(active, losses, 0.0))
 
     def _descend(self, stack: Stack, grads: Sequence[Tensor], active: Tensor | None, eta: Tensor) -> None:
-        """torch.optim.SGD, client by client."""
-        for i, (p, g) in enumerate(zip(stack.parameters, grads, strict=True)):
-            if not self.used[i]:
-                continue
-            if self.sgd.weight_decay:
-                g = g + self.sgd.weight_decay * p
-            if self.sgd.momentum:
-                g = self.sgd.momentum * stack.momenta[i] + g
-                stack.momenta[i].copy_(_chosen(active, g, stack.momenta[i]))
-            p.copy_(_chosen(active, p - eta * g, p))
+        """The optimiser's step of each client, mapped over all of them."""
+
+        def one(params: Any, grads: Any, state: Any, start: Any) -> Any:
+            return self.optimiser.step(params, grads, state, eta, start)
+
+        params, used_grads = self._used(stack.parameters), self._used(grads)
+        state = {name: self._used(each) for name, each in stack.state.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as above
+            made = vmap(one)(params, used_grads, state, self._used(stack.start))
+        for old, new in zip(tree_leaves((params, state)), tree_leaves(made), strict=True):
+            old.copy_(_chosen(active, new, old))
+
+    def _used(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """Of tensors by parameter, those of the parameters that the loss uses."""
+        return [each[i] for i in self.used] if each else []
 
 
 def _detached(leaf: Any) -> Any:

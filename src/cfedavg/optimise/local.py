@@ -1,0 +1,235 @@
+"""Local optimisers: line 7 of Algorithm 1, p - eta_L * g, and other steps in its place.
+
+A step is a pure function of one client's tensors. The sequential and reference engines and the Flower app
+call it; the batched engine maps it over many clients by `torch.func.vmap`. The state is a table of lists,
+with a tensor for each parameter in every list; it lasts for the steps of one round.
+
+    sgd(momentum=0.9)      clip(1.0) >> adamw(0.1)      prox(0.01) >> sgd
+
+`clip` and `prox` change gradients; they stand before an optimiser, and any number of them may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cfedavg.errors import InputError
+from cfedavg.optimise.server import check_share
+from cfedavg.parts import Part, Registry
+
+Tensors = Sequence[Tensor]
+State = Mapping[str, list[Tensor]]
+Rate = float | Tensor  # a tensor where the step is recorded, to be played with other rates
+LONGEST = 8  # pieces of a chain
+
+
+class LocalPart(Part):
+    """An optimiser, or a change of gradients before one."""
+
+    needs_start: ClassVar[bool] = False
+
+
+class GradientChange(LocalPart):
+    """Changes gradients before an optimiser sees them. A new one needs `change`."""
+
+    def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
+        """Return other gradients; `start` are the parameters at the beginning of the round."""
+        raise NotImplementedError
+
+    def __rshift__(self, following: LocalOptimiser) -> LocalOptimiser:
+        changes, optimiser = unchained(following)
+        return Chain((self, *changes), optimiser)
+
+
+class LocalOptimiser(LocalPart):
+    """Makes a client's next parameters. A new one needs `step`, and `init` if it has a state."""
+
+    def init(self, params: Tensors) -> State:
+        """Return the state before the first step of a round: lists with a tensor for each parameter."""
+        return {}
+
+    def step(
+        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
+    ) -> tuple[list[Tensor], State]:
+        """Return the next parameters and state; inputs stay as they are."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Chain(LocalOptimiser):
+    """Changes of gradients, in order, before an optimiser."""
+
+    changes: tuple[GradientChange, ...]
+    optimiser: LocalOptimiser
+
+    def __str__(self) -> str:
+        return " >> ".join(map(str, (*self.changes, self.optimiser)))
+
+    @property
+    def needs_start(self) -> bool:  # type: ignore[override]
+        return any(each.needs_start for each in (*self.changes, self.optimiser))
+
+    def init(self, params: Tensors) -> State:
+        return self.optimiser.init(params)
+
+    def step(
+        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
+    ) -> tuple[list[Tensor], State]:
+        for each in self.changes:
+            grads = each.change(grads, params, start)
+        return self.optimiser.step(params, grads, state, rate, start)
+
+
+def unchained(optimiser: LocalOptimiser) -> tuple[tuple[GradientChange, ...], LocalOptimiser]:
+    """Return the changes before an optimiser, and the optimiser."""
+    return (optimiser.changes, optimiser.optimiser) if isinstance(optimiser, Chain) else ((), optimiser)
+
+
+@dataclass(frozen=True)
+class SGD(LocalOptimiser):
+    """p - eta_L * g, the paper's step; momentum, Nesterov's too, and weight decay are those of torch."""
+
+    name: ClassVar[str] = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        check_share("momentum", self.momentum)
+        check_at_least_0("weight_decay", self.weight_decay)
+        if not isinstance(self.nesterov, bool):
+            raise InputError(f"nesterov must be true or false, got {self.nesterov!r}")
+        if self.nesterov and not self.momentum:
+            raise InputError("nesterov needs a momentum above 0")
+
+    def init(self, params: Tensors) -> State:
+        return {"momentum": [torch.zeros_like(p) for p in params]} if self.momentum else {}
+
+    def step(
+        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
+    ) -> tuple[list[Tensor], State]:
+        if self.weight_decay:
+            grads = [torch.add(g, p, alpha=self.weight_decay) for p, g in zip(params, grads, strict=True)]
+        if self.momentum:
+            pairs = zip(state["momentum"], grads, strict=True)
+            state = {"momentum": [v * self.momentum + g for v, g in pairs]}
+            grads = self._ahead(grads, state["momentum"]) if self.nesterov else state["momentum"]
+        return [descend(p, g, rate) for p, g in zip(params, grads, strict=True)], state
+
+    def _ahead(self, grads: Tensors, momenta: Tensors) -> list[Tensor]:
+        return [torch.add(g, v, alpha=self.momentum) for g, v in zip(grads, momenta, strict=True)]
+
+
+@dataclass(frozen=True)
+class AdamW(LocalOptimiser):
+    """Adam with decoupled weight decay, as torch has it; its moments begin anew in every round."""
+
+    name: ClassVar[str] = "adamw"
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_at_least_0("weight_decay", self.weight_decay)
+        check_share("beta1", self.beta1)
+        check_share("beta2", self.beta2)
+        check_at_least_0("eps", self.eps)
+
+    def init(self, params: Tensors) -> State:
+        zeros = [torch.zeros_like(p) for p in params]
+        # A count for each parameter, as some may get no gradient; it is a tensor, to differ between clients.
+        return {"count": [p.new_zeros(()) for p in params], "m": zeros, "v": list(zeros)}
+
+    def step(
+        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
+    ) -> tuple[list[Tensor], State]:
+        made = [
+            self._one(*each, rate)
+            for each in zip(params, grads, state["count"], state["m"], state["v"], strict=True)
+        ]
+        following, counts, m, v = (list(each) for each in zip(*made, strict=True))
+        return following, {"count": counts, "m": m, "v": v}
+
+    def _one(
+        self, p: Tensor, g: Tensor, count: Tensor, m: Tensor, v: Tensor, rate: Rate
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count = count + 1
+        m = self.beta1 * m + (1 - self.beta1) * g
+        v = self.beta2 * v + (1 - self.beta2) * g * g
+        length = (v / (1 - self.beta2**count)).sqrt() + self.eps
+        shrunk = p - rate * self.weight_decay * p
+        return shrunk - rate * (m / (1 - self.beta1**count)) / length, count, m, v
+
+
+@dataclass(frozen=True)
+class Clip(GradientChange):
+    """Shortens a client's gradient to the norm c where it is longer; the norm is over all parameters."""
+
+    name: ClassVar[str] = "clip"
+    c: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.c, bool) or not (isinstance(self.c, int | float) and 0 < self.c < math.inf):
+            raise InputError(f"c must be a finite number above 0, got {self.c!r}")
+
+    def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        share = (self.c / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
+        return [g * share for g in grads]
+
+
+@dataclass(frozen=True)
+class Prox(GradientChange):
+    """Adds mu (p - start): FedProx, which pulls a client back to the model that it started from."""
+
+    name: ClassVar[str] = "prox"
+    needs_start: ClassVar[bool] = True
+    mu: float
+
+    def __post_init__(self) -> None:
+        check_at_least_0("mu", self.mu)
+
+    def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
+        triples = zip(grads, params, start, strict=True)
+        return [torch.add(g, p - s, alpha=self.mu) for g, p, s in triples]
+
+
+def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:
+    """p - rate * direction; with a number for a rate in one rounding, as torch.optim has it."""
+    if isinstance(rate, Tensor):
+        return p - rate * direction
+    return torch.add(p, direction, alpha=-rate)
+
+
+def check_at_least_0(name: str, value: object) -> None:
+    """Refuse what is not a finite number of 0 or more."""
+    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 <= value < math.inf):
+        raise InputError(f"{name} must be a finite number of 0 or more, got {value!r}")
+
+
+LOCAL_OPTIMISERS: Registry[LocalPart] = Registry(
+    "local_optimiser", LocalPart, {each.name: each for each in (SGD, AdamW, Clip, Prox)}
+)
+
+
+def parse_local_optimiser(
+    text: str, *, trust: bool = True, own: Collection[type[LocalPart]] = ()
+) -> LocalOptimiser:
+    """Return the local optimiser that a text names: `sgd`, `clip(1.0) >> adamw(0.1)`, `my.module:Mine`.
+
+    >>> str(parse_local_optimiser("prox(0.01)>>sgd(momentum=0.9)"))
+    'prox(0.01) >> sgd(momentum=0.9)'
+    """
+    *changes, last = LOCAL_OPTIMISERS.parse_chain(text, longest=LONGEST, trust=trust, own=own)
+    if not isinstance(last, LocalOptimiser):
+        raise InputError(f"local_optimiser: {text!r} must end with an optimiser, as in {last} >> sgd")
+    if strange := [each for each in changes if not isinstance(each, GradientChange)]:
+        raise InputError(f"local_optimiser: {text!r} must have its one optimiser, {strange[0]}, at the end")
+    return Chain(tuple(changes), last) if changes else last  # type: ignore[arg-type]
