@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ from cfedavg.federation.store import Served
 from cfedavg.flower.averaging import Round
 from cfedavg.flower.books import whole_of
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Node, Numbers, online, sampled, wait_for
+from cfedavg.flower.nodes import Node, Numbers, online, wait_for
+from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import Order, flat, ordered, packed
 
 if TYPE_CHECKING:
@@ -32,20 +32,18 @@ class Asking:
         form: Form,
         federation: str,
         numbers: Numbers,
-        timeout: float,
+        policy: RoundPolicy,
     ) -> None:
         self.options, self.grid, self.form = options, grid, form
-        self.federation, self.numbers, self.timeout = federation, numbers, timeout
+        self.federation, self.numbers, self.policy = federation, numbers, policy
 
     def own(self, now: Round, train_config: ConfigRecord) -> list[Message]:
         """To as many nodes as are needed, and some more; the model is not packed yet."""
-        options, t = self.options, now.server_round - 1
-        nodes = wait_for(self.grid, self.numbers, options.min_nodes or 2, self.timeout)
-        now.needed = max(1, round(options.config.participation * len(nodes)))
-        count = min(len(nodes), math.ceil(now.needed * (1 + options.over_selection)))
+        nodes = wait_for(self.grid, self.numbers, self.policy)
+        now.needed = self.policy.count_needed(len(nodes))
         config = ConfigRecord({**train_config, "server-round": now.server_round})
         content = RecordDict({"arrays": now.arrays, "config": config})
-        chosen = sampled(nodes, count, options.config.seed, t)
+        chosen = self.policy.choose(nodes, self.options.config.seed, now.server_round - 1)
         return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
 
     def packed(self, now: Round, messages: Iterable[Message], served: Served) -> list[Message]:
@@ -65,7 +63,7 @@ class Asking:
                 dst_node_id=node.id,
                 message_type=message.metadata.message_type,
                 group_id=str(now.server_round),
-                ttl=self.timeout,
+                ttl=self.policy.deadline,
             )
             made.append(now.requests[node.id])
         return made

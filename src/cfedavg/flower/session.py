@@ -24,6 +24,7 @@ from cfedavg.flower.averaging import Alone, Claims, Round, Through
 from cfedavg.flower.books import Books, whole_of, with_facts, with_whole
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, Numbers, exchange, online
+from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import CAUSES, MODS, REFUSED, size_of
 from cfedavg.flower.rows import Note, Outcome, Residuals, columns_of, node_rows, note_of, round_row
 from cfedavg.flower.taking import (
@@ -54,17 +55,17 @@ class Session:
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None
 
     def __init__(
-        self, options: CFedAvg, grid: Grid, form: Form, books: Books, served: Served, timeout: float
+        self, options: CFedAvg, grid: Grid, form: Form, books: Books, served: Served, policy: RoundPolicy
     ) -> None:
         self.options, self.grid, self.form, self.books = options, grid, form, books
-        self.served, self.timeout, self.result = served, timeout, Result()
+        self.served, self.policy, self.result = served, policy, Result()
         by_samples = options.config.weighting == "samples"
         self.door = Door(form, options.compressor, options.max_norm, by_samples)
         notes = {who: note_of(known) for who, known in served.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, served.facts["numbers"])
         self.residuals = Residuals(note.residual2 for note in notes.values())
         self.ahead, self.in_step = set[str](), set[str]()  # nodes, by whether they know later rounds
-        self.asking = Asking(options, grid, form, books.federation, self.numbers, timeout)
+        self.asking = Asking(options, grid, form, books.federation, self.numbers, policy)
         self.averaging = self._averaging()
         if options.inner:
             self._at_first = memory.attributes(options.inner)
@@ -100,8 +101,8 @@ class Session:
         now = Round(t + 1, self._arrays(), time.monotonic(), max_norm=self._max_norm(), before=self._before())
         self._collect(now, self._messages(now))
         self._check_age(now)
-        if len(now.taken) < self.options.quorum * now.needed:
-            now.is_void(f"{len(now.taken)} of {now.needed} replies: less than the quorum")
+        if not self.policy.has_quorum(len(now.taken), now.needed):
+            now.is_void(self.policy.explain_void(len(now.taken), now.needed))
         self._aggregate(now)
         tested = self._evaluated(now.server_round, self._arrays()) | self._asked_clients(now)
         residuals = self.residuals.columns(max(1, len(self.numbers)))
@@ -148,7 +149,7 @@ class Session:
         """Takes what comes before the deadline, until there is enough."""
         asked = {node.identity for node in now.nodes.values()}
         door = replace(self.door, max_norm=now.max_norm, most_whole=self._most_whole())
-        for node_id, reply in exchange(self.grid, messages, self.timeout):
+        for node_id, reply in exchange(self.grid, messages, self.policy.deadline):
             node = now.nodes[node_id]
             facts = time.monotonic() - now.began, size_of(reply)
             try:
@@ -162,7 +163,7 @@ class Session:
                 if node.identity not in now.taken:  # else it was asked twice, and has replied
                     now.outcomes[node.identity] = Outcome(rejected.cause, why, *facts)
                 log(WARNING, "%s: %s (%s)", node.name, rejected.cause, why)
-            if len(now.taken) >= now.needed:
+            if self.policy.has_enough(len(now.taken), now.needed):
                 break
         self._note_missing(now)
         self._leave_out_too_large(now)
@@ -172,12 +173,11 @@ class Session:
     def _note_missing(self, now: Round) -> None:
         """Those of whom nothing has come."""
         now.online = {node.identity for node in online(self.grid, self.numbers)}
-        enough = len(now.taken) >= now.needed
-        late = "it was not waited for" if enough else f"no reply within {self.timeout:g} s"
+        enough = self.policy.has_enough(len(now.taken), now.needed)
         for node in now.nodes.values():
             here = node.identity in now.online
-            missing = Outcome("late", late, None, 0) if here else Outcome("lost", "it is offline", None, 0)
-            now.outcomes.setdefault(node.identity, missing)
+            missing = self.policy.classify_missing(is_online=here, has_enough=enough)
+            now.outcomes.setdefault(node.identity, Outcome(*missing, None, 0))
 
     def _leave_out_too_large(self, now: Round) -> None:
         """While nothing is known of earlier updates, those of the round are held against each other."""
@@ -265,7 +265,7 @@ class Session:
         wanted = inner.configure_evaluate(now.server_round, asked.arrays, self.evaluate_config, self.grid)
         messages = self.asking.packed(asked, wanted, self.served)
         now.down_bytes += asked.down_bytes
-        replies = list(exchange(self.grid, messages, self.timeout)) if messages else []
+        replies = list(exchange(self.grid, messages, self.policy.deadline)) if messages else []
         alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies], asked)
         try:
             found = inner.aggregate_evaluate(now.server_round, alike)

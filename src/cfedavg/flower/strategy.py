@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,14 +25,14 @@ from cfedavg.flower.averaging import Rate
 from cfedavg.flower.books import Books
 from cfedavg.flower.form import STATISTICS, Form
 from cfedavg.flower.inner import name_of
+from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.session import Session
+
+_SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
 # Of what Config does not look at: the kind, the least and the most that it may be, in words as well.
 _ABOVE_0 = math.ulp(0.0)
 _BOUNDS: dict[str, tuple[Any, float, float, str]] = {
-    "over_selection": (Real, 0.0, 1000.0, "a number from 0 to 1000"),
-    "min_nodes": (Integral, 1.0, 2.0**63, "a whole number of 1 or more"),
-    "quorum": (Real, 0.0, 1.0, "a number from 0 to 1"),
     "max_norm": (Real, _ABOVE_0, math.inf, "a number above 0, which may be infinite"),
     "eta": (Real, _ABOVE_0, 1e300, "a number above 0, or a function of the round"),
 }
@@ -48,12 +48,11 @@ class CFedAvg(Strategy):
     `compressor`, `error_feedback`, `update`, `seed`: as in a simulation. The clients are told, so the mod
     needs no options. `whole`: patterns of the names of arrays that are not compressed.
 
-    `participation`: the share of the nodes that a round needs; `over_selection`: how many more are asked
-    (0.2: a fifth), of whom the last are not waited for. `min_nodes`: with fewer online no round starts
-    (2; a strategy within has its own).
-    `quorum`: the share of the needed replies without which a round changes nothing; its updates are not
-    lost, but sent again. `max_norm`: no client sends a payload of a larger norm; the rest waits. By default
-    that is 100 times the median norm of the last 100 payloads in the model; math.inf is no bound.
+    `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. With a
+    strategy within, which samples itself, only its quorum and deadline have an effect.
+
+    `max_norm`: no client sends a payload of a larger norm; the rest waits. By default that is 100 times the
+    median norm of the last 100 payloads in the model; math.inf is no bound.
 
     `out`: the folder of metrics and state; `resume`: go on with what is in it; `from_backup`: what is in it
     is an older copy, and the clients have seen later rounds.
@@ -68,10 +67,7 @@ class CFedAvg(Strategy):
         update: str = "sum",
         eta: Rate | None = None,
         weighting: str = "uniform",
-        participation: float = 1.0,
-        over_selection: float = 0.0,
-        min_nodes: int | None = None,
-        quorum: float = 0.5,
+        policy: RoundPolicy | None = None,
         max_norm: float | None = None,
         whole: Sequence[str] = STATISTICS,
         seed: int = 0,
@@ -80,8 +76,8 @@ class CFedAvg(Strategy):
         from_backup: bool = False,
         config: Config | None = None,
     ) -> None:
-        self.inner, self.eta, self.min_nodes = inner, eta, min_nodes
-        self.over_selection, self.quorum, self.max_norm = over_selection, quorum, max_norm
+        self.inner, self.eta, self.max_norm = inner, eta, max_norm
+        self.policy = RoundPolicy() if policy is None else policy
         self.whole, self.resume, self.from_backup = whole, resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         self._check(out is not None)
@@ -91,7 +87,7 @@ class CFedAvg(Strategy):
             "error_feedback": error_feedback,
             "update": update,
             "weighting": weighting,
-            "participation": participation,
+            "participation": float(self.policy.participation),
             "seed": seed,
         }
         self.config = self._configured(config, given)
@@ -101,6 +97,8 @@ class CFedAvg(Strategy):
         """What Config does not look at."""
         if self.inner is not None and not isinstance(self.inner, Strategy):
             raise InputError(f"inner is {self.inner!r}: it must be a strategy of Flower's, such as FedAvg()")
+        if not isinstance(self.policy, RoundPolicy):
+            raise InputError(f"`policy` must be a RoundPolicy, got {self.policy!r}.")
         for name in ("resume", "from_backup"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}: it must be true or false")
@@ -110,9 +108,7 @@ class CFedAvg(Strategy):
             raise InputError("from_backup is for a federation that goes on: it needs resume as well")
         for name, (kind, low, high, words) in _BOUNDS.items():
             value: Any = getattr(self, name)
-            if (name in ("max_norm", "eta", "min_nodes") and value is None) or (
-                name == "eta" and callable(value)
-            ):
+            if value is None or (name == "eta" and callable(value)):
                 continue
             if not isinstance(value, kind) or not low <= value <= high:
                 raise InputError(f"{name} is {value!r}: it must be {words}")
@@ -140,10 +136,10 @@ class CFedAvg(Strategy):
             return
         if self.eta is not None or self.config.weighting != "uniform":
             raise InputError("eta and weighting are for CFedAvg alone: around a strategy, that one averages")
-        if self.config.participation != 1 or self.over_selection or self.min_nodes is not None:
+        if any(getattr(self.policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING):
             raise InputError(
-                "participation, over_selection and min_nodes are for CFedAvg alone: "
-                "around a strategy, that one samples"
+                "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg "
+                "wraps a strategy, which samples itself. Remove them."
             )
         if self.config.update != "sum":
             raise InputError("update is 'mean': around a strategy, which gets whole models, it must be 'sum'")
@@ -165,8 +161,7 @@ class CFedAvg(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """All rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
-        if not isinstance(timeout, Real) or not timeout > 0:
-            raise InputError(f"timeout is {timeout!r}: it must be a number of seconds above 0")
+        policy = self.policy.with_deadline(timeout)
         self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         _check_finite(arrays)
@@ -176,10 +171,10 @@ class CFedAvg(Strategy):
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"num_rounds is {num_rounds!r}: it must be a whole number of 1 or more")
         config = self.config.replace(rounds=num_rounds)
-        books = Books(self.out, config, form, self._stays, self._also(timeout))
+        books = Books(self.out, config, form, self._stays, self._also(policy))
         with books.kept():
             served = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
-            session = Session(self, grid, form, books, served, timeout)
+            session = Session(self, grid, form, books, served, policy)
             session.train_config = train_config or ConfigRecord()
             session.evaluate_config = evaluate_config or ConfigRecord()
             session.evaluate_fn = evaluate_fn
@@ -197,15 +192,15 @@ class CFedAvg(Strategy):
             "seed": config.seed,
         }
 
-    def _also(self, timeout: float) -> dict[str, Any]:
-        """What config.toml has no fields for."""
-        names = (
-            ["quorum", "max_norm"] if self.inner else ["over_selection", "min_nodes", "quorum", "max_norm"]
-        )
-        found = {name: getattr(self, name) for name in names}
+    def _also(self, policy: RoundPolicy) -> dict[str, Any]:
+        """Return the options that config.toml has no fields for."""
+        names = ["quorum"] if self.inner else ["over_selection", "min_nodes", "quorum"]
+        found: dict[str, Any] = {name: getattr(policy, name) for name in names}
+        if type(policy) is not RoundPolicy:
+            found["policy"] = type(policy).__name__
         if callable(self.eta):
             found["eta"] = "a function of the round"
-        return {**found, "timeout": timeout, "whole": [*self.whole]}
+        return {**found, "max_norm": self.max_norm, "timeout": policy.deadline, "whole": [*self.whole]}
 
     # A round is only right if its books are kept, so that the rounds of another's `start` will not do.
 
