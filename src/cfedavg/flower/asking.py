@@ -10,13 +10,12 @@ from flwr.serverapp import Grid
 
 from cfedavg.errors import InputError
 from cfedavg.federation.protocol import request_of
-from cfedavg.federation.store import Served
 from cfedavg.flower.averaging import Round
-from cfedavg.flower.books import whole_of
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, Numbers, online, wait_for
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import Order, flat, ordered, packed
+from cfedavg.flower.state import FederationState
 
 if TYPE_CHECKING:
     from cfedavg.flower.strategy import CFedAvg
@@ -46,17 +45,17 @@ class Asking:
         chosen = self.policy.choose(nodes, self.options.config.seed, now.server_round - 1)
         return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
 
-    def packed(self, now: Round, messages: Iterable[Message], served: Served) -> list[Message]:
+    def packed(self, now: Round, messages: Iterable[Message], state: FederationState) -> list[Message]:
         """Those to nodes that are there, with the model packed, an order, and the round's time to live."""
         known = {node.id: node for node in online(self.grid, self.numbers)}
-        model = packed(served.server.x.numpy(), whole_of(served))
+        model = packed(state.server.x.numpy(), state.whole)
         size, made = sum(len(array.data) for array in model.values()), []
         for message in messages:
             node = known.get(message.metadata.dst_node_id)
             if node is None:
                 continue
             now.nodes[node.id] = node
-            order = self._order(node, _name_of_model(message, now.arrays), served, now.max_norm)
+            order = self._order(node, _name_of_model(message, now.arrays), state, now.max_norm)
             now.down_bytes += size + order.size
             now.requests[node.id] = Message(
                 ordered(message.content, model, order),
@@ -68,8 +67,8 @@ class Asking:
             made.append(now.requests[node.id])
         return made
 
-    def _order(self, node: Node, arrays: str, served: Served, max_norm: float) -> Order:
-        config, request = self.options.config, request_of(served.server, node.identity)
+    def _order(self, node: Node, arrays: str, state: FederationState, max_norm: float) -> Order:
+        config, request = self.options.config, request_of(state.server, node.identity)
         return Order(
             federation=self.federation,
             client=node.identity,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import WARNING
 
@@ -20,27 +20,13 @@ from cfedavg.errors import InputError, first_line
 from cfedavg.flower import inner as memory
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node
-from cfedavg.flower.norms import capped
+from cfedavg.flower.norms import Claims
 from cfedavg.flower.rows import Outcome
 from cfedavg.flower.taking import Taken, with_samples
 
 Rate = float | Callable[[int], float]
 Model = tuple[Tensor, bytes]  # x, and what travels whole
 _NOT_FINITE = "the model made from the replies is NaN or infinite: lower the rate, or set max_norm"
-
-
-@dataclass(frozen=True)
-class Claims:
-    """What clients say of their work: local steps, and examples they have."""
-
-    steps: list[float] = field(default_factory=list)
-    samples: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, taken: Sequence[Taken], before: Claims) -> Claims:
-        """Return the claims of these replies, capped; 0 for what a client does not say."""
-        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
-        return cls(capped(steps, before.steps), capped(samples, before.samples))
 
 
 @dataclass
@@ -68,7 +54,9 @@ class Round:
     @property
     def claims(self) -> Claims:
         """Of the replies in order, none too large: no client makes itself the model of all."""
-        return Claims.of(self.in_order, self.before)
+        taken = self.in_order
+        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
+        return Claims(steps, samples).cap(self.before)
 
     def is_void(self, why: str) -> None:
         """Nothing of it goes into the model; of those who replied it is said why."""

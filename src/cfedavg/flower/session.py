@@ -16,17 +16,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from cfedavg.errors import InputError, first_line
-from cfedavg.federation.store import Served
 from cfedavg.flower import inner as memory
 from cfedavg.flower import norms
 from cfedavg.flower.asking import Asking
-from cfedavg.flower.averaging import Alone, Claims, Round, Through
-from cfedavg.flower.books import Books, whole_of, with_facts, with_whole
+from cfedavg.flower.averaging import Alone, Round, Through
+from cfedavg.flower.books import Books
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, Numbers, exchange, online
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import CAUSES, MODS, REFUSED, size_of
-from cfedavg.flower.rows import Note, Outcome, Residuals, columns_of, node_rows, note_of, round_row
+from cfedavg.flower.rows import Outcome, Residuals, columns_of, node_rows, round_row
+from cfedavg.flower.state import FederationState, Note, note_of
 from cfedavg.flower.taking import (
     FAILED,
     TOO_LARGE,
@@ -41,8 +41,6 @@ from cfedavg.flower.taking import (
 from cfedavg.metrics import Record
 from cfedavg.wire import WireError
 
-INNER = "inner/"  # before the names of what a wrapped strategy remembers
-
 if TYPE_CHECKING:
     from cfedavg.flower.strategy import CFedAvg
 
@@ -55,22 +53,28 @@ class Session:
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None
 
     def __init__(
-        self, options: CFedAvg, grid: Grid, form: Form, books: Books, served: Served, policy: RoundPolicy
+        self,
+        options: CFedAvg,
+        grid: Grid,
+        form: Form,
+        books: Books,
+        state: FederationState,
+        policy: RoundPolicy,
     ) -> None:
         self.options, self.grid, self.form, self.books = options, grid, form, books
-        self.served, self.policy, self.result = served, policy, Result()
+        self.state, self.policy, self.result = state, policy, Result()
         by_samples = options.config.weighting == "samples"
         self.door = Door(form, options.compressor, options.max_norm, by_samples)
-        notes = {who: note_of(known) for who, known in served.clients.items()}
-        self.numbers = Numbers({who: note.number for who, note in notes.items()}, served.facts["numbers"])
+        notes = {who: note_of(known) for who, known in state.clients.items()}
+        self.numbers = Numbers({who: note.number for who, note in notes.items()}, state.lent)
         self.residuals = Residuals(note.residual2 for note in notes.values())
         self.ahead, self.in_step = set[str](), set[str]()  # nodes, by whether they know later rounds
         self.asking = Asking(options, grid, form, books.federation, self.numbers, policy)
         self.averaging = self._averaging()
         if options.inner:
             self._at_first = memory.attributes(options.inner)
-            own = {name[len(INNER) :]: each for name, each in served.extra.items() if name.startswith(INNER)}
-            memory.remind(options.inner, own, served.facts.get("inner", {}))
+            if state.inner is not None:
+                memory.remind(options.inner, state.inner)
 
     def _averaging(self) -> Alone | Through:
         options, config = self.options, self.options.config
@@ -79,26 +83,28 @@ class Session:
         return Alone(self.form, options.eta, config.update == "mean", config.weighting == "samples")
 
     def run(self, num_rounds: int) -> Result:
-        t = self.served.server.t
+        t = self.state.server.t
         if t:
             log(INFO, "resuming after round %d of %d", t, num_rounds)
         else:
             self._evaluated(0, self._arrays())
-        while self.served.server.t < num_rounds:
+        while self.state.server.t < num_rounds:
             self._round()
-            log(INFO, "round %d/%d: %s", self.served.server.t, num_rounds, _in_words(self.books.rows[-1]))
-        self.books.close(self.served)
+            log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, _in_words(self.books.rows[-1]))
+        self.books.close(self.state)
         self.result.arrays = self._arrays()
         return self.result
 
     def _arrays(self) -> ArrayRecord:
         """The model as the app knows it."""
-        arrays = self.form.join(self.served.server.x.numpy(), whole_of(self.served))
+        arrays = self.form.join(self.state.server.x.numpy(), self.state.whole)
         return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
 
     def _round(self) -> None:
-        t = self.served.server.t
-        now = Round(t + 1, self._arrays(), time.monotonic(), max_norm=self._max_norm(), before=self._before())
+        t = self.state.server.t
+        now = Round(
+            t + 1, self._arrays(), time.monotonic(), max_norm=self._max_norm(), before=self.state.claims
+        )
         self._collect(now, self._messages(now))
         self._check_age(now)
         if not self.policy.has_quorum(len(now.taken), now.needed):
@@ -108,24 +114,20 @@ class Session:
         residuals = self.residuals.columns(max(1, len(self.numbers)))
         row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, residuals)
         row |= {"downlink_bytes": now.down_bytes, **tested, "seconds": time.monotonic() - now.began}
-        nodes = node_rows(t, now.nodes.values(), now.outcomes, now.taken, self.served)
-        served = with_facts(self.served, numbers=dict(self.numbers.lent))
-        self.served = self.books.end_round(served, row, nodes)
+        nodes = node_rows(t, now.nodes.values(), now.outcomes, now.taken, self.state)
+        state = replace(self.state, lent=dict(self.numbers.lent))
+        self.state = self.books.end_round(state, row, nodes)
 
     def _max_norm(self) -> float:
         """It is known before anyone is asked, and from what is durable: a restart finds the same."""
         given = self.options.max_norm
-        return norms.bound(self.served.facts["norms"]) if given is None else given
+        return norms.bound(self.state.norms) if given is None else given
 
     def _most_whole(self) -> float:
         """Return how large a number that travels whole may be; a whole number of the model may come back."""
         if self.options.max_norm == math.inf:
             return math.inf
-        return max(norms.LARGEST, self.form.largest(whole_of(self.served), "iu"))
-
-    def _before(self) -> Claims:
-        """What clients said of their work in the last rounds."""
-        return Claims(self.served.facts["steps"], self.served.facts["samples"])
+        return max(norms.LARGEST, self.form.largest(self.state.whole, "iu"))
 
     # Asking
 
@@ -136,11 +138,11 @@ class Session:
             wanted: Iterable[Message] = self.asking.own(now, self.train_config)
         else:
             wanted = inner.configure_train(now.server_round, now.arrays, self.train_config, grid)
-        messages = self.asking.packed(now, wanted, self.served)
+        messages = self.asking.packed(now, wanted, self.state)
         now.needed = now.needed or len(now.nodes)  # a strategy may ask one twice
-        if self.numbers.lent != self.served.facts["numbers"]:  # an answer goes by its number
-            self.served = with_facts(self.served, numbers=dict(self.numbers.lent))
-            self.books.meet(self.served)
+        if self.numbers.lent != self.state.lent:  # an answer goes by its number
+            self.state = replace(self.state, lent=dict(self.numbers.lent))
+            self.books.meet(self.state)
         return messages
 
     # Taking
@@ -153,12 +155,12 @@ class Session:
             node = now.nodes[node_id]
             facts = time.monotonic() - now.began, size_of(reply)
             try:
-                taken = door.take(reply, node, self.served.server, asked, now.taken)
+                taken = door.take(reply, node, self.state.server, asked, now.taken)
                 now.taken[node.identity] = taken
                 now.outcomes[node.identity] = Outcome("replied", "", *facts)
             except Rejected as rejected:
                 why = str(rejected)
-                if rejected.cause == FAILED and node.identity not in self.served.clients:
+                if rejected.cause == FAILED and node.identity not in self.state.clients:
                     why += f"; has its client app {MODS}?"
                 if node.identity not in now.taken:  # else it was asked twice, and has replied
                     now.outcomes[node.identity] = Outcome(rejected.cause, why, *facts)
@@ -181,7 +183,7 @@ class Session:
 
     def _leave_out_too_large(self, now: Round) -> None:
         """While nothing is known of earlier updates, those of the round are held against each other."""
-        if self.options.max_norm is not None or len(self.served.facts["norms"]) >= norms.ENOUGH:
+        if self.options.max_norm is not None or len(self.state.norms) >= norms.ENOUGH:
             return
         most = norms.bound([each.norm for each in now.taken.values() if each.norm > 0])
         for who, each in list(now.taken.items()):
@@ -207,7 +209,7 @@ class Session:
         self.in_step |= {who for who, what in said.items() if what == "replied"}
         refused = {who for who, what in said.items() if what == CAUSES[REFUSED]}
         self.ahead = (refused | self.ahead & now.online) - self.in_step
-        known = {who for who in self.ahead | self.in_step if who in self.served.clients}
+        known = {who for who in self.ahead | self.in_step if who in self.state.clients}
         groups = [known] if known & self.in_step else [known, self.ahead | self.in_step]
         least = min(2, len(self.numbers))
         if any(len(group & self.ahead) >= max(least, len(group & self.in_step) + 1) for group in groups):
@@ -220,27 +222,25 @@ class Session:
 
     def _aggregate(self, now: Round) -> None:
         """The state after the round; it becomes durable with the round's rows."""
-        x, whole = self.served.server.x, whole_of(self.served)
+        x, whole = self.state.server.x, self.state.whole
         if now.taken:
             x, whole = self.averaging.combined(now, x, whole)
         marks = {who: taken.mark for who, taken in now.taken.items()}
-        served = with_whole(self.served.ended(marks, x, self._notes(now)), whole)
-        new = norms.remembered([taken.norm for taken in now.in_order], served.facts["norms"])
-        steps = norms.remembered(now.claims.steps, now.before.steps)
-        samples = norms.remembered(now.claims.samples, now.before.samples)
-        self.served = with_facts(served, norms=new, steps=steps, samples=samples)
+        inner = self.options.inner
+        self.state = replace(
+            self.state.end_round(marks, x, self._notes(now)),
+            whole=whole,
+            norms=norms.remembered([taken.norm for taken in now.in_order], self.state.norms),
+            claims=now.claims.join(now.before),
+            inner=memory.remembered(inner, self._at_first) if inner else None,
+        )
         self.numbers.settle(now.taken, now.online)
-        if self.options.inner:
-            tensors, facts = memory.remembered(self.options.inner, self._at_first)
-            extra = {name: each for name, each in self.served.extra.items() if not name.startswith(INNER)}
-            extra |= {INNER + name: each for name, each in tensors.items()}
-            self.served = replace(with_facts(self.served, inner=facts), extra=extra)
 
     def _notes(self, now: Round) -> dict[str, Note]:
         """What is kept of those who are in the model now."""
         notes = {}
         for who, taken in now.taken.items():
-            known = self.served.clients.get(who)
+            known = self.state.clients.get(who)
             residual2 = taken.facts["noise2"] if self.options.config.error_feedback else None
             self.residuals.change(note_of(known).residual2 if known else None, residual2)
             notes[who] = Note(taken.node.number, now.server_round - 1, residual2)
@@ -263,7 +263,7 @@ class Session:
             return {}
         asked = Round(now.server_round, self._arrays(), now.began, max_norm=now.max_norm)
         wanted = inner.configure_evaluate(now.server_round, asked.arrays, self.evaluate_config, self.grid)
-        messages = self.asking.packed(asked, wanted, self.served)
+        messages = self.asking.packed(asked, wanted, self.state)
         now.down_bytes += asked.down_bytes
         replies = list(exchange(self.grid, messages, self.policy.deadline)) if messages else []
         alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies], asked)

@@ -27,6 +27,7 @@ from cfedavg.flower.form import STATISTICS, Form
 from cfedavg.flower.inner import name_of
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.session import Session
+from cfedavg.flower.state import FixedOptions
 
 _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
@@ -171,26 +172,26 @@ class CFedAvg(Strategy):
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"num_rounds is {num_rounds!r}: it must be a whole number of 1 or more")
         config = self.config.replace(rounds=num_rounds)
-        books = Books(self.out, config, form, self._stays, self._also(policy))
+        books = Books(self.out, config, form, self._fixed_options, self._also(policy))
         with books.kept():
-            served = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
-            session = Session(self, grid, form, books, served, policy)
+            state = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
+            session = Session(self, grid, form, books, state, policy)
             session.train_config = train_config or ConfigRecord()
             session.evaluate_config = evaluate_config or ConfigRecord()
             session.evaluate_fn = evaluate_fn
-            books.open(served)  # a session that refuses the state leaves everything as it was
+            books.open(state)  # a session that refuses the state leaves everything as it was
             return session.run(num_rounds)
 
     @property
-    def _stays(self) -> dict[str, Any]:
+    def _fixed_options(self) -> FixedOptions:
         config = self.config
-        return {
-            "inner": name_of(self.inner) if self.inner else None,
-            "compressor": str(self.compressor),
-            "update": config.update,
-            "error_feedback": config.error_feedback,
-            "seed": config.seed,
-        }
+        return FixedOptions(
+            inner=name_of(self.inner) if self.inner else None,
+            compressor=str(self.compressor),
+            update=config.update,
+            error_feedback=config.error_feedback,
+            seed=config.seed,
+        )
 
     def _also(self, policy: RoundPolicy) -> dict[str, Any]:
         """Return the options that config.toml has no fields for."""
