@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -16,9 +15,7 @@ from cfedavg.flower.nodes import Node, Numbers, online, wait_for
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import Order, flat, ordered, packed
 from cfedavg.flower.state import FederationState
-
-if TYPE_CHECKING:
-    from cfedavg.flower.strategy import CFedAvg
+from cfedavg.flower.uplink import Uplink
 
 
 class Asking:
@@ -26,15 +23,15 @@ class Asking:
 
     def __init__(
         self,
-        options: CFedAvg,
         grid: Grid,
         form: Form,
         federation: str,
         numbers: Numbers,
         policy: RoundPolicy,
+        uplink: Uplink,
     ) -> None:
-        self.options, self.grid, self.form = options, grid, form
-        self.federation, self.numbers, self.policy = federation, numbers, policy
+        self.grid, self.form, self.federation = grid, form, federation
+        self.numbers, self.policy, self.uplink = numbers, policy, uplink
 
     def own(self, now: Round, train_config: ConfigRecord) -> list[Message]:
         """To as many nodes as are needed, and some more; the model is not packed yet."""
@@ -42,7 +39,7 @@ class Asking:
         now.needed = self.policy.count_needed(len(nodes))
         config = ConfigRecord({**train_config, "server-round": now.server_round})
         content = RecordDict({"arrays": now.arrays, "config": config})
-        chosen = self.policy.choose(nodes, self.options.config.seed, now.server_round - 1)
+        chosen = self.policy.choose(nodes, self.uplink.seed, now.server_round - 1)
         return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
 
     def packed(self, now: Round, messages: Iterable[Message], state: FederationState) -> list[Message]:
@@ -68,7 +65,7 @@ class Asking:
         return made
 
     def _order(self, node: Node, arrays: str, state: FederationState, max_norm: float) -> Order:
-        config, request = self.options.config, request_of(state.server, node.identity)
+        uplink, request = self.uplink, request_of(state.server, node.identity)
         return Order(
             federation=self.federation,
             client=node.identity,
@@ -79,10 +76,10 @@ class Asking:
             mark=flat(request.mark),
             form=self.form.text,
             arrays=arrays,
-            compressor=str(self.options.compressor),
-            feedback=config.error_feedback,
-            update=config.update,
-            seed=config.seed,
+            compressor=str(uplink.compressor),
+            feedback=uplink.error_feedback,
+            update=uplink.update,
+            seed=uplink.seed,
             max_norm=max_norm,
         )
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import WARNING
+from typing import ClassVar
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from cfedavg.algorithm import average, server_update
@@ -45,6 +46,7 @@ class Round:
     taken: dict[str, Taken] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     online: set[str] = field(default_factory=set)  # who was there when it ended
+    train_metrics: MetricRecord | None = None  # as a strategy within aggregated them
 
     @property
     def in_order(self) -> list[Taken]:
@@ -109,7 +111,7 @@ class Through:
 
     form: Form
     inner: Strategy
-    result: Result
+    by_samples: ClassVar[bool] = False  # the strategy may weigh by them, and need not
 
     def combined(self, now: Round, x: Tensor, whole: bytes) -> Model:
         before = memory.snapshot(self.inner)
@@ -143,8 +145,7 @@ class Through:
         except Exception as error:  # the clients would say the same again: only another round helps
             now.is_void(f"the inner strategy failed: {first_line(error)}")
             return None
-        if metrics is not None:
-            self.result.train_metrics_clientapp[now.server_round] = metrics
+        now.train_metrics = metrics
         if arrays is None:
             now.is_void(f"the inner strategy made no model of {len(replies)} replies")
         return arrays
@@ -156,3 +157,6 @@ class Through:
         metrics = with_samples(taken.metrics, samples) if too_many else taken.metrics
         content = RecordDict({**metrics, taken.arrays: model})
         return Message(content, reply_to=now.requests[taken.node.id])
+
+
+Averaging = Alone | Through

@@ -6,7 +6,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from numbers import Real
 from pathlib import Path
@@ -21,13 +21,15 @@ from flwr.serverapp.strategy import Result, Strategy
 from cfedavg.compress import parse
 from cfedavg.config import APP, Config
 from cfedavg.errors import InputError
-from cfedavg.flower.averaging import Rate
+from cfedavg.flower.averaging import Alone, Averaging, Rate, Through
 from cfedavg.flower.books import Books
+from cfedavg.flower.evaluation import EvaluateFunction
 from cfedavg.flower.form import STATISTICS, Form
 from cfedavg.flower.inner import name_of
 from cfedavg.flower.policy import RoundPolicy
-from cfedavg.flower.session import Session
-from cfedavg.flower.state import FixedOptions
+from cfedavg.flower.session import AppConfig, Session
+from cfedavg.flower.state import FederationState, FixedOptions
+from cfedavg.flower.uplink import Uplink
 
 _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
@@ -77,22 +79,15 @@ class CFedAvg(Strategy):
         from_backup: bool = False,
         config: Config | None = None,
     ) -> None:
-        self.inner, self.eta, self.max_norm = inner, eta, max_norm
+        self.inner, self.eta, self.max_norm, self.whole = inner, eta, max_norm, whole
         self.policy = RoundPolicy() if policy is None else policy
-        self.whole, self.resume, self.from_backup = whole, resume, from_backup
+        self.resume, self.from_backup = resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         self._check(out is not None)
-        self.compressor = parse(compressor)
-        given = {
-            "compressor": compressor,
-            "error_feedback": error_feedback,
-            "update": update,
-            "weighting": weighting,
-            "participation": float(self.policy.participation),
-            "seed": seed,
-        }
-        self.config = self._configured(config, given)
+        uplink = {"compressor": compressor, "error_feedback": error_feedback, "update": update, "seed": seed}
+        self.config = self._configured(config, {**uplink, "weighting": weighting})
         self._check_update()
+        self.uplink = Uplink(parse(compressor), error_feedback, update, seed)
 
     def _check(self, placed: bool) -> None:
         """What Config does not look at."""
@@ -118,6 +113,7 @@ class CFedAvg(Strategy):
 
     def _configured(self, config: Config | None, given: dict[str, Any]) -> Config:
         """What the server decides, for its folder; around an app of the user's, no more is known."""
+        given = {**given, "participation": float(self.policy.participation)}
         if config is None:
             by = f"{APP[:-1]}, averaged by {name_of(self.inner)})" if self.inner else APP
             rate = None if callable(self.eta) else self.eta
@@ -147,7 +143,7 @@ class CFedAvg(Strategy):
 
     def summary(self) -> None:
         where = f"{self.out.resolve()} on {socket.gethostname()}"
-        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.compressor, self.config.update, where)
+        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.uplink.compressor, self.uplink.update, where)
         if self.inner is not None:
             self.inner.summary()
 
@@ -159,39 +155,65 @@ class CFedAvg(Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFunction | None = None,
     ) -> Result:
         """All rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
         policy = self.policy.with_deadline(timeout)
         self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
-        _check_finite(arrays)
-        form = Form.of(arrays, self.whole)
-        if form.whole_bytes > 4 * form.layout.d:
-            log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
+        form = self._form_of(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"num_rounds is {num_rounds!r}: it must be a whole number of 1 or more")
         config = self.config.replace(rounds=num_rounds)
         books = Books(self.out, config, form, self._fixed_options, self._also(policy))
+        app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
         with books.kept():
             state = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
-            session = Session(self, grid, form, books, state, policy)
-            session.train_config = train_config or ConfigRecord()
-            session.evaluate_config = evaluate_config or ConfigRecord()
-            session.evaluate_fn = evaluate_fn
+            session = self._session(grid, books, state, policy, app)
             books.open(state)  # a session that refuses the state leaves everything as it was
             return session.run(num_rounds)
 
+    def _form_of(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Form:
+        """Return the form of the first model, which must be finite."""
+        for name, array in arrays.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
+        form = Form.of(arrays, self.whole)
+        if form.whole_bytes > 4 * form.layout.d:
+            log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
+        return form
+
+    def _session(
+        self, grid: Grid, books: Books, state: FederationState, policy: RoundPolicy, app: AppConfig
+    ) -> Session:
+        return Session(
+            grid,
+            books,
+            state,
+            policy=policy,
+            uplink=self.uplink,
+            averaging=self._averaging(books.form),
+            inner=self.inner,
+            max_norm=self.max_norm,
+            app=app,
+        )
+
     @property
     def _fixed_options(self) -> FixedOptions:
-        config = self.config
+        uplink = self.uplink
         return FixedOptions(
             inner=name_of(self.inner) if self.inner else None,
-            compressor=str(self.compressor),
-            update=config.update,
-            error_feedback=config.error_feedback,
-            seed=config.seed,
+            compressor=str(uplink.compressor),
+            update=uplink.update,
+            error_feedback=uplink.error_feedback,
+            seed=uplink.seed,
         )
+
+    def _averaging(self, form: Form) -> Averaging:
+        if self.inner is not None:
+            return Through(form, self.inner)
+        by_steps, by_samples = self.uplink.update == "mean", self.config.weighting == "samples"
+        return Alone(form, self.eta, by_steps, by_samples)
 
     def _also(self, policy: RoundPolicy) -> dict[str, Any]:
         """Return the options that config.toml has no fields for."""
@@ -222,12 +244,6 @@ class CFedAvg(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         _not_inside()
-
-
-def _check_finite(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    for name, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
 
 
 def _not_inside() -> NoReturn:
