@@ -24,10 +24,12 @@ from cfedavg import InputError
 from cfedavg.config import Config, read_config
 from cfedavg.data.tasks import build_task
 from cfedavg.federation.store import ServerStore
+from cfedavg.flower import RoundPolicy
 from cfedavg.flower.app import client, server
 from cfedavg.flower.app.settings import TRUST, config_of, run_config_of
 from cfedavg.flower.nodes import Numbers, online
 from cfedavg.flower.rows import Residuals
+from cfedavg.flower.state import FederationState
 from cfedavg.folder import read_rows
 from cfedavg.metrics import residual_norms
 from tests.grid import (
@@ -132,7 +134,7 @@ def test_over_selection(tmp_path: Path) -> None:
     """The last are not waited for, and what they sent is sent again."""
     it = Federation(tmp_path, (app := Adding()).app, 6)
     disks = Disks(it)
-    it.start(12, participation=0.3, over_selection=0.5)
+    it.start(12, policy=RoundPolicy(participation=0.3, over_selection=0.5))
     for row in it.rows:
         assert sum(t == row["round"] + 1 for _, t in app.calls) == row["clients"] == 3
         assert row["outcomes"] == {"late": 1, "replied": 2}
@@ -148,7 +150,7 @@ def test_over_selection(tmp_path: Path) -> None:
 def test_how_many_are_asked(more: float, asked: int, tmp_path: Path) -> None:
     """Of 7 a share of 0.3 is 2; of those that are asked besides, a part is one as well."""
     it = Federation(tmp_path, Adding().app, 7)
-    it.start(1, participation=0.3, over_selection=more)
+    it.start(1, policy=RoundPolicy(participation=0.3, over_selection=more))
     (row,) = it.rows
     assert (row["clients"], row["clients"] - row["lost"]) == (asked, 2)
     late = [row["why"] for row in it.of_nodes if row["outcome"] == "late"]
@@ -205,7 +207,7 @@ def test_a_quorum_is_of_those_needed(tmp_path: Path) -> None:
     """Not of those asked besides; and who did not reply in time is not told that the round was void."""
     it = Federation(tmp_path, Adding().app, 4)
     it.grid.on_reply = lambda node, request, reply: reply if node.partition == 0 else None
-    it.start(1, participation=0.5, over_selection=1.0)
+    it.start(1, policy=RoundPolicy(participation=0.5, over_selection=1.0))
     assert it.outcomes == [{"late": 3, "replied": 1}]
     assert it.of_nodes[0]["applied"]
     it.start(2, resume=True)
@@ -233,7 +235,7 @@ def test_nodes_drop_out_all_the_time(rate: float, tmp_path: Path) -> None:
     it = Federation(tmp_path, (app := Adding()).app, 10)
     disks = Disks(it)
     dropping(it, rate)
-    it.start(100, Summing(), quorum=0.75)
+    it.start(100, Summing(), policy=RoundPolicy(quorum=0.75))
     assert [row["round"] for row in it.rows] == list(range(100))
     replied = [row["outcomes"].get("replied", 0) for row in it.rows]
     assert sum(replied) == pytest.approx(1000 * (1 - rate), abs=50)
@@ -246,7 +248,7 @@ def test_nodes_drop_out_all_the_time(rate: float, tmp_path: Path) -> None:
 def test_over_selection_makes_up_for_drop_outs(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app, 10)
     dropping(it, 0.3)
-    it.start(40, participation=0.5, over_selection=1.0)
+    it.start(40, policy=RoundPolicy(participation=0.5, over_selection=1.0))
     full = sum(row["clients"] - row["lost"] == 5 for row in it.rows)
     assert full >= 34  # 38 are expected; if only five were asked, 7
 
@@ -350,7 +352,7 @@ def test_who_never_delivered_leaves_nothing_behind(tmp_path: Path) -> None:
     served = ServerStore(it.out / "state", Disks(it).federation, Disks(it).form.layout).load()
     assert served is not None
     assert len(served.clients) == len(served.server.applied) == 3
-    assert len(served.facts["numbers"]) <= 1
+    assert len(FederationState.from_stored(served).lent) <= 1
     assert read_config(it.out / "config.toml").clients <= 5
 
 
@@ -431,21 +433,21 @@ def test_one_node_is_too_few(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app, 1)
     with pytest.raises(InputError, match="min_nodes = 2, but only 1"):
         it.start(1)
-    it.start(1, min_nodes=1, resume=True)
+    it.start(1, resume=True, policy=RoundPolicy(min_nodes=1))
 
 
 def test_too_few_nodes(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app, 2)
     with pytest.raises(InputError, match=r"min_nodes = 3, but only 2 nodes came online within 0.01 s"):
-        it.start(1, min_nodes=3, timeout=0.01)
-    it.start(1, min_nodes=2, resume=True)
+        it.start(1, timeout=0.01, policy=RoundPolicy(min_nodes=3))
+    it.start(1, resume=True, policy=RoundPolicy(min_nodes=2))
 
 
 @pytest.mark.parametrize("quorum", [0.0, 0.5])
 def test_nobody_answers(quorum: float, tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
     it.grid.on_request = lambda node, message: None
-    result = it.start(3, quorum=quorum)
+    result = it.start(3, policy=RoundPolicy(quorum=quorum))
     assert same(result.arrays, MODEL)
     assert it.outcomes == [{"late": 3}] * 3
     assert {row["age"] for row in it.of_nodes} == {None}

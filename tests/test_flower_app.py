@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError
-from cfedavg.flower import CFedAvg, compressed
+from cfedavg.flower import CFedAvg, RoundPolicy, compressed
 from cfedavg.flower.app.settings import TRUST, config_of
 from cfedavg.flower.mod import state_folder
 from cfedavg.flower.records import OURS
@@ -146,16 +146,7 @@ def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"update": "auto"}, "update is 'auto'"),
         ({"update": "all"}, "update is 'all'"),
         ({"weighting": "all"}, "weighting is 'all'"),
-        ({"participation": 0.0}, "participation is 0.0"),
-        ({"participation": 2}, "participation is 2"),
-        ({"participation": math.nan}, "participation is "),
-        ({"over_selection": -0.1}, "over_selection is -0.1"),
-        ({"over_selection": math.nan}, "over_selection is nan"),
-        ({"over_selection": math.inf}, "over_selection is inf"),
-        ({"min_nodes": 0}, "min_nodes is 0"),
-        ({"min_nodes": 1.5}, "min_nodes is 1.5"),
-        ({"quorum": 1.1}, "quorum is 1.1"),
-        ({"quorum": "half"}, "quorum is 'half'"),
+        ({"policy": 0.5}, "`policy` must be a RoundPolicy, got 0.5."),
         ({"max_norm": 0.0}, "max_norm is 0"),
         ({"max_norm": math.nan}, "max_norm is nan"),
         ({"max_norm": "large"}, "max_norm is 'large'"),
@@ -171,9 +162,9 @@ def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"from_backup": True, "out": "x"}, "from_backup"),
         ({"inner": FedAvg(), "eta": 2.0}, "eta and weighting are for CFedAvg alone"),
         ({"inner": FedAvg(), "weighting": "samples"}, "eta and weighting are for CFedAvg alone"),
-        ({"inner": FedAvg(), "participation": 0.5}, "participation, .* are for CFedAvg alone"),
-        ({"inner": FedAvg(), "over_selection": 0.5}, "over_selection .* are for CFedAvg alone"),
-        ({"inner": FedAvg(), "min_nodes": 2}, "min_nodes are for CFedAvg alone"),
+        ({"inner": FedAvg(), "policy": RoundPolicy(participation=0.5)}, "`participation`.* have no effect"),
+        ({"inner": FedAvg(), "policy": RoundPolicy(over_selection=0.5)}, "`over_selection`.* have no effect"),
+        ({"inner": FedAvg(), "policy": RoundPolicy(min_nodes=3)}, "`min_nodes`.* have no effect"),
         ({"inner": FedAvg(), "update": "mean"}, "update is 'mean'"),
     ],
 )
@@ -183,9 +174,16 @@ def test_bad_options(options: dict[str, Any], sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, "long"])
+@pytest.mark.parametrize("name", ["participation", "over_selection", "min_nodes", "quorum"])
+def test_the_policy_is_one_object(name: str) -> None:
+    """Its numbers are no options of the strategy."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        CFedAvg(**{name: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, "long", True])
 def test_a_bad_deadline(timeout: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"timeout is .*: it must be a number of seconds above 0"):
+    with pytest.raises(InputError, match="`timeout` must be a number of seconds above 0, got "):
         Federation(tmp_path, Adding().app).start(1, timeout=timeout)
 
 
@@ -245,7 +243,7 @@ def test_a_request_imports_and_calls_nothing(tmp_path: Path) -> None:
         return node.answer(request)
 
     it.grid.on_request = forge
-    it.start(1, quorum=0.3)
+    it.start(1, policy=RoundPolicy(quorum=0.3))
     assert it.outcomes == [{"unknown compressor": 2, "replied": 1}]
     assert "a module, which this text may not import: 'os:mkdir'" in it.of_nodes[0]["why"]
     assert not ran.exists()

@@ -306,7 +306,7 @@ def test_the_cost_of_a_round_does_not_grow_with_its_rows(
     """What is summed up in a round are its own rows."""
     it, sums, real = Federation(tmp_path, Adding().app), list[int](), folder.checksum_of
     monkeypatch.setattr(
-        "cfedavg.flower.facts.checksum_of",
+        "cfedavg.flower.books.checksum_of",
         lambda rows, before=0: sums.append(len(rows)) or real(rows, before),
     )
     it.start(5)

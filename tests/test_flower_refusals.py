@@ -28,7 +28,7 @@ from cfedavg.compress import parse
 from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import AHEAD, Request, Server, Stamp, forged
 from cfedavg.federation.store import ServerStore
-from cfedavg.flower import norms, records
+from cfedavg.flower import RoundPolicy, norms, records
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, Numbers, online
 from cfedavg.flower.parcel import Packing, pack, unpack
@@ -256,7 +256,7 @@ def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
 
     app.spoil = dict.fromkeys(range(4), older)
     it = Federation(tmp_path, app.app, 4)
-    it.start(12, participation=0.25)
+    it.start(12, policy=RoundPolicy(participation=0.25))
     assert {tuple(outcomes) for outcomes in it.outcomes} == {("out of date",), ("replied",)}
     assert it.outcomes[0] == {"out of date": 1}
 
@@ -267,11 +267,11 @@ def test_two_can(tmp_path: Path) -> None:
     app.spoil = dict.fromkeys(range(4), lambda a, m, message: error(REFUSED, "older", message))
     it = Federation(tmp_path, app.app, 4)
     with pytest.raises(InputError, match="it is an older copy of the federation"):
-        it.start(12, participation=0.25)
+        it.start(12, policy=RoundPolicy(participation=0.25))
     assert len({row["number"] for row in it.of_nodes}) == 1
     alone = Federation(tmp_path / "alone", app.app, 1)
     with pytest.raises(InputError, match="it is an older copy of the federation"):
-        alone.start(1, min_nodes=1)
+        alone.start(1, policy=RoundPolicy(min_nodes=1))
 
 
 def test_nor_can_half_of_them(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_nor_can_one_that_comes_back_under_other_names(stays: bool, tmp_path: Pa
         return reply
 
     it.grid.on_reply = again
-    it.start(5, quorum=0.1)
+    it.start(5, policy=RoundPolicy(quorum=0.1))
     assert [outcomes["replied"] for outcomes in it.outcomes] == [1] * 5
     assert all(outcomes["out of date"] for outcomes in it.outcomes)
 
@@ -566,7 +566,8 @@ def test_steps_are_remembered(tmp_path: Path) -> None:
     it.grid.on_reply = lambda node, request, reply: (
         lying(K=2**53)(reply) if request.metadata.group_id == "3" else reply
     )
-    options = {"update": "mean", "compressor": "none", "participation": 1 / 6, "max_norm": 100.0}
+    options = {"update": "mean", "compressor": "none", "max_norm": 100.0}
+    options |= {"policy": RoundPolicy(participation=1 / 6)}
     it.start(2, **options)
     found = arrays_of(it.start(3, resume=True, **options).arrays)
     assert 100 < np.abs(found["w"]).max() < 1000

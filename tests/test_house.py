@@ -115,6 +115,66 @@ def test_allowed_imports_have_no_circle() -> None:
         left = {name: uses for name, uses in left.items() if name not in ready}
 
 
+KNOWN_CYCLES = {frozenset({"cfedavg.compress.compressor", "cfedavg.compress.selectors"})}
+
+
+def import_graph(folder: Path) -> dict[str, set[str]]:
+    """Each module of a package, and those of them it imports outside of functions, for types as well."""
+    paths = {module_name(path, folder): path for path in folder.rglob("*.py")}
+    return {name: (module_imports(path, {*paths}) & {*paths}) - {name} for name, path in paths.items()}
+
+
+def module_name(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_imports(path: Path, modules: set[str]) -> set[str]:
+    """What a file imports: `from a import b` is a.b if that is one of the modules, and a otherwise."""
+    found, left = set(), list[ast.AST](ast.parse(path.read_text()).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports by a relative name"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else str(node.module) for name in names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            left += ast.iter_child_nodes(node)
+    return found
+
+
+def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The groups of modules that import each other, through others or at once."""
+    reached = {name: set(uses) for name, uses in graph.items()}
+    for middle in graph:
+        for name in graph:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    return {
+        frozenset(other for other in graph if other in reached[name] and name in reached[other])
+        for name in graph
+        if name in reached[name]
+    }
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(import_graph(SOURCE)) <= KNOWN_CYCLES
+
+
+def test_a_cycle_is_found(tmp_path: Path) -> None:
+    """Through a third module, and if an import is for types only; not if it is made in a function."""
+    package = tmp_path / "package"
+    package.mkdir()
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.{} import X\n"
+    texts = {"a": "import package.b\n", "b": typed.format("c"), "c": typed.format("a")}
+    texts |= {"d": "import package.e\n", "e": "def f():\n    import package.d\n"}
+    for name, text in texts.items():
+        (package / f"{name}.py").write_text(text)
+    assert cycles(import_graph(package)) == {frozenset({"package.a", "package.b", "package.c"})}
+
+
 def test_the_core_stays_light() -> None:
     """Only report and reproduction draw, only the command parses options, and the wire needs no torch.
 

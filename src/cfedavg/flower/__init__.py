@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfedavg.flower.mod import compressed
+    from cfedavg.flower.policy import RoundPolicy
     from cfedavg.flower.strategy import CFedAvg
 
-_HOME = {"CFedAvg": "strategy", "compressed": "mod"}
+_HOME = {"CFedAvg": "strategy", "RoundPolicy": "policy", "compressed": "mod"}
 
-__all__ = ["CFedAvg", "compressed"]
+__all__ = ["CFedAvg", "RoundPolicy", "compressed"]
 
 MISSING = 'Flower is not installed here: pip install "cfedavg[flower]"'
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from cfedavg.errors import InputError
 from cfedavg.federation.protocol import request_of
-from cfedavg.federation.store import Served
 from cfedavg.flower.averaging import Round
-from cfedavg.flower.books import whole_of
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Node, Numbers, online, sampled, wait_for
+from cfedavg.flower.nodes import Node, Numbers, online, wait_for
+from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import Order, flat, ordered, packed
-
-if TYPE_CHECKING:
-    from cfedavg.flower.strategy import CFedAvg
+from cfedavg.flower.state import FederationState
+from cfedavg.flower.uplink import Uplink
 
 
 class Asking:
@@ -27,51 +23,49 @@ class Asking:
 
     def __init__(
         self,
-        options: CFedAvg,
         grid: Grid,
         form: Form,
         federation: str,
         numbers: Numbers,
-        timeout: float,
+        policy: RoundPolicy,
+        uplink: Uplink,
     ) -> None:
-        self.options, self.grid, self.form = options, grid, form
-        self.federation, self.numbers, self.timeout = federation, numbers, timeout
+        self.grid, self.form, self.federation = grid, form, federation
+        self.numbers, self.policy, self.uplink = numbers, policy, uplink
 
     def own(self, now: Round, train_config: ConfigRecord) -> list[Message]:
         """To as many nodes as are needed, and some more; the model is not packed yet."""
-        options, t = self.options, now.server_round - 1
-        nodes = wait_for(self.grid, self.numbers, options.min_nodes or 2, self.timeout)
-        now.needed = max(1, round(options.config.participation * len(nodes)))
-        count = min(len(nodes), math.ceil(now.needed * (1 + options.over_selection)))
+        nodes = wait_for(self.grid, self.numbers, self.policy)
+        now.needed = self.policy.count_needed(len(nodes))
         config = ConfigRecord({**train_config, "server-round": now.server_round})
         content = RecordDict({"arrays": now.arrays, "config": config})
-        chosen = sampled(nodes, count, options.config.seed, t)
+        chosen = self.policy.choose(nodes, self.uplink.seed, now.server_round - 1)
         return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
 
-    def packed(self, now: Round, messages: Iterable[Message], served: Served) -> list[Message]:
+    def packed(self, now: Round, messages: Iterable[Message], state: FederationState) -> list[Message]:
         """Those to nodes that are there, with the model packed, an order, and the round's time to live."""
         known = {node.id: node for node in online(self.grid, self.numbers)}
-        model = packed(served.server.x.numpy(), whole_of(served))
+        model = packed(state.server.x.numpy(), state.whole)
         size, made = sum(len(array.data) for array in model.values()), []
         for message in messages:
             node = known.get(message.metadata.dst_node_id)
             if node is None:
                 continue
             now.nodes[node.id] = node
-            order = self._order(node, _name_of_model(message, now.arrays), served, now.max_norm)
+            order = self._order(node, _name_of_model(message, now.arrays), state, now.max_norm)
             now.down_bytes += size + order.size
             now.requests[node.id] = Message(
                 ordered(message.content, model, order),
                 dst_node_id=node.id,
                 message_type=message.metadata.message_type,
                 group_id=str(now.server_round),
-                ttl=self.timeout,
+                ttl=self.policy.deadline,
             )
             made.append(now.requests[node.id])
         return made
 
-    def _order(self, node: Node, arrays: str, served: Served, max_norm: float) -> Order:
-        config, request = self.options.config, request_of(served.server, node.identity)
+    def _order(self, node: Node, arrays: str, state: FederationState, max_norm: float) -> Order:
+        uplink, request = self.uplink, request_of(state.server, node.identity)
         return Order(
             federation=self.federation,
             client=node.identity,
@@ -82,10 +76,10 @@ class Asking:
             mark=flat(request.mark),
             form=self.form.text,
             arrays=arrays,
-            compressor=str(self.options.compressor),
-            feedback=config.error_feedback,
-            update=config.update,
-            seed=config.seed,
+            compressor=str(uplink.compressor),
+            feedback=uplink.error_feedback,
+            update=uplink.update,
+            seed=uplink.seed,
             max_norm=max_norm,
         )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import WARNING
+from typing import ClassVar
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from cfedavg.algorithm import average, server_update
@@ -20,27 +21,13 @@ from cfedavg.errors import InputError, first_line
 from cfedavg.flower import inner as memory
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node
-from cfedavg.flower.norms import capped
+from cfedavg.flower.norms import Claims
 from cfedavg.flower.rows import Outcome
 from cfedavg.flower.taking import Taken, with_samples
 
 Rate = float | Callable[[int], float]
 Model = tuple[Tensor, bytes]  # x, and what travels whole
 _NOT_FINITE = "the model made from the replies is NaN or infinite: lower the rate, or set max_norm"
-
-
-@dataclass(frozen=True)
-class Claims:
-    """What clients say of their work: local steps, and examples they have."""
-
-    steps: list[float] = field(default_factory=list)
-    samples: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, taken: Sequence[Taken], before: Claims) -> Claims:
-        """Return the claims of these replies, capped; 0 for what a client does not say."""
-        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
-        return cls(capped(steps, before.steps), capped(samples, before.samples))
 
 
 @dataclass
@@ -59,6 +46,7 @@ class Round:
     taken: dict[str, Taken] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     online: set[str] = field(default_factory=set)  # who was there when it ended
+    train_metrics: MetricRecord | None = None  # as a strategy within aggregated them
 
     @property
     def in_order(self) -> list[Taken]:
@@ -68,7 +56,9 @@ class Round:
     @property
     def claims(self) -> Claims:
         """Of the replies in order, none too large: no client makes itself the model of all."""
-        return Claims.of(self.in_order, self.before)
+        taken = self.in_order
+        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
+        return Claims(steps, samples).cap(self.before)
 
     def is_void(self, why: str) -> None:
         """Nothing of it goes into the model; of those who replied it is said why."""
@@ -121,7 +111,7 @@ class Through:
 
     form: Form
     inner: Strategy
-    result: Result
+    by_samples: ClassVar[bool] = False  # the strategy may weigh by them, and need not
 
     def combined(self, now: Round, x: Tensor, whole: bytes) -> Model:
         before = memory.snapshot(self.inner)
@@ -155,8 +145,7 @@ class Through:
         except Exception as error:  # the clients would say the same again: only another round helps
             now.is_void(f"the inner strategy failed: {first_line(error)}")
             return None
-        if metrics is not None:
-            self.result.train_metrics_clientapp[now.server_round] = metrics
+        now.train_metrics = metrics
         if arrays is None:
             now.is_void(f"the inner strategy made no model of {len(replies)} replies")
         return arrays
@@ -168,3 +157,6 @@ class Through:
         metrics = with_samples(taken.metrics, samples) if too_many else taken.metrics
         content = RecordDict({**metrics, taken.arrays: model})
         return Message(content, reply_to=now.requests[taken.node.id])
+
+
+Averaging = Alone | Through

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,15 @@ from numpy.typing import NDArray
 from cfedavg.config import APP, Config
 from cfedavg.errors import Busy, InputError
 from cfedavg.federation.protocol import Server, restored
-from cfedavg.federation.store import FILE, OtherModel, Served, ServerStore, as_tensor, new_generation
+from cfedavg.federation.store import FILE, OtherModel, ServerStore, new_generation
 from cfedavg.files import exists, make_folder, read_file, sync, tidy, write_atomic
-from cfedavg.flower.facts import check_facts, check_whole, row_checksums
 from cfedavg.flower.form import Form
-from cfedavg.folder import CONFIG, FEDERATION, METRICS, as_line, read_rows
+from cfedavg.flower.state import FederationState, FixedOptions, RoundRows
+from cfedavg.folder import CONFIG, FEDERATION, METRICS, as_line, checksum_of, read_rows
 from cfedavg.metrics import Record
 from cfedavg.tensors import save_tensors
 
 NODES, STATE = "nodes.jsonl", "state"
-WHOLE = "whole"
 HANDOVER = 20.0  # seconds: after its SuperLink has died, a ServerApp lives on for up to nine
 
 
@@ -42,10 +41,10 @@ class Books:
     """One server at a time keeps them: it holds a lock for as long as the `with` lasts."""
 
     def __init__(
-        self, out: Path, config: Config, form: Form, stays: Mapping[str, Any], also: Mapping[str, Any]
+        self, out: Path, config: Config, form: Form, options: FixedOptions, also: Mapping[str, Any]
     ) -> None:
-        """`stays`: options that a resume must not change; `also`: others that a reader wants to know."""
-        self.out, self.config, self.form, self.stays, self.also = out, config, form, stays, also
+        """`also`: the options besides `config` that a reader wants to know."""
+        self.out, self.config, self.form, self.options, self.also = out, config, form, options, also
         self.rows: list[Record] = []
         self._read: dict[str, list[Record]] = {}  # what `begin` has read, for `open` to write
 
@@ -94,81 +93,87 @@ class Books:
                     raise
                 time.sleep(0.5)
 
-    def begin(self, x: NDArray[np.float32], whole: bytes, *, resume: bool, from_backup: bool) -> Served:
+    def begin(
+        self, x: NDArray[np.float32], whole: bytes, *, resume: bool, from_backup: bool
+    ) -> FederationState:
         """Return the state to go on from, checked. Nothing is written before `open`."""
-        served, form = self._load(), hashlib.sha256(self.form.text.encode()).hexdigest()
-        if served and not resume:
+        state = self._load()
+        if state is None:
+            rows = _row_checksums({METRICS: [], NODES: []})
+            server = Server(torch.from_numpy(x))
+            state = FederationState(server, self._form_hash, self.options, whole, rows)
+        elif not resume:
             raise InputError(f"out: {self.out} holds a federation already; resume it, or give another folder")
-        if served and served.facts["form"] != form:
+        else:
+            self._check(state)
+            if from_backup:
+                server = restored(state.server, new_generation(state.server))
+                state = replace(state, server=server)
+        self._read = self._read_rows(state)
+        return state
+
+    @property
+    def _form_hash(self) -> str:
+        return hashlib.sha256(self.form.text.encode()).hexdigest()
+
+    def _check(self, state: FederationState) -> None:
+        """Raise InputError unless the state is of this model, these options and these rounds."""
+        if state.form != self._form_hash:
             raise InputError(f"{self.out / STATE} is of another model: what is not compressed differs")
-        if served and served.server.t > self.config.rounds:
+        if state.server.t > self.config.rounds:
             raise InputError(
                 f"num_rounds is {self.config.rounds}, but the federation in {self.out} has done "
-                f"{served.server.t}"
+                f"{state.server.t}"
             )
-        if served:
-            self._check_options(served.facts["options"])
-            with self.store.naming_damage():
-                check_whole(served.extra[WHOLE], self.form)
-        if served is None:
-            rows = row_checksums({METRICS: [], NODES: []})
-            facts = {"form": form, "options": dict(self.stays), "numbers": {}, "rows": rows}
-            facts |= {"norms": [], "steps": [], "samples": []}  # of the last replies
-            served = Served(Server(torch.from_numpy(x)), extra={WHOLE: as_tensor(whole)}, facts=facts)
-        elif from_backup:
-            server = restored(served.server, new_generation(served.server))
-            served = replace(served, server=server)
-        self._read = self._read_rows(served)
-        return served
+        for name in (item.name for item in fields(FixedOptions)):
+            before, now = getattr(state.options, name), getattr(self.options, name)
+            if before != now:
+                was = reprlib.repr(before)
+                raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {was}")
+        with self.store.naming_damage():
+            state.check_whole(self.form)
 
-    def open(self, served: Served) -> None:
+    def open(self, state: FederationState) -> None:
         """Bring the files in step with the state of `begin`, and make it durable before anything is sent."""
         self.rows = self._read[METRICS]
         for name, rows in self._read.items():
             write_atomic(self.out / name, "".join(map(as_line, rows)).encode())
         self._read = {}
-        self.meet(served)
+        self.meet(state)
 
-    def _load(self) -> Served | None:
+    def _load(self) -> FederationState | None:
         try:
             served = self.store.load()
         except OtherModel as error:
             raise InputError(f"{error}; if the model is the same, `whole` is another") from None
-        if served:
-            with self.store.naming_damage():
-                check_facts(served, self.stays)
-        return served
+        if served is None:
+            return None
+        with self.store.naming_damage():
+            return FederationState.from_stored(served)
 
-    def meet(self, served: Served) -> None:
+    def meet(self, state: FederationState) -> None:
         """Makes the state durable, and says how many clients there are, which only their coming tells."""
-        self.store.save(served)
+        self.store.save(state.stored())
         config = self.config
         if config.dataset == APP:
-            config = config.replace(clients=max(1, len(served.clients) + len(served.facts["numbers"])))
+            config = config.replace(clients=max(1, len(state.clients) + len(state.lent)))
         options = "".join(f"# {name}: {value}\n" for name, value in self.also.items() if value is not None)
         text = f"{config.to_toml()}\n# Of the server\n{options}"
         write_atomic(self.out / CONFIG, text.encode())
 
-    def _check_options(self, before: dict[str, Any]) -> None:
-        """Residuals are in the units of the update, draws are keyed by the seed, curves are of one run."""
-        for name, now in self.stays.items():
-            if before[name] != now:
-                was = reprlib.repr(before[name])
-                raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {was}")
-
-    def _read_rows(self, served: Served) -> dict[str, list[Record]]:
+    def _read_rows(self, state: FederationState) -> dict[str, list[Record]]:
         """Return the rows of both files as of the state: without newer rows, with those of its last round."""
-        t, last = served.server.t, served.facts.get("last")
-        ended = {METRICS: [last["row"]], NODES: last["nodes"]} if last else {METRICS: [], NODES: []}
+        t, last = state.server.t, state.last
+        ended = {METRICS: [last.row], NODES: last.nodes} if last else {METRICS: [], NODES: []}
         before = {name: self._rows_before(self.out / name, t - 1) for name in ended}
         rows = {name: before[name] + ended[name] for name in ended}
         if len(rows[METRICS]) != t or any(row["round"] != i for i, row in enumerate(rows[METRICS])):
             raise InputError(
                 f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
             )
-        found = row_checksums(rows)
+        found = _row_checksums(rows)
         for name in rows:
-            if found[name] != served.facts["rows"].get(name):
+            if found[name] != state.checksums.get(name):
                 raise InputError(
                     f"resume: {self.out / name} was changed after the state was written; "
                     "put it back, or start another federation"
@@ -181,21 +186,21 @@ class Books:
             takewhile(lambda row: type(row.get("round")) is int and row["round"] < t, read_rows(path))
         )
 
-    def end_round(self, served: Served, row: Record, nodes: list[Record]) -> Served:
+    def end_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
         """Makes the end of a round durable, and then writes its rows where everyone reads them."""
-        sums = row_checksums({METRICS: [row], NODES: nodes}, served.facts["rows"])
-        served = with_facts(served, last={"row": row, "nodes": nodes}, rows=sums)
+        sums = _row_checksums({METRICS: [row], NODES: nodes}, state.checksums)
+        state = replace(state, last=RoundRows(row, nodes), checksums=sums)
         for name in (
             METRICS,
             NODES,
         ):  # of the last round a power cut may take the lines: the state holds them
             with self._writing(name) as path:
                 sync(path)
-        self.store.save(served)
+        self.store.save(state.stored())
         self.rows.append(row)
         self._append(METRICS, [row])
         self._append(NODES, nodes)
-        return served
+        return state
 
     def _append(self, name: str, rows: list[Record]) -> None:
         with self._writing(name) as path, path.open("a", encoding="utf-8") as file:
@@ -208,27 +213,19 @@ class Books:
         except OSError as error:
             raise InputError(f"out: cannot write {self.out / name} ({error.strerror})") from None
 
-    def close(self, served: Served) -> None:
+    def close(self, state: FederationState) -> None:
         """The model, and pictures, once the last round is over."""
         from cfedavg.report import write_run_pictures  # matplotlib, only now
 
-        arrays = self.form.join(served.server.x.numpy(), whole_of(served))
+        arrays = self.form.join(state.server.x.numpy(), state.whole)
         tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         save_tensors(tensors, self.out / "model.safetensors")
         if self.rows:
             write_run_pictures(self.out)
 
 
-def whole_of(served: Served) -> bytes:
-    """What of the model travels whole."""
-    return served.extra[WHOLE].numpy().tobytes()
-
-
-def with_whole(served: Served, whole: bytes) -> Served:
-    """The state with another part of the model that travels whole."""
-    return replace(served, extra={**served.extra, WHOLE: as_tensor(whole)})
-
-
-def with_facts(served: Served, **facts: Any) -> Served:
-    """The state with these facts."""
-    return replace(served, facts={**served.facts, **facts})
+def _row_checksums(
+    rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return the checksum of each file after these rows, which follow those of the checksums `before`."""
+    return {name: checksum_of(each, (before or {}).get(name, 0)) for name, each in rows.items()}

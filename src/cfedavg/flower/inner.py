@@ -21,8 +21,14 @@ from torch import Tensor
 from cfedavg.errors import InputError
 from cfedavg.tensors import UNREADABLE
 
-Memory = tuple[dict[str, Tensor], dict[str, Any]]
 _NUMBERS = [np.dtype(kind) for kind in "?bBhHiIqQefd"]  # those that a file of tensors can hold
+
+
+class Memory(NamedTuple):
+    """What a strategy remembers: arrays by path and place, and all else as JSON by path."""
+
+    tensors: dict[str, Tensor]
+    codes: dict[str, Any]
 
 
 class Value(NamedTuple):
@@ -116,14 +122,13 @@ def _decoded(code: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def remembered(strategy: Strategy, at_first: dict[str, Value]) -> Memory:
-    """What has changed: arrays as tensors by path and place, all else as JSON."""
-    tensors: dict[str, Tensor] = {}
-    facts: dict[str, Any] = {}
+    """Return what has changed."""
+    memory = Memory({}, {})
     for path, value in attributes(strategy).items():
         if not value.same(at_first.get(path)):
-            facts[path] = value.code
-            tensors |= value.tensors(path)
-    return tensors, facts
+            memory.codes[path] = value.code
+            memory.tensors.update(value.tensors(path))
+    return memory
 
 
 class Snapshot(NamedTuple):
@@ -157,17 +162,17 @@ def put_back(strategy: Strategy, before: Snapshot) -> None:
         delattr(*_owner(strategy, path))
 
 
-def remind(strategy: Strategy, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+def remind(strategy: Strategy, memory: Memory) -> None:
     """Put back what was remembered; InputError, and nothing is changed, if it is not of such a strategy."""
     found = []
     owners = _strategies(strategy)
-    for path, code in facts.items():
+    for path, code in memory.codes.items():
         within, _, name = path.rpartition(".")
         owner = owners.get(within and f"{within}.")
         if owner is None or name.startswith("__") or callable(getattr(owner, name, None)):
             raise InputError(f"inner: the federation was begun with another strategy, which has {path!r:.80}")
         try:
-            found.append((owner, name, _decoded(code, tensors, path)))
+            found.append((owner, name, _decoded(code, memory.tensors, path)))
         except UNREADABLE as error:
             raise InputError(
                 f"inner: what the strategy remembered in {path!r:.80} is damaged ({error!r:.80})"

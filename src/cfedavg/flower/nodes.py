@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import INFO
 
@@ -15,7 +15,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from cfedavg.errors import InputError
-from cfedavg.keys import Purpose, key, permutation
+from cfedavg.flower.policy import RoundPolicy
 
 POLL = 0.3  # seconds between two looks for replies
 PATIENCE = 1.0  # seconds between two looks for nodes
@@ -112,26 +112,20 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(digits or 0), letters) for letters, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
-def wait_for(grid: Grid, numbers: Numbers, least: int, seconds: float) -> list[Node]:
-    """The nodes that are there, once they are as many as needed."""
-    end, told = time.monotonic() + seconds, -1
-    while len(nodes := online(grid, numbers)) < least:
+def wait_for(grid: Grid, numbers: Numbers, policy: RoundPolicy) -> list[Node]:
+    """Return the nodes that are online, once the policy lets a round start with them."""
+    end, told, least = time.monotonic() + policy.deadline, -1, policy.min_nodes
+    while not policy.can_start(len(nodes := online(grid, numbers))):
         if len(nodes) != told:
             log(INFO, "waiting for nodes: %d of %d are online", len(nodes), least)
             told = len(nodes)
         if time.monotonic() > end:
             raise InputError(
-                f"min_nodes = {least}, but only {len(nodes)} nodes came online within {seconds:g} s: "
+                f"min_nodes = {least}, but only {len(nodes)} nodes came online within {policy.deadline:g} s: "
                 "start more, or ask for less"
             )
         time.sleep(PATIENCE)
     return nodes
-
-
-def sampled(nodes: Sequence[Node], count: int, seed: int, t: int) -> list[Node]:
-    """Some of the nodes, uniformly without replacement, as a simulation of the same seed draws them."""
-    order = permutation(key(seed, t, 0, Purpose.SAMPLE), len(nodes))
-    return [nodes[i] for i in sorted(order[:count].tolist())]
 
 
 def exchange(grid: Grid, messages: Iterable[Message], seconds: float) -> Iterator[tuple[int, Message]]:

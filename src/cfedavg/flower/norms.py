@@ -8,6 +8,7 @@ that. Whoever is above it is told the bound, and sends the rest later, so that n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median, median_low
 
 MULTIPLE = 100.0
@@ -43,3 +44,19 @@ def remembered(new: Iterable[float], before: Sequence[float]) -> list[float]:
     """Return the last norms, or claims, all of a round at least; a zero says nothing."""
     kept = [norm for norm in new if norm > 0]
     return [*kept, *before][: max(WINDOW, len(kept))]
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What clients say of their work: local steps, and examples they have; 0 for what one does not say."""
+
+    steps: Sequence[float] = ()
+    samples: Sequence[float] = ()
+
+    def cap(self, before: Claims) -> Claims:
+        """Return these claims, capped by the medians of them and of those before."""
+        return Claims(capped(self.steps, before.steps), capped(self.samples, before.samples))
+
+    def join(self, before: Claims) -> Claims:
+        """Return the last claims: these, and then those before."""
+        return Claims(remembered(self.steps, before.steps), remembered(self.samples, before.samples))

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cfedavg.federation.store import Known, Served
 from cfedavg.flower.nodes import Node
 from cfedavg.flower.parcel import number
+from cfedavg.flower.state import FederationState, note_of
 from cfedavg.flower.taking import Taken
 from cfedavg.metrics import Record, summarise
 
@@ -23,19 +23,6 @@ class Outcome(NamedTuple):
     why: str
     seconds: float | None
     bytes: int
-
-
-class Note(NamedTuple):
-    """What the server keeps of a client: its number, its last round in the model, |e|^2 as it said then."""
-
-    number: int
-    heard: int
-    residual2: float | None
-
-
-def note_of(known: Known) -> Note:
-    """As it was stored."""
-    return Note(*known.note)
 
 
 class Residuals:
@@ -96,7 +83,7 @@ def node_rows(
     nodes: Iterable[Node],
     outcomes: Mapping[str, Outcome],
     taken: Mapping[str, Taken],
-    after: Served,
+    after: FederationState,
 ) -> list[Record]:
     """A line for each node that was asked; `age` is for how many rounds nothing of it went into the model."""
     rows = []

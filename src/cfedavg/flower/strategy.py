@@ -6,9 +6,9 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from logging import INFO, WARNING
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,18 +21,21 @@ from flwr.serverapp.strategy import Result, Strategy
 from cfedavg.compress import parse
 from cfedavg.config import APP, Config
 from cfedavg.errors import InputError
-from cfedavg.flower.averaging import Rate
+from cfedavg.flower.averaging import Alone, Averaging, Rate, Through
 from cfedavg.flower.books import Books
+from cfedavg.flower.evaluation import EvaluateFunction
 from cfedavg.flower.form import STATISTICS, Form
 from cfedavg.flower.inner import name_of
-from cfedavg.flower.session import Session
+from cfedavg.flower.policy import RoundPolicy
+from cfedavg.flower.session import AppConfig, Session
+from cfedavg.flower.state import FederationState, FixedOptions
+from cfedavg.flower.uplink import Uplink
+
+_SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
 # Of what Config does not look at: the kind, the least and the most that it may be, in words as well.
 _ABOVE_0 = math.ulp(0.0)
 _BOUNDS: dict[str, tuple[Any, float, float, str]] = {
-    "over_selection": (Real, 0.0, 1000.0, "a number from 0 to 1000"),
-    "min_nodes": (Integral, 1.0, 2.0**63, "a whole number of 1 or more"),
-    "quorum": (Real, 0.0, 1.0, "a number from 0 to 1"),
     "max_norm": (Real, _ABOVE_0, math.inf, "a number above 0, which may be infinite"),
     "eta": (Real, _ABOVE_0, 1e300, "a number above 0, or a function of the round"),
 }
@@ -48,12 +51,11 @@ class CFedAvg(Strategy):
     `compressor`, `error_feedback`, `update`, `seed`: as in a simulation. The clients are told, so the mod
     needs no options. `whole`: patterns of the names of arrays that are not compressed.
 
-    `participation`: the share of the nodes that a round needs; `over_selection`: how many more are asked
-    (0.2: a fifth), of whom the last are not waited for. `min_nodes`: with fewer online no round starts
-    (2; a strategy within has its own).
-    `quorum`: the share of the needed replies without which a round changes nothing; its updates are not
-    lost, but sent again. `max_norm`: no client sends a payload of a larger norm; the rest waits. By default
-    that is 100 times the median norm of the last 100 payloads in the model; math.inf is no bound.
+    `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. With a
+    strategy within, which samples itself, only its quorum and deadline have an effect.
+
+    `max_norm`: no client sends a payload of a larger norm; the rest waits. By default that is 100 times the
+    median norm of the last 100 payloads in the model; math.inf is no bound.
 
     `out`: the folder of metrics and state; `resume`: go on with what is in it; `from_backup`: what is in it
     is an older copy, and the clients have seen later rounds.
@@ -68,10 +70,7 @@ class CFedAvg(Strategy):
         update: str = "sum",
         eta: Rate | None = None,
         weighting: str = "uniform",
-        participation: float = 1.0,
-        over_selection: float = 0.0,
-        min_nodes: int | None = None,
-        quorum: float = 0.5,
+        policy: RoundPolicy | None = None,
         max_norm: float | None = None,
         whole: Sequence[str] = STATISTICS,
         seed: int = 0,
@@ -80,27 +79,22 @@ class CFedAvg(Strategy):
         from_backup: bool = False,
         config: Config | None = None,
     ) -> None:
-        self.inner, self.eta, self.min_nodes = inner, eta, min_nodes
-        self.over_selection, self.quorum, self.max_norm = over_selection, quorum, max_norm
-        self.whole, self.resume, self.from_backup = whole, resume, from_backup
+        self.inner, self.eta, self.max_norm, self.whole = inner, eta, max_norm, whole
+        self.policy = RoundPolicy() if policy is None else policy
+        self.resume, self.from_backup = resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         self._check(out is not None)
-        self.compressor = parse(compressor)
-        given = {
-            "compressor": compressor,
-            "error_feedback": error_feedback,
-            "update": update,
-            "weighting": weighting,
-            "participation": participation,
-            "seed": seed,
-        }
-        self.config = self._configured(config, given)
+        uplink = {"compressor": compressor, "error_feedback": error_feedback, "update": update, "seed": seed}
+        self.config = self._configured(config, {**uplink, "weighting": weighting})
         self._check_update()
+        self.uplink = Uplink(parse(compressor), error_feedback, update, seed)
 
     def _check(self, placed: bool) -> None:
         """What Config does not look at."""
         if self.inner is not None and not isinstance(self.inner, Strategy):
             raise InputError(f"inner is {self.inner!r}: it must be a strategy of Flower's, such as FedAvg()")
+        if not isinstance(self.policy, RoundPolicy):
+            raise InputError(f"`policy` must be a RoundPolicy, got {self.policy!r}.")
         for name in ("resume", "from_backup"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}: it must be true or false")
@@ -110,9 +104,7 @@ class CFedAvg(Strategy):
             raise InputError("from_backup is for a federation that goes on: it needs resume as well")
         for name, (kind, low, high, words) in _BOUNDS.items():
             value: Any = getattr(self, name)
-            if (name in ("max_norm", "eta", "min_nodes") and value is None) or (
-                name == "eta" and callable(value)
-            ):
+            if value is None or (name == "eta" and callable(value)):
                 continue
             if not isinstance(value, kind) or not low <= value <= high:
                 raise InputError(f"{name} is {value!r}: it must be {words}")
@@ -121,6 +113,7 @@ class CFedAvg(Strategy):
 
     def _configured(self, config: Config | None, given: dict[str, Any]) -> Config:
         """What the server decides, for its folder; around an app of the user's, no more is known."""
+        given = {**given, "participation": float(self.policy.participation)}
         if config is None:
             by = f"{APP[:-1]}, averaged by {name_of(self.inner)})" if self.inner else APP
             rate = None if callable(self.eta) else self.eta
@@ -140,17 +133,17 @@ class CFedAvg(Strategy):
             return
         if self.eta is not None or self.config.weighting != "uniform":
             raise InputError("eta and weighting are for CFedAvg alone: around a strategy, that one averages")
-        if self.config.participation != 1 or self.over_selection or self.min_nodes is not None:
+        if any(getattr(self.policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING):
             raise InputError(
-                "participation, over_selection and min_nodes are for CFedAvg alone: "
-                "around a strategy, that one samples"
+                "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg "
+                "wraps a strategy, which samples itself. Remove them."
             )
         if self.config.update != "sum":
             raise InputError("update is 'mean': around a strategy, which gets whole models, it must be 'sum'")
 
     def summary(self) -> None:
         where = f"{self.out.resolve()} on {socket.gethostname()}"
-        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.compressor, self.config.update, where)
+        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.uplink.compressor, self.uplink.update, where)
         if self.inner is not None:
             self.inner.summary()
 
@@ -162,50 +155,75 @@ class CFedAvg(Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFunction | None = None,
     ) -> Result:
         """All rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
-        if not isinstance(timeout, Real) or not timeout > 0:
-            raise InputError(f"timeout is {timeout!r}: it must be a number of seconds above 0")
+        policy = self.policy.with_deadline(timeout)
         self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
-        _check_finite(arrays)
-        form = Form.of(arrays, self.whole)
-        if form.whole_bytes > 4 * form.layout.d:
-            log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
+        form = self._form_of(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"num_rounds is {num_rounds!r}: it must be a whole number of 1 or more")
         config = self.config.replace(rounds=num_rounds)
-        books = Books(self.out, config, form, self._stays, self._also(timeout))
+        books = Books(self.out, config, form, self._fixed_options, self._also(policy))
+        app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
         with books.kept():
-            served = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
-            session = Session(self, grid, form, books, served, timeout)
-            session.train_config = train_config or ConfigRecord()
-            session.evaluate_config = evaluate_config or ConfigRecord()
-            session.evaluate_fn = evaluate_fn
-            books.open(served)  # a session that refuses the state leaves everything as it was
+            state = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
+            session = self._session(grid, books, state, policy, app)
+            books.open(state)  # a session that refuses the state leaves everything as it was
             return session.run(num_rounds)
 
-    @property
-    def _stays(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "inner": name_of(self.inner) if self.inner else None,
-            "compressor": str(self.compressor),
-            "update": config.update,
-            "error_feedback": config.error_feedback,
-            "seed": config.seed,
-        }
+    def _form_of(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Form:
+        """Return the form of the first model, which must be finite."""
+        for name, array in arrays.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
+        form = Form.of(arrays, self.whole)
+        if form.whole_bytes > 4 * form.layout.d:
+            log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
+        return form
 
-    def _also(self, timeout: float) -> dict[str, Any]:
-        """What config.toml has no fields for."""
-        names = (
-            ["quorum", "max_norm"] if self.inner else ["over_selection", "min_nodes", "quorum", "max_norm"]
+    def _session(
+        self, grid: Grid, books: Books, state: FederationState, policy: RoundPolicy, app: AppConfig
+    ) -> Session:
+        return Session(
+            grid,
+            books,
+            state,
+            policy=policy,
+            uplink=self.uplink,
+            averaging=self._averaging(books.form),
+            inner=self.inner,
+            max_norm=self.max_norm,
+            app=app,
         )
-        found = {name: getattr(self, name) for name in names}
+
+    @property
+    def _fixed_options(self) -> FixedOptions:
+        uplink = self.uplink
+        return FixedOptions(
+            inner=name_of(self.inner) if self.inner else None,
+            compressor=str(uplink.compressor),
+            update=uplink.update,
+            error_feedback=uplink.error_feedback,
+            seed=uplink.seed,
+        )
+
+    def _averaging(self, form: Form) -> Averaging:
+        if self.inner is not None:
+            return Through(form, self.inner)
+        by_steps, by_samples = self.uplink.update == "mean", self.config.weighting == "samples"
+        return Alone(form, self.eta, by_steps, by_samples)
+
+    def _also(self, policy: RoundPolicy) -> dict[str, Any]:
+        """Return the options that config.toml has no fields for."""
+        names = ["quorum"] if self.inner else ["over_selection", "min_nodes", "quorum"]
+        found: dict[str, Any] = {name: getattr(policy, name) for name in names}
+        if type(policy) is not RoundPolicy:
+            found["policy"] = type(policy).__name__
         if callable(self.eta):
             found["eta"] = "a function of the round"
-        return {**found, "timeout": timeout, "whole": [*self.whole]}
+        return {**found, "max_norm": self.max_norm, "timeout": policy.deadline, "whole": [*self.whole]}
 
     # A round is only right if its books are kept, so that the rounds of another's `start` will not do.
 
@@ -226,12 +244,6 @@ class CFedAvg(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         _not_inside()
-
-
-def _check_finite(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    for name, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
 
 
 def _not_inside() -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from cfedavg.files import exists, make_folder, write_atomic
 from cfedavg.flower.app.settings import TRUST, run_config_of
 from cfedavg.flower.control import ONGOING, Run, RunFailed
 from cfedavg.flower.machine import Machine
+from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.services import toml
 from cfedavg.folder import CONFIG, FEDERATION, METRICS, check_same, read_rows
 from cfedavg.layout import Layout
@@ -56,7 +56,8 @@ def up(
         display.say(f"all {config.rounds} rounds are done; more of them with --rounds")
         return False
     display.say(_in_words(config))
-    folder, least = out / "federation", max(1, math.ceil(quorum * config.clients))
+    folder = out / "federation"
+    least = max(1, RoundPolicy(quorum=quorum).count_quorum(config.clients))
     machine = Machine(folder, config.clients, port=port, more=_trust(config), say=display.now)
     federation = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
     text = app_toml(config, out=str(out), resume=resume, **federation)

@@ -13,7 +13,7 @@ from cfedavg.config import Config
 from cfedavg.data.tasks import build_task
 from cfedavg.engines.common import reproducible
 from cfedavg.evaluate import evaluate
-from cfedavg.flower.app.settings import MORE, config_of
+from cfedavg.flower.app.settings import config_of, policy_of
 from cfedavg.flower.strategy import CFedAvg
 from cfedavg.plan import Plan
 from cfedavg.task import Task
@@ -27,7 +27,12 @@ def main(grid: Grid, context: Context) -> None:
     given: Mapping[str, Any] = context.run_config
     config = config_of(given)
     task = build_task(config)
-    strategy = CFedAvg(**_options(config, Plan(config, task)), **_federated(given), config=config)
+    strategy = CFedAvg(
+        **_options(config, Plan(config, task)),
+        **_federated(given),
+        policy=policy_of(config, given),
+        config=config,
+    )
     strategy.start(
         grid,
         ArrayRecord(task.model.state_dict()),
@@ -46,16 +51,15 @@ def _options(config: Config, plan: Plan) -> dict[str, Any]:
         "update": "mean" if by_clock else plan.rates.update,
         "eta": config.eta if by_clock else plan.rates.eta,
         "weighting": config.weighting,
-        "participation": config.participation,
         "seed": config.seed,
     }
 
 
 def _federated(given: Mapping[str, Any]) -> dict[str, Any]:
     """What only a federation has."""
-    names = {name: name.replace("-", "_") for name in MORE if name != "round-timeout"}
-    found = {own: given[name] for name, own in names.items() if name in given}
-    return {"min_nodes": int(given.get("clients", 2)), **found, "out": given.get("out") or None}
+    names = ("resume", "max-norm", "from-backup")
+    found = {name.replace("-", "_"): given[name] for name in names if name in given}
+    return {**found, "out": given.get("out") or None}
 
 
 def tested(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], MetricRecord | None]:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from cfedavg.config import Config, refuse_code
+from cfedavg.flower.policy import RoundPolicy
 
-# Besides those of Config: where the server writes, and how it waits.
-MORE = ("out", "resume", "round-timeout", "quorum", "min-nodes", "over-selection", "max-norm", "from-backup")
+# Besides those of Config: where the server writes, and which policy its rounds have.
+POLICY = ("quorum", "min-nodes", "over-selection")
+MORE = ("out", "resume", "max-norm", "from-backup", "round-timeout", *POLICY)
 
 # A variable of the environment. A run config comes over the network, so what it names is imported only where
 # the owner of the process has set this; `cfedavg federate up` does for what its user typed.
@@ -27,6 +29,13 @@ def config_of(run_config: Mapping[str, Any]) -> Config:
     if not os.environ.get(TRUST):
         refuse_code(fields, "the run config", f"set {TRUST}=1 on this machine if you trust who starts runs")
     return Config.from_dict(fields, "the run config", trust=True)
+
+
+def policy_of(config: Config, run_config: Mapping[str, Any]) -> RoundPolicy:
+    """Return the policy of a run's rounds. Without `min-nodes`, a round waits for all clients."""
+    given = {name.replace("-", "_"): run_config[name] for name in POLICY if name in run_config}
+    least = int(run_config.get("clients", RoundPolicy.min_nodes))
+    return RoundPolicy(**{"participation": config.participation, "min_nodes": least, **given})
 
 
 def run_config_of(config: Config) -> dict[str, Any]:
