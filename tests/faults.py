@@ -67,12 +67,13 @@ class Digits:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
 
-    def shrink(self, p: int, request: Request) -> tuple[bytes, int]:
+    def send(self, g: int, memory: int, request: Request) -> tuple[bytes, int]:
+        p = memory + g
         kept = sum(p & COLUMN << 2 * i for i in self.chance.sample(range(D), KEPT))
         return kept.to_bytes(UPDATES * D // 4, "little"), p - kept
 
-    def restored(self, e: int, message: bytes) -> int:
-        return e + read(message)
+    def restore(self, memory: int, message: bytes) -> int:
+        return memory + read(message)
 
 
 class Reply(NamedTuple):
@@ -141,7 +142,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.codec = Digits(self.chance)
+        self.sender = Digits(self.chance)
         self.names = [f"client {i}" for i in range(CLIENTS)]
         self.fates = {name: Fate() for name in self.names}
         self.incarnations, self.updates, self.generation = 0, 0, 1
@@ -267,21 +268,21 @@ class World:
     def put_disk(self, name: str, client: Client, cause: str) -> None:
         fate = self.fates[name]
         # What was sent before may have gone into a model that is no more.
-        fate.may_lose(mass(self.clients[name]) & ~client.e, cause)
+        fate.may_lose(mass(self.clients[name]) & ~client.memory, cause)
         fate.doubt = True
         self.clients[name] = client
         self.check(name)
 
     def client_works(self, name: str, request: Request) -> None:
-        client, action = self.rules.receive(self.clients[name], request, self.codec)
+        client, action = self.rules.receive(self.clients[name], request, self.sender)
         if isinstance(action, Outdated):
             client, action = self.start_anew(name, request)
         if isinstance(action, Resend):
             self.send_reply(name, request.stamp, action.message)
         if not isinstance(action, Train) or self.happens("not finite"):
             return
-        g = update(self.updates)
-        after, message = protocol.answer(client, request, g, self.codec)
+        g = self.make_update()
+        after, message = protocol.answer(client, request, g, self.sender)
         if self.happens("client killed before it stored"):
             return
         self.updates += 1
@@ -289,12 +290,21 @@ class World:
         if not self.happens("client killed before it sent"):
             self.send_reply(name, request.stamp, message)
 
+    def make_update(self) -> Any:
+        return update(self.updates)
+
+    def read(self, message: bytes) -> Any:
+        return read(message)
+
+    def nothing(self) -> Any:
+        return 0
+
     def start_anew(self, name: str, request: Request) -> Any:
         fate = self.fates[name]
         if not fate.doubt:
             raise Broken(f"seed {self.seed}, round {self.now}: {name} has to start anew without a cause")
         fate.may_lose(mass(self.clients[name]), "started anew")
-        return self.rules.receive(self.fresh(), request, self.codec)
+        return self.rules.receive(self.fresh(), request, self.sender)
 
     def answered(self, name: str, after: Client, g: int) -> None:
         """Stored; whoever answers the present server, and as the first of its name, is past all doubt."""
@@ -325,13 +335,13 @@ class World:
         """U: what was sent and is not in the durable model."""
         client = self.clients[name]
         if client.sent is None:
-            return 0
+            return self.nothing()
         mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
-        return 0 if (name, mark) in self.disk.x.holds else read(client.sent.message)
+        return self.nothing() if (name, mark) in self.disk.x.holds else self.read(client.sent.message)
 
     def total(self, name: str) -> int:
         """A + e + U."""
-        return self.disk.x.sums[name] + self.clients[name].e + self.on_the_way(name)
+        return self.disk.x.sums[name] + self.clients[name].memory + self.on_the_way(name)
 
     def check(self, name: str) -> None:
         """The law, bit for bit: of all that was computed, each part is in one place, or lost by a fault."""
@@ -348,4 +358,4 @@ class World:
 
 def mass(client: Client) -> int:
     """What is on a client's disk."""
-    return client.e + (read(client.sent.message) if client.sent else 0)
+    return client.memory + (read(client.sent.message) if client.sent else 0)

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -33,12 +32,13 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore.task_identity import TaskIdentity
-from torch import Tensor
 
+from cfedavg.channel import Channel
 from cfedavg.compress import parse
-from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import Client, Server, mark_of
 from cfedavg.federation.store import FILE, ClientStore, ServerStore
+from cfedavg.federation.uplink import Uplink
+from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Numbers, online
@@ -298,11 +298,18 @@ def same(a: Arrays | ArrayRecord, b: Arrays | ArrayRecord) -> bool:
     )
 
 
+Vector = np.ndarray[Any, Any]
+
+
 class Disks:
     """Looks at the files of a federation, as nobody in it can."""
 
     def __init__(self, it: Federation) -> None:
         self.it, self.form = it, Form.of(it.model)
+
+    @property
+    def zero(self) -> Vector:
+        return np.zeros(self.form.layout.d, np.float32)
 
     @property
     def federation(self) -> str:
@@ -324,37 +331,38 @@ class Disks:
         assert served is not None
         return served.server
 
-    def payload(self, message: bytes) -> Tensor:
-        packing = Packing(Wire(parse("none"), self.form.layout, 0))
-        return packing.restored(torch.zeros(self.form.layout.d), message)
+    def payload(self, message: bytes) -> Vector:
+        channel = Channel(parse("none"), ErrorFeedback(), self.form.layout)
+        found: Vector = Packing(Uplink(channel, 0)).restore(self.zero, message)
+        return found
 
-    def on_the_way(self, node: LocalNode) -> Tensor:
+    def on_the_way(self, node: LocalNode) -> Vector:
         """U: what a client has sent that is not in the durable model."""
         client = self.client(node)
         if client is None or client.sent is None:
-            return torch.zeros(self.form.layout.d)
+            return self.zero
         mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
         there = self.server().applied.get(self.identity(node)) == mark
-        return torch.zeros(self.form.layout.d) if there else self.payload(client.sent.message)
+        return self.zero if there else self.payload(client.sent.message)
 
-    def mass(self, node: LocalNode) -> Tensor:
+    def mass(self, node: LocalNode) -> Vector:
         """e + U."""
         client = self.client(node)
-        return self.on_the_way(node) if client is None else client.e + self.on_the_way(node)
+        return self.on_the_way(node) if client is None else client.memory + self.on_the_way(node)
 
-    def masses(self) -> Tensor:
+    def masses(self) -> Vector:
         """e + U of all nodes."""
-        return torch.stack([self.mass(node) for node in self.it.nodes]).sum(0)
+        return np.sum([self.mass(node) for node in self.it.nodes], 0)
 
-    def x(self) -> Tensor:
+    def x(self) -> Vector:
         """What the durable model has gained."""
-        found: Tensor = self.server().x
-        return found - torch.from_numpy(self.form.split(self.it.model)[0])
+        found: Vector = self.server().x - self.form.split(self.it.model)[0]
+        return found
 
-    def update(self, *calls: tuple[int, int]) -> Tensor:
+    def update(self, *calls: tuple[int, int]) -> Vector:
         """The sum of what an app of `Adding` computed in these calls."""
-        made = [torch.from_numpy(self.form.split(numbers(*call, self.it.model))[0]) for call in calls]
-        return torch.stack(made).sum(0)
+        made = [self.form.split(numbers(*call, self.it.model))[0] for call in calls]
+        return np.sum(made, 0)
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -155,13 +155,18 @@ def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"eta": "fast"}, "eta is 'fast'"),
         ({"whole": "*bias"}, "whole is '\\*bias'"),
         ({"seed": -1}, "seed is -1"),
-        ({"error_feedback": "no"}, "error.feedback is 'no'"),
+        ({"feedback": False}, "feedback.* is False"),
         ({"resume": True}, "resume needs out"),
         ({"resume": "yes", "out": "x"}, "resume is 'yes'"),
         ({"resume": True, "from_backup": 1, "out": "x"}, "from_backup is 1"),
         ({"from_backup": True, "out": "x"}, "from_backup"),
-        ({"inner": FedAvg(), "eta": 2.0}, "eta and weighting are for CFedAvg alone"),
-        ({"inner": FedAvg(), "weighting": "samples"}, "eta and weighting are for CFedAvg alone"),
+        ({"inner": FedAvg(), "eta": 2.0}, "`eta` must not be given when CFedAvg wraps a strategy"),
+        ({"inner": FedAvg(), "weighting": "samples"}, "`weighting` must not be given"),
+        ({"inner": FedAvg(), "server_optimiser": "adam"}, "`server_optimiser` must not be given"),
+        ({"inner": FedAvg(), "feedback": "ef21"}, "without a memory of the server"),
+        ({"feedback": "ef21", "weighting": "samples"}, "`weighting` must be uniform"),
+        ({"feedback": "ef(2)"}, "decay must be above 0 and at most 1, got 2"),
+        ({"server_optimiser": "adam(beta1=1)"}, "beta1 must be from 0 to below 1, got 1"),
         ({"inner": FedAvg(), "policy": RoundPolicy(participation=0.5)}, "`participation`.* have no effect"),
         ({"inner": FedAvg(), "policy": RoundPolicy(over_selection=0.5)}, "`over_selection`.* have no effect"),
         ({"inner": FedAvg(), "policy": RoundPolicy(min_nodes=3)}, "`min_nodes`.* have no effect"),
@@ -244,7 +249,7 @@ def test_a_request_imports_and_calls_nothing(tmp_path: Path) -> None:
 
     it.grid.on_request = forge
     it.start(1, policy=RoundPolicy(quorum=0.3))
-    assert it.outcomes == [{"unknown compressor": 2, "replied": 1}]
+    assert it.outcomes == [{"unknown part": 2, "replied": 1}]
     assert "a module, which this text may not import: 'os:mkdir'" in it.of_nodes[0]["why"]
     assert not ran.exists()
 
@@ -252,7 +257,7 @@ def test_a_request_imports_and_calls_nothing(tmp_path: Path) -> None:
 def test_a_node_takes_the_classes_that_its_app_has_given(tmp_path: Path) -> None:
     refusing = Federation(tmp_path / "without", Adding().app, 2)
     refusing.start(1, compressor=OWN)
-    assert refusing.outcomes == [{"unknown compressor": 2}]
+    assert refusing.outcomes == [{"unknown part": 2}]
     app = Adding(mods=[partial(compressed, own=[EveryNth])])
     taking = Federation(tmp_path / "with", app.app, 2)
     taking.start(1, compressor=OWN)

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError, folder, tensors
 from cfedavg.config import read_config
-from cfedavg.federation.store import FILE, ServerStore, as_tensor
+from cfedavg.federation.store import FILE, ServerStore, as_array
 from cfedavg.flower.form import Form
 from cfedavg.flower.taking import FAILED
 from cfedavg.report import write_report, write_run_pictures
@@ -77,10 +76,10 @@ def test_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert it.outcomes[2] == {"replied": 2, "state": 1}
     assert re.fullmatch(r"cannot write .* \(No space left on device\)", it.of_nodes[-2]["why"])
     after, full[0] = disks.client(it.nodes[1]), False
-    assert before is not None and after is not None and torch.equal(before.e, after.e)  # noqa: PT018
+    assert before is not None and after is not None and np.array_equal(before.memory, after.memory)  # noqa: PT018
     it.start(4, Summing(), resume=True)
     made = disks.update(*(call for call in app.calls if call != (1, 3)))
-    assert torch.equal(made, disks.x() + disks.masses())
+    assert np.array_equal(made, disks.x() + disks.masses())
 
 
 def test_a_damaged_state(tmp_path: Path) -> None:
@@ -318,7 +317,7 @@ def forge_facts(out: Path, **changes: Any) -> None:
     found, _ = tensors.read_tensors(out / "state" / FILE)
     facts = json.loads(found["facts"].numpy().tobytes()) | changes
     facts = {name: value for name, value in facts.items() if value is not GONE}
-    forge(out / "state" / FILE, {"facts": as_tensor(json.dumps(facts).encode())})
+    forge(out / "state" / FILE, {"facts": as_array(json.dumps(facts).encode())})
 
 
 ROW = {"round": 1}
@@ -401,10 +400,10 @@ WHOLE_MODEL = {**MODEL, "bn.running_mean": np.ones(2, np.float32)}
 
 @pytest.mark.parametrize(
     "whole",
-    [torch.zeros(7, dtype=torch.uint8), torch.zeros(2), torch.full((8,), 255, dtype=torch.uint8)],
+    [np.zeros(7, np.uint8), np.zeros(2, np.float32), np.full(8, 255, np.uint8)],
     ids=["length", "dtype", "NaN"],
 )
-def test_forged_statistics(tmp_path: Path, whole: torch.Tensor) -> None:
+def test_forged_statistics(tmp_path: Path, whole: Any) -> None:
     it = Federation(tmp_path, Adding().app, 3, WHOLE_MODEL)
     it.start(1)
     forge(it.out / "state" / FILE, {"extra.whole": whole})
@@ -437,7 +436,7 @@ def test_a_forged_answer(tmp_path: Path) -> None:
     good = path.read_bytes()
     for n, message in enumerate((b"", b"abc", b"\xff" * 200, b"\0" * 200)):
         path.write_bytes(good)
-        forge(path, {"sent": as_tensor(message)})
+        forge(path, {"sent": as_array(message)})
         it.start(n + 2, resume=True)
         assert it.outcomes[-1] == {"replied": 2, "state": 1}
         assert "move it away to go on as a new client" in it.of_nodes[-2]["why"]
@@ -478,7 +477,7 @@ def damage_with_checksum(path: Path, draw: random.Random) -> None:
     found, about = tensors.read_tensors(path)
     if "facts" in found and draw.random() < 0.5:
         data = mutated(found["facts"].numpy().tobytes(), draw)
-        return forge(path, {"facts": as_tensor(data)})
+        return forge(path, {"facts": as_array(data)})
     name = draw.choice([name for name in about if name != "checksum"])
     return forge(path, **{name: draw.choice([None, 0, 1, 2.5, "a", [], {}, [1, 1], [2, 1], 2**40, [[1, 1]]])})
 

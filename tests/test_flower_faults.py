@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAdam
 
@@ -64,7 +63,7 @@ class Schedule:
         self.app.spoil = dict.fromkeys(range(4), self.works)
         self.it = Federation(folder, self.app.app, 4)
         self.disks = Disks(self.it)
-        self.made = self.lost = torch.zeros(FORM.layout.d)
+        self.made = self.lost = np.zeros(FORM.layout.d, np.float32)
         self.g = self.gone = self.made
         self.answered: set[tuple[Path, Stamp, int]] = set()
         self.requests: list[tuple[int, LocalNode, Message]] = []
@@ -113,7 +112,7 @@ class Schedule:
             self.lost = self.lost + self.disks.mass(node)
             shutil.rmtree(node.disk)
         self.node = node
-        self.g = self.gone = torch.zeros(FORM.layout.d)
+        self.g = self.gone = np.zeros(FORM.layout.d, np.float32)
         return node.answer(message)
 
     def on_reply(self, node: LocalNode, request: Message, reply: Message) -> Message | None:
@@ -139,7 +138,7 @@ class Schedule:
         before = arrays_of(message.content.array_records["arrays"])
         draw = np.random.default_rng(self.chance.randrange(2**32))
         g = {name: draw.integers(-9, 10, each.shape).astype(np.float32) for name, each in before.items()}
-        self.g = torch.from_numpy(FORM.split(g)[0])
+        self.g = FORM.split(g)[0]
         return reply_with({name: before[name] + g[name] for name in g}, metrics, message)
 
     def client_saves(self, real: Any, store: ClientStore, client: Client) -> None:
@@ -187,7 +186,7 @@ class Schedule:
         if not (self.it.out / "state" / FILE).exists():
             return
         total = self.disks.x() + self.disks.masses() + self.lost
-        assert torch.equal(total, self.made)
+        assert np.array_equal(total, self.made)
 
     def settle(self, rounds: int) -> None:
         """Rounds in which nothing breaks, after which nothing is on its way."""
@@ -222,7 +221,7 @@ def test_a_disk_is_lost(tmp_path: Path) -> None:
     assert lost.any()
     it.lose_disk(1)
     it.start(6, Summing(), resume=True)
-    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses() + lost)
+    assert np.array_equal(disks.update(*app.calls), disks.x() + disks.masses() + lost)
     assert [row["incarnation"] for row in it.of_nodes if row["node"] == "node1"] == [1, 1, 1, 1, 2, 2]
     assert {row["incarnation"] for row in it.of_nodes if row["node"] != "node1"} == {1}
     assert it.outcomes == [{"replied": 3}] * 6
@@ -239,7 +238,7 @@ def test_an_old_disk_comes_back(tmp_path: Path) -> None:
     it.lose_disk(1)
     shutil.copytree(tmp_path / "copy", it.nodes[1].disk)
     it.start(7, Summing(), resume=True)
-    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses() + lost)
+    assert np.array_equal(disks.update(*app.calls), disks.x() + disks.masses() + lost)
     assert [row["incarnation"] for row in it.of_nodes if row["node"] == "node1"][-3:] == [1, 2, 2]
 
 
@@ -265,7 +264,7 @@ def test_a_server_from_a_backup(tmp_path: Path) -> None:
     assert len(app.calls) == 15
     it.start(6, Summing(), resume=True, from_backup=True)
     assert len(app.calls) == 15 + 12
-    assert torch.equal(disks.update(*app.calls), disks.x() + disks.masses() + later)
+    assert np.array_equal(disks.update(*app.calls), disks.x() + disks.masses() + later)
     assert disks.server().stamp.generation > 1
     assert [disks.client(node).forgotten for node in it.nodes] == [1, 1, 1]  # type: ignore[union-attr]
     assert [row["round"] for row in it.rows] == list(range(6))

@@ -6,12 +6,13 @@ import operator
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from cfedavg.compress import plus
 from cfedavg.federation import protocol
 from cfedavg.federation.protocol import (
     NEVER,
@@ -33,7 +34,10 @@ from cfedavg.federation.protocol import (
     request_of,
     restored,
 )
+from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback
+from cfedavg.payload import Payload
 from tests.faults import RATES, Broken, Digits, Rules, World, mass, read, update
+from tests.feedback_faults import FeedbackWorld
 
 FEW, ALL = 300, 10_000
 
@@ -69,14 +73,73 @@ def test_without_a_fault_of_a_disk_nothing_is_lost_and_nobody_starts_anew() -> N
         assert not any(fate.lost for fate in world.fates.values())
 
 
+# Other feedbacks, each by its own law.
+
+LAWS: dict[str, tuple[Feedback, float]] = {
+    "ef": (ErrorFeedback(), 0.0),
+    "ef(decay)": (ErrorFeedback(decay=0.95), 1e-9),  # of sums below 1e5 in float64
+    "ef21": (EF21(), 0.0),
+    "none": (NoFeedback(), 0.0),
+}
+
+
+def feedback_schedules(count: int, feedback: Feedback, tolerance: float) -> int:
+    """How many of the schedules break the law."""
+    broken = 0
+    for seed in range(count):
+        try:
+            assert FeedbackWorld(seed, feedback, tolerance).run().applied > 0
+        except Broken:
+            broken += 1
+    return broken
+
+
+def test_every_feedback_is_tried() -> None:
+    assert {type(feedback) for feedback, _ in LAWS.values()} == set(FEEDBACKS.entries.values())
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_law_of_each_feedback_under_faults(name: str) -> None:
+    assert feedback_schedules(FEW, *LAWS[name]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAWS)
+def test_the_law_of_each_feedback_under_all_schedules(name: str) -> None:
+    assert feedback_schedules(ALL, *LAWS[name]) == 0
+
+
+@dataclass(frozen=True)
+class NeverRestores(ErrorFeedback):
+    def restore(self, memory: Any, sent: Payload) -> Any:
+        return memory
+
+
+@dataclass(frozen=True)
+class RestoresAsEF(EF21):
+    def restore(self, memory: Any, sent: Payload) -> Any:
+        return plus(memory, sent)
+
+
+@dataclass(frozen=True)
+class DecaysInSilence(ErrorFeedback):
+    def forgone(self, left: Any) -> Any:
+        return 0 * left
+
+
+@pytest.mark.parametrize("mutant", [NeverRestores(), RestoresAsEF(), DecaysInSilence(decay=0.95)])
+def test_a_wrong_feedback_is_caught(mutant: Feedback) -> None:
+    assert feedback_schedules(50, mutant, 1e-9) >= 49
+
+
 # Mutants: each must be caught by the same check.
 
 
-def forgets_without_being_told(client: Client, request: Request, codec: Any) -> Any:
+def forgets_without_being_told(client: Client, request: Request, sender: Any) -> Any:
     """The residual counts as right whether or not the payload arrived."""
     if client.sent is not None and client.sent.stamp != request.stamp:
         client = replace(client, sent=None)
-    return receive(client, request, codec)
+    return receive(client, request, sender)
 
 
 def takes_repeated(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp) -> str:
@@ -87,9 +150,9 @@ def takes_late(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp
     return objection(server, asked, taken, client, server.stamp)
 
 
-def trains_again(client: Client, request: Request, codec: Any) -> Any:
+def trains_again(client: Client, request: Request, sender: Any) -> Any:
     """A request that was answered is taken for a new one."""
-    return protocol._resolved(client, request, codec), Train()
+    return protocol._resolved(client, request, sender), Train()
 
 
 def old_number(before: Server, after: Server) -> Server:
@@ -97,20 +160,20 @@ def old_number(before: Server, after: Server) -> Server:
     return replace(after, stamp=before.stamp)
 
 
-def goes_on(client: Client, request: Request, codec: Any, *, where: Callable[..., bool]) -> Any:
+def goes_on(client: Client, request: Request, sender: Any, *, where: Callable[..., bool]) -> Any:
     """Does not start anew, where the answer in the model is newer than its last, or where it is older."""
-    after, action = receive(client, request, codec)
+    after, action = receive(client, request, sender)
     if action == Outdated() and where(request.mark.stamp, client.seen):
-        return protocol._resolved(client, request, codec), Train()
+        return protocol._resolved(client, request, sender), Train()
     return after, action
 
 
-def takes_for_its_own(client: Client, request: Request, codec: Any, *, mine: bool) -> Any:
+def takes_for_its_own(client: Client, request: Request, sender: Any, *, mine: bool) -> Any:
     """Any answer to its last request: that of a copy of itself, or that of a predecessor."""
     mark, sent = request.mark, client.sent
     if mark and sent and mark.stamp == sent.stamp and (mark.incarnation == client.incarnation) == mine:
         request = replace(request, mark=its_mark(client))
-    return receive(client, request, codec)
+    return receive(client, request, sender)
 
 
 def its_mark(client: Client) -> Mark:
@@ -175,12 +238,12 @@ def payload(client: Client) -> int:
 
 def test_a_payload_is_dropped_when_it_is_applied_and_returns_when_it_is_void() -> None:
     first = answered(new(), asks(S[1]))
-    assert payload(first) > 0 < first.e
-    assert payload(first) + first.e == update(21)
+    assert payload(first) > 0 < first.memory
+    assert payload(first) + first.memory == update(21)
     told, _ = receive(first, asks(S[2], its_mark(first)), CODEC)
-    assert (told.e, told.sent, told.told) == (first.e, None, S[1])
+    assert (told.memory, told.sent, told.told) == (first.memory, None, S[1])
     void, _ = receive(first, asks(S[2]), CODEC)
-    assert (void.e, void.sent, void.told) == (update(21), None, NEVER)
+    assert (void.memory, void.sent, void.told) == (update(21), None, NEVER)
 
 
 def test_a_request_that_comes_twice_gets_the_same_message_and_changes_nothing() -> None:
@@ -244,7 +307,7 @@ def test_an_older_copy_of_which_nothing_newer_was_delivered_goes_on() -> None:
     older = answered(new(), asks(S[1]))
     answered(older, asks(S[2], its_mark(older)))
     after, action = receive(older, asks(S[3], its_mark(older)), CODEC)
-    assert (action, after.sent, after.e) == (Train(), None, older.e)
+    assert (action, after.sent, after.memory) == (Train(), None, older.memory)
 
 
 def test_an_answer_of_a_copy_to_the_same_request_is_noticed_by_its_digest() -> None:
@@ -258,7 +321,7 @@ def test_an_answer_of_a_copy_to_the_same_request_is_noticed_by_its_digest() -> N
 def test_an_answer_of_a_predecessor_to_the_same_request_makes_mine_void() -> None:
     predecessor, mine = answered(new(1), asks(S[4])), answered(new(2), asks(S[4]))
     after, action = receive(mine, asks(S[5], its_mark(predecessor)), CODEC)
-    assert (action, after.e, after.told) == (Train(), update(124), S[4])
+    assert (action, after.memory, after.told) == (Train(), update(124), S[4])
 
 
 def test_a_server_from_a_backup_starts_a_generation_and_clients_count_what_is_lost() -> None:
@@ -273,7 +336,7 @@ def test_a_server_from_a_backup_starts_a_generation_and_clients_count_what_is_lo
     assert server.stamp == Stamp(2, 1)
     after, action = receive(third, request_of(server, "a"), CODEC)
     assert (action, after.forgotten, after.told) == (Train(), 1, S[1])
-    assert after.e == mass(third)  # of round 3 nothing is lost
+    assert after.memory == mass(third)  # of round 3 nothing is lost
     again, _ = receive(after, request_of(server, "a"), CODEC)
     assert again.forgotten == 1  # it is counted once
 
@@ -285,14 +348,14 @@ def test_a_server_that_goes_back_to_what_a_client_has_taken_back_is_noticed() ->
     second = answered(first, request_of(older, "a"))
     newer = ended(older, {"a": its_mark(second)}, 2)
     client = answered(second, request_of(restored(older, 2), "a"))
-    assert client.e + payload(client) == mass(second) + update(41)
+    assert client.memory + payload(client) == mass(second) + update(41)
     delivered = answered(client, asks(Stamp(2, 2), its_mark(client)))
     for state in (client, delivered):
         assert receive(state, request_of(restored(newer, 3), "a"), CODEC) == (state, Outdated())
         # But to the older one once more, or to one without anything of this client, it may go back.
         for backup in (older, Server(x=0)):
             after, action = receive(state, request_of(restored(backup, 3), "a"), CODEC)
-            assert (action, after.e) == (Train(), mass(state))
+            assert (action, after.memory) == (Train(), mass(state))
 
 
 def test_what_was_before_a_client_began_is_not_its_own() -> None:
@@ -301,4 +364,4 @@ def test_what_was_before_a_client_began_is_not_its_own() -> None:
     mine = answered(new(2), asks(Stamp(2, 1)))
     mine = answered(mine, asks(Stamp(2, 2), its_mark(mine)))
     after, action = receive(mine, asks(Stamp(3, 1), its_mark(predecessor)), CODEC)
-    assert (action, after.e, after.forgotten) == (Train(), mass(mine), 1)
+    assert (action, after.memory, after.forgotten) == (Train(), mass(mine), 1)

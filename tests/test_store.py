@@ -18,13 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from cfedavg import InputError, parse
-from cfedavg.algorithm import average, server_update
+from cfedavg.algorithm import average
+from cfedavg.channel import Channel
 from cfedavg.errors import NotFinite
-from cfedavg.federation.codec import Wire
 from cfedavg.federation.protocol import (
     NEVER,
     Client,
@@ -41,8 +39,10 @@ from cfedavg.federation.protocol import (
     request_of,
     restored,
 )
-from cfedavg.federation.store import FILE, ClientStore, Known, Served, ServerStore, as_tensor, new_generation
+from cfedavg.federation.store import FILE, ClientStore, Known, Served, ServerStore, as_array, new_generation
 from cfedavg.federation.table import Table
+from cfedavg.federation.uplink import Uplink
+from cfedavg.feedback import ErrorFeedback
 from cfedavg.layout import Layout
 from cfedavg.tensors import checksum, read_tensors, save_tensors
 from cfedavg.wire import decode, read_header
@@ -53,13 +53,13 @@ LAYOUT = Layout.flat(D)
 NAMES = ("north", "south")
 
 
-def wire(number: int, compressor: str = "topk(0.9)") -> Wire:
-    return Wire(parse(compressor), LAYOUT, number)
+def wire(number: int, compressor: str = "topk(0.9)") -> Uplink:
+    return Uplink(Channel(parse(compressor), ErrorFeedback(), LAYOUT), number)
 
 
-def update(number: int, t: int) -> Tensor:
+def update(number: int, t: int) -> np.ndarray:
     """Whole numbers, so that sums are exact."""
-    return torch.from_numpy(np.random.default_rng([number, t]).integers(-50, 50, D)).float()
+    return np.random.default_rng([number, t]).integers(-50, 50, D).astype(np.float32)
 
 
 # --- a federation of files ------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def play(root: Path, rounds: int) -> None:
     with server_store.locked():
         served = server_store.load()
         if served is None:
-            served = Served(Server(torch.zeros(D)))
+            served = Served(Server(np.zeros(D, np.float32)))
             server_store.save(served)
         while served.server.t < rounds:
             served = server_round(served, server_store, client_stores)
@@ -99,10 +99,10 @@ def server_round(served: Served, store: ServerStore, clients: dict[str, ClientSt
         with its.locked():
             incarnation, message = client_round(its, number, request_of(server, name))
         taken[name] = mark_of(server.stamp, incarnation, message)
-        payloads.append(decode(message, layout=LAYOUT).map(torch.from_numpy))
+        payloads.append(decode(message, layout=LAYOUT))
     # The sum, not the mean: exact.
-    delta = average(server.x, [(payload, [1.0]) for payload in payloads]) * len(payloads)
-    after = served.ended(taken, server_update(server.x, delta, 1.0))
+    mean, weight = average(server.x, [(payload, [1.0]) for payload in payloads])
+    after = served.ended(taken, server.x + mean * np.float32(weight))
     store.save(after)
     return after
 
@@ -112,17 +112,17 @@ def assert_law(root: Path) -> None:
     server_store, client_stores = stores(root)
     served = server_store.load()
     assert served is not None
-    made, owed = torch.zeros(D), torch.zeros(D)
+    made, owed = np.zeros(D, np.float32), np.zeros(D, np.float32)
     for number, (name, store) in enumerate(client_stores.items()):
         client = store.load()
         rounds = 0 if client.seen == NEVER else client.seen.number
-        made += sum((update(number, t) for t in range(rounds)), torch.zeros(D))
-        owed += client.e
+        made += sum((update(number, t) for t in range(rounds)), np.zeros(D, np.float32))
+        owed += client.memory
         if client.sent is not None:
             mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
             if mark != served.server.applied.get(name):
-                owed = wire(number).restored(owed, client.sent.message)
-    assert torch.equal(made, served.server.x + owed)
+                owed = wire(number).restore(owed, client.sent.message)
+    assert np.array_equal(made, served.server.x + owed)
 
 
 ROUNDS = 4
@@ -163,7 +163,11 @@ def contents(root: Path) -> Any:
     served = server_store.load()
     assert served is not None
     clients = [store.load() for store in client_stores.values()]
-    return served.server.x.tolist(), served.server.stamp, [(c.e.tolist(), c.sent, c.seen) for c in clients]
+    return (
+        served.server.x.tolist(),
+        served.server.stamp,
+        [(c.memory.tolist(), c.sent, c.seen) for c in clients],
+    )
 
 
 def killed_while_it_plays(root: Path, *, ends_a_round: bool, after: float) -> None:
@@ -220,7 +224,7 @@ def test_a_client_whose_file_is_old_or_gone_starts_anew(tmp_path: Path, fault: s
     path = client_stores["north"].folder / FILE
     old = path.read_bytes()
     play(tmp_path, 4)
-    lost = client_stores["north"].load().e
+    lost = client_stores["north"].load().memory
     if fault == "old":
         path.write_bytes(old)
     else:
@@ -229,9 +233,9 @@ def test_a_client_whose_file_is_old_or_gone_starts_anew(tmp_path: Path, fault: s
     served = server_store.load()
     assert served is not None
     assert [served.clients[name].incarnations for name in NAMES] == [2, 1]
-    made = sum((update(number, t) for number in range(2) for t in range(6)), torch.zeros(D))
-    left = sum((store.load().e for store in client_stores.values()), torch.zeros(D))
-    assert torch.equal(made, served.server.x + left + lost)
+    made = sum((update(number, t) for number in range(2) for t in range(6)), np.zeros(D, np.float32))
+    left = sum((store.load().memory for store in client_stores.values()), np.zeros(D, np.float32))
+    assert np.array_equal(made, served.server.x + left + lost)
 
 
 def test_a_server_from_a_backup_goes_on(tmp_path: Path) -> None:
@@ -259,7 +263,7 @@ def saved(tmp_path: Path) -> tuple[ClientStore, Client]:
     store = ClientStore(tmp_path, "fed/1", "node ü", LAYOUT)
     client = Client(
         incarnation=2**63 - 1,
-        e=torch.arange(float(D)),
+        memory=np.arange(D, dtype=np.float32),
         sent=Sent(Stamp(2, 1), b"\x00\xff"),
         seen=Stamp(2, 1),
         told=Stamp(1, 2),
@@ -276,8 +280,8 @@ def test_a_client_comes_back_as_it_was(tmp_path: Path) -> None:
     for each in (client, replace(client, sent=None)):
         store.save(each)
         found = store.load()
-        assert torch.equal(found.e, each.e)
-        assert replace(found, e=None) == replace(each, e=None)
+        assert np.array_equal(found.memory, each.memory)
+        assert replace(found, memory=None) == replace(each, memory=None)
     assert not list(store.folder.glob(".*"))
 
 
@@ -288,10 +292,10 @@ def test_without_a_file_it_is_a_new_incarnation(tmp_path: Path) -> None:
     found = [store.load(), store.load(), store.fresh(), old]
     assert len({client.incarnation for client in found}) == 4
     for client in found[:3]:
-        assert torch.equal(client.e, torch.zeros(D))
-        assert replace(client, e=None) == Client(client.incarnation, None)
+        assert np.array_equal(client.memory, np.zeros(D, np.float32))
+        assert replace(client, memory=None) == Client(client.incarnation, None)
     assert not path.exists()  # nothing is kept before it has answered
-    served = Served(Server(torch.zeros(D)))
+    served = Served(Server(np.zeros(D, np.float32)))
     for incarnation, count in ((1, 1), (1, 1), (2, 2)):
         served = served.ended({"a": mark_of(served.server.stamp, incarnation, b"")}, served.server.x)
         assert served.clients == {"a": Known(count)}
@@ -301,27 +305,27 @@ def test_a_server_comes_back_as_it_was(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     assert store.load() is None
     applied = {"a": Mark(Stamp(2, 8), 5, 2**64 - 1), "b": mark_of(Stamp(1, 4), 2**63 - 1, b"")}
-    server = Server(torch.arange(float(D)), 8, Stamp(2, 9), Table(applied))
+    server = Server(np.arange(D, dtype=np.float32), 8, Stamp(2, 9), Table(applied))
     clients = Table({"a": Known(2, [3, None, 0.1]), "b": Known(1)})
     with store.locked():
         store.save(Served(server, clients))
     found = store.load()
     assert found is not None
-    assert torch.equal(found.server.x, server.x)
+    assert np.array_equal(found.server.x, server.x)
     assert replace(found.server, x=None) == replace(server, x=None)
     assert (found.clients, found.extra, found.facts) == (clients, {}, {})
 
 
 def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
-    """Tensors of any shape, also those that share memory or have gaps, and facts."""
-    store, x = ServerStore(tmp_path, "f", LAYOUT), torch.arange(float(D))
+    """np.ndarrays of any shape, also those that share memory or have gaps, and facts."""
+    store, x = ServerStore(tmp_path, "f", LAYOUT), np.arange(D, dtype=np.float32)
     extra = {
-        "m.weight": torch.arange(6.0).view(2, 3).T,
+        "m.weight": np.arange(6.0).reshape(2, 3).T,
         "x": x,  # names of its own
         "extra.v": x[::2],
-        "counter": torch.tensor(3),
-        "empty": torch.zeros(0, 2),
-        "half": torch.ones(3, dtype=torch.bfloat16),
+        "counter": np.array(3),
+        "empty": np.zeros((0, 2), np.float32),
+        "half": np.ones(3, np.float16),
     }
     facts = {"optimiser": "FedAdam", "beta": 0.9, "best": None, "rounds": {2: [1, 2], 10: []}}
     served = Served(Server(x), extra=extra, facts=facts)
@@ -330,16 +334,18 @@ def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
     found = store.load()
     assert found is not None
     assert found.extra.keys() == extra.keys()
-    assert all(torch.equal(found.extra[name], tensor) for name, tensor in extra.items())
+    assert all(np.array_equal(found.extra[name], tensor) for name, tensor in extra.items())
     assert all(found.extra[name].dtype == tensor.dtype for name, tensor in extra.items())
     assert found.facts == facts | {"rounds": {"2": [1, 2], "10": []}}  # as JSON has it
-    assert torch.equal(found.server.x, x)
+    assert np.array_equal(found.server.x, x)
 
 
 def many(count: int) -> Served:
     """A server that has heard so many clients."""
     marks = {f"client {i}": Mark(Stamp(1, 1), 2**62 + i, i) for i in range(count)}
-    return Served(Server(torch.zeros(D))).ended(marks, torch.ones(D), {who: [7, 0, 0.5] for who in marks})
+    return Served(Server(np.zeros(D, np.float32))).ended(
+        marks, np.ones(D, np.float32), {who: [7, 0, 0.5] for who in marks}
+    )
 
 
 def of_clients(store: ServerStore) -> Path:
@@ -356,7 +362,7 @@ def test_a_round_costs_what_it_hears(tmp_path: Path) -> None:
             store.save(served := many(count))
             before = of_clients(store).stat().st_size
             taken = {f"client {i}": mark_of(served.server.stamp, 1, b"") for i in (3, 4)}
-            after = served.ended(taken, torch.zeros(D))
+            after = served.ended(taken, np.zeros(D, np.float32))
             store.save(after)
         added = of_clients(store).read_bytes()[before:].splitlines()
         assert [json.loads(line)[0] for line in added] == ["client 3", "client 4"]
@@ -377,7 +383,7 @@ def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch:
         compact = of_clients(store).stat().st_size
         for _ in range(40):
             taken = {who: mark_of(served.server.stamp, 1, b"") for who in list(served.clients)[:25]}
-            store.save(served := served.ended(taken, torch.zeros(D)))
+            store.save(served := served.ended(taken, np.zeros(D, np.float32)))
             lengths.append(of_clients(store).stat().st_size)
     assert 4 * compact < max(lengths) < 5 * compact
     assert 4 <= sum(after < before for before, after in pairwise(lengths)) <= 8
@@ -389,7 +395,7 @@ def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch:
 def test_facts_of_any_length(tmp_path: Path) -> None:
     """They are not in the header of the file, which holds 100 MB: the rows of many nodes are more."""
     store = ServerStore(tmp_path, "f", LAYOUT)
-    served = Served(Server(torch.zeros(D)), facts={"last": ["x" * 100] * 1000})
+    served = Served(Server(np.zeros(D, np.float32)), facts={"last": ["x" * 100] * 1000})
     with store.locked():
         store.save(served)
     found = store.load()
@@ -407,12 +413,12 @@ def test_lines_that_were_added_in_vain_do_not_count(tmp_path: Path, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr("cfedavg.tensors.save_file", raise_full)
             with pytest.raises(InputError, match="No space left"):
-                store.save(served.ended(taken, torch.ones(D)))
+                store.save(served.ended(taken, np.ones(D, np.float32)))
         assert b"late" in of_clients(store).read_bytes()
         unchanged = store.load()
         assert unchanged is not None
         assert unchanged.server.applied == served.server.applied
-        store.save(after := served.ended({}, torch.ones(D)))
+        store.save(after := served.ended({}, np.ones(D, np.float32)))
     found = store.load()
     assert found is not None
     assert found.server.applied == after.server.applied
@@ -428,7 +434,7 @@ def test_an_older_state_through_the_same_store(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     with store.locked():
         store.save(older := many(2))
-        store.save(older.ended({"new": mark_of(older.server.stamp, 1, b"")}, torch.ones(D)))
+        store.save(older.ended({"new": mark_of(older.server.stamp, 1, b"")}, np.ones(D, np.float32)))
         for state in (older, replace(older, server=restored(older.server, 7))):
             store.save(state)
             found = store.load()
@@ -456,7 +462,7 @@ def test_a_state_without_its_clients_is_refused(tmp_path: Path) -> None:
 def test_a_server_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     about = {"format": 3, "federation": "f", "kind": "server", "layout": LAYOUT.text, "applied": {}}
-    tensors = {"x": torch.zeros(D)}
+    tensors = {"x": np.zeros(D, np.float32)}
     save_tensors(tensors, tmp_path / FILE, {**about, "checksum": checksum(tensors, about)})
     with pytest.raises(InputError, match="is of another format: 3, here 4; go on with the version"):
         store.load()
@@ -481,7 +487,7 @@ def test_tables_are_like_dicts() -> None:
 
 
 def test_a_new_generation_is_above_all_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(torch.zeros(D))
+    server = Server(np.zeros(D, np.float32))
     first = new_generation(server)
     assert first > 1_700_000_000
     assert Stamp(first, 1).sequence < 2**64
@@ -542,7 +548,7 @@ def test_damage_is_never_taken_for_a_state(tmp_path: Path) -> None:
             store.load()
 
 
-def forge(path: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
+def forge(path: Path, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> None:
     """Another state in the place of one, with a right checksum: GONE takes a field away."""
     found, about = read_tensors(path)
     found = {name: each.clone() for name, each in found.items()} | (tensors or {})
@@ -616,10 +622,10 @@ def test_a_forged_server(tmp_path: Path, name: str) -> None:
 
 
 NO_TENSORS = {
-    "another length": torch.zeros(D + 1),
-    "another shape": torch.zeros(D, 1),
-    "another dtype": torch.zeros(D, dtype=torch.float64),
-    "no dimension": torch.tensor(1.0),
+    "another length": np.zeros(D + 1, np.float32),
+    "another shape": np.zeros((D, 1), np.float32),
+    "another dtype": np.zeros(D),
+    "no dimension": np.array(1.0, np.float32),
 }
 
 
@@ -641,11 +647,11 @@ def test_forged_tensors(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "tensors",
-    [{"x": torch.full((D,), math.nan)}]
-    + [{"facts": as_tensor(data)} for data in (b"", b"3", b"[]", b"\xff", b"[" * 10**5)],
+    [{"x": np.full(D, math.nan, np.float32)}]
+    + [{"facts": as_array(data)} for data in (b"", b"3", b"[]", b"\xff", b"[" * 10**5)],
     ids=str,
 )
-def test_forged_models_and_facts(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_forged_models_and_facts(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
     store = stored(tmp_path)
     forge(tmp_path / FILE, tensors)
     unchanged(tmp_path, store.load)
@@ -660,7 +666,7 @@ def test_facts_that_can_be_read_can_be_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("cfedavg.files.sync", lambda path: None)
     store = stored(tmp_path)
     for depth in range(750, 1000, 5):
-        forge(tmp_path / FILE, {"facts": as_tensor(b'{"a":' + b"[" * depth + b"]" * depth + b"}")})
+        forge(tmp_path / FILE, {"facts": as_array(b'{"a":' + b"[" * depth + b"]" * depth + b"}")})
         with suppress(InputError):
             found = store.load()
             assert found is not None
@@ -703,7 +709,7 @@ def test_what_is_no_file(tmp_path: Path, make: Any) -> None:
 
 def test_no_generation_is_left(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="start another federation"):
-        new_generation(Server(torch.zeros(D), stamp=Stamp(2**32 - 1, 1)))
+        new_generation(Server(np.zeros(D, np.float32), stamp=Stamp(2**32 - 1, 1)))
 
 
 VALUES = [
@@ -747,13 +753,13 @@ def test_any_forged_state_is_taken_or_refused(tmp_path: Path) -> None:
 
 
 class Anything:
-    """A codec for messages that are none."""
+    """A sender of messages that are none."""
 
-    def shrink(self, p: Tensor, request: Request) -> tuple[bytes, Tensor]:
-        return b"", p
+    def send(self, g: np.ndarray, memory: np.ndarray, request: Request) -> tuple[bytes, np.ndarray]:
+        return b"", g
 
-    def restored(self, e: Tensor, message: bytes) -> Tensor:
-        return e
+    def restore(self, memory: np.ndarray, message: bytes) -> np.ndarray:
+        return memory
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
@@ -770,19 +776,19 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-# --- the codec ------------------------------------------------------------------------------------------
+# --- the uplink -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compressor", ["none", "topk(0.9)", "rd(0.7)", "topk(0.5) >> bf16", "qsgd(16)"])
 def test_what_is_sent_and_what_is_left_make_up_the_whole(compressor: str) -> None:
-    p = torch.randn(D, generator=torch.Generator().manual_seed(1))
-    codec, request = wire(3, compressor), Request(Stamp(7, 2), 5, None)
-    message, e = codec.shrink(p, request)
+    p, zero = np.random.default_rng(1).standard_normal(D).astype(np.float32), np.zeros(D, np.float32)
+    uplink, request = wire(3, compressor), Request(Stamp(7, 2), 5, None)
+    message, e = uplink.send(p, zero, request)
     header = read_header(message)
     assert (header.client, header.sequence, header.round) == (3, 7 * 2**32 + 2, 5)
-    torch.testing.assert_close(codec.restored(e, message), p)
+    np.testing.assert_allclose(uplink.restore(e, message), p, rtol=1e-5, atol=1e-6)
     if ">>" not in compressor and "qsgd" not in compressor:
-        assert torch.equal(codec.restored(e, message), p)
-    assert codec.shrink(p, request)[0] == message  # drawn from the round, not from a stream
+        assert np.array_equal(uplink.restore(e, message), p)
+    assert uplink.send(p, zero, request)[0] == message  # drawn from the round, not from a stream
     with pytest.raises(NotFinite):
-        codec.shrink(p * math.nan, request)
+        uplink.send(p * np.float32(math.nan), zero, request)

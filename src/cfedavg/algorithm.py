@@ -37,7 +37,8 @@ def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
 
     For one client, (d,) with its K, or for a block, (n, d) with K of shape (n, 1).
     """
-    return x_K - x if update == "sum" else (x_K - x) / K
+    with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses what is not finite
+        return x_K - x if update == "sum" else (x_K - x) / K
 
 
 def average(like: Array, payloads: Iterable[tuple[Payload, Sequence[float]]]) -> tuple[Array, float]:

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from cfedavg.arrays import Array, norm2
 from cfedavg.compress import Compressor, decompress, minus, values_of
 from cfedavg.feedback import Feedback
@@ -63,7 +65,8 @@ class Channel:
 
         One client may be bound: no more than `max_norm` is sent, and the rest waits in its memory.
         """
-        p = self.feedback.outgoing(g, memory, shared)
+        with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses what is not finite
+            p = self.feedback.outgoing(g, memory, shared)
         payload = self.compressor.compress(p, key, self.layout, t)
         if max_norm < math.inf:
             payload = self._bounded(p, payload, key, t, max_norm)

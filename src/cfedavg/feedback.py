@@ -53,6 +53,7 @@ class Feedback(Part):
     law: ClassVar[str] = ""
     keeps_client_memory: ClassVar[bool] = False
     keeps_server_memory: ClassVar[bool] = False
+    broadcasts: ClassVar[bool] = False
     moves_start: ClassVar[bool] = False
     # Whether the server's memory is the sum of the clients': then none of them may be rounded or lost.
     mirrors_clients: ClassVar[bool] = False
@@ -81,9 +82,13 @@ class Feedback(Part):
         """Return what the broadcast carries beside the model; None for nothing."""
         return None
 
+    def forgone(self, left: Array) -> Array:
+        """Return the part of p - C(p) that is given up for good."""
+        return 0 * left
+
     def imbalance(self, books: Books) -> Array:
         """Return the vector that is zero by this feedback's law."""
-        return books.computed - books.applied - books.pending - books.forgone
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,13 @@ class NoFeedback(Feedback):
     """Forgets what could not be sent."""
 
     name: ClassVar[str] = "none"
-    law: ClassVar[str] = "updates = applied + pending + forgone: what is not sent at once is lost"
+    law: ClassVar[str] = "nothing is remembered: what is not sent at once, or gets lost, is gone"
+
+    def forgone(self, left: Array) -> Array:
+        return left
+
+    def imbalance(self, books: Books) -> Array:
+        return books.memory
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,9 @@ class ErrorFeedback(Feedback):
     """
 
     name: ClassVar[str] = "ef"
-    law: ClassVar[str] = "updates = applied + pending + forgone + residual; nothing is forgone with decay = 1"
+    law: ClassVar[str] = (
+        "updates = applied + pending + residual + forgone; bitwise, and 0 forgone, for decay = 1"
+    )
     keeps_client_memory: ClassVar[bool] = True
     decay: float = 1.0
 
@@ -129,8 +142,11 @@ class ErrorFeedback(Feedback):
     def restore(self, memory: Array, sent: Payload) -> Array:
         return plus(memory, sent)
 
+    def forgone(self, left: Array) -> Array:
+        return (1 - self.decay) * left
+
     def imbalance(self, books: Books) -> Array:
-        return super().imbalance(books) - books.memory
+        return books.computed - books.applied - books.pending - books.forgone - books.memory
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from cfedavg.config import Config
 from cfedavg.errors import InputError
 from cfedavg.keys import Purpose, key, uniform
-from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerOptimiser, ServerSGD
+from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 from cfedavg.spec import Range, build
 
 
@@ -257,15 +257,5 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
             f"got {optimiser}"
         )
     K = 1.0 if update == "sum" else steps.mean
-    eta = config.eta or schedule.eta(setting) or default_rate(optimiser, K)
-    return Rates(schedule, setting, update, eta, scale_of(optimiser, K))
-
-
-def default_rate(optimiser: ServerOptimiser, K: float) -> float:
-    """The global rate where nobody gives one; K is what the clients' updates were divided by."""
-    return optimiser.rate if optimiser.adapts else optimiser.rate * K
-
-
-def scale_of(optimiser: ServerOptimiser, K: float) -> float:
-    """What the mean update is multiplied by first: an adaptive step would not heed a larger rate for it."""
-    return K if optimiser.adapts else 1.0
+    eta = config.eta or schedule.eta(setting) or optimiser.default_rate(K)
+    return Rates(schedule, setting, update, eta, optimiser.scale(K))

@@ -20,7 +20,8 @@ federation = typer.Typer(
 FEDERATED = {
     "dataset", "data_dir", "classes_per_client", "dirichlet", "iid", "model", "local_steps", "local_epochs",
     "deadline", "batch_size", "eta_local", "schedule", "smoothness", "local_optimiser", "rounds",
-    "participation", "update", "eta", "weighting", "server_optimiser", "compressor", "feedback", "seed", "eval_every",
+    "participation", "update", "eta", "weighting", "server_optimiser", "compressor", "feedback",
+    "seed", "eval_every",
 }  # fmt: skip
 
 

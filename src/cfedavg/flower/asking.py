@@ -15,7 +15,7 @@ from cfedavg.flower.nodes import Node, Numbers, online, wait_for
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import Order, flat, ordered, packed
 from cfedavg.flower.state import FederationState
-from cfedavg.flower.uplink import Uplink
+from cfedavg.flower.uplink import UplinkOptions
 
 
 class Asking:
@@ -28,7 +28,7 @@ class Asking:
         federation: str,
         numbers: Numbers,
         policy: RoundPolicy,
-        uplink: Uplink,
+        uplink: UplinkOptions,
     ) -> None:
         self.grid, self.form, self.federation = grid, form, federation
         self.numbers, self.policy, self.uplink = numbers, policy, uplink
@@ -45,7 +45,7 @@ class Asking:
     def packed(self, now: Round, messages: Iterable[Message], state: FederationState) -> list[Message]:
         """Those to nodes that are there, with the model packed, an order, and the round's time to live."""
         known = {node.id: node for node in online(self.grid, self.numbers)}
-        model = packed(state.server.x.numpy(), state.whole)
+        model = packed(state.server.x, state.whole)
         size, made = sum(len(array.data) for array in model.values()), []
         for message in messages:
             node = known.get(message.metadata.dst_node_id)
@@ -77,7 +77,7 @@ class Asking:
             form=self.form.text,
             arrays=arrays,
             compressor=str(uplink.compressor),
-            feedback=uplink.error_feedback,
+            feedback=str(uplink.feedback),
             update=uplink.update,
             seed=uplink.seed,
             max_norm=max_norm,

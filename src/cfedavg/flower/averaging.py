@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp.strategy import Strategy
-from torch import Tensor
+from numpy.typing import NDArray
 
-from cfedavg.algorithm import average, server_update
+from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.compress import decompress
 from cfedavg.errors import InputError, first_line
 from cfedavg.flower import inner as memory
@@ -24,10 +23,18 @@ from cfedavg.flower.nodes import Node
 from cfedavg.flower.norms import Claims
 from cfedavg.flower.rows import Outcome
 from cfedavg.flower.taking import Taken, with_samples
+from cfedavg.payload import Payload
 
 Rate = float | Callable[[int], float]
-Model = tuple[Tensor, bytes]  # x, and what travels whole
 _NOT_FINITE = "the model made from the replies is NaN or infinite: lower the rate, or set max_norm"
+
+
+class Model(NamedTuple):
+    """What a round changes: x, the part of the model that travels whole, and what the server remembers."""
+
+    x: NDArray[np.float32]
+    whole: bytes
+    memory: ServerMemory
 
 
 @dataclass
@@ -78,27 +85,47 @@ class Alone:
     """Lines 17 to 19 of Algorithm 1."""
 
     form: Form
+    aggregator: Aggregator
     eta: Rate | None
-    by_steps: bool  # without an eta: the mean K
+    by_steps: bool  # whether updates were divided by K
     by_samples: bool
 
-    def combined(self, now: Round, x: Tensor, whole: bytes) -> Model:
+    def combined(self, now: Round, model: Model, everyone: int) -> Model:
         taken = now.in_order
         weights = now.claims.samples if self.by_samples else [1.0] * len(taken)
         if not any(weights):
             now.is_void("nobody has an example")
-            return x, whole
+            return model
         pairs = ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True))
-        x_next = server_update(x, average(x, pairs), self._eta(now))
+        x_next, memory = self._step(now, model, pairs, everyone)
         whole_next = self.form.mean_whole([each.whole for each in taken], weights)
-        if not bool(torch.isfinite(x_next).all()) or not self.form.is_finite(whole_next):
+        if not np.isfinite(x_next).all() or not self.form.is_finite(whole_next):
             now.is_void(_NOT_FINITE)
-            return x, whole
-        return x_next, whole_next
+            return model
+        if not all(np.isfinite(each).all() for each in memory.vectors().values()):
+            now.is_void("the server optimiser or the feedback would remember NaN or Inf")
+            return model
+        return Model(x_next, whole_next, memory)
 
-    def _eta(self, now: Round) -> float:
-        if self.eta is not None:
-            return self.eta(now.server_round - 1) if callable(self.eta) else self.eta
+    def _step(
+        self, now: Round, model: Model, payloads: Iterable[tuple[Payload, list[float]]], everyone: int
+    ) -> tuple[NDArray[np.float32], ServerMemory]:
+        K, t = self._mean_steps(now), now.server_round - 1
+        optimiser = self.aggregator.optimiser
+        eta = self.eta(t) if callable(self.eta) else self.eta
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what comes of it
+            return self.aggregator.step(
+                model.x,
+                model.memory,
+                payloads,
+                everyone=float(everyone),
+                eta=optimiser.default_rate(K) if eta is None else eta,
+                scale=optimiser.scale(K),
+                t=t,
+            )
+
+    def _mean_steps(self, now: Round) -> float:
+        """What updates were divided by, on average."""
         if not self.by_steps:
             return 1.0
         steps = [each or 1.0 for each in now.claims.steps]
@@ -113,19 +140,19 @@ class Through:
     inner: Strategy
     by_samples: ClassVar[bool] = False  # the strategy may weigh by them, and need not
 
-    def combined(self, now: Round, x: Tensor, whole: bytes) -> Model:
+    def combined(self, now: Round, model: Model, everyone: int) -> Model:
         before = memory.snapshot(self.inner)
         pairs = zip(now.in_order, now.claims.samples, strict=True)
-        model = self._model(now, [self._plain(each, samples, now, x) for each, samples in pairs])
-        if model and (found := memory.spoilt(self.inner, before)):
+        made = self._made(now, [self._plain(each, samples, now, model.x) for each, samples in pairs])
+        if made and (found := memory.spoilt(self.inner, before)):
             now.is_void(f"the inner strategy would remember NaN or Inf, in {found!r}")
-            model = None
-        if model is None:  # void: nothing of the round may stay, in what it remembers either
+            made = None
+        if made is None:  # void: nothing of the round may stay, in what it remembers either
             memory.put_back(self.inner, before)
-            return x, whole
-        return model
+            return model
+        return Model(*made, model.memory)
 
-    def _model(self, now: Round, replies: list[Message]) -> Model | None:
+    def _made(self, now: Round, replies: list[Message]) -> tuple[NDArray[np.float32], bytes] | None:
         """What the strategy makes of the replies; None, and the round is void, if that cannot be used."""
         arrays = self._aggregated(now, replies)
         if arrays is None:
@@ -137,7 +164,7 @@ class Through:
         if not np.isfinite(x_next).all() or not self.form.is_finite(whole_next):
             now.is_void(_NOT_FINITE)
             return None
-        return torch.from_numpy(x_next), whole_next
+        return x_next, whole_next
 
     def _aggregated(self, now: Round, replies: list[Message]) -> ArrayRecord | None:
         try:
@@ -150,8 +177,8 @@ class Through:
             now.is_void(f"the inner strategy made no model of {len(replies)} replies")
         return arrays
 
-    def _plain(self, taken: Taken, samples: float, now: Round, x: Tensor) -> Message:
-        arrays = self.form.join((x + decompress(taken.payload)[0]).numpy(), taken.whole)
+    def _plain(self, taken: Taken, samples: float, now: Round, x: NDArray[np.float32]) -> Message:
+        arrays = self.form.join(x + decompress(taken.payload)[0], taken.whole)
         model = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
         too_many = samples < (taken.samples or 0.0)
         metrics = with_samples(taken.metrics, samples) if too_many else taken.metrics

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from cfedavg.algorithm import ServerMemory
 from cfedavg.config import APP, Config
 from cfedavg.errors import Busy, InputError
 from cfedavg.federation.protocol import Server, restored
@@ -94,18 +94,20 @@ class Books:
                 time.sleep(0.5)
 
     def begin(
-        self, x: NDArray[np.float32], whole: bytes, *, resume: bool, from_backup: bool
+        self, x: NDArray[np.float32], whole: bytes, memory: ServerMemory, *, resume: bool, from_backup: bool
     ) -> FederationState:
-        """Return the state to go on from, checked. Nothing is written before `open`."""
+        """Return the state to go on from, checked; `memory` is that of a new server.
+
+        Nothing is written before `open`.
+        """
         state = self._load()
         if state is None:
             rows = _row_checksums({METRICS: [], NODES: []})
-            server = Server(torch.from_numpy(x))
-            state = FederationState(server, self._form_hash, self.options, whole, rows)
+            state = FederationState(Server(x), self._form_hash, self.options, whole, rows, memory=memory)
         elif not resume:
             raise InputError(f"out: {self.out} holds a federation already; resume it, or give another folder")
         else:
-            self._check(state)
+            self._check(state, memory)
             if from_backup:
                 server = restored(state.server, new_generation(state.server))
                 state = replace(state, server=server)
@@ -116,7 +118,7 @@ class Books:
     def _form_hash(self) -> str:
         return hashlib.sha256(self.form.text.encode()).hexdigest()
 
-    def _check(self, state: FederationState) -> None:
+    def _check(self, state: FederationState, memory: ServerMemory) -> None:
         """Raise InputError unless the state is of this model, these options and these rounds."""
         if state.form != self._form_hash:
             raise InputError(f"{self.out / STATE} is of another model: what is not compressed differs")
@@ -132,6 +134,7 @@ class Books:
                 raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {was}")
         with self.store.naming_damage():
             state.check_whole(self.form)
+            state.check_memory(memory)
 
     def open(self, state: FederationState) -> None:
         """Bring the files in step with the state of `begin`, and make it durable before anything is sent."""
@@ -217,9 +220,7 @@ class Books:
         """The model, and pictures, once the last round is over."""
         from cfedavg.report import write_run_pictures  # matplotlib, only now
 
-        arrays = self.form.join(state.server.x.numpy(), state.whole)
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-        save_tensors(tensors, self.out / "model.safetensors")
+        save_tensors(self.form.join(state.server.x, state.whole), self.out / "model.safetensors")
         if self.rows:
             write_run_pictures(self.out)
 

@@ -13,10 +13,8 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cfedavg.errors import InputError
 from cfedavg.tensors import UNREADABLE
@@ -27,7 +25,7 @@ _NUMBERS = [np.dtype(kind) for kind in "?bBhHiIqQefd"]  # those that a file of t
 class Memory(NamedTuple):
     """What a strategy remembers: arrays by path and place, and all else as JSON by path."""
 
-    tensors: dict[str, Tensor]
+    arrays: dict[str, NDArray[Any]]
     codes: dict[str, Any]
 
 
@@ -53,11 +51,11 @@ class Value(NamedTuple):
 
     def decoded(self, path: str) -> Any:
         """The attribute again."""
-        return _decoded(self.code, self.tensors(path), path)
+        return _decoded(self.code, self.placed(path), path)
 
-    def tensors(self, path: str) -> dict[str, Tensor]:
+    def placed(self, path: str) -> dict[str, NDArray[Any]]:
         """Its arrays, by path and place."""
-        return {f"{path}/{i}": torch.from_numpy(each) for i, each in enumerate(self.arrays)}
+        return {f"{path}/{i}": each for i, each in enumerate(self.arrays)}
 
 
 def name_of(strategy: Strategy) -> str:
@@ -107,17 +105,17 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
     raise TypeError(type(value))
 
 
-def _decoded(code: Any, tensors: dict[str, Tensor], path: str) -> Any:
+def _decoded(code: Any, arrays: dict[str, NDArray[Any]], path: str) -> Any:
     if isinstance(code, list):
-        return [_decoded(each, tensors, path) for each in code]
+        return [_decoded(each, arrays, path) for each in code]
     if not isinstance(code, dict):
         return code
     ((kind, held),) = code.items()
     if kind == "array":
-        return tensors[f"{path}/{held}"].numpy()
+        return arrays[f"{path}/{held}"]
     if kind not in ("dict", "tuple") or not isinstance(held, list):
         raise ValueError("it is no dict, tuple or array")
-    parts = _decoded(held, tensors, path)
+    parts = _decoded(held, arrays, path)
     return dict(parts) if kind == "dict" else tuple(parts)
 
 
@@ -127,7 +125,7 @@ def remembered(strategy: Strategy, at_first: dict[str, Value]) -> Memory:
     for path, value in attributes(strategy).items():
         if not value.same(at_first.get(path)):
             memory.codes[path] = value.code
-            memory.tensors.update(value.tensors(path))
+            memory.arrays.update(value.placed(path))
     return memory
 
 
@@ -172,7 +170,7 @@ def remind(strategy: Strategy, memory: Memory) -> None:
         if owner is None or name.startswith("__") or callable(getattr(owner, name, None)):
             raise InputError(f"inner: the federation was begun with another strategy, which has {path!r:.80}")
         try:
-            found.append((owner, name, _decoded(code, memory.tensors, path)))
+            found.append((owner, name, _decoded(code, memory.arrays, path)))
         except UNREADABLE as error:
             raise InputError(
                 f"inner: what the strategy remembered in {path!r:.80} is damaged ({error!r:.80})"

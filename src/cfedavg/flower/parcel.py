@@ -70,6 +70,8 @@ class Packing:
         """The whole message; it also says how large p and what is left of it are."""
         made = self.uplink.outgoing(g, memory, request, max_norm=self.max_norm)
         facts = {**self.facts, "p2": norm2(made.p), "noise2": norm2(made.left)}
+        if made.memory is not made.left:
+            facts["memory2"] = norm2(made.memory)
         parcel = Parcel(self.uplink.message(made.payload, request), facts, self.whole)
         return pack(parcel), made.memory
 

@@ -19,7 +19,7 @@ from cfedavg.errors import InputError
 from cfedavg.flower import inner as memory
 from cfedavg.flower import norms
 from cfedavg.flower.asking import Asking
-from cfedavg.flower.averaging import Averaging, Round
+from cfedavg.flower.averaging import Averaging, Model, Round
 from cfedavg.flower.books import Books
 from cfedavg.flower.evaluation import EvaluateFunction, Evaluation
 from cfedavg.flower.nodes import Numbers, exchange, online
@@ -36,7 +36,7 @@ from cfedavg.flower.taking import (
     kind_of,
     unlike_most,
 )
-from cfedavg.flower.uplink import Uplink
+from cfedavg.flower.uplink import UplinkOptions
 from cfedavg.metrics import Record
 
 
@@ -58,7 +58,7 @@ class Session:
         state: FederationState,
         *,
         policy: RoundPolicy,
-        uplink: Uplink,
+        uplink: UplinkOptions,
         averaging: Averaging,
         inner: Strategy | None,
         max_norm: float | None,
@@ -93,7 +93,7 @@ class Session:
 
     def _arrays(self) -> ArrayRecord:
         """The model as the app knows it."""
-        arrays = self.form.join(self.state.server.x.numpy(), self.state.whole)
+        arrays = self.form.join(self.state.server.x, self.state.whole)
         return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
 
     def _round(self) -> None:
@@ -218,15 +218,16 @@ class Session:
 
     def _aggregate(self, now: Round) -> None:
         """The state after the round; it becomes durable with the round's rows."""
-        x, whole = self.state.server.x, self.state.whole
+        model = Model(self.state.server.x, self.state.whole, self.state.memory)
         if now.taken:
-            x, whole = self.averaging.combined(now, x, whole)
+            model = self.averaging.combined(now, model, everyone=len(self.numbers))
         if now.train_metrics is not None:
             self.result.train_metrics_clientapp[now.server_round] = now.train_metrics
         marks = {who: taken.mark for who, taken in now.taken.items()}
         self.state = replace(
-            self.state.end_round(marks, x, self._notes(now)),
-            whole=whole,
+            self.state.end_round(marks, model.x, self._notes(now)),
+            whole=model.whole,
+            memory=model.memory,
             norms=norms.remembered([taken.norm for taken in now.in_order], self.state.norms),
             claims=now.claims.join(now.before),
             inner=memory.remembered(self.inner, self._at_first) if self.inner else None,
@@ -238,7 +239,7 @@ class Session:
         notes = {}
         for who, taken in now.taken.items():
             known = self.state.clients.get(who)
-            residual2 = taken.facts["noise2"] if self.uplink.error_feedback else None
+            residual2 = taken.memory2 if self.uplink.feedback.keeps_client_memory else None
             self.residuals.change(note_of(known).residual2 if known else None, residual2)
             notes[who] = Note(taken.node.number, now.server_round - 1, residual2)
         return notes

@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from cfedavg.algorithm import ServerMemory
+from cfedavg.config import renewed
 from cfedavg.federation import checks
 from cfedavg.federation.protocol import Mark, Server
-from cfedavg.federation.store import Known, Served, as_tensor
+from cfedavg.federation.store import Known, Served, as_array
 from cfedavg.federation.table import Table
 from cfedavg.flower.form import Form
 from cfedavg.flower.inner import Memory
@@ -28,7 +30,8 @@ from cfedavg.folder import checksum_of
 from cfedavg.metrics import Record, is_number
 
 NODE_NUMBERS = 2**32  # a message says in 64 bits which node sent it; no federation has as many nodes
-_WHOLE, _INNER = "whole", "inner/"  # the name of a tensor, and how the names of others begin
+_WHOLE = "whole"  # the name of an array
+_INNER, _SERVER = "inner/", "server/"  # how the names of others begin
 
 
 class Note(NamedTuple):
@@ -60,8 +63,9 @@ class FixedOptions:
 
     inner: str | None  # the names of the classes of a wrapped strategy
     compressor: str
+    feedback: str
     update: str
-    error_feedback: bool
+    server_optimiser: str
     seed: int
 
 
@@ -79,10 +83,11 @@ class FederationState:
     norms: Sequence[float] = ()  # of the last payloads in the model
     claims: Claims = field(default_factory=Claims)  # of the last replies
     inner: Memory | None = None  # what a wrapped strategy remembers
+    memory: ServerMemory = field(default_factory=ServerMemory)  # of the feedback and the server optimiser
     last: RoundRows | None = None  # None before the first round ends
 
     def end_round(
-        self, taken: Mapping[str, Mark], x_next: Tensor, notes: Mapping[str, Note]
+        self, taken: Mapping[str, Mark], x_next: NDArray[np.float32], notes: Mapping[str, Note]
     ) -> FederationState:
         """Return the state after a round with these answers in x_next; each of their clients has a note."""
         after = Served(self.server, self.clients).ended(taken, x_next, notes)
@@ -95,6 +100,16 @@ class FederationState:
         if not form.is_finite(self.whole):
             raise ValueError("what travels whole holds NaN or Inf")
 
+    def check_memory(self, like: ServerMemory) -> None:
+        """Raise ValueError unless the server remembers what a server of these options does."""
+        found, wanted = self.memory.vectors(), like.vectors()
+        if odd := sorted(found.keys() ^ wanted.keys()):
+            raise ValueError(f"the server's memory {reprlib.repr(odd[0])} is missing or one too many")
+        for name, vector in found.items():
+            checks.vector(f"the server's memory {name}", vector, "float32", len(wanted[name]))
+            if not np.isfinite(vector).all():
+                raise ValueError(f"the server's memory {name} holds NaN or Inf")
+
     def stored(self) -> Served:
         """Return the state as the store writes it."""
         facts: dict[str, Any] = {
@@ -106,46 +121,49 @@ class FederationState:
             "steps": list(self.claims.steps),
             "samples": list(self.claims.samples),
         }
-        tensors = {_WHOLE: as_tensor(self.whole)}
+        arrays = {_WHOLE: as_array(self.whole)}
+        arrays |= {_SERVER + name: vector for name, vector in self.memory.vectors().items()}
         if self.inner is not None:
             facts["inner"] = self.inner.codes
-            tensors |= {_INNER + name: tensor for name, tensor in self.inner.tensors.items()}
+            arrays |= {_INNER + name: array for name, array in self.inner.arrays.items()}
         if self.last is not None:
             facts["last"] = self.last._asdict()
-        return Served(self.server, self.clients, tensors, facts)
+        return Served(self.server, self.clients, arrays, facts)
 
     @classmethod
     def from_stored(cls, served: Served) -> FederationState:
         """Return the state that a server stored; raise ValueError or KeyError unless one can have."""
-        facts, tensors, t = dict(served.facts), dict(served.extra), served.server.t
+        facts, arrays, t = dict(served.facts), dict(served.extra), served.server.t
         state = cls(
             server=served.server,
             form=checks.text("form", facts.pop("form")),
             options=_options(facts.pop("options")),
-            whole=checks.vector(_WHOLE, tensors.pop(_WHOLE), torch.uint8).numpy().tobytes(),
+            whole=checks.vector(_WHOLE, arrays.pop(_WHOLE), "uint8").tobytes(),
             checksums=_whole_numbers("the checksum of a file", facts.pop("rows"), 2**32),
             clients=Table({who: _known(known, t) for who, known in served.clients.items()}),
             lent=_whole_numbers("a node's number", facts.pop("numbers"), NODE_NUMBERS),
             norms=_norms("norms", facts.pop("norms")),
             claims=Claims(_norms("steps", facts.pop("steps")), _norms("samples", facts.pop("samples"))),
-            inner=_memory(facts, tensors),
+            inner=_memory(facts, arrays),
+            memory=ServerMemory.from_vectors(_take(arrays, _SERVER)),
             last=_rows(facts.pop("last", None), t),
         )
-        if unknown := [*facts, *tensors]:
+        if unknown := [*facts, *arrays]:
             raise ValueError(f"it has one field too many, {reprlib.repr(min(unknown))}")
         _check_numbers(state)
         return state
 
 
 def _options(stored: Any) -> FixedOptions:
-    table = dict(checks.table("options", stored))
+    table = renewed(checks.table("options", stored))
+    table.pop("local_optimiser", None)  # of a state that was stored before the server optimiser was an option
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:
         raise ValueError(f"it has one option too many, {reprlib.repr(min(table))}")
-    for name in ("compressor", "update") + (("inner",) if options.inner is not None else ()):
+    for name in (item.name for item in fields(FixedOptions) if item.type == "str"):
         checks.text(name, getattr(options, name))
-    if type(options.error_feedback) is not bool:
-        raise ValueError(f"error_feedback must be true or false, got {reprlib.repr(options.error_feedback)}")
+    if options.inner is not None:
+        checks.text("inner", options.inner)
     checks.whole("seed", options.seed, 0, 2**63)
     return options
 
@@ -165,13 +183,17 @@ def _check_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number of 0 or more, got {value!r:.40}")
 
 
-def _memory(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Memory | None:
+def _memory(facts: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Memory | None:
     """Take what a wrapped strategy remembers out of both; None before its first round ends."""
     if "inner" not in facts:
         return None
-    names = [name for name in tensors if name.startswith(_INNER)]
-    own = {name.removeprefix(_INNER): tensors.pop(name) for name in names}
-    return Memory(own, checks.table("inner", facts.pop("inner")))
+    return Memory(_take(arrays, _INNER), checks.table("inner", facts.pop("inner")))
+
+
+def _take(arrays: dict[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """Take the arrays out whose names begin with the prefix, which goes."""
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays.pop(name) for name in names}
 
 
 def _rows(stored: Any, t: int) -> RoundRows | None:

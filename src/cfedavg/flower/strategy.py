@@ -18,9 +18,11 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.compress import parse
 from cfedavg.config import APP, Config
 from cfedavg.errors import InputError
+from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower.averaging import Alone, Averaging, Rate, Through
 from cfedavg.flower.books import Books
 from cfedavg.flower.evaluation import EvaluateFunction
@@ -29,7 +31,8 @@ from cfedavg.flower.inner import name_of
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.session import AppConfig, Session
 from cfedavg.flower.state import FederationState, FixedOptions
-from cfedavg.flower.uplink import Uplink
+from cfedavg.flower.uplink import UplinkOptions
+from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerOptimiser
 
 _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
@@ -45,11 +48,11 @@ class CFedAvg(Strategy):
     """Federated averaging of compressed updates, with error feedback that survives faults.
 
     `inner`: a strategy of Flower's or of your own that samples and aggregates as it always does. Without
-    one, CFedAvg averages, `weighting` "uniform" or by "samples", and steps with the global rate `eta`: a
-    number, or a function of the round, counted from 0; by default 1, or the mean K with update = "mean".
+    one, CFedAvg averages, `weighting` "uniform" or by "samples", and its `server_optimiser` steps with the
+    global rate `eta`: a number, or a function of the round, counted from 0; by default that of the optimiser.
 
-    `compressor`, `error_feedback`, `update`, `seed`: as in a simulation. The clients are told, so the mod
-    needs no options. `whole`: patterns of the names of arrays that are not compressed.
+    `compressor`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The clients are told,
+    so the mod needs no options. `whole`: patterns of the names of arrays that are not compressed.
 
     `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. With a
     strategy within, which samples itself, only its quorum and deadline have an effect.
@@ -66,8 +69,9 @@ class CFedAvg(Strategy):
         inner: Strategy | None = None,
         *,
         compressor: str = "topk(0.99) >> bf16",
-        error_feedback: bool = True,
+        feedback: str = "ef",
         update: str = "sum",
+        server_optimiser: str = "sgd",
         eta: Rate | None = None,
         weighting: str = "uniform",
         policy: RoundPolicy | None = None,
@@ -84,10 +88,13 @@ class CFedAvg(Strategy):
         self.resume, self.from_backup = resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         self._check(out is not None)
-        uplink = {"compressor": compressor, "error_feedback": error_feedback, "update": update, "seed": seed}
-        self.config = self._configured(config, {**uplink, "weighting": weighting})
+        given = {"compressor": compressor, "feedback": feedback, "update": update, "seed": seed}
+        given |= {"server_optimiser": server_optimiser, "weighting": weighting}
+        self.config = self._configured(config, given)
+        self.uplink = UplinkOptions(parse(compressor), FEEDBACKS.parse(feedback), update, seed)
+        self.aggregator = Aggregator(self.uplink.feedback, SERVER_OPTIMISERS.parse(server_optimiser))
         self._check_update()
-        self.uplink = Uplink(parse(compressor), error_feedback, update, seed)
+        self._check_feedback()
 
     def _check(self, placed: bool) -> None:
         """What Config does not look at."""
@@ -131,8 +138,17 @@ class CFedAvg(Strategy):
             raise InputError("update is 'auto': say 'sum', or 'mean' where the clients report local-steps")
         if self.inner is None:
             return
-        if self.eta is not None or self.config.weighting != "uniform":
-            raise InputError("eta and weighting are for CFedAvg alone: around a strategy, that one averages")
+        given = {
+            "eta": self.eta,
+            "weighting": self.config.weighting,
+            "server_optimiser": str(self._optimiser),
+        }
+        usual = {"eta": None, "weighting": "uniform", "server_optimiser": "sgd"}
+        if odd := [f"`{name}`" for name, value in given.items() if value != usual[name]]:
+            raise InputError(
+                f"{' and '.join(odd)} must not be given when CFedAvg wraps a strategy, which averages and "
+                "steps itself. Remove one of the two."
+            )
         if any(getattr(self.policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING):
             raise InputError(
                 "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg "
@@ -140,6 +156,29 @@ class CFedAvg(Strategy):
             )
         if self.config.update != "sum":
             raise InputError("update is 'mean': around a strategy, which gets whole models, it must be 'sum'")
+
+    def _check_feedback(self) -> None:
+        """Refuse a feedback that this federation cannot keep."""
+        feedback = self.uplink.feedback
+        if feedback.broadcasts or feedback.moves_start:
+            raise InputError(
+                f"`feedback` must leave the broadcast model as it is in a federation, got {feedback}. "
+                "Use ef, ef21 or none."
+            )
+        if feedback.keeps_server_memory and self.inner is not None:
+            raise InputError(
+                f"`feedback` must be without a memory of the server when CFedAvg wraps a strategy, got "
+                f"{feedback}. Use ef or none."
+            )
+        if feedback.mirrors_clients and self.config.weighting != "uniform":
+            raise InputError(
+                f"`weighting` must be uniform with the feedback {feedback}, whose sum of all "
+                "clients' updates would go wrong if a client's weight changed."
+            )
+
+    @property
+    def _optimiser(self) -> ServerOptimiser:
+        return self.aggregator.optimiser
 
     def summary(self) -> None:
         where = f"{self.out.resolve()} on {socket.gethostname()}"
@@ -168,7 +207,9 @@ class CFedAvg(Strategy):
         books = Books(self.out, config, form, self._fixed_options, self._also(policy))
         app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
         with books.kept():
-            state = books.begin(*form.split(arrays), resume=self.resume, from_backup=self.from_backup)
+            x, whole = form.split(arrays)
+            memory = ServerMemory() if self.inner else self.aggregator.init(x)
+            state = books.begin(x, whole, memory, resume=self.resume, from_backup=self.from_backup)
             session = self._session(grid, books, state, policy, app)
             books.open(state)  # a session that refuses the state leaves everything as it was
             return session.run(num_rounds)
@@ -204,8 +245,9 @@ class CFedAvg(Strategy):
         return FixedOptions(
             inner=name_of(self.inner) if self.inner else None,
             compressor=str(uplink.compressor),
+            feedback=str(uplink.feedback),
             update=uplink.update,
-            error_feedback=uplink.error_feedback,
+            server_optimiser=str(self._optimiser),
             seed=uplink.seed,
         )
 
@@ -213,7 +255,7 @@ class CFedAvg(Strategy):
         if self.inner is not None:
             return Through(form, self.inner)
         by_steps, by_samples = self.uplink.update == "mean", self.config.weighting == "samples"
-        return Alone(form, self.eta, by_steps, by_samples)
+        return Alone(form, self.aggregator, self.eta, by_steps, by_samples)
 
     def _also(self, policy: RoundPolicy) -> dict[str, Any]:
         """Return the options that config.toml has no fields for."""

@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
+import numpy as np
 from flwr.app import Message, MetricRecord
 
-from cfedavg.arrays import norm2
+from cfedavg.arrays import cast, norm2
 from cfedavg.compress import Compressor, values_of
 from cfedavg.federation.protocol import Mark, Server, mark_of, objection
 from cfedavg.flower import records
@@ -32,7 +32,14 @@ _ENDS = "'>", '">'
 # What a client says of its round, and the least and the most that it may be.
 _MOST = 1e100  # above what float32 numbers can come to
 _NORM = 0.0, _MOST
-_BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53), "g2": _NORM, "p2": _NORM, "noise2": _NORM}
+_BOUNDS = {
+    "loss": (-_MOST, _MOST),
+    "K": (0.0, 2.0**53),
+    "g2": _NORM,
+    "p2": _NORM,
+    "noise2": _NORM,
+    "memory2": _NORM,
+}
 MOST_NAME = 100  # characters of the name of a metric
 SAMPLES = "num-examples"  # the metric by which a client reports how many it has
 FAILED = "app failed"  # the cause of which only the app knows more
@@ -65,6 +72,12 @@ class Taken:
     @property
     def K(self) -> float | None:
         return self.facts["K"]
+
+    @property
+    def memory2(self) -> float | None:
+        """|memory|^2 of the client's feedback; where it is what could not be sent, that is said once."""
+        found = self.facts["memory2"]
+        return self.facts["noise2"] if found is None else found
 
     @property
     def samples(self) -> float | None:
@@ -139,13 +152,13 @@ class Door:
         if read_header(message).schema != layout.schema_hash:
             raise Rejected("another model", "names, shapes, dtypes or order of its arrays differ")
         most = self.compressor.selector.most(layout)
-        found = decode(message, layout=layout, kmax=most, client=node.number, sequence=answer.stamp.sequence)
-        return found.map(torch.from_numpy)
+        return decode(message, layout=layout, kmax=most, client=node.number, sequence=answer.stamp.sequence)
 
     def _checked(self, payload: Payload, whole: bytes) -> float:
         """Its norm, once all numbers are known to be finite, and not more than they may be."""
-        values = values_of(payload).float()  # as they are added: a float64 may be too large for that
-        if not bool(torch.isfinite(values).all()) or not self.form.is_finite(whole):
+        with np.errstate(over="ignore"):
+            values = cast(values_of(payload), "float32")  # as they are added: a float64 may be too large
+        if not np.isfinite(values).all() or not self.form.is_finite(whole):
             raise Rejected("not finite", "it holds NaN or Inf")
         norm = math.sqrt(norm2(values))
         if self.max_norm is not None and norm > self.max_norm:

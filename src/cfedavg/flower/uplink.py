@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cfedavg.compress import Compressor
+from cfedavg.feedback import Feedback
 
 
 @dataclass(frozen=True)
-class Uplink:
-    """The compressor of the clients, and the options that decide what it compresses."""
+class UplinkOptions:
+    """Compressor and feedback of the clients, and the options that decide what goes into them."""
 
     compressor: Compressor
-    error_feedback: bool
+    feedback: Feedback
     update: str  # "sum" or "mean": line 10 or line 11 of Algorithm 1
     seed: int  # of the clients' random draws

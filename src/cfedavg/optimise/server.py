@@ -33,8 +33,16 @@ class ServerOptimiser(Part):
 
     @property
     def rate(self) -> float:
-        """The global rate eta, where nobody gives one."""
+        """The global rate eta for updates that were not divided by K, where nobody gives one."""
         return 1.0
+
+    def default_rate(self, K: float) -> float:
+        """Return eta where nobody gives one; K is what the clients' updates were divided by."""
+        return self.rate if self.adapts else self.rate * K
+
+    def scale(self, K: float) -> float:
+        """Return what delta is multiplied by first: an adaptive step does not heed its size, but tau does."""
+        return K if self.adapts else 1.0
 
     def init(self, x: Array) -> State:
         """Return the state before the first round: vectors like x."""

@@ -11,9 +11,10 @@ from cfedavg.compress import parse
 from cfedavg.data.tasks import build_task
 from cfedavg.engines.common import reproducible, seed_generators
 from cfedavg.errors import InputError
+from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower.app.settings import config_of
 from cfedavg.flower.mod import STEPS, compressed
-from cfedavg.local import after, batches, clock, local_sgd
+from cfedavg.local import after, batches, clock, local_steps
 from cfedavg.plan import Plan
 
 CPU = torch.device("cpu")
@@ -21,8 +22,8 @@ CPU = torch.device("cpu")
 
 def compressed_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """The mod; a request may name the classes that the run's configuration names, and no others."""
-    compressor = parse(config_of(context.run_config).compressor)
-    own = [type(stage) for stage in (compressor.selector, compressor.quantiser) if stage is not None]
+    config = config_of(context.run_config)
+    own = [type(part) for part in (*parse(config.compressor).stages, FEEDBACKS.parse(config.feedback))]
     return compressed(message, context, call_next, own=own)
 
 
@@ -39,14 +40,13 @@ def train(message: Message, context: Context) -> Message:
     enough = after(plan.steps.at(t, client)) if config.deadline is None else clock(config.deadline)
     with reproducible(CPU):
         seed_generators(CPU, config.seed, t, client)
-        work = local_sgd(
+        work = local_steps(
             task.model,
             task.loss,
             batches(task.clients[client], config.batch_size, config.seed, t, client),
+            plan.local_optimiser,
             plan.rates.eta_local(t),
             enough,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
         )
     metrics = MetricRecord(
         {"train_loss": float(work.loss), STEPS: work.K, "num-examples": len(task.clients[client])}

@@ -1,0 +1,129 @@
+"""The same faulty federation with real feedbacks and a real channel: vectors in the place of digits.
+
+Updates are whole numbers and the compressor only selects, so all sums are exact unless a feedback rounds.
+Faults of disks are left out: what they take is no business of a feedback.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cfedavg.channel import Channel
+from cfedavg.federation.protocol import Client, Request
+from cfedavg.feedback import Books, Feedback
+from cfedavg.layout import Layout
+from cfedavg.payload import Floats, Payload
+from tests.faults import KEPT, RATES, Broken, D, Fate, Model, World
+
+OF_DISKS = ("disk gone", "old disk", "server from backup")
+_ITEM = np.dtype([("index", "<i8"), ("value", "<f8")])
+
+
+class Picking:
+    """A compressor that sends some coordinates, by chance."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def compress(self, p: np.ndarray, key: int, layout: Layout, t: int) -> Payload:
+        indices = np.array(sorted(self.world.chance.sample(range(D), KEPT)))
+        return Payload(D, np.array([0, KEPT]), indices, Floats(p[indices], "fp64"))
+
+
+def pack(payload: Payload) -> bytes:
+    items = np.empty(KEPT, _ITEM)
+    items["index"], items["value"] = payload.indices, payload.values.data  # type: ignore[union-attr]
+    return items.tobytes()
+
+
+def unpack(message: bytes) -> Payload:
+    items = np.frombuffer(message, _ITEM)
+    return Payload(D, np.array([0, KEPT]), items["index"], Floats(items["value"], "fp64"))
+
+
+def read_vector(message: bytes) -> np.ndarray:
+    items, dense = np.frombuffer(message, _ITEM), np.zeros(D)
+    dense[items["index"]] = items["value"]
+    return dense
+
+
+class Sender:
+    """A client's way to the server: the channel of the package, and messages that are quick to make."""
+
+    def __init__(self, world: World, feedback: Feedback) -> None:
+        self.channel = Channel(Picking(world), feedback, Layout.flat(D))  # type: ignore[arg-type]
+        self.forgone = np.zeros(D)  # in the last answer
+
+    def send(self, g: np.ndarray, memory: np.ndarray, request: Request) -> tuple[bytes, np.ndarray]:
+        made = self.channel.send(g, memory, key=0, t=request.t)
+        self.forgone = self.channel.feedback.forgone(made.left)
+        return pack(made.payload), made.memory
+
+    def restore(self, memory: np.ndarray, message: bytes) -> np.ndarray:
+        return self.channel.restore(memory, unpack(message))
+
+
+class FeedbackWorld(World):
+    """A World in which clients keep the memory of a feedback, and its law is what is checked."""
+
+    def __init__(self, seed: int, feedback: Feedback, tolerance: float = 0.0) -> None:
+        self.feedback, self.tolerance = feedback, tolerance
+        super().__init__(seed, rates=RATES | dict.fromkeys(OF_DISKS, 0.0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sender: Any = Sender(self, self.feedback)
+        zero = np.zeros(D)
+        self.fates = {name: Fate(made=zero) for name in self.names}  # type: ignore[arg-type]
+        self.forgone = dict.fromkeys(self.names, zero)
+        self.disk = self.server = type(self.disk)(Vectors(dict.fromkeys(self.names, zero)))  # type: ignore[arg-type]
+
+    def fresh(self) -> Client:
+        self.incarnations += 1
+        return Client(self.incarnations, np.zeros(D))
+
+    def make_update(self) -> np.ndarray:
+        return np.array([self.chance.randint(-1000, 1000) for _ in range(D)], float)
+
+    def answered(self, name: str, after: Client, g: Any) -> None:
+        self.clients[name] = after
+        self.fates[name].made = self.fates[name].made + g
+        self.forgone[name] = self.forgone[name] + self.sender.forgone
+
+    def read(self, message: bytes) -> Any:
+        return read_vector(message)
+
+    def nothing(self) -> Any:
+        return np.zeros(D)
+
+    def settle(self) -> None:
+        """After rounds without a fault nothing is on the way."""
+        self.rates = dict.fromkeys(self.rates, 0.0)
+        for _ in range(8):
+            self.now += 1
+            self.round(everyone=True)
+        if any(self.on_the_way(name).any() for name in self.names):
+            raise Broken(f"seed {self.seed}: something is still on the way")
+
+    def check(self, name: str) -> None:
+        books = Books(
+            self.fates[name].made,
+            self.disk.x.sums[name],
+            self.on_the_way(name),
+            self.forgone[name],
+            self.clients[name].memory,
+        )
+        if abs(self.feedback.imbalance(books)).max() > self.tolerance:
+            raise Broken(f"seed {self.seed}, round {self.now}: {name}")
+
+
+class Vectors(Model):
+    """A model whose sums are vectors."""
+
+    def with_(self, taken: list[Any]) -> Model:
+        sums = dict(self.sums)
+        for reply in taken:
+            sums[reply.name] = sums[reply.name] + read_vector(reply.message)
+        return Vectors(sums, self.holds | {(reply.name, reply.mark) for reply in taken})
