@@ -735,7 +735,7 @@ def averaging() -> nn.Module:
     [
         (Branching, "the model (Branching)"),
         (Scaling, "the model (Scaling)"),
-        (averaging, "`1` (BatchNorm1d)"),
+        (averaging, "'1' (BatchNorm1d)"),
     ],
 )
 def test_what_vmap_cannot_handle_runs_one_client_after_another(make: Any, module: str) -> None:
@@ -749,7 +749,7 @@ def test_what_vmap_cannot_handle_runs_one_client_after_another(make: Any, module
     assert f"clients cannot step together: {module} fails in a step of many clients (" in said[0]
     agree(task, "auto", "cpu", batch_size=8)
     asked = config.replace(engine="batched")
-    with pytest.raises(InputError, match=f"--engine batched: {re.escape(module)} fails"):
+    with pytest.raises(InputError, match=f"`engine` batched: {re.escape(module)} fails"):
         choose_engine(asked, Plan(asked, task), task)
 
 
@@ -824,7 +824,7 @@ def test_residuals_that_do_not_fit_take_their_room_from_training(monkeypatch: py
         "4 clients at once do not fit into the memory of cpu: going on with 2",
     ]
     fits = 0
-    with pytest.raises(InputError, match="keep --residuals on disk"):
+    with pytest.raises(InputError, match="keep `residuals` on disk"):
         trained(config, task, said)
 
 
@@ -1237,7 +1237,7 @@ def test_batches_of_different_shapes_are_for_one_client_after_another(lengths: l
     engine.round(engine.start())
     assert "engine: sequential" in said[-1]
     assert "cannot step together: the clients' batches differ in shape" in said[-1]
-    with pytest.raises(InputError, match=r"--engine batched: .* batches differ in shape .* sequential"):
+    with pytest.raises(InputError, match=r"`engine` batched: .* batches differ in shape .* sequential"):
         run(config.replace(engine="batched"), task)
 
 

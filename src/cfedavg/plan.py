@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfedavg.compress import Compressor, parse
-from cfedavg.config import PER_CLIENT, Config, flag
+from cfedavg.config import PER_CLIENT, Config
 from cfedavg.errors import InputError
 from cfedavg.keys import Purpose, key, permutation, uniform
 from cfedavg.layout import Layout
@@ -41,7 +41,7 @@ class Plan:
         self.m = len(self.samples)
         self._check_lists()
         self.clients_per_round = max(1, round(config.participation * self.m))
-        self.compressor: Compressor = parse(config.compressor, "--compressor")
+        self.compressor: Compressor = parse(config.compressor, "compressor")
         self.link = Link(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
             self._per_client("uplink", Purpose.UPLINK, math.inf),
@@ -56,7 +56,7 @@ class Plan:
             values = self.config.per_client(name)
             if values is not None and values.each and len(values.each) != self.m:
                 raise InputError(
-                    f"{flag(name)} lists {len(values.each)} values for {self.m} clients: give one for each"
+                    f"`{name}` must have one value for each of {self.m} clients, got {len(values.each)}"
                 )
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:

@@ -141,7 +141,7 @@ def parse(
     if len(stages) == 1 and isinstance(stages[0], Quantiser):
         stages.insert(0, Everything())
     if len(stages) > 2 or not isinstance(stages[0], Selector):
-        raise InputError(f"{field}: {text!r} must be a selector, a quantiser, or selector >> quantiser")
+        raise InputError(f"`{field}`: {text!r} must be a selector, a quantiser, or selector >> quantiser")
     if len(stages) == 2 and not isinstance(stages[1], Quantiser):
-        raise InputError(f"{field}: {parse_call(text.split('>>')[1], field)[0]!r} is not a quantiser")
+        raise InputError(f"`{field}`: {parse_call(text.split('>>')[1], field)[0]!r} is not a quantiser")
     return Compressor(*stages)
