@@ -141,40 +141,43 @@ def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"compressor": "zip"}, "compressor: unknown name 'zip'"),
-        ({"compressor": "topk(2)"}, "compressor: topk"),
-        ({"update": "auto"}, "update is 'auto'"),
-        ({"update": "all"}, "update is 'all'"),
-        ({"weighting": "all"}, "weighting is 'all'"),
-        ({"participation": 0.0}, "participation is 0.0"),
-        ({"participation": 2}, "participation is 2"),
-        ({"participation": math.nan}, "participation is "),
-        ({"over_selection": -0.1}, "over_selection is -0.1"),
-        ({"over_selection": math.nan}, "over_selection is nan"),
-        ({"over_selection": math.inf}, "over_selection is inf"),
-        ({"min_nodes": 0}, "min_nodes is 0"),
-        ({"min_nodes": 1.5}, "min_nodes is 1.5"),
-        ({"quorum": 1.1}, "quorum is 1.1"),
-        ({"quorum": "half"}, "quorum is 'half'"),
-        ({"max_norm": 0.0}, "max_norm is 0"),
-        ({"max_norm": math.nan}, "max_norm is nan"),
-        ({"max_norm": "large"}, "max_norm is 'large'"),
-        ({"eta": 0.0}, "eta is 0"),
-        ({"eta": math.nan}, "eta is nan"),
-        ({"eta": "fast"}, "eta is 'fast'"),
-        ({"whole": "*bias"}, "whole is '\\*bias'"),
-        ({"seed": -1}, "seed is -1"),
-        ({"error_feedback": "no"}, "error.feedback is 'no'"),
-        ({"resume": True}, "resume needs out"),
-        ({"resume": "yes", "out": "x"}, "resume is 'yes'"),
-        ({"resume": True, "from_backup": 1, "out": "x"}, "from_backup is 1"),
-        ({"from_backup": True, "out": "x"}, "from_backup"),
-        ({"inner": FedAvg(), "eta": 2.0}, "eta and weighting are for CFedAvg alone"),
-        ({"inner": FedAvg(), "weighting": "samples"}, "eta and weighting are for CFedAvg alone"),
-        ({"inner": FedAvg(), "participation": 0.5}, "participation, .* are for CFedAvg alone"),
-        ({"inner": FedAvg(), "over_selection": 0.5}, "over_selection .* are for CFedAvg alone"),
-        ({"inner": FedAvg(), "min_nodes": 2}, "min_nodes are for CFedAvg alone"),
-        ({"inner": FedAvg(), "update": "mean"}, "update is 'mean'"),
+        ({"compressor": "zip"}, "`compressor`: unknown name 'zip'"),
+        ({"compressor": "topk(2)"}, "`compressor`: topk"),
+        ({"update": "auto"}, "`update` is 'auto'"),
+        ({"update": "all"}, "`update` must be .*, got 'all'"),
+        ({"weighting": "all"}, "`weighting` must be .*, got 'all'"),
+        ({"participation": 0.0}, "`participation` must be .*, got 0"),
+        ({"participation": 2}, "`participation` must be .*, got 2"),
+        ({"participation": math.nan}, "`participation` must be .*, got nan"),
+        ({"over_selection": -0.1}, "`over_selection` must be .*, got -0.1"),
+        ({"over_selection": math.nan}, "`over_selection` must be .*, got nan"),
+        ({"over_selection": math.inf}, "`over_selection` must be .*, got inf"),
+        ({"min_nodes": 0}, "`min_nodes` must be .*, got 0"),
+        ({"min_nodes": 1.5}, "`min_nodes` must be .*, got 1.5"),
+        ({"quorum": 1.1}, "`quorum` must be .*, got 1.1"),
+        ({"quorum": "half"}, "`quorum` must be .*, got 'half'"),
+        ({"max_norm": 0.0}, "`max_norm` must be .*, got 0"),
+        ({"max_norm": math.nan}, "`max_norm` must be .*, got nan"),
+        ({"max_norm": "large"}, "`max_norm` must be .*, got 'large'"),
+        ({"eta": 0.0}, "`eta` must be .*, got 0"),
+        ({"eta": math.nan}, "`eta` must be .*, got nan"),
+        ({"eta": "fast"}, "`eta` must be .*, got 'fast'"),
+        ({"whole": "*bias"}, "`whole` must be .*, got '\\*bias'"),
+        ({"seed": -1}, "`seed` must be .*, got -1"),
+        ({"error_feedback": "no"}, "`error_feedback` must be .*, got 'no'"),
+        ({"resume": True}, "`resume` needs `out`"),
+        ({"resume": "yes", "out": "x"}, "`resume` must be .*, got 'yes'"),
+        ({"resume": True, "from_backup": 1, "out": "x"}, "`from_backup` must be .*, got 1"),
+        ({"from_backup": True, "out": "x"}, "`from_backup` .* needs `resume`"),
+        ({"inner": FedAvg(), "eta": 2.0}, "`eta` and `weighting` have no effect when CFedAvg wraps"),
+        (
+            {"inner": FedAvg(), "weighting": "samples"},
+            "`eta` and `weighting` have no effect when CFedAvg wraps",
+        ),
+        ({"inner": FedAvg(), "participation": 0.5}, "`participation`, .* have no effect when CFedAvg wraps"),
+        ({"inner": FedAvg(), "over_selection": 0.5}, "`over_selection` .* have no effect when CFedAvg wraps"),
+        ({"inner": FedAvg(), "min_nodes": 2}, "`min_nodes` have no effect when CFedAvg wraps"),
+        ({"inner": FedAvg(), "update": "mean"}, "`update` must be 'sum' around a strategy, .* got 'mean'"),
     ],
 )
 def test_bad_options(options: dict[str, Any], sentence: str) -> None:
@@ -185,7 +188,7 @@ def test_bad_options(options: dict[str, Any], sentence: str) -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, "long"])
 def test_a_bad_deadline(timeout: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"timeout is .*: it must be a number of seconds above 0"):
+    with pytest.raises(InputError, match=r"`timeout` must be a number of seconds above 0, got "):
         Federation(tmp_path, Adding().app).start(1, timeout=timeout)
 
 
@@ -266,7 +269,7 @@ def test_a_run_config_imports_nothing_unless_its_machine_says_so(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {field: "some.module:Thing(1)"}
-    with pytest.raises(InputError, match=f"the run config: --{field} 'some.module:Thing.1.' would import"):
+    with pytest.raises(InputError, match=f"the run config: `{field}` 'some.module:Thing.1.' would import"):
         config_of(given)
     monkeypatch.setenv(TRUST, "1")
     assert getattr(config_of(given), field) == given[field]

@@ -121,7 +121,7 @@ def wait_for(grid: Grid, numbers: Numbers, least: int, seconds: float) -> list[N
             told = len(nodes)
         if time.monotonic() > end:
             raise InputError(
-                f"min_nodes = {least}, but only {len(nodes)} nodes came online within {seconds:g} s: "
+                f"`min_nodes` is {least}, but only {len(nodes)} nodes came online within {seconds:g} s: "
                 "start more, or ask for less"
             )
         time.sleep(PATIENCE)
