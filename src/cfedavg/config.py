@@ -175,7 +175,7 @@ class Config:
 
     def _check_exclusive(self) -> None:
         for group in EXCLUSIVE:
-            given = [f"`{name}`" for name in group if getattr(self, name) not in (None, False)]
+            given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
             if len(given) > 1:
                 raise InputError(f"{' and '.join(given)} exclude each other: give one")
             if not given:
@@ -225,7 +225,7 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """A copy with other values; giving one of an exclusive group takes the others back."""
         for group in EXCLUSIVE:
-            if any(changes.get(name) not in (None, False) for name in group):
+            if any(_is_given(changes.get(name)) for name in group):
                 changes = {name: getattr(Config, name) for name in group} | changes
         return dataclasses.replace(self, **changes)
 
@@ -303,6 +303,11 @@ def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
 def _names_code(text: str) -> bool:
     """Whether a part's text names a module; the remark of a task or an app is in brackets and names none."""
     return ":" in text and not text.startswith((f"{OWN}: ", APP[:-1]))
+
+
+def _is_given(value: object) -> bool:
+    """Whether a field of an exclusive group is given; a 0 is, and is refused by its bounds."""
+    return value is not None and value is not False
 
 
 @cache
