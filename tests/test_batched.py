@@ -737,7 +737,7 @@ def averaging() -> nn.Module:
     [
         (Branching, "the model (Branching)"),
         (Scaling, "the model (Scaling)"),
-        (averaging, "`1` (BatchNorm1d)"),
+        (averaging, "'1' (BatchNorm1d)"),
     ],
 )
 def test_what_vmap_cannot_handle_runs_one_client_after_another(make: Any, module: str) -> None:
@@ -751,7 +751,7 @@ def test_what_vmap_cannot_handle_runs_one_client_after_another(make: Any, module
     assert f"clients cannot step together: {module} fails in a step of many clients (" in said[0]
     agree(task, "auto", "cpu", batch_size=8)
     asked = config.replace(engine="batched")
-    with pytest.raises(InputError, match=f"--engine batched: {re.escape(module)} fails"):
+    with pytest.raises(InputError, match=f"`engine` batched: {re.escape(module)} fails"):
         choose_engine(asked, Plan(asked, task), task)
 
 
@@ -826,7 +826,7 @@ def test_residuals_that_do_not_fit_take_their_room_from_training(monkeypatch: py
         "4 clients at once do not fit into the memory of cpu: going on with 2",
     ]
     fits = 0
-    with pytest.raises(InputError, match="keep --residuals on disk"):
+    with pytest.raises(InputError, match="keep `residuals` on disk"):
         trained(config, task, said)
 
 
@@ -1178,7 +1178,7 @@ def test_clients_of_a_block_drop_differently() -> None:
     config = Config(clients=2, device="cpu", engine="batched", batch_size=16)
     engine = choose_engine(config, Plan(config, task), task)
     start = engine.start()
-    (block,) = engine.trainer.train(0, start.x, start.b, [0, 1])  # type: ignore[attr-defined]
+    (block,) = engine.trainer.train(0, lambda clients: start.x, start.b, [0, 1])  # type: ignore[attr-defined]
     assert isinstance(engine.trainer.trainer, Batched)  # type: ignore[attr-defined]
     assert not torch.equal(block.x_K[0], block.x_K[1])
 
@@ -1238,7 +1238,7 @@ def test_batches_of_different_shapes_are_for_one_client_after_another(lengths: l
     engine.round(engine.start())
     assert "engine: sequential" in said[-1]
     assert "cannot step together: the clients' batches differ in shape" in said[-1]
-    with pytest.raises(InputError, match=r"--engine batched: .* batches differ in shape .* sequential"):
+    with pytest.raises(InputError, match=r"`engine` batched: .* batches differ in shape .* sequential"):
         run(config.replace(engine="batched"), task)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cfedavg import Config, InputError, Layout, __version__, decode
-from cfedavg.config import flag, read_config
+from cfedavg.cli.options import flag
+from cfedavg.config import read_config
 from cfedavg.report.read import read_run
 from cfedavg.sweep import cells
 from tests.conftest import Command
@@ -139,26 +140,26 @@ BAD = {
     "comp below 0": (["--compressor", "rd(-0.1)"], "comp = -0.1 must lie in [0, 1)"),
     "malformed compressor": (["--compressor", "topk(0.9"], "is not of the form name or name(arguments)"),
     "unknown compressor": (["--compressor", "zip"], "unknown name 'zip'; there are bf16"),
-    "p > classes": (["--classes-per-client", "11"], "--classes-per-client is 11"),
-    "clients > samples": (["--clients", "20000"], "--clients is 20000"),
-    "clients > samples, iid": (["--clients", "20000", "--iid"], "--clients is 20000"),
-    "K < 1": (["--local-steps", "0"], "--local-steps is '0': K must be 1 or more"),
-    "K range": (["--local-steps", "9..2"], "runs backwards; write 2..9"),
-    "K text": (["--local-steps", "many"], "'many' is not a number"),
-    "negative rate": (["--eta-local", "-0.1"], "--eta-local is -0.1: it must be a finite number above 0"),
-    "negative eta": (["--eta", "-1"], "--eta is -1.0: it must be a finite number above 0"),
-    "missing file": (["--config", "nowhere.toml"], "--config: cannot read nowhere.toml (No such file"),
+    "p > classes": (["--classes-per-client", "11"], "--classes-per-client must be from 1 to 10, the number"),
+    "clients > samples": (["--clients", "20000"], "--clients must be from 1 to 10000, the number of train"),
+    "clients > samples, iid": (["--clients", "20000", "--iid"], "--clients must be from 1 to 10000"),
+    "K < 1": (["--local-steps", "0"], "--local-steps must be 1 or more, got 0"),
+    "K range": (["--local-steps", "9..2"], "--local-steps must be a range low..high, got '9..2'; write 2..9"),
+    "K text": (["--local-steps", "many"], "a number, a range a..b or a list a,b,c, got 'many'"),
+    "negative rate": (["--eta-local", "-0.1"], "--eta-local must be above 0, got -0.1"),
+    "negative eta": (["--eta", "-1"], "--eta must be above 0, got -1"),
+    "missing file": (["--config", "nowhere.toml"], "error: cannot read nowhere.toml (No such file"),
     "unknown data set": (["--dataset", "mnits"], "--dataset"),
     "missing folder": (["--data-dir", "nowhere"], "--data-dir"),
     "exclusive": (["--iid", "--dirichlet", "0.1"], "--dirichlet and --iid exclude each other"),
-    "participation": (["--participation", "0"], "--participation is 0.0: it must be in (0, 1]"),
-    "participation nan": (["--participation", "nan"], "--participation is nan: it must be in (0, 1]"),
-    "minus infinity": (["--eta-local", "-inf"], "--eta-local is -inf: it must be a finite number above 0"),
-    "update": (["--update", "median"], "--update is 'median': it must be auto or sum or mean"),
+    "participation": (["--participation", "0"], "--participation must be above 0 and at most 1, got 0"),
+    "participation nan": (["--participation", "nan"], "--participation must be a finite number below"),
+    "minus infinity": (["--eta-local", "-inf"], "--eta-local must be a finite number below 1.8e308, got -"),
+    "update": (["--update", "median"], "--update must be auto, sum or mean, got 'median'"),
     "device": (["--device", "tpu9"], "--device tpu9 cannot be used here"),
-    "engine": (["--engine", "warp"], "--engine is 'warp': it must be auto or batched"),
+    "engine": (["--engine", "warp"], "--engine must be auto, batched, sequential or reference, got 'warp'"),
     "model": (["--model", "gpt"], "--model: unknown model 'gpt'"),
-    "per-client list": (["--local-steps", "1,2,3"], "--local-steps lists 3 values for 4 clients"),
+    "per-client list": (["--local-steps", "1,2,3"], "must have one value for each of 4 clients, got 3"),
     "schedule": (["--schedule", "corollary1"], "corollary1 needs --smoothness"),
     "not a number": (["--rounds", "ten"], "--rounds"),
     "unknown option": (["--round", "3"], "--round"),
@@ -168,7 +169,7 @@ BAD = {
     "name too long": (["--data-dir", "a" * 300], "--data-dir"),
     "block": (["--compressor", "qsgd(16, 1000000000000)"], "block = 1000000000000 must be"),
     "k_min": (["--schedule", "corollary3(k_min=1e400)", "--smoothness", "1"], "k_min = inf must be"),
-    "control character": (["--data-dir", "a\x7fb"], "--data-dir holds characters that cannot be printed"),
+    "control character": (["--data-dir", "a\x7fb"], "--data-dir must be printable text, got"),
 }  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def test_resume_with_another_model(cfedavg: Command, tmp_path: Path) -> None:
     assert cfedavg("run", *SMALL, "--out", out).code == 0
     other = cfedavg("run", "--model", "mlp", "--out", out, "--resume")
     assert other.code == 2
-    assert "--resume: --model is 'mlp', but the run" in other.err
+    assert "cannot resume: --model is 'mlp', but the run" in other.err
     again = cfedavg("run", *SMALL, "--out", out)
     assert again.code == 2
     assert "holds a run already" in again.err
@@ -237,15 +238,15 @@ def test_resume_with_another_model(cfedavg: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("clients = [1]", "--clients is [1]: it must be a whole number"),
-        ("clients = true", "--clients is True: it must be a whole number"),
+        ("clients = [1]", "--clients must be a whole number, got [1]"),
+        ("clients = true", "--clients must be a whole number, got True"),
         ("rouns = 3", "has an unknown key 'rouns'"),
         ("rounds = ", "is not valid TOML"),
         ("clients = 1" + "0" * 5000, "is not valid TOML"),
-        ("eta_local = 1" + "0" * 400, "--eta-local is inf: it must be a finite number above 0"),
-        ("eta_local = -1" + "0" * 400, "--eta-local is -inf: it must be a finite number above 0"),
-        ("participation = nan", "--participation is nan: it must be in (0, 1]"),
-        ('rounds = "3"', "--rounds is '3': it must be a whole number"),
+        ("eta_local = 1" + "0" * 400, "--eta-local must be a finite number below 1.8e308, got inf"),
+        ("eta_local = -1" + "0" * 400, "--eta-local must be a finite number below 1.8e308, got -inf"),
+        ("participation = nan", "--participation must be a finite number below 1.8e308, got nan"),
+        ('rounds = "3"', "--rounds must be a whole number, got '3'"),
     ],
 )
 def test_bad_file(text: str, words: str, cfedavg: Command, tmp_path: Path) -> None:
@@ -257,7 +258,7 @@ def test_bad_file(text: str, words: str, cfedavg: Command, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("text", ["seed", "speed=1", "seed=0|0", "compressor=none|topk(1.5)"])
 def test_bad_grid(text: str) -> None:
-    with pytest.raises(InputError, match=r"--vary|--compressor: topk\(1.5\)"):
+    with pytest.raises(InputError, match=r"`vary`|`compressor`: topk\(1.5\)"):
         cells(Config(), [text])
     with pytest.raises(InputError, match="seed is given twice"):
         cells(Config(), ["seed=0|1", "seed=2|3"])
@@ -375,7 +376,7 @@ def test_config_round_trip() -> None:
     ):
         assert Config.from_toml(config.to_toml()) == config
     own = Config(compressor="some.module:Thing(1)")
-    with pytest.raises(InputError, match=r"--compressor 'some.module:Thing\(1\)' would .* pass trust=True"):
+    with pytest.raises(InputError, match=r"`compressor` 'some.module:Thing\(1\)' would .* pass trust=True"):
         Config.from_toml(own.to_toml())
     assert Config.from_toml(own.to_toml(), trust=True) == own
 

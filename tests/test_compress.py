@@ -848,14 +848,14 @@ BAD_ORDERS = [
 
 @pytest.mark.parametrize("text", BAD_STAGES + BAD_ORDERS)
 def test_malformed_texts_name_the_field(text: str) -> None:
-    with pytest.raises(InputError, match=r"^--downlink: "):
-        parse(text, "--downlink")
+    with pytest.raises(InputError, match=r"^`downlink`: "):
+        parse(text, "downlink")
 
 
 @pytest.mark.parametrize("text", [text for text in BAD_STAGES if "(" in text])
 def test_malformed_texts_name_the_field_in_a_pair(text: str) -> None:
-    with pytest.raises(InputError, match=r"^--downlink: "):
-        parse(f"topk(0.9) >> {text}", "--downlink")
+    with pytest.raises(InputError, match=r"^`downlink`: "):
+        parse(f"topk(0.9) >> {text}", "downlink")
 
 
 def test_no_code_is_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -880,8 +880,8 @@ def test_a_text_of_a_stranger_names_registered_stages_only(capsys: pytest.Captur
         f"topk(0.5) >> {__name__}:Halves",
         f"{own} >> bf16",
     ):
-        with pytest.raises(InputError, match=r"^--x: a module, which this text may not import: "):
-            parse(text, "--x", trust=False)
+        with pytest.raises(InputError, match=r"^`x`: a module, which this text may not import: "):
+            parse(text, "x", trust=False)
     assert parse(own, trust=False, own=[EveryNth]) == parse(own)
     assert parse("topk(0.5) >> bf16", trust=False, own=[EveryNth]) == parse("topk(0.5) >> bf16")
     with pytest.raises(InputError, match="must be a subclass of"):
@@ -935,8 +935,8 @@ def test_a_selector_and_a_quantiser_of_ones_own() -> None:
         assert_block_is_one_by_one(Row(text), block(30))
     for row in QUANTISE:
         assert_block_is_one_by_one(Row(f"{__name__}:EveryNth(2) >> {row.spec}"), block(30))
-    with pytest.raises(InputError, match="--x: "):
-        parse(f"{__name__}:EveryNth", "--x")
+    with pytest.raises(InputError, match="`x`: "):
+        parse(f"{__name__}:EveryNth", "x")
 
 
 # --- the same on a GPU --------------------------------------------------------------------------------

@@ -142,9 +142,9 @@ def test_a_small_test_split_is_no_error() -> None:
 
 def test_by_classes_says_what_to_change() -> None:
     labels = labels_of([12, 5, 9])
-    with pytest.raises(InputError, match=r"--classes-per-client is 4: it must be 1 to 3"):
+    with pytest.raises(InputError, match=r"`classes_per_client` must be from 1 to 3, .*, got 4"):
         by_classes(labels, labels, 3, 2, 4, seed=0)
-    with pytest.raises(InputError, match=r"--clients is 20: .* --classes-per-client 2, 7 clients or fewer"):
+    with pytest.raises(InputError, match=r"`clients` must be at most 7 with `classes_per_client` 2, got 20"):
         by_classes(labels, labels, 3, 20, 2, seed=0)
     for seed in range(20):
         by_classes(labels, labels, 3, 7, 2, seed)
@@ -236,9 +236,9 @@ def test_the_seed_decides(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PARTITIONS)
 def test_more_clients_than_samples_is_refused(kind: str) -> None:
-    with pytest.raises(InputError, match="--clients is 181: it must be 1 to 180"):
+    with pytest.raises(InputError, match=r"`clients` must be from 1 to 180, .*, got 181"):
         PARTITIONS[kind](181, 0)
-    with pytest.raises(InputError, match="--clients is 0"):
+    with pytest.raises(InputError, match=r"`clients` must be from 1 to .*, got 0"):
         PARTITIONS[kind](0, 0)
 
 
@@ -494,21 +494,21 @@ def refused(pattern: str, name: str, path: Path, cache: Path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path, cache: Path) -> None:
-    refused(r"--data-dir: .*nowhere is not a folder", "mine", tmp_path / "nowhere", cache)
+    refused(r"`data_dir`: .*nowhere is not a folder", "mine", tmp_path / "nowhere", cache)
 
 
 def test_a_folder_without_both_splits_is_named(tmp_path: Path, cache: Path) -> None:
-    refused(r"--data-dir: .* must hold train-\*.parquet and test-\*.parquet", "mine", tmp_path, cache)
+    refused(r"`data_dir`: .* must hold train-\*.parquet and test-\*.parquet", "mine", tmp_path, cache)
     write(tmp_path / "train-0.parquet", drawn(3, "L"))
-    refused(r"--data-dir: .* must hold train-\*.parquet and test-\*.parquet", "mine", tmp_path, cache)
+    refused(r"`data_dir`: .* must hold train-\*.parquet and test-\*.parquet", "mine", tmp_path, cache)
 
 
 def test_folders_of_data_sets_in_a_folder_are_named(folder: Path, cache: Path) -> None:
-    refused(rf"and does not; it has folders of {folder.name}, which --dataset", "mine", folder.parent, cache)
+    refused(rf"and does not; it has folders of {folder.name}, which `dataset`", "mine", folder.parent, cache)
 
 
 def test_images_of_another_data_set_are_refused(folder: Path, cache: Path) -> None:
-    with pytest.raises(InputError, match=r"--data-dir: .* holds images of 1×\d+×\d+, which cifar10 has not"):
+    with pytest.raises(InputError, match=r"`data_dir`: .* holds images of 1×\d+×\d+, which cifar10 has not"):
         load("cifar10", folder, cache)
 
 
@@ -519,7 +519,7 @@ def test_a_folder_alone_has_its_own_name(folder: Path, cache: Path) -> None:
 def test_an_unreadable_file_is_named(folder: Path, cache: Path) -> None:
     path = folder / "test-00000-of-00001.parquet"
     path.write_bytes(b"PAR1 and so on")
-    refused(r"--data-dir: .*: cannot read test-00000-of-00001.parquet as a parquet file", "m", folder, cache)
+    refused(r"`data_dir`: .*: cannot read test-00000-of-00001.parquet as a parquet file", "m", folder, cache)
 
 
 def test_a_file_damaged_inside_is_named(folder: Path, cache: Path) -> None:
@@ -527,21 +527,21 @@ def test_a_file_damaged_inside_is_named(folder: Path, cache: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4:2000] = bytes(1996)
     path.write_bytes(data)
-    refused(r"--data-dir: .*: cannot read train-00000-of-00002.parquet", "mine", folder, cache)
+    refused(r"`data_dir`: .*: cannot read train-00000-of-00002.parquet", "mine", folder, cache)
 
 
 def test_images_of_different_sizes_are_refused(folder: Path, cache: Path) -> None:
     write(folder / "test-00000-of-00001.parquet", drawn(3, "L", size=(9, 6)))
-    refused(r"--data-dir: .*: the images have different sizes \(5x7 and 6x9\)", "mine", folder, cache)
+    refused(r"`data_dir`: .*: the images have different sizes \(5x7 and 6x9\)", "mine", folder, cache)
 
 
 def test_images_that_cannot_be_decoded_are_refused(folder: Path, cache: Path) -> None:
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     path = folder / "test-00000-of-00001.parquet"
     write(path, drawn(1, "L"), image=pa.array([{"bytes": b"no image", "path": ""}], kind))
-    refused(r"--data-dir: .* holds an image that cannot be decoded", "mine", folder, cache)
+    refused(r"`data_dir`: .* holds an image that cannot be decoded", "mine", folder, cache)
     write(path, drawn(1, "L"), image=pa.array([{"bytes": None, "path": "1.png"}], kind))
-    refused(r"--data-dir: .* holds the paths of its images but not their bytes", "mine", folder, cache)
+    refused(r"`data_dir`: .* holds the paths of its images but not their bytes", "mine", folder, cache)
 
 
 @pytest.mark.parametrize(
@@ -562,12 +562,12 @@ def test_columns_that_do_not_fit_are_refused(
     folder: Path, cache: Path, more: dict[str, Any], pattern: str
 ) -> None:
     write(folder / "test-00000-of-00001.parquet", drawn(3, "L"), **more)
-    refused(f"--data-dir: .*{pattern}", "mine", folder, cache)
+    refused(f"`data_dir`: .*{pattern}", "mine", folder, cache)
 
 
 def test_an_empty_split_is_refused(folder: Path, cache: Path) -> None:
     write(folder / "test-00000-of-00001.parquet", [])
-    refused(r"--data-dir: .*: the test split is empty", "mine", folder, cache)
+    refused(r"`data_dir`: .*: the test split is empty", "mine", folder, cache)
 
 
 # --- the hub
@@ -648,7 +648,7 @@ def test_revisions_of_a_data_set_are_kept_apart(
     both = ["train-0.parquet", "test-0.parquet"]
     Hub(files, {"v1": both}).install(monkeypatch)
     load("my/set@v1", cache=cache)
-    with pytest.raises(InputError, match=r"--dataset: my/set@v2: the .* hub has no revision v2 of my/set"):
+    with pytest.raises(InputError, match=r"`dataset`: my/set@v2: the .* hub has no revision v2 of my/set"):
         load("my/set@v2", cache=cache)
 
 
@@ -657,10 +657,10 @@ def test_a_repository_that_does_not_fit_is_refused(
 ) -> None:
     several = ["a/train-0.parquet", "a/test-0.parquet", "b/train-0.parquet", "b/test-0.parquet"]
     Hub(files, {None: several}).install(monkeypatch)
-    with pytest.raises(InputError, match=r"--dataset: my/set holds several data sets \(a, b\).* --data-dir"):
+    with pytest.raises(InputError, match=r"`dataset`: my/set holds several data sets \(a, b\).* `data_dir`"):
         load("my/set", cache=cache)
     Hub(files, {None: ["train-0.parquet"], PARQUET: []}).install(monkeypatch)
-    with pytest.raises(InputError, match=r"--dataset: my/set has no parquet files of a train and a test"):
+    with pytest.raises(InputError, match=r"`dataset`: my/set has no parquet files of a train and a test"):
         load("my/set", cache=cache)
 
 
@@ -669,7 +669,7 @@ def test_a_repository_that_is_not_there_is_refused(cache: Path, monkeypatch: pyt
         raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", missing)
-    with pytest.raises(InputError, match=r"--dataset: my/set is not on the Hugging Face hub"):
+    with pytest.raises(InputError, match=r"`dataset`: my/set is not on the Hugging Face hub"):
         load("my/set", cache=cache)
 
 
@@ -678,7 +678,7 @@ def test_an_unknown_name_does_not_reach_the_hub(
     name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", None)
-    with pytest.raises(InputError, match=r"--dataset: unknown .* embedded, mnist, .* owner/name") as caught:
+    with pytest.raises(InputError, match=r"`dataset`: unknown .* embedded, mnist, .* owner/name") as caught:
         load(name, cache=cache)
     assert repr(name) in str(caught.value)
 
@@ -702,11 +702,11 @@ def test_without_network_the_answer_is_quick_and_useful(tmp_path: Path) -> None:
     assert done.stderr == ""
     (line,) = done.stdout.splitlines()
     for words in (
-        "--dataset: cifar10",
+        "`dataset`: cifar10",
         "could not be downloaded",
-        "--data-dir FOLDER",
+        "set `data_dir` to a folder",
         "embedded",
-        "--scale smoke",
+        "`scale` to smoke",
     ):
         assert words in line
 

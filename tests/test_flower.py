@@ -424,21 +424,21 @@ def test_numbers_of_those_who_come_later_outlive_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounds", [0, -1, 1.5])
 def test_rounds_are_counted(rounds: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=rf"num_rounds is {rounds}: it must be a whole number of 1 or more"):
+    with pytest.raises(InputError, match=rf"`num_rounds` must be a whole number of 1 or more, got {rounds}"):
         Federation(tmp_path, Adding().app).start(rounds)
 
 
 def test_one_node_is_too_few(tmp_path: Path) -> None:
     """Unless it is said that one will do."""
     it = Federation(tmp_path, Adding().app, 1)
-    with pytest.raises(InputError, match="min_nodes = 2, but only 1"):
+    with pytest.raises(InputError, match="`min_nodes` is 2, but only 1"):
         it.start(1)
     it.start(1, resume=True, policy=RoundPolicy(min_nodes=1))
 
 
 def test_too_few_nodes(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app, 2)
-    with pytest.raises(InputError, match=r"min_nodes = 3, but only 2 nodes came online within 0.01 s"):
+    with pytest.raises(InputError, match=r"`min_nodes` is 3, but only 2 nodes came online within 0.01 s"):
         it.start(1, timeout=0.01, policy=RoundPolicy(min_nodes=3))
     it.start(1, resume=True, policy=RoundPolicy(min_nodes=2))
 

@@ -116,7 +116,7 @@ def test_two_processes_for_one_client(tmp_path: Path) -> None:
 def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(2, resume=True)  # there is nothing yet
-    with pytest.raises(InputError, match=r"out: .* holds a federation already; resume it, or give another"):
+    with pytest.raises(InputError, match=r"`out`: .* holds a federation; resume it, or give another folder"):
         it.start(2)
     with pytest.raises(InputError, match=r"num_rounds is 1, but the federation in .* has done 2"):
         it.start(1, resume=True)
@@ -185,7 +185,7 @@ def test_a_full_disk_at_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", opened)
-        with pytest.raises(InputError, match=r"out: cannot write .*metrics.jsonl \(No space left"):
+        with pytest.raises(InputError, match=r"`out`: cannot write .*metrics.jsonl \(No space left"):
             it.start(2)
     it.start(2, resume=True)
     assert [row["round"] for row in it.rows] == [0, 1]
@@ -250,11 +250,11 @@ def test_no_name(tmp_path: Path, name: str) -> None:
     it, make = Federation(tmp_path, Adding().app), (NO_FILE | NO_NAME)[name]
     it.out.mkdir()
     put(it.out / "federation.txt", make)
-    refuses(it, r"out: .*federation\.txt")
+    refuses(it, r"`out`: .*federation\.txt")
     (it.out / "federation.txt").rmdir() if name == "a folder" else (it.out / "federation.txt").unlink()
     it.start(2)
     put(it.out / "federation.txt", make)
-    refuses(it, r"out: .*federation\.txt")
+    refuses(it, r"`out`: .*federation\.txt")
 
 
 def test_a_state_without_its_name(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_forged_memory(tmp_path: Path, memory: dict[str, Any]) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(2, Summing())
     forge_facts(it.out, inner=memory)
-    refuses(it, "inner: ", inner=Summing())
+    refuses(it, "`inner`: ", inner=Summing())
 
 
 def test_a_forged_answer(tmp_path: Path) -> None:

@@ -627,7 +627,7 @@ def test_strategies_that_refer_to_each_other(tmp_path: Path) -> None:
     assert read_config(it.out / "config.toml").model.endswith("by Itself(Keeping))")
     it.start(1, again := Itself(), resume=True)
     assert again.other_again.best == 1
-    with pytest.raises(InputError, match=r"was begun with another strategy, which has 'other\.best'"):
+    with pytest.raises(InputError, match=r"began with another strategy, which has 'other\.best'"):
         it.start(2, Itself("another"), resume=True)
 
 
@@ -658,7 +658,9 @@ def test_resumed_with_another_strategy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner", [FedAvg, "FedAvg"])
 def test_within_is_a_strategy(inner: Any) -> None:
-    with pytest.raises(InputError, match=r"inner is .*FedAvg.*: it must be a strategy of Flower's, such as"):
+    with pytest.raises(
+        InputError, match=r"`inner` must be a strategy of Flower's, such as FedAvg\(\), got .*FedAvg"
+    ):
         CFedAvg(inner)
 
 

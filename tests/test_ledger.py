@@ -65,7 +65,7 @@ def test_messages_of_another_run_are_not_touched(tmp_path: Path) -> None:
     kept, out = tmp_path / "messages", tmp_path / "run"
     run(Config(rounds=1), blobs(), messages=kept, out=out, draw=False)
     before = {file.name: file.read_bytes() for file in kept.iterdir()}
-    with pytest.raises(InputError, match="--resume"):
+    with pytest.raises(InputError, match="`resume`"):
         run(Config(rounds=1), blobs(features=5), messages=kept, out=out, draw=False)
     with pytest.raises(InputError, match="messages of another model"):
         run(Config(rounds=1), blobs(features=5), messages=kept)
@@ -82,5 +82,5 @@ def test_nothing_is_no_message() -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="--messages"):
+    with pytest.raises(InputError, match="`messages`"):
         run(Config(rounds=1), blobs(), messages=tmp_path / "file" / "deeper")

@@ -176,11 +176,11 @@ def refuses(task: Task, out: Path, words: str, config: Config = BASE) -> None:
 
 
 def test_resume_refuses_what_does_not_fit(whole: Path) -> None:
-    refuses(blobs(), whole, "--resume: --seed is 1, but the run in .* has 0", BASE.replace(seed=1))
+    refuses(blobs(), whole, "cannot resume: `seed` is 1, but the run in .* has 0", BASE.replace(seed=1))
     refuses(blobs(features=9), whole, "has another task: its dataset is")
     other = Task(torch.nn.Linear(8, 3), blobs().clients, test=blobs().test, name=blobs().name)
     refuses(other, whole, "has another task: its model is")
-    with pytest.raises(InputError, match="holds a run already; add --resume"):
+    with pytest.raises(InputError, match="holds a run already; set `resume`"):
         run(BASE, blobs(), out=whole)
     metrics = whole / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
@@ -202,7 +202,7 @@ def test_resume_refuses_a_damaged_checkpoint(whole: Path, damage: str) -> None:
     else:
         data = bytearray((whole / "model.safetensors").read_bytes())
     checkpoint.write_bytes(data)
-    refuses(blobs(), whole, "--resume: the checkpoint .* is damaged")
+    refuses(blobs(), whole, "cannot resume: the checkpoint .* is damaged")
 
 
 def forge(out: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
@@ -270,7 +270,7 @@ def test_resume_refuses_a_forged_checkpoint(whole: Path, name: str) -> None:
     change, words = FORGED[name]
     forge(whole, change)
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
-    refuses(blobs(), whole, f"^--resume: .*{words}")
+    refuses(blobs(), whole, f"^cannot resume: .*{words}")
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
 
 
@@ -282,7 +282,7 @@ def test_resume_refuses_changed_rows(whole: Path) -> None:
         row = json.loads(lines[n])
         changed = [*lines[:n], json.dumps(row | {name: row[name] + 1}), *lines[n + 1 :]]
         metrics.write_text("\n".join(changed) + "\n")
-        refuses(blobs(), whole, "--resume: .*metrics.jsonl was changed after the checkpoint was written")
+        refuses(blobs(), whole, "cannot resume: .*metrics.jsonl was changed after the checkpoint was written")
     metrics.write_text("\n".join(lines) + "\n")
     run(BASE, blobs(), out=whole, resume=True)
 
@@ -305,7 +305,7 @@ def test_rows_of_an_older_run_are_looked_at_too(whole: Path, change: dict[str, A
     metrics = whole / "metrics.jsonl"
     first, *rest = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(json.dumps(json.loads(first) | change) + "\n" + "".join(rest))
-    refuses(blobs(), whole, "--resume: .*metrics.jsonl was changed")
+    refuses(blobs(), whole, "cannot resume: .*metrics.jsonl was changed")
 
 
 @pytest.mark.parametrize("line", ['{"round": 0, "x": 1e999}', '{"round": 0, "x": NaN}', "[" * 200_000])
@@ -342,7 +342,7 @@ def test_resume_refuses_residuals_that_are_no_folder(whole: Path, make: Callable
 def test_resume_with_other_rounds_when_they_decide_the_rate(tmp_path: Path) -> None:
     config = Config(rounds=3, local_steps="2", schedule="corollary1", smoothness=5.0)
     run(config, blobs(), out=tmp_path / "r")
-    refuses(blobs(), tmp_path / "r", "--resume: --rounds is 5", config.replace(rounds=5))
+    refuses(blobs(), tmp_path / "r", "cannot resume: `rounds` is 5", config.replace(rounds=5))
 
 
 def test_resume_needs_the_configuration(whole: Path) -> None:
@@ -354,8 +354,8 @@ def test_resume_needs_the_configuration(whole: Path) -> None:
 
 def test_a_refused_resume_changes_nothing(whole: Path) -> None:
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
-    refuses(blobs(), whole, "--rounds is 3, but the run in .* has done 7", BASE.replace(rounds=3))
-    refuses(blobs(), whole, "--resume: --eta is 0.3", BASE.replace(eta=0.3))
+    refuses(blobs(), whole, "`rounds` is 3, but the run in .* has done 7", BASE.replace(rounds=3))
+    refuses(blobs(), whole, "cannot resume: `eta` is 0.3", BASE.replace(eta=0.3))
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
 
 
@@ -427,16 +427,16 @@ def test_without_its_checkpoint_a_run_is_not_begun_again(whole: Path) -> None:
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--out: .*file is a file, not a folder"):
+    with pytest.raises(InputError, match=r"`out`: .*file is a file, not a folder"):
         run(BASE, blobs(), out=tmp_path / "file")
-    with pytest.raises(InputError, match=r"--messages: .*file is a file, not a folder"):
+    with pytest.raises(InputError, match=r"`messages`: .*file is a file, not a folder"):
         run(BASE, blobs(), out=tmp_path / "run", messages=tmp_path / "file")
     assert not (tmp_path / "run").exists()
 
 
 def test_out_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="--out: cannot write to the folder"):
+    with pytest.raises(InputError, match="`out`: cannot write to the folder"):
         run(BASE, blobs(), out=tmp_path / "file" / "run")
 
 

@@ -151,7 +151,7 @@ def test_bad_keys(tmp_path: Path, file: str, name: str) -> None:
 def test_a_file_in_the_place_of_a_folder(tmp_path: Path, path: str) -> None:
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text("")
-    with pytest.raises(InputError, match="--out: "), Machine(tmp_path, 1):
+    with pytest.raises(InputError, match="`out`: "), Machine(tmp_path, 1):
         pass
 
 
@@ -390,7 +390,7 @@ def test_a_port_in_use(machine: Make) -> None:
         taken.bind((HOST, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=f"--port {port} cannot be used .* give another one, or none"):
+        with pytest.raises(InputError, match=f"`port` {port} cannot be used .* give another one, or none"):
             machine(port)
 
 
@@ -569,9 +569,9 @@ BAD = {
     "simulated": (["--drop-rate", "0.1"], "--drop-rate"),
     "compressor": (["--compressor", "topq(0.9)"], "--compressor"),
     "exclusive": (["--deadline", "3", "--local-steps", "2"], "--local-steps and --deadline exclude"),
-    "list": (["--local-steps", "1,2,3"], "--local-steps lists 3 values for 4 clients"),
+    "list": (["--local-steps", "1,2,3"], "--local-steps must have one value for each of 4"),
     "clock": (["--deadline", "3", "--schedule", "corollary1", "--smoothness", "1"], "needs the same K"),
-    "characters": (["--out", "a\x7fb"], "--out holds characters that cannot be printed"),
+    "characters": (["--out", "a\x7fb"], "--out must be printable text"),
 }  # fmt: skip
 
 
@@ -605,15 +605,15 @@ def test_without_flower(
 def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(Config(clients=4, model="linear").to_toml())
     up = "federate", "up", "--out", tmp_path
-    assert "holds a run already; add --resume" in cfedavg(*up).err
+    assert "holds a run already; set --resume" in cfedavg(*up).err
     assert "holds a simulation" in cfedavg(*up, "--resume").err
     (tmp_path / "federation.txt").touch()
     assert "holds the federation of an app, which its own server" in cfedavg(*up, "--resume").err
     (tmp_path / "federation").mkdir()
-    assert "--resume: --nodes is 3, but the run" in cfedavg(*up, "--resume", "--nodes", 3).err
-    assert "--resume: --eta is 2.0, but the run" in cfedavg(*up, "--resume", "--eta", 2).err
+    assert "cannot resume: --nodes is 3, but the run" in cfedavg(*up, "--resume", "--nodes", 3).err
+    assert "cannot resume: --eta is 2.0, but the run" in cfedavg(*up, "--resume", "--eta", 2).err
     (tmp_path / "config.toml").unlink()  # stopped before the first round
-    assert "has begun: start it again without, with its options" in cfedavg(*up, "--resume").err
+    assert "has begun; give its options again, without --resume" in cfedavg(*up, "--resume").err
     assert "--resume needs --out" in cfedavg("federate", "up", "--resume").err
 
 
@@ -632,7 +632,7 @@ def test_a_federation_that_is_done_is_not_started(
 
     monkeypatch.setattr("cfedavg.flower.up.Machine", begun)
     up = ("federate", "up", "--out", str(out), "--resume")
-    assert "all 2 rounds are done; more of them with --rounds" in cfedavg(*up).out
+    assert "all 2 rounds are done; set --rounds higher for more" in cfedavg(*up).out
     assert "it starts" in cfedavg(*up, "--rounds", "3").err
     assert "--rounds is 1, but the run in" in cfedavg(*up, "--rounds", "1").err
     os.utime(out / "report.html", (0, 0))

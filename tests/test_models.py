@@ -40,8 +40,8 @@ def test_group_norm_has_no_buffers() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("vgg", "--model: unknown model 'vgg'; there are cnn"),
-        ("nowhere:factory", "--model: cannot import 'nowhere'"),
+        ("vgg", "`model`: unknown model 'vgg'; there are cnn"),
+        ("nowhere:factory", "`model`: cannot import 'nowhere'"),
         ("tests.test_models:missing", "has no 'missing'"),
         ("tests.test_models:not_a_model", "gave int, not a torch.nn.Module"),
         ("subprocess:Popen", "subprocess:Popen must be a function of .* or a torch.nn.Module class"),

@@ -286,10 +286,10 @@ def test_any_module_learns_what_the_reference_does(name: str, device: str) -> No
 
 def test_the_engine_asked_for_is_refused_in_a_sentence() -> None:
     task = sentences(MODULES["branch"])
-    with pytest.raises(InputError, match=r"--engine batched: the model \(Do\) fails in a step of many"):
+    with pytest.raises(InputError, match=r"`engine` batched: the model \(Do\) fails in a step of many"):
         run(Config(device="cpu", engine="batched"), task)
     task = sentences(MODULES["step counter in Python"])
-    with pytest.raises(InputError, match="--engine batched: a step changes `steps`, of which there is one"):
+    with pytest.raises(InputError, match="`engine` batched: a step changes 'steps', of which there is one"):
         run(Config(device="cpu", engine="batched"), task)
 
 

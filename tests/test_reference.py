@@ -51,7 +51,7 @@ def test_batchnorm_buffers_travel_and_are_averaged() -> None:
 
 def test_batchnorm_and_a_last_batch_of_one_sample() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    with pytest.raises(InputError, match="--batch-size leaves client 1 a last batch of one sample"):
+    with pytest.raises(InputError, match="`batch_size` leaves client 1 a last batch of one sample"):
         run(Config(rounds=1, local_steps="2", batch_size=20), with_model(model, blobs(m=3)))
 
 
@@ -156,7 +156,7 @@ def test_a_client_without_time_for_a_step_abstains() -> None:
     assert row["coordinates_sent"] == 2 * 3
     assert row["model_sizes_sent"] == pytest.approx(2 / 3)
     nobody = Config(rounds=1, deadline=0.1, steps_per_second="1", clients=3)
-    with pytest.raises(InputError, match="--deadline leaves no client time"):
+    with pytest.raises(InputError, match="`deadline` leaves no client time"):
         make(nobody, task)
 
 
@@ -242,7 +242,7 @@ def test_iterate_is_one_of_the_iterates() -> None:
 
 def test_divergence_names_round_and_clients() -> None:
     config = Config(rounds=30, local_steps="5", eta_local=1e6)
-    with pytest.raises(Diverged, match=r"round \d+: .* for clients? .*; lower --eta-local"):
+    with pytest.raises(Diverged, match=r"round \d+: .* for clients? .*; lower `eta_local`"):
         run(config, blobs())
 
 

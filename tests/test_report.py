@@ -153,7 +153,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_bad_configuration_names_its_file(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", [])
     (folder / "config.toml").write_text("clients = 0\n")
-    with pytest.raises(InputError, match=r"config\.toml: --clients is 0"):
+    with pytest.raises(InputError, match=r"config\.toml: `clients` must be 1 or more, got 0"):
         read_run(folder)
     with pytest.raises(InputError, match="at least one run folder"):
         write_report([], tmp_path / "out")

@@ -87,12 +87,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "base": ({"line": [LINE], "base": {"colour": 1}}, "base has an unknown key 'colour'; known are batch"),
     "scale's field": ({"line": [LINE], "scale": {"small": {"k": 1}}}, "scale.small has an unknown key 'k'"),
     "line's scale's field": ({"line": [LINE | {"small": {"k": 1}}]}, "a.small has an unknown key 'k'"),
-    "value": ({"line": [LINE], "scale": {"small": {"rounds": 0}}}, "scale small: --rounds is 0"),
+    "value": (
+        {"line": [LINE], "scale": {"small": {"rounds": 0}}},
+        "scale small: `rounds` must be 1 or more, got 0",
+    ),
     "compressor": ({"line": [LINE | {"compressor": "zip"}]}, "compressor.*zip"),
-    "code": ({"line": [LINE], "base": {"model": "os:system"}}, "base: --model 'os:system' would import"),
+    "code": ({"line": [LINE], "base": {"model": "os:system"}}, "base: `model` 'os:system' would import"),
     "scale's code": (
         {"line": [LINE | {"small": {"compressor": "os:system(1)"}}]},
-        "a.small: --compressor 'os:system\\(1\\)' would import Python code; an experiment may name",
+        "a.small: `compressor` 'os:system\\(1\\)' would import Python code; an experiment may name",
     ),
     "line's name": ({"line": [LINE | {"name": "a/b"}]}, "named 'a/b': use letters"),
     "name of a number": ({"line": [LINE | {"name": 5}]}, "named 5: use letters"),
@@ -379,7 +382,7 @@ def test_the_time_of_earlier_calls_counts(mine: str, tmp_path: Path, monkeypatch
 def test_a_cell_that_is_begun_is_not_gone_on_with_unasked(mine: str, tmp_path: Path) -> None:
     grid, _ = carried_out(mine, tmp_path, minutes=1e-9)
     assert not grid.found
-    with pytest.raises(InputError, match="holds 1 of the 4 cells, done or begun; add --resume"):
+    with pytest.raises(InputError, match="holds 1 of the 4 cells, done or begun; set `resume`"):
         carried_out(mine, tmp_path)
 
 
@@ -409,7 +412,7 @@ def test_only_some_cells(mine: str, tmp_path: Path) -> None:
     carried_out(mine, tmp_path, only=["*-p2-none-*"], seeds=2, resume=True)
     rows = (tmp_path / "mine.md").read_text().splitlines()[4:]  # of all that is there, whatever was asked for
     assert [row.split(" | ")[2] for row in rows] == ["2", "0", "1", "1"]
-    with pytest.raises(InputError, match="--only: no cell is named p3; one is embedded-p2-none-seed0"):
+    with pytest.raises(InputError, match="`only`: no cell is named p3; one is embedded-p2-none-seed0"):
         carried_out(mine, tmp_path, only=["p3"], resume=True)
 
 
@@ -437,7 +440,7 @@ def test_the_beginning_of_runs(mine: str, tmp_path: Path, notes: list[str]) -> N
     whole = values(tmp_path / "whole")["embedded-p1-rd-seed0"]
     cut = values(tmp_path / "cut")["embedded-p1-rd-seed0"]
     assert cut == {name: column[:3] for name, column in whole.items()}
-    with pytest.raises(InputError, match=r"holds the first 3 of 4 rounds, .*; add --rounds 3, or choose"):
+    with pytest.raises(InputError, match=r"holds the first 3 of 4 rounds, .*; set `rounds` to 3, or choose"):
         carried_out(mine, tmp_path / "cut", resume=True)
     carried_out(mine, tmp_path / "whole", rounds=10)  # no longer than they are: nothing is left to do
 
@@ -490,7 +493,7 @@ def test_a_damaged_cell_is_done_again(damage: Callable[[Path], None], mine: str,
     with pytest.raises(Damaged):
         values(tmp_path / "out")
     found = invoked(mine, "--scale", "paper", "--out", str(tmp_path / "out"))
-    assert "holds 3 of the 4 cells, done or begun; add --resume" in str(found.exception)
+    assert "holds 3 of the 4 cells, done or begun; set `resume`" in str(found.exception)
     assert not found.output
     _, said = carried_out(mine, tmp_path / "out", resume=True)
     assert "embedded-p2-rd-seed0.json is damaged: the cell is done again" in said
@@ -504,7 +507,7 @@ def test_a_damaged_folder_of_a_cell_is_begun_again(name: str, mine: str, tmp_pat
     carried_out(mine, tmp_path / "out", minutes=1e-9, only=only)
     (tmp_path / "out" / WORK / "embedded-p2-rd-seed0" / name).write_bytes(b'{"round": 7}\n')
     _, said = carried_out(mine, tmp_path / "out", resume=True, only=only)
-    assert "embedded-p2-rd-seed0 is done again from its first round (--resume: " in said
+    assert "embedded-p2-rd-seed0 is done again from its first round (cannot resume: " in said
     assert values(tmp_path / "out") == values(tmp_path / "good")
 
 
@@ -516,9 +519,9 @@ def test_a_begun_cell_is_not_thrown_away(mine: str, tmp_path: Path) -> None:
     work = tmp_path / WORK / "embedded-p2-rd-seed0"
     before = (work / "metrics.jsonl").read_bytes()
     grid = open_grid([mine], "paper", 1, tmp_path, only, None, True, console)
-    with pytest.raises(InputError, match="--resume: --precision is 'float64', but the run in"):
+    with pytest.raises(InputError, match="cannot resume: `precision` is 'float64', but the run in"):
         carry_out(grid, HOW | {"precision": "float64"}, math.inf, console)
-    with pytest.raises(InputError, match=r"--resume: --rounds is 1, but the run in .* has done 2"):
+    with pytest.raises(InputError, match=r"cannot resume: `rounds` is 1, but the run in .* has done 2"):
         carried_out(mine, tmp_path, only=only, rounds=1, resume=True)
     assert (work / "metrics.jsonl").read_bytes() == before
 
@@ -599,7 +602,7 @@ def test_some_cells_are_drawn(mine: str, tmp_path: Path) -> None:
         assert drawn(mine, tmp_path, *words).exit_code == 0
         lines = (tmp_path / "mine.md").read_text().splitlines()[4:]
         assert [line.split(" | ")[2] for line in lines] == seeds
-    assert "--only: no cell is named p3" in str(drawn(mine, tmp_path, "--only", "p3").exception)
+    assert "`only`: no cell is named p3" in str(drawn(mine, tmp_path, "--only", "p3").exception)
 
 
 def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
@@ -678,12 +681,15 @@ def test_without_a_name_all_are_listed() -> None:
     ("words", "sentence"),
     [
         (["fig99"], "there is no experiment 'fig99'; there are fig1-cifar10"),
-        (["fig1-mnist", "--scale", "huge"], "--scale is 'huge': it must be smoke or small or paper"),
-        (["fig1-mnist", "--scale", "paper", "--data-dir", "nowhere"], "--data-dir: nowhere is not a folder"),
-        (["fig1-mnist", "--precision", "int8"], "--precision is 'int8'"),
+        (["fig1-mnist", "--scale", "huge"], "`scale` must be smoke, small or paper, got 'huge'"),
+        (["fig1-mnist", "--scale", "paper", "--data-dir", "nowhere"], "`data_dir`: nowhere is not a folder"),
+        (
+            ["fig1-mnist", "--precision", "int8"],
+            "`precision` must be float32, float64, tf32 or bf16, got 'int8'",
+        ),
         (["--scale", "huge"], "--scale needs a NAME; `cfedavg reproduce` alone lists them"),
         (["--resume"], "--resume needs a NAME"),
-        (["--draw", "--scale", "huge"], "--scale is 'huge': it must be smoke or small or paper"),
+        (["--draw", "--scale", "huge"], "`scale` must be smoke, small or paper, got 'huge'"),
         (["--draw", "--resume"], "--resume is for training, and --draw trains nothing: leave one out"),
         (["fig1-mnist", "--draw", "--minutes", "3"], "--minutes is for training"),
         (["fig1-mnist", "--draw", "--rounds", "3"], "--rounds is for training"),
@@ -761,7 +767,7 @@ def test_claims_of_beginnings_say_so_and_are_not_compared_with_whole_runs(tmp_pa
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("title = ", "--words: cannot read"),
+        ("title = ", "`words`: cannot read"),
         ('[why]\nnone-such = "x"', "there is no claim 'none-such'"),
         ("title = 5", "must hold texts: title, intro and, by claim, [why]"),
         ("intro = 5", "must hold texts"),
@@ -783,7 +789,7 @@ def test_bad_words(text: str, sentence: str, tmp_path: Path) -> None:
 def test_bad_files_of_claims(tmp_path: Path) -> None:
     write_cells(tmp_path, "fig2-mnist", "paper")
     found = judged(str(tmp_path), "--words", "words.toml")
-    assert "--words needs --out, the file that the words are for" in str(found.exception)
+    assert "`words` needs `out`, the file that the words are for" in str(found.exception)
     found = judged(str(tmp_path), "--out", str(tmp_path / "nowhere" / "c.md"))
     assert "c.md (No such file or directory)" in str(found.exception)
     assert not found.output

@@ -244,9 +244,9 @@ def test_where_residuals_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cfedavg.residuals.free_memory", lambda device: 300)
     assert [choose("auto", size, cpu) for size in (100, 101)] == ["memory", "disk"]
     assert [choose(where, 1, cpu) for where in ("memory", "disk")] == ["memory", "disk"]
-    with pytest.raises(InputError, match="--residuals is 'here': it must be auto or memory or disk"):
+    with pytest.raises(InputError, match="`residuals` must be auto, memory or disk, got 'here'"):
         Config(residuals="here")
-    with pytest.raises(InputError, match="--residual-precision is 'int8': it must be full or bf16"):
+    with pytest.raises(InputError, match="`residual_precision` must be full or bf16, got 'int8'"):
         Config(residual_precision="int8")
 
 
@@ -353,7 +353,7 @@ def test_disk_and_memory_give_the_same_run(tmp_path: Path, precision: str) -> No
 
 def test_precision_cannot_change(tmp_path: Path) -> None:
     run(BASE, small(), out=tmp_path / "r")
-    with pytest.raises(InputError, match="--resume: --residual-precision is 'bf16'"):
+    with pytest.raises(InputError, match="cannot resume: `residual_precision` is 'bf16'"):
         run(BASE.replace(residual_precision="bf16"), small(), out=tmp_path / "r", resume=True)
 
 
@@ -420,7 +420,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) 
         if "residuals cannot be kept" in text:
             sentences += 1
             assert f"in {out / 'residuals'} (" in text
-            assert "another --out, or with --residual-precision bf16" in text
+            assert "another `out`, or with `residual_precision` bf16" in text
         run(BASE, small(), out=out, resume=True)
         assert contents(out) == contents(tmp_path / "whole"), n
     assert sentences > 5
@@ -442,7 +442,7 @@ def test_resume_needs_its_files(tmp_path: Path) -> None:
     gone.rename(tmp_path / "elsewhere")
     before = contents(out)
     with pytest.raises(
-        InputError, match=f"--resume: the residual file {gone} is missing; start the run again"
+        InputError, match=f"cannot resume: the residual file {gone} is missing; start the run again"
     ):
         run(BASE.replace(rounds=6), small(), out=out, resume=True)
     assert contents(out) == before

@@ -33,7 +33,7 @@ QUIET = settings(max_examples=300, derandomize=True, database=None)
     ],
 )
 def test_parse_call(text: str, expected: tuple[str, list[Any], dict[str, Any]]) -> None:
-    assert parse_call(text, "--x") == expected
+    assert parse_call(text, "x") == expected
 
 
 MALFORMED = [
@@ -48,13 +48,13 @@ MALFORMED = [
 
 @pytest.mark.parametrize("text", MALFORMED, ids=lambda text: repr(text[:20]))
 def test_malformed_calls_name_the_field(text: str) -> None:
-    with pytest.raises(InputError, match="--compressor: "):
-        parse_call(text, "--compressor")
+    with pytest.raises(InputError, match="`compressor`: "):
+        parse_call(text, "compressor")
 
 
 def test_a_sentence_about_a_long_text_is_short() -> None:
     with pytest.raises(InputError, match=r"at most 1,000 characters, got 1,000,001$") as raised:
-        parse_call("f" * 1_000_001, "--x")
+        parse_call("f" * 1_000_001, "x")
     assert len(str(raised.value)) < 100
 
 
@@ -65,7 +65,7 @@ ODD = st.text("f(),.=:'\"[]{}*-x1 \n\\#\x00é\ud800", max_size=20)
 @given(ODD | ODD.map(lambda inside: f"f({inside})"))
 def test_any_text_is_a_call_or_an_input_error(text: str) -> None:
     try:
-        name, _, kwargs = parse_call(text, "--x")
+        name, _, kwargs = parse_call(text, "x")
     except InputError:
         return
     assert text.strip().startswith(name)
@@ -81,39 +81,39 @@ def fails(error: Exception) -> Any:
 
 def test_build_calls_what_the_table_holds() -> None:
     table = {"pair": lambda a, b=0: (a, b)}
-    assert build("pair(1, b=2)", table, tuple, "--x", trust=False) == (1, 2)
-    assert build(" pair(1)", table, tuple, "--x", trust=True) == (1, 0)
-    assert build("fractions:Fraction(1, 2)", table, Fraction, "--x", trust=True) == 0.5
+    assert build("pair(1, b=2)", table, tuple, "x", trust=False) == (1, 2)
+    assert build(" pair(1)", table, tuple, "x", trust=True) == (1, 0)
+    assert build("fractions:Fraction(1, 2)", table, Fraction, "x", trust=True) == 0.5
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("what(1)", "--x: unknown name 'what'; there are bad, pair, picky"),
-        ("pair()", "--x: pair() has the wrong arguments ("),
-        ("pair(1, 2, 3)", "--x: pair(1, 2, 3) has the wrong arguments ("),
-        ("pair(1, c=2)", "--x: pair(1, c=2) has the wrong arguments (got an unexpected keyword"),
-        (" picky(1) ", "--x: picky(1): must be 2"),
-        ("no_such_module_:Thing", "--x: cannot import 'no_such_module_' of 'no_such_module_:Thing' ("),
-        ("math.:pi", "--x: 'math.:pi' is not of the form package.module:name"),
-        ("math:tau2(1)", "--x: 'math' ("),
-        ("math:pi(1)", "--x: 'math:pi' must be a subclass of fractions.Fraction"),
-        ("fractions:Fraction('x', 'y')", "--x: fractions:Fraction('x', 'y') has the wrong arguments ("),
+        ("what(1)", "`x`: unknown name 'what'; there are bad, pair, picky"),
+        ("pair()", "`x`: pair() has the wrong arguments ("),
+        ("pair(1, 2, 3)", "`x`: pair(1, 2, 3) has the wrong arguments ("),
+        ("pair(1, c=2)", "`x`: pair(1, c=2) has the wrong arguments (got an unexpected keyword"),
+        (" picky(1) ", "`x`: picky(1): must be 2"),
+        ("no_such_module_:Thing", "`x`: cannot import 'no_such_module_' of 'no_such_module_:Thing' ("),
+        ("math.:pi", "`x`: 'math.:pi' is not of the form package.module:name"),
+        ("math:tau2(1)", "`x`: 'math' ("),
+        ("math:pi(1)", "`x`: 'math:pi' must be a subclass of fractions.Fraction"),
+        ("fractions:Fraction('x', 'y')", "`x`: fractions:Fraction('x', 'y') has the wrong arguments ("),
     ],
 )
 def test_build_errors_name_the_field(text: str, message: str) -> None:
     table = {"pair": lambda a, b=0: (a, b), "picky": fails(InputError("must be 2")), "bad": None}
     with pytest.raises(InputError, match=re.escape(message)):
-        build(text, table, Fraction, "--x", trust=True)
+        build(text, table, Fraction, "x", trust=True)
 
 
 def test_a_bug_in_a_factory_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
-        build("f", {"f": fails(ZeroDivisionError())}, object, "--x", trust=False)
+        build("f", {"f": fails(ZeroDivisionError())}, object, "x", trust=False)
 
 
 def test_load() -> None:
-    assert load("math:pi", "--x") == math.pi
+    assert load("math:pi", "x") == math.pi
 
 
 # What a text may run
@@ -142,18 +142,18 @@ def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     "text", ["os:system('false')", "builtins:print(1)", "PART:function(1)", "PART:Half(1)"]
 )
 def test_only_a_class_of_the_right_kind_is_called(text: str, part: str) -> None:
-    other = load(f"{part}:Other", "--x")
-    with pytest.raises(InputError, match=r"^--x: '.*' must be a subclass of "):
-        build(text.replace("PART", part), {}, other, "--x", trust=True)
-    build(f"{part}:Other(2)", {}, load(f"{part}:Half", "--x"), "--x", trust=True)
-    assert load(f"{part}:calls", "--x") == [(2,)]
+    other = load(f"{part}:Other", "x")
+    with pytest.raises(InputError, match=r"^`x`: '.*' must be a subclass of "):
+        build(text.replace("PART", part), {}, other, "x", trust=True)
+    build(f"{part}:Other(2)", {}, load(f"{part}:Half", "x"), "x", trust=True)
+    assert load(f"{part}:calls", "x") == [(2,)]
 
 
 def test_a_text_that_is_not_trusted_imports_nothing(part: str) -> None:
-    with pytest.raises(InputError, match=f"^--x: a module, which this text may not import: '{part}:Half'"):
-        build(f"{part}:Half(1)", {"one": int}, object, "--x", trust=False)
+    with pytest.raises(InputError, match=f"^`x`: a module, which this text may not import: '{part}:Half'"):
+        build(f"{part}:Half(1)", {"one": int}, object, "x", trust=False)
     assert part not in sys.modules
-    assert build(f"{part}:Half(1)", {f"{part}:Half": float}, object, "--x", trust=False) == 1.0
+    assert build(f"{part}:Half(1)", {f"{part}:Half": float}, object, "x", trust=False) == 1.0
 
 
 def test_the_current_folder_comes_last_and_goes_again(
@@ -163,8 +163,8 @@ def test_the_current_folder_comes_last_and_goes_again(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a planted module ran')")
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     before = list(sys.path)
-    assert load(f"{part}:colorsys", "--x").rgb_to_hsv(0, 0, 0) == (0, 0, 0)
-    assert load("torch:float32", "--x") is not None
+    assert load(f"{part}:colorsys", "x").rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+    assert load("torch:float32", "x") is not None
     assert sys.path == before
 
 
@@ -185,7 +185,7 @@ def test_the_current_folder_comes_last_and_goes_again(
     ],
 )
 def test_range(text: str, low: float, high: float, each: tuple[float, ...], mean: float) -> None:
-    found = Range.parse(text, "--steps")
+    found = Range.parse(text, "steps")
     assert (found.low, found.high, found.each, found.whole) == (low, high, each, False)
     assert found.mean() == mean
 
@@ -200,13 +200,13 @@ def test_range(text: str, low: float, high: float, each: tuple[float, ...], mean
     + [(text, True) for text in ("1.5", "1..2.5", "1,2.5", "nan", "inf", "1e999", "x", "")],
 )
 def test_range_errors_name_the_field(text: str, whole: bool) -> None:
-    with pytest.raises(InputError, match=re.escape(f"--steps: {text!r}")):
-        Range.parse(text, "--steps", whole=whole)
+    with pytest.raises(InputError, match=rf"^`steps` must .*, got {re.escape(repr(text))}"):
+        Range.parse(text, "steps", whole=whole)
 
 
 def test_a_range_that_runs_backwards_says_how_to_write_it() -> None:
     with pytest.raises(InputError, match=re.escape("write 2..3.5")):
-        Range.parse("3.5..2", "--steps")
+        Range.parse("3.5..2", "steps")
 
 
 LAST = 1 - 2.0**-53  # the largest draw

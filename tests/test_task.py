@@ -410,7 +410,7 @@ def test_runs_of_different_tasks_are_not_seeds_of_one(tmp_path: Path) -> None:
 def test_a_resume_needs_the_same_task(tmp_path: Path) -> None:
     run(SHORT, task(), out=tmp_path)
     for other, what in ((task(clients=[PAIR, (X + 1, Y)]), "dataset"), (task(loss=my_loss), "model")):
-        with pytest.raises(InputError, match=f"--resume: the run in .* has another task: its {what} is"):
+        with pytest.raises(InputError, match=f"cannot resume: the run in .* has another task: its {what} is"):
             run(SHORT.replace(rounds=2), other, out=tmp_path, resume=True)
     assert len(run(SHORT.replace(rounds=2), task(), out=tmp_path, resume=True).rows) == 2
 
@@ -419,7 +419,9 @@ def test_a_resume_needs_the_same_frozen_values(tmp_path: Path) -> None:
     first, other = (nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)) for _ in range(2))
     assert task(model=first).fingerprint == task(model=other).fingerprint
     run(SHORT, task(model=first), out=tmp_path)
-    with pytest.raises(InputError, match=r"--resume: .* holds another model: .* or frozen values differ"):
+    with pytest.raises(
+        InputError, match=r"cannot resume: .* holds another model: .* or frozen values differ"
+    ):
         run(SHORT.replace(rounds=2), task(model=other), out=tmp_path, resume=True)
 
 

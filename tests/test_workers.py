@@ -515,7 +515,7 @@ def sentences(config: Config, make: Callable[[], Task], **more: Any) -> list[str
 def test_divergence_names_the_clients_of_all_ranks() -> None:
     one, two = sentences(BASE.replace(eta_local=1e30, participation=1.0), task)
     assert one == two
-    assert "is NaN or infinite for clients 0, 2, 4, 5, 6; lower --eta-local" in two
+    assert "is NaN or infinite for clients 0, 2, 4, 5, 6; lower `eta_local`" in two
 
 
 @pytest.mark.usefixtures("forked")
@@ -530,7 +530,7 @@ def test_a_batch_of_one_sample() -> None:
     """Client 3 has 23 samples, and lives on rank 1."""
     one, two = sentences(BASE.replace(batch_size=11, local_epochs=1), task)
     assert one == two
-    assert "--batch-size leaves client 3 a last batch of one sample" in two
+    assert "`batch_size` leaves client 3 a last batch of one sample" in two
 
 
 @pytest.mark.usefixtures("forked")
@@ -585,13 +585,13 @@ NAMELESS: Callable[..., Any] = lambda model, batch: model(batch[0]).sum()  # noq
 def test_a_task_that_cannot_be_sent(local: bool) -> None:
     loss = (lambda model, batch: NAMELESS(model, batch)) if local else NAMELESS
     base = blobs()
-    with pytest.raises(InputError, match=r"^--workers: the task cannot be sent to another process \(Can't"):
+    with pytest.raises(InputError, match=r"^`workers`: the task cannot be sent to another process \(Can't"):
         run(Config(workers=2, rounds=1), Task(base.model, base.clients, loss=loss))
 
 
 def test_the_reference_engine_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_start", lambda *_: pytest.fail("nobody is to be started"))
-    with pytest.raises(InputError, match="--engine reference runs in one process: leave out --workers"):
+    with pytest.raises(InputError, match="`engine` reference runs in one process: leave out `workers`"):
         run(Config(workers=2, engine="reference"), blobs())
     assert len(run(Config(workers=1, engine="reference", rounds=1), blobs()).rows) == 1
 
@@ -873,7 +873,7 @@ def test_ranks_with_other_options_refuse_to_train(tmp_path: Path) -> None:
         (Config(), blobs(n=21), "the number of samples is 141 instead of 135, the hash of the data is"),
         (Config(), task(6), ".*the hash of layout and frozen values is"),
         (Config(data_dir="elsewhere"), blobs(seed=1), "the hash of the data is"),
-        (Config(eta=0.1), blobs(), "--eta is 0.1 instead of none;"),
+        (Config(eta=0.1), blobs(), "`eta` is 0.1 instead of none;"),
         (Config(data_dir="elsewhere"), dataclasses.replace(blobs(), model=blobs(seed=1).model), ""),
     ],
 )

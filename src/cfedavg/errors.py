@@ -2,7 +2,7 @@
 
 
 class InputError(ValueError):
-    """Bad input. The message names the option or field, what was wrong and what would be right."""
+    """Bad input. The message names the field, the rule and the value got, and then what to do."""
 
 
 class Busy(InputError):
@@ -13,7 +13,7 @@ class CannotResume(InputError):
     """What a run left is damaged, or parts of it are missing; it is left as it is."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"--resume: {why}")
+        super().__init__(f"cannot resume: {why}")
 
 
 class ShapesDiffer(InputError):
@@ -35,7 +35,7 @@ class Diverged(InputError):
         whose = f" for {rows_in_words(clients, 'client')}" if clients else ""
         super().__init__(
             f"round {t + 1}: {what} is NaN or infinite{whose}; "
-            "lower --eta-local (or --eta), or check the data"
+            "lower `eta_local` (or `eta`), or check the data"
         )
         self.t, self.clients = t, clients
 

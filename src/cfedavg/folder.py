@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from cfedavg.config import OWN, Config, flag, read_config
+from cfedavg.config import OPTIONS, OWN, Config, read_config
 from cfedavg.errors import CannotResume, InputError
 from cfedavg.files import locked, make_folder, read_file, sync, write_atomic
 from cfedavg.metrics import Record, is_number
@@ -24,9 +24,6 @@ CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safete
 MODEL = "model.safetensors"  # at the end
 RESIDUALS = "residuals"
 FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
-
-# What may change when a run goes on; everything else decides the result.
-MAY_CHANGE = {"data_dir", "rounds", "device", "checkpoint_every", "residuals", "workers"}
 
 CLOCK = "seconds"  # the one column that two equal runs do not share
 
@@ -43,8 +40,8 @@ class Folder:
         self._rows, self._options = 0, dict[str, Any]()
 
     def __enter__(self) -> Folder:
-        make_folder(self.path, "--out")
-        self._lock.enter_context(locked(self.path, f"--out: another run is writing to {self.path} right now"))
+        make_folder(self.path, "`out`")
+        self._lock.enter_context(locked(self.path, f"`out`: another run is writing to {self.path} right now"))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,9 +53,9 @@ class Folder:
         """Where to start from: the last checkpoint if there is one to resume, else `start` with no rows."""
         begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
         if (self.path / FEDERATION).exists():
-            raise InputError(f"--out: {self.path} holds a federation: choose another folder for a simulation")
+            raise InputError(f"`out`: {self.path} holds a federation: choose another folder for a simulation")
         if begun and not resume:
-            raise InputError(f"--out: {self.path} holds a run already; add --resume or choose another folder")
+            raise InputError(f"`out`: {self.path} holds a run already; set `resume` or choose another folder")
         state, rows = start, list[Record]()
         if begun:
             if not (self.path / CONFIG).exists():
@@ -70,7 +67,8 @@ class Folder:
             state, rows = self._restore(config, identity, start)
             if state.t > config.rounds:
                 raise InputError(
-                    f"--resume: --rounds is {config.rounds}, but the run in {self.path} has done {state.t}"
+                    f"cannot resume: `rounds` is {config.rounds}, "
+                    f"but the run in {self.path} has done {state.t}"
                 )
         # Nothing was changed up to here, so that a refused resume leaves everything as it was.
         sweep(self.residuals, state.residuals)
@@ -116,7 +114,7 @@ class Folder:
                 file.write(as_line(row))
             self._rows = checksum_of([row], self._rows)
         except OSError as error:
-            raise InputError(f"--out: cannot write {self.path / METRICS} ({error.strerror})") from None
+            raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
 
     def rewrite(self, rows: list[Record]) -> None:
         write_atomic(self.path / METRICS, "".join(map(as_line, rows)).encode())
@@ -127,7 +125,7 @@ class Folder:
         try:
             sync(self.path / METRICS)
         except OSError as error:
-            raise InputError(f"--out: cannot write {self.path / METRICS} ({error.strerror})") from None
+            raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
         state.residuals.flush()
         save(state, self.path / CHECKPOINT, identity, Vouched(self._rows, self._options))
         state.residuals.settled()
@@ -219,20 +217,19 @@ def check_same(old: Config, new: Config, path: Path) -> None:
             continue
         if name in ("dataset", "model") and not (old.is_named and new.is_named):
             raise InputError(
-                f"--resume: the run in {path} has another task: its {name} is {_said(before)}, "
+                f"cannot resume: the run in {path} has another task: its {name} is {_said(before)}, "
                 f"not {_said(now)}; give the task it was made with, or start another run"
             )
         raise InputError(
-            f"--resume: {flag(name)} is {_said(now)}, but the run in {path} has {_said(before)}; "
+            f"cannot resume: `{name}` is {_said(now)}, but the run in {path} has {_said(before)}; "
             "leave it out or start another run"
         )
 
 
 def fixed_options(config: Config) -> dict[str, Any]:
     """The fields of a configuration that a resume must not change."""
-    names = [item.name for item in dataclasses.fields(Config) if config.says(item.name)]
-    fixed = [name for name in names if name not in MAY_CHANGE or _horizon(name, config)]
-    return {name: getattr(config, name) for name in fixed}
+    fixed = [name for name, known in OPTIONS.items() if not known.may_change or _horizon(name, config)]
+    return {name: getattr(config, name) for name in fixed if config.says(name)}
 
 
 def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
@@ -240,8 +237,8 @@ def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
     for name, now in fixed_options(config).items():
         if name in before and before[name] != now:
             raise InputError(
-                f"--resume: {file} was changed after the checkpoint was written: {name} is {_said(now)}, "
-                f"and was {_said(before[name])}; put it back or start another run"
+                f"cannot resume: {file} was changed after the checkpoint was written: "
+                f"{name} is {_said(now)}, and was {_said(before[name])}; put it back or start another run"
             )
 
 

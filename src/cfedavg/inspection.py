@@ -32,12 +32,12 @@ def show(console: Console, file: Path, layout: Path | None, dense: Path | None) 
     if layout is None and exists(beside):
         layout = beside
     if layout is None and dense is not None:
-        raise InputError("--dense needs --layout, the layout.json of the model")
+        raise InputError("`dense` needs `layout`, the layout.json of the model")
     try:
         console.print(_table(header_rows(read_header(data)), "header", ""))
         console.print(_table(section_rows(data), "section", ">bytes", ">bits per coordinate", ""))
         if layout is None:
-            console.print("not decoded: that needs --layout, the layout.json of the model")
+            console.print("not decoded: that needs `layout`, the layout.json of the model")
             return
         known = _layout(layout)
         payload = decode(data, layout=known)
@@ -68,11 +68,11 @@ def snr(payload: Payload, dense: Path) -> float:
         with np.errstate(over="ignore"):  # of a size that no file has
             loaded = np.lib.format.open_memmap(dense, mode="r")  # holds the header against the file's size
     except Exception as error:  # NumPy raises many kinds of error on a damaged header
-        raise InputError(f"--dense: cannot read {dense} as a NumPy array ({first_line(error)})") from None
+        raise InputError(f"`dense`: cannot read {dense} as a NumPy array ({first_line(error)})") from None
     if loaded.dtype.kind not in "fiu":
-        raise InputError(f"--dense: {dense} must hold one array of real numbers, as numpy.save writes it")
+        raise InputError(f"`dense`: {dense} must hold one array of real numbers, as numpy.save writes it")
     if loaded.size != payload.d:
-        raise InputError(f"--dense: {dense} has {loaded.size} numbers, the message is of {payload.d}")
+        raise InputError(f"`dense`: {dense} has {loaded.size} numbers, the message is of {payload.d}")
     p = loaded.reshape(-1).astype(np.float64)
     noise = ((p - decompress(payload.map(torch.from_numpy))[0].double().numpy()) ** 2).sum()
     return float((p**2).sum() / noise) if noise else math.inf
@@ -90,12 +90,12 @@ def _layout(path: Path) -> Layout:
     try:
         layout = Layout.from_text(data.decode())
     except (ValueError, TypeError, RecursionError):
-        raise InputError(f"--layout: {path} is not the layout of a model") from None
+        raise InputError(f"`layout`: {path} is not the layout of a model") from None
     if not all(name.isprintable() for name in layout.names):
-        raise InputError(f"--layout: {path} names a tensor with characters that cannot be printed")
+        raise InputError(f"`layout`: {path} names a tensor with characters that cannot be printed")
     if layout.d > _MOST or sum(sum(shape[:2]) for shape in layout.shapes) > _MOST_ROWS:
         raise InputError(
-            f"--layout: {path} is of a model with {layout.d:,} numbers; messages of up to {_MOST:,}, and "
+            f"`layout`: {path} is of a model with {layout.d:,} numbers; messages of up to {_MOST:,}, and "
             f"{_MOST_ROWS:,} rows and columns, can be inspected"
         )
     return layout

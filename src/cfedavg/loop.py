@@ -87,7 +87,7 @@ def run(
     """
     _check_arguments(config, task, out, resume)
     if config.deadline is not None and config.steps_per_second is None:  # a federation has a clock
-        raise InputError("--deadline needs --steps-per-second, the speed of the simulated clients")
+        raise InputError("`deadline` needs `steps_per_second`, the speed of the simulated clients")
     own = task is not None
     if task is None:
         from cfedavg.data.tasks import build_task  # pulls in what only named data sets need
@@ -98,7 +98,7 @@ def run(
         config = config.for_task(task.name, kind, task.prints, len(task.clients))
     observer, kept = observer or Observer(), Path(messages) if messages else None
     if kept:
-        check_no_file(kept, "--messages")
+        check_no_file(kept, "`messages`")
     ranks = _ranks_of_torchrun(config, task, kept)
     if ranks and ranks.rank > 0:
         with uninterrupted():  # rank 0 hears interrupts, and decides
@@ -128,9 +128,9 @@ def _ranks_of_torchrun(config: Config, task: Task, messages: Path | None) -> Ran
     if ranks is None:
         return None
     try:
-        check_same(ranks, facts(config, task) | {"--messages": "given" if messages else "none"})
+        check_same(ranks, facts(config, task) | {"`messages`": "given" if messages else "none"})
         if config.workers > 1:
-            raise InputError("--workers: torchrun has set the number of processes; leave it out")
+            raise InputError("`workers`: torchrun has set the number of processes; leave it out")
     except InputError:
         ranks.close()
         raise
@@ -249,13 +249,13 @@ class Loop:
         self, folder: Folder, state: State, rows: list[Record], unbooked: list[Callable[[], Record]]
     ) -> None:
         """Saves the last whole round, if all processes are still there to give their part."""
-        self.observer.say(f"stopping after {state.t} rounds: saving, --resume goes on from here")
+        self.observer.say(f"stopping after {state.t} rounds: saving, `resume` goes on from here")
         rows += [row() for row in unbooked[len(unbooked) - (state.t - len(rows)) :]]
         folder.rewrite(rows)  # the interrupt may have come anywhere between row and file
         try:
             self._save(folder, state)
         except RankLost as error:
-            self.observer.say(f"not saved, {error}: --resume goes on from the last checkpoint")
+            self.observer.say(f"not saved, {error}: `resume` goes on from the last checkpoint")
 
     def _book(
         self, folder: Folder | None, rows: list[Record], unbooked: list[Callable[[], Record]], behind: int

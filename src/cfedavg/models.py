@@ -24,7 +24,7 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
     """
     channels, height, width = shape
     if min(height, width) < 16:
-        raise InputError(f"--model cnn needs images of at least 16x16, not {height}x{width}")
+        raise InputError(f"`model` cnn needs images of at least 16x16, got {height}x{width}")
     features = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -94,9 +94,9 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 
 
 def _load_factory(name: str) -> Callable[[Shape, int], nn.Module]:
-    factory: Callable[[Shape, int], nn.Module] = load(name, "--model")
+    factory: Callable[[Shape, int], nn.Module] = load(name, "model")
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, nn.Module)):
-        raise InputError(f"--model: {name} must be a function of (shape, classes) or a torch.nn.Module class")
+        raise InputError(f"`model`: {name} must be a function of (shape, classes) or a torch.nn.Module class")
     return factory
 
 
@@ -104,7 +104,7 @@ def _call(factory: Callable[[Shape, int], nn.Module], name: str, shape: Shape, c
     try:
         return factory(shape, classes)
     except TypeError as error:
-        raise InputError(f"--model: {name} must be a function of (shape, classes): {error}") from None
+        raise InputError(f"`model`: {name} must be a function of (shape, classes): {error}") from None
 
 
 def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
@@ -114,10 +114,10 @@ def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
     elif name in MODELS:
         factory = MODELS[name]
     else:
-        raise InputError(f"--model: unknown model {name!r}; there are {', '.join(MODELS)} and module:factory")
+        raise InputError(f"`model`: unknown model {name!r}; there are {', '.join(MODELS)} and module:factory")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(signed(key(seed, 0, 0, Purpose.INIT)))
         model = _call(factory, name, shape, classes)
     if not isinstance(model, nn.Module):
-        raise InputError(f"--model: {name} gave {type(model).__name__}, not a torch.nn.Module")
+        raise InputError(f"`model`: {name} gave {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -10,7 +10,7 @@ import numpy as np
 from cfedavg.algorithm import Aggregator
 from cfedavg.channel import Channel
 from cfedavg.compress import Compressor, parse
-from cfedavg.config import PER_CLIENT, Config, flag
+from cfedavg.config import PER_CLIENT, Config
 from cfedavg.errors import InputError
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.keys import Purpose, key, permutation, uniform
@@ -66,7 +66,7 @@ class Plan:
             values = self.config.per_client(name)
             if values is not None and values.each and len(values.each) != self.m:
                 raise InputError(
-                    f"{flag(name)} lists {len(values.each)} values for {self.m} clients: give one for each"
+                    f"`{name}` must have one value for each of {self.m} clients, got {len(values.each)}"
                 )
 
     def _check_memory(self) -> None:

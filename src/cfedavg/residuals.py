@@ -171,8 +171,8 @@ class OnDisk(Residuals):
 
     def _unwritable(self, error: Exception) -> InputError:
         return InputError(
-            f"the residuals cannot be kept in {self.folder} ({error}); make room there and add --resume, or "
-            "start again with another --out, or with --residual-precision bf16, which needs half the bytes"
+            f"the residuals cannot be kept in {self.folder} ({error}); make room there and set `resume`, or "
+            "start again with another `out`, or with `residual_precision` bf16, which needs half the bytes"
         )
 
     def adopted(self, other: Residuals, like: Tensor) -> OnDisk:

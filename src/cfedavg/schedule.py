@@ -111,12 +111,12 @@ class Corollary3(Schedule):
         k_min = self.k_min or s.K_min
         if k_min is None:
             raise InputError(
-                "--schedule corollary3 must name the least number of local steps of a client, as in "
-                "corollary3(k_min=5): with --deadline and no --steps-per-second it is not known beforehand"
+                "`schedule` corollary3 must name the least number of local steps of a client, as in "
+                "corollary3(k_min=5): with `deadline` and no `steps_per_second` it is not known"
             )
         if s.K_min is not None and k_min > s.K_min:
             raise InputError(
-                f"--schedule corollary3: k_min must be at most {s.K_min}, the least number of local steps "
+                f"`schedule` corollary3: k_min must be at most {s.K_min}, the least number of local steps "
                 f"of a client, got {k_min}"
             )
         return k_min
@@ -133,7 +133,7 @@ SCHEDULES: dict[str, Any] = {
 
 def build_schedule(text: str) -> Schedule:
     """The schedule that the text of a configuration names."""
-    made: Schedule = build(text, SCHEDULES, Schedule, "--schedule", trust=True)
+    made: Schedule = build(text, SCHEDULES, Schedule, "schedule", trust=True)
     return made
 
 
@@ -144,14 +144,14 @@ def _check_offset(a: float) -> None:
 
 def _smoothness(s: Setting, schedule: Schedule) -> float:
     if s.L is None:
-        raise InputError(f"--schedule {type(schedule).__name__.lower()} needs --smoothness, the constant L")
+        raise InputError(f"`schedule` {type(schedule).__name__.lower()} needs `smoothness`, the constant L")
     return s.L
 
 
 def _equal_K(s: Setting, schedule: Schedule) -> int:
     if s.K is None:
         raise InputError(
-            f"--schedule {type(schedule).__name__.lower()} needs the same K for all clients; "
+            f"`schedule` {type(schedule).__name__.lower()} needs the same K for all clients; "
             "for different ones use corollary3"
         )
     return s.K
@@ -238,7 +238,7 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
     optimiser = SERVER_OPTIMISERS.parse(config.server_optimiser)
     schedule: Schedule = build_schedule(config.schedule)
     if steps.bounds[1] == 0:
-        raise InputError("--deadline leaves no client time for one step: make it longer")
+        raise InputError("`deadline` leaves no client time for one step: make it longer")
     setting = Setting(
         config.eta_local, config.rounds, steps.equal, steps.least, clients_per_round, config.smoothness
     )
@@ -247,8 +247,8 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
         update = schedule.update or ("sum" if steps.equal is not None else "mean")
     if schedule.update not in (None, update):
         raise InputError(
-            f"--update {update} does not go with --schedule {config.schedule}: "
-            f"its rates are stated for --update {schedule.update}"
+            f"`update` must be {schedule.update}, for which `schedule` {config.schedule} states its rates, "
+            f"got {update}"
         )
     schedule.eta_local(0, setting)  # says at once what a corollary is missing
     if schedule.eta(setting) and not isinstance(optimiser, ServerSGD):

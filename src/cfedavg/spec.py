@@ -29,7 +29,7 @@ _LONGEST = 1000  # characters of a text; far more would exhaust the parser
 def check_length(text: str, field: str) -> None:
     """Refuse a text that is too long to name a part."""
     if len(text) > _LONGEST:
-        raise InputError(f"{field}: the text must have at most {_LONGEST:,} characters, got {len(text):,}")
+        raise InputError(f"`{field}`: the text must have at most {_LONGEST:,} characters, got {len(text):,}")
 
 
 def split_chain(text: str, field: str, longest: int) -> list[str]:
@@ -42,7 +42,7 @@ def split_chain(text: str, field: str, longest: int) -> list[str]:
     pieces = [piece.strip() for piece in text.split(">>")]
     if len(pieces) > longest:
         most = "one name" if longest == 1 else f"at most {longest} names"
-        raise InputError(f"{field}: {text!r} must have {most}")
+        raise InputError(f"`{field}`: {text!r} must have {most}")
     return pieces
 
 
@@ -51,7 +51,7 @@ def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
     check_length(text, field)
     match = _CALL.match(text)
     if not match:
-        raise InputError(f"{field}: {text.strip()!r} is not of the form name or name(arguments)")
+        raise InputError(f"`{field}`: {text.strip()!r} is not of the form name or name(arguments)")
     name, inside = match[1], match[2] or ""
     try:
         call = ast.parse(f"f({inside})", mode="eval").body
@@ -64,7 +64,7 @@ def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
         kwargs = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise InputError(
-            f"{field}: {inside!r} in {text.strip()!r} are not plain arguments like 0.99 or block=256"
+            f"`{field}`: {inside!r} in {text.strip()!r} are not plain arguments like 0.99 or block=256"
         ) from None
     return name, args, kwargs
 
@@ -81,7 +81,7 @@ def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust:
     With `trust`, `module:Class(...)` calls a class of the user's own, which must be a subclass of `kind`.
     Without it, nothing is imported: the text may be a stranger's.
 
-    >>> build("complex(1, imag=2)", {"complex": complex}, complex, "--number", trust=False)
+    >>> build("complex(1, imag=2)", {"complex": complex}, complex, "number", trust=False)
     (1+2j)
     """
     name, args, kwargs = parse_call(text, field)
@@ -91,38 +91,38 @@ def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust:
         factory = _load_class(name, kind, field)
     else:
         what = "a module, which this text may not import:" if ":" in name else "unknown name"
-        raise InputError(f"{field}: {what} {name!r}; there are {', '.join(sorted(table))}")
+        raise InputError(f"`{field}`: {what} {name!r}; there are {', '.join(sorted(table))}")
     try:
         return factory(*args, **kwargs)
     except InputError as error:
-        raise InputError(f"{field}: {text.strip()}: {error}") from None
+        raise InputError(f"`{field}`: {text.strip()}: {error}") from None
     except TypeError as error:
         what = re.sub(r"^[\w.<>]+\(\) ", "", str(error))  # without the name of our class or function
-        raise InputError(f"{field}: {text.strip()} has the wrong arguments ({what})") from None
+        raise InputError(f"`{field}`: {text.strip()} has the wrong arguments ({what})") from None
 
 
 def _load_class(path: str, kind: type, field: str) -> type:
     """The class that `package.module:Class` names, checked before anybody calls it."""
     found = load(path, field)
     if not (isinstance(found, type) and issubclass(found, kind)):
-        raise InputError(f"{field}: {path!r} must be a subclass of {kind.__module__}.{kind.__name__}")
+        raise InputError(f"`{field}`: {path!r} must be a subclass of {kind.__module__}.{kind.__name__}")
     return found
 
 
 def load(path: str, field: str) -> Any:
     """Import the object that `package.module:name` names. Only for a text that is trusted."""
     if not _PATH.fullmatch(path):  # a remark, say; a file may have any name, and must not run by it
-        raise InputError(f"{field}: {path[:80]!r} is not of the form package.module:name")
+        raise InputError(f"`{field}`: {path[:80]!r} is not of the form package.module:name")
     module, _, name = path.partition(":")
     try:
         with _current_folder_last(module.partition(".")[0]):
             found = importlib.import_module(module)
             is_there = hasattr(found, name)  # a module may compute its attributes
     except Exception as error:  # whatever the user's module does when it is imported
-        raise InputError(f"{field}: cannot import {module!r} of {path!r} ({error})") from None
+        raise InputError(f"`{field}`: cannot import {module!r} of {path!r} ({error})") from None
     if not is_there:
         where = getattr(found, "__file__", None) or "built in"
-        raise InputError(f"{field}: {module!r} ({where}) has no {name!r}")
+        raise InputError(f"`{field}`: {module!r} ({where}) has no {name!r}")
     return getattr(found, name)
 
 
@@ -147,7 +147,7 @@ def _current_folder_last(package: str) -> Iterator[None]:
 class Range:
     """A number that may differ between clients: `10`, `5..50` (both ends included) or `3,5,8`, one each.
 
-    >>> Range.parse("5..50", "--local-steps", whole=True)
+    >>> Range.parse("5..50", "local_steps", whole=True)
     Range(low=5.0, high=50.0, each=(), whole=True)
     """
 
@@ -165,11 +165,15 @@ class Range:
             else:
                 values = tuple(float(part) for part in text.split(","))
         except ValueError:
-            raise InputError(f"{field}: {text!r} is not a number, a range a..b or a list a,b,c") from None
+            raise InputError(
+                f"`{field}` must be a number, a range a..b or a list a,b,c, got {text!r}"
+            ) from None
         if not all(math.isfinite(v) and (not whole or v == int(v)) for v in values):
-            raise InputError(f"{field}: {text!r} must hold {'whole' if whole else 'finite'} numbers")
+            raise InputError(f"`{field}` must hold {'whole' if whole else 'finite'} numbers, got {text!r}")
         if ".." in text and values[0] > values[1]:
-            raise InputError(f"{field}: {text!r} runs backwards; write {values[1]:g}..{values[0]:g}")
+            raise InputError(
+                f"`{field}` must be a range low..high, got {text!r}; write {values[1]:g}..{values[0]:g}"
+            )
         return cls(min(values), max(values), values if ".." not in text and len(values) > 1 else (), whole)
 
     def mean(self) -> float:

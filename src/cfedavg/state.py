@@ -94,11 +94,11 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
         tensors, about = read_tensors(path)
         if about["format"] != FORMAT:
             raise InputError(
-                f"--resume: {path} was written by another version ({reprlib.repr(about['format'])})"
+                f"cannot resume: {path} was written by another version ({reprlib.repr(about['format'])})"
             )
         if about["identity"] != identity or not _fits(tensors, like):
             raise InputError(
-                f"--resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
+                f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
             )
         if about.pop("checksum") != checksum(tensors, about):
             raise ValueError("its checksum is wrong")

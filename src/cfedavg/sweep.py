@@ -24,16 +24,16 @@ def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
     names = [name for name, _ in axes]
     for name in names:
         if names.count(name) > 1:
-            raise InputError(f"--vary: {name} is given twice; put all its values into one")
+            raise InputError(f"`vary`: {name} is given twice; put all its values into one")
     grid: dict[str, Config] = {}
     for choice in itertools.product(*(values for _, values in axes)):
         changes = dict(zip(names, choice, strict=True))
         name = "-".join(_slug(field, value) for field, value in changes.items())
         if name in grid:
-            raise InputError(f"--vary: two cells of the grid would be named {name!r}")
+            raise InputError(f"`vary`: two cells of the grid would be named {name!r}")
         grid[name] = base.replace(**changes)
         # Bad texts show before the first cell is trained, not after.
-        parse(grid[name].compressor, "--compressor")
+        parse(grid[name].compressor, "compressor")
         build_schedule(grid[name].schedule)
     return grid
 
@@ -43,7 +43,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     name = name.strip().lstrip("-").replace("-", "_")
     known = kinds()
     if not equals or name not in known:
-        raise InputError(f"--vary: {text!r} must be field=value|value, with a field of the configuration")
+        raise InputError(f"`vary`: {text!r} must be field=value|value, with a field of the configuration")
     return name, [_value(part.strip(), known[name]) for part in values.split("|")]
 
 

@@ -53,7 +53,7 @@ def number(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
     """
     if config.workers > 1 and config.engine == "reference":
         raise InputError(
-            "--engine reference runs in one process: leave out --workers, or take another engine"
+            "`engine` reference runs in one process: leave out `workers`, or take another engine"
         )
     if config.workers:
         return config.workers
@@ -113,7 +113,7 @@ def _packed(*job: Any) -> bytes:
     try:
         return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"--workers: the task cannot be sent to another process ({error})") from None
+        raise InputError(f"`workers`: the task cannot be sent to another process ({error})") from None
 
 
 def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job: bytes) -> None:
@@ -213,7 +213,7 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
         if any(process.exitcode is not None for process in processes):
             if (problem := folder / "problem").exists():
                 raise InputError(
-                    f"--workers: another process cannot read the task ({problem.read_text()}): "
+                    f"`workers`: another process cannot read the task ({problem.read_text()}): "
                     "define its classes and functions in a module that can be imported"
                 )
             raise RankLost("a process that did not start")
@@ -281,7 +281,7 @@ def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
     who = ", ".join(f"{p.name} (process {p.pid}, exit status {p.exitcode})" for p in gone) or str(error)
     return RankLost(
         f"lost {who}: the run stops. What was done up to the last checkpoint is kept; "
-        "add --resume to go on from there, with any number of --workers"
+        "set `resume` to go on from there, with any number of `workers`"
     )
 
 

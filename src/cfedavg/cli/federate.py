@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from cfedavg.cli.options import Out, Resume, Trust, config_from, folder, takes_config
-from cfedavg.cli.voice import PLAIN, fail
+from cfedavg.cli.voice import PLAIN, OptionConsole, fail
+from cfedavg.config import fields_where
 from cfedavg.files import exists
 from cfedavg.flower.app.settings import DEFAULT
 
@@ -16,17 +16,9 @@ federation = typer.Typer(
     no_args_is_help=True, help="Train with Flower: real clients, real messages, faults survived."
 )
 
-# Of a simulation's options those that hold for real clients too.
-FEDERATED = {
-    "dataset", "data_dir", "classes_per_client", "dirichlet", "iid", "model", "local_steps", "local_epochs",
-    "deadline", "batch_size", "eta_local", "schedule", "smoothness", "local_optimiser", "rounds",
-    "participation", "update", "eta", "weighting", "server_optimiser", "compressor", "feedback",
-    "seed", "eval_every",
-}  # fmt: skip
-
 
 @federation.command("up")
-@takes_config(FEDERATED, DEFAULT)
+@takes_config(fields_where(lambda known: known.federated), DEFAULT)
 def federate_up(
     given: dict[str, Any],
     nodes: Annotated[
@@ -60,7 +52,7 @@ def federate_up(
     config = config_from(
         old if resume and exists(old) else None, given, trust=trust, base=DEFAULT, written=True
     )
-    console = Console()
+    console = OptionConsole()
     try:
         with Display(console, config.rounds, "training") as display:
             trained = up(

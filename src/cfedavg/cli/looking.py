@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from cfedavg.cli.options import takes_config
-from cfedavg.cli.voice import PLAIN
-from cfedavg.config import DATA, Config
+from cfedavg.cli.voice import PLAIN, OptionConsole
+from cfedavg.config import DATA, Config, fields_where
 from cfedavg.errors import InputError
 
-PARTITION = {name.name for name in dataclasses.fields(Config) if name.metadata["group"] == DATA} | {"seed"}
+PARTITION = {*fields_where(lambda known: known.group == DATA), "seed"}
 
 
 @takes_config(PARTITION)
@@ -38,7 +36,7 @@ def data(
     plot_partition(
         partition.counts(images.train.labels, images.classes), picture, f"{images.name}: who has what"
     )
-    Console().print(
+    OptionConsole().print(
         f"{images.name}: {len(images.train)} train and {len(images.test)} test images of "
         f"{images.classes} classes\n"
         f"{config.clients} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
@@ -63,7 +61,7 @@ def compressors(
     from cfedavg.units import in_bytes
 
     names = (Column("write", no_wrap=True), "gamma", "bytes (estimate)", "what it does")
-    table, console = Table(*names, title=f"selector >> quantiser, for d = {d:,}"), Console()
+    table, console = Table(*names, title=f"selector >> quantiser, for d = {d:,}"), OptionConsole()
     with console.status("encoding a message with each"):
         for text in EXAMPLES:
             compressor = parse(text)
@@ -86,4 +84,4 @@ def inspect_message(
     """Explain a message: header, sections, bits per index against the entropy bound, bits per value, SNR."""
     from cfedavg.inspection import show
 
-    show(Console(), file, layout, dense)
+    show(OptionConsole(), file, layout, dense)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cfedavg.config import Config, flag, kinds, read_config, refuse_code
+from cfedavg.config import OPTIONS, Config, kinds, read_config, refuse_code
 from cfedavg.errors import InputError
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
@@ -26,6 +26,15 @@ Trust = Annotated[
 ]
 
 _DEFAULT = Config()
+
+
+def flag(name: str) -> str:
+    """The option of a field.
+
+    >>> flag("eta_local")
+    '--eta-local'
+    """
+    return "--" + name.replace("_", "-")
 
 
 def folder(out: Path | None, resume: bool, name: str) -> Path:
@@ -64,15 +73,15 @@ def takes_config(
     The command receives `given`: the fields whose option was typed, so that they can win over a file.
     """
     hints = kinds()
-    fields = [f for f in dataclasses.fields(Config) if names is None or f.name in names]
+    fields = [name for name in OPTIONS if names is None or name in names]
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         def typed(**values: Any) -> None:
-            given = {f.name: values.pop(f.name) for f in fields}
+            given = {name: values.pop(name) for name in fields}
             command(given={name: v for name, v in given.items() if v is not None}, **values)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-        options = [_option(field, hints[field.name], base) for field in fields]
+        options = [_option(name, hints[name], base) for name in fields]
         typed.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
         typed.__annotations__ = {p.name: p.annotation for p in own + options}
         typed.__doc__, typed.__name__ = command.__doc__, command.__name__
@@ -81,18 +90,13 @@ def takes_config(
     return wrap
 
 
-def _option(field: dataclasses.Field[Any], hint: Any, base: Config) -> inspect.Parameter:
+def _option(name: str, hint: Any, base: Config) -> inspect.Parameter:
+    known, value = OPTIONS[name], getattr(base, name)
     kind = next(k for k in (getattr(hint, "__args__", None) or (hint,)) if k is not type(None))
-    value = getattr(base, field.name)
-    shown = field.metadata["shown"] if value in (None, False) else f"{value}"
+    shown = known.shown if value in (None, False) else f"{value}"
     default = f" [dim]\\[default: {shown}][/dim]" if shown else ""
-    switch = f"{flag(field.name)}/--no-{flag(field.name)[2:]}" if kind is bool else flag(field.name)
-    option = typer.Option(
-        switch,
-        help=field.metadata["help"] + default,
-        rich_help_panel=field.metadata["group"],
-        show_default=False,
-    )
+    switch = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)
+    option = typer.Option(switch, help=known.help + default, rich_help_panel=known.group, show_default=False)
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from cfedavg.cli.voice import ranks
-from cfedavg.config import flag
+from cfedavg.cli.options import flag
+from cfedavg.cli.voice import OptionConsole, ranks
 from cfedavg.errors import InputError
 
 # What --draw has no use for.
@@ -64,7 +63,7 @@ def reproduce(
 
     given = _typed(context)
     how = {"device": device, "precision": precision} | ({"data_dir": data_dir} if data_dir else {})
-    console = Console()
+    console = OptionConsole()
     if draw:
         if idle := _TRAINING.intersection(given):
             raise InputError(f"{flag(min(idle))} is for training, and --draw trains nothing: leave one out")
@@ -98,4 +97,4 @@ def claims(
     """Hold the paper's claims against what was reproduced: verdicts with the numbers that decide."""
     from cfedavg.reproduce import command
 
-    command.judge(folder, scale, out, words, Console())
+    command.judge(folder, scale, out, words, OptionConsole())

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, folder, takes_config
-from cfedavg.cli.voice import PLAIN, ranks
+from cfedavg.cli.voice import PLAIN, OptionConsole, ranks
 from cfedavg.config import Config
 from cfedavg.errors import InputError
 from cfedavg.files import exists
@@ -37,7 +36,7 @@ def run(
     if resume and not config and exists(out / "config.toml"):
         config = out / "config.toml"
     train(config_from(config, given, trust=trust), out, resume=resume, messages=messages)
-    Console().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
+    OptionConsole().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
 
 
 def train(
@@ -47,7 +46,7 @@ def train(
     from cfedavg.display import Display
     from cfedavg.loop import run as run_loop
 
-    with Display(Console(), config.rounds, title) as display:
+    with Display(OptionConsole(), config.rounds, title) as display:
         run_loop(config, out=out, resume=resume, observer=display, messages=messages)
 
 
@@ -91,7 +90,7 @@ def _report(runs: list[Path], out: Path) -> None:
     from cfedavg.report import write_report
 
     made = write_report(runs, out)
-    console = Console()
+    console = OptionConsole()
     header, *rows = made.table()
     shown = [i for i, name in enumerate(header) if name not in ("best", "downlink", "seeds")]
     table = Table(*(Column(Text(header[i]), overflow="fold") for i in shown))

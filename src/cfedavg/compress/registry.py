@@ -44,4 +44,4 @@ def parse(
             return Compressor(selector)
         case [Selector() as selector, Quantiser() as quantiser]:
             return Compressor(selector, quantiser)
-    raise InputError(f"{field}: {text!r} must be a selector, a quantiser, or selector >> quantiser")
+    raise InputError(f"`{field}`: {text!r} must be a selector, a quantiser, or selector >> quantiser")

@@ -50,7 +50,7 @@ def by_classes(
     present = np.flatnonzero(sizes)
     if not 1 <= p <= len(present):
         raise InputError(
-            f"--classes-per-client is {p}: it must be 1 to {len(present)}, the number of classes"
+            f"`classes_per_client` must be from 1 to {len(present)}, the number of classes, got {p}"
         )
     holds = np.zeros((m, classes), np.int64)
     holds[:, present] = _assignment(len(present), m, p, seed)
@@ -58,8 +58,8 @@ def by_classes(
     if share == 0:
         most = int(sizes[present].min()) * len(present) // p
         raise InputError(
-            f"--clients is {m}: a class would have more clients than samples; "
-            f"with --classes-per-client {p}, {most} clients or fewer work"
+            f"`clients` must be at most {most} with `classes_per_client` {p}, got {m}: "
+            "a class would have more clients than samples"
         )
     test_share = _share(np.bincount(test_labels, minlength=classes), holds)
     return _partition(train_labels, test_labels, holds * share, holds * test_share, seed)
@@ -101,7 +101,7 @@ def by_dirichlet(
     """
     _check_clients(m, len(train_labels))
     if not 0 < alpha < np.inf:
-        raise InputError(f"--dirichlet is {alpha}: it must be above 0")
+        raise InputError(f"`dirichlet` must be a finite number above 0, got {alpha}")
     logs = _log_dirichlet(classes, m, alpha, seed)
     # Per class, relative to the largest: with a tiny alpha all shares of a class may be 0 as numbers.
     weights = np.exp(logs - logs.max(axis=0))
@@ -182,7 +182,7 @@ def iid(train_labels: np.ndarray, test_labels: np.ndarray, m: int, seed: int) ->
 
 def _check_clients(m: int, samples: int) -> None:
     if not 1 <= m <= samples:
-        raise InputError(f"--clients is {m}: it must be 1 to {samples}, the number of train samples")
+        raise InputError(f"`clients` must be from 1 to {samples}, the number of train samples, got {m}")
 
 
 def _key(seed: int, stream: int, who: int) -> int:

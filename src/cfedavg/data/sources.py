@@ -53,10 +53,10 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
     match = _REPO.fullmatch(source)
     if not match:
         raise InputError(
-            f"--dataset: unknown data set {dataset!r}; there are embedded, {', '.join(HUB)}, "
+            f"`dataset`: unknown data set {dataset!r}; there are embedded, {', '.join(HUB)}, "
             "and any owner/name or owner/name@revision of the Hugging Face hub"
         )
-    where = f"--dataset: {dataset}"
+    where = f"`dataset`: {dataset}"
     folder = cache / source.replace("/", "--")
     return cached(
         dataset, folder, lambda draft: decode(_downloaded(**match.groupdict(), where=where), draft, where)
@@ -76,7 +76,7 @@ def _embedded() -> ImageData:
 
 
 def _from_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
-    where = f"--data-dir: {folder}"
+    where = f"`data_dir`: {folder}"
     files = _in_folder(dataset, folder, where)
     key = _fingerprint(files["train"] + files["test"])
     name = folder.resolve().name if dataset == "embedded" else dataset
@@ -85,7 +85,7 @@ def _from_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
     if shape != _SHAPES.get(dataset, shape):
         raise InputError(
             f"{where} holds images of {'×'.join(map(str, shape))}, which {dataset} has not; "
-            "give another folder, or leave out --dataset"
+            "give another folder, or leave out `dataset`"
         )
     return data
 
@@ -99,7 +99,7 @@ def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
         if found:
             return {split: [place / name for name in names] for split, names in found.items()}
     inside = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
-    hint = f"; it has folders of {', '.join(inside)}, which --dataset would name" if inside else ""
+    hint = f"; it has folders of {', '.join(inside)}, which `dataset` would name" if inside else ""
     raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files, and does not{hint}")
 
 
@@ -110,7 +110,7 @@ def _fingerprint(paths: list[Path]) -> str:
             f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path in paths for info in [path.stat()]
         )
     except OSError as error:
-        raise InputError(f"--data-dir: cannot read {error.filename} ({error.strerror})") from None
+        raise InputError(f"`data_dir`: cannot read {error.filename} ({error.strerror})") from None
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -135,7 +135,7 @@ def _splits(names: Iterable[str], where: str) -> Files | None:
     if len(found) > 1:
         raise InputError(
             f"{where} holds several data sets ({', '.join(found)}); "
-            "download one and give its folder with --data-dir"
+            "download one and give its folder as `data_dir`"
         )
     return next(iter(found.values()), None)
 
@@ -162,8 +162,8 @@ def _downloaded(repo: str, revision: str | None, where: str) -> dict[str, list[P
     except Exception as error:  # of the HTTP library, of the hub's, or of the disk
         raise InputError(
             f"{where} could not be downloaded from the Hugging Face hub ({_reason(error)}): "
-            "give --data-dir FOLDER with its parquet files, or run once on a machine with network, "
-            "or do without: --dataset embedded, or --scale smoke of `reproduce`"
+            "set `data_dir` to a folder with its parquet files, or run once on a machine with network, "
+            "or set `dataset` to embedded (with `cfedavg reproduce`: `scale` to smoke)"
         ) from None
     raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
 

@@ -74,7 +74,7 @@ def _not_named(config: Config) -> str:
     """Why no task can be made of a configuration that was written for another kind of run."""
     if config.dataset.startswith(OWN):
         return (
-            f"--dataset is {config.dataset!r}: the run was made from Python, where its model and data are; "
+            f"`dataset` is {config.dataset!r}: the run was made from Python, where its model and data are; "
             "go on there with `cfedavg.run(config, task, out=..., resume=True)`"
         )
-    return f"--dataset is {config.dataset!r}: only the app has its model and data; start the app again"
+    return f"`dataset` is {config.dataset!r}: only the app has its model and data; start the app again"

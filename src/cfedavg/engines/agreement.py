@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from cfedavg.config import Config, flag, toml_value
+from cfedavg.config import Config, toml_value
 from cfedavg.engines.base import choose_device
 from cfedavg.engines.ranks import Ranks
 from cfedavg.errors import InputError
@@ -23,7 +23,7 @@ def facts(config: Config, task: Task) -> dict[str, str]:
     device = choose_device(config.device)
     values["device"] = device.type + (":N" if device.index is not None else "")
     sizes = [len(samples) for samples in task.clients]
-    return {flag(name): "none" if value is None else toml_value(value) for name, value in values.items()} | {
+    return {f"`{name}`": "none" if value is None else toml_value(value) for name, value in values.items()} | {
         "the number of clients": str(len(sizes)),
         "the number of samples": str(sum(sizes)),
         "the number of test samples": "none" if task.test is None else str(len(task.test)),

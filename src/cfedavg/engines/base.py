@@ -78,8 +78,8 @@ class Trainer(Protocol):
 def too_large(device: torch.device) -> InputError:
     """What is said of a model of which not even one client can be trained."""
     return InputError(
-        f"--device {device}: not even one client fits into its memory; "
-        "lower --batch-size, keep --residuals on disk, or take a smaller model"
+        f"`device` {device}: not even one client fits into its memory; "
+        "lower `batch_size`, keep `residuals` on disk, or take a smaller model"
     )
 
 
@@ -91,5 +91,5 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise InputError(f"--device {name} cannot be used here; try auto or cpu") from None
+        raise InputError(f"`device` {name} cannot be used here; try auto or cpu") from None
     return device

@@ -41,7 +41,7 @@ def choose_engine(
     ranks = ranks or Ranks()
     device = ranks.device(choose_device(config.device))
     if config.precision == "tf32" and device.type != "cuda":
-        raise InputError("--precision tf32 is for GPUs: take float32, or bf16")
+        raise InputError("`precision` tf32 is for GPUs: take float32, or bf16")
     idle = try_task(task, config, device)
     if config.engine == "reference":
         return _reference(config, plan, task, device, messages, ranks)
@@ -68,10 +68,10 @@ def _reference(
 ) -> Engine:
     if ranks.size > 1:
         raise InputError(
-            "--engine reference runs in one process: leave out --workers, or take another engine"
+            "`engine` reference runs in one process: leave out `workers`, or take another engine"
         )
     if config.precision in ("tf32", "bf16"):
-        raise InputError(f"--precision {config.precision} is not for --engine reference, which is exact")
+        raise InputError(f"`precision` {config.precision} is not for `engine` reference, which is exact")
     return ReferenceEngine(plan, task, device, messages)
 
 
@@ -100,7 +100,7 @@ def _choose(
         said = f"torch's own convolutions, which are slower, since the model does not take ours ({problem})"
         dots, problem = None, cannot_batch(task, config, device, unused=unused)
     if problem and config.engine == "batched":
-        raise InputError(f"--engine batched: {problem}; take --engine auto or sequential")
+        raise InputError(f"`engine` batched: {problem}; set `engine` to auto or sequential")
     if problem:
         return _Choice(False, f"clients cannot step together: {problem}")
     if config.engine == "batched":
@@ -141,7 +141,7 @@ class Together:
     def _explain(self, error: Exception) -> None:
         why = reason(self._many.model, error)
         if self._required:
-            raise InputError(f"--engine batched: {why}; take --engine auto or sequential") from error
+            raise InputError(f"`engine` batched: {why}; set `engine` to auto or sequential") from error
         if not self._said:
             self._say(f"engine: sequential where clients of a round cannot step together: {why}")
         self._said = True

@@ -59,7 +59,7 @@ def explained(error: ValueError, client: int) -> ValueError:
     if "more than 1 value per channel" not in str(error):
         return error
     return InputError(
-        f"--batch-size leaves client {client} a last batch of one sample, from which BatchNorm "
+        f"`batch_size` leaves client {client} a last batch of one sample, from which BatchNorm "
         "cannot take a variance: choose another size, or a model with GroupNorm"
     )
 

@@ -45,16 +45,16 @@ class Ledger:
         """At the first round, when a run is found to be in order; never among messages of another one."""
         if self.keep is None or self.opened:
             return
-        make_folder(self.keep, "--messages")
+        make_folder(self.keep, "`messages`")
         beside = self.keep / "layout.json"
         try:
             known = read_file(beside) if exists(beside) else self.layout.text.encode()
         except OSError as error:
-            raise InputError(f"--messages: cannot read {beside} ({error.strerror})") from None
+            raise InputError(f"`messages`: cannot read {beside} ({error.strerror})") from None
         if known != self.layout.text.encode():
-            raise InputError(f"--messages: {self.keep} holds messages of another model; give another folder")
+            raise InputError(f"`messages`: {self.keep} holds messages of another model; give another folder")
         if t == 0 and next(self.keep.glob("*.cfa"), None) is not None:
-            raise InputError(f"--messages: {self.keep} holds messages of another run; give another folder")
+            raise InputError(f"`messages`: {self.keep} holds messages of another run; give another folder")
         write_atomic(beside, self.layout.text.encode())
         self.opened = True
 

@@ -47,7 +47,7 @@ def cannot_batch(
         with unseen_draws(device):
             small, trial = _two_clients(task, config)
             if changed := _changes(small, trial, device):
-                return f"a step changes `{changed}`, of which there is one for all clients"
+                return f"a step changes {changed!r}, of which there is one for all clients"
             compares = not _draws(small, trial, device)
             for precision in dict.fromkeys(("float64", config.precision)):
                 lists, at = precision == config.precision, trial.replace(precision=precision)
@@ -87,7 +87,7 @@ def _selves(trace: TracebackType | None) -> Iterator[Any]:
 
 
 def _named(module: nn.Module, name: str = "") -> str:
-    return f"`{name}` ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+    return f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
 
 
 class _Part:

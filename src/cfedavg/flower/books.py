@@ -53,10 +53,10 @@ class Books:
         """Makes the folder and takes the lock; waits a while for a server that is about to end."""
         if not exists(self.out / STATE / FILE) and read_rows(self.out / METRICS):
             raise InputError(
-                f"out: {self.out / METRICS} is of a run that is no federation, or whose state is gone; "
+                f"`out`: {self.out / METRICS} is of a run that is no federation, or whose state is gone; "
                 "give another folder"
             )
-        make_folder(self.out, "out")
+        make_folder(self.out, "`out`")
         with ExitStack() as stack:
             self._lock(stack)
             tidy(self.out)
@@ -69,15 +69,15 @@ class Books:
         path = self.out / FEDERATION
         if not path.is_symlink() and not exists(path):
             if exists(self.out / STATE / FILE):
-                raise InputError(f"out: {path} is missing, and the state beside it needs it: put it back")
+                raise InputError(f"`out`: {path} is missing, and the state beside it needs it: put it back")
             write_atomic(path, secrets.token_hex(16).encode())
         try:
             name = read_file(path).decode(errors="replace")
         except OSError as error:
-            raise InputError(f"out: cannot read {path} ({error.strerror})") from None
+            raise InputError(f"`out`: cannot read {path} ({error.strerror})") from None
         if not re.fullmatch("[0-9a-f]{32}", name):
             raise InputError(
-                f"out: {path} must hold the federation's name, 32 digits and letters from a to f, "
+                f"`out`: {path} must hold the federation's name, 32 digits and letters from a to f, "
                 f"got {reprlib.repr(name)}; put it back"
             )
         return name
@@ -214,7 +214,7 @@ class Books:
         try:
             yield self.out / name
         except OSError as error:
-            raise InputError(f"out: cannot write {self.out / name} ({error.strerror})") from None
+            raise InputError(f"`out`: cannot write {self.out / name} ({error.strerror})") from None
 
     def close(self, state: FederationState) -> None:
         """The model, and pictures, once the last round is over."""

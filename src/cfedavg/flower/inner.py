@@ -168,12 +168,12 @@ def remind(strategy: Strategy, memory: Memory) -> None:
         within, _, name = path.rpartition(".")
         owner = owners.get(within and f"{within}.")
         if owner is None or name.startswith("__") or callable(getattr(owner, name, None)):
-            raise InputError(f"inner: the federation was begun with another strategy, which has {path!r:.80}")
+            raise InputError(f"`inner`: the federation began with another strategy, which has {path!r:.80}")
         try:
             found.append((owner, name, _decoded(code, memory.arrays, path)))
         except UNREADABLE as error:
             raise InputError(
-                f"inner: what the strategy remembered in {path!r:.80} is damaged ({error!r:.80})"
+                f"`inner`: what the strategy remembered in {path!r:.80} is damaged ({error!r:.80})"
             ) from None
     for each in found:
         _put(*each)

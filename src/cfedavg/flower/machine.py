@@ -91,15 +91,15 @@ class Machine:
     def _open(self, stack: ExitStack) -> None:
         from cfedavg.flower.credentials import certificates, node_key  # needs what Flower brings along
 
-        make_folder(self.folder, "--out")
+        make_folder(self.folder, "`out`")
         self.folder.chmod(0o700)
-        stack.enter_context(locked(self.folder, f"--out: another federation is running in {self.folder}"))
+        stack.enter_context(locked(self.folder, f"`out`: another federation is running in {self.folder}"))
         stack.enter_context(polite())
         stack.callback(self.processes.close)
         self.processes.stop()  # what is left of one that was killed, since nobody else holds the folder
         keys, parts, numbers = self.folder / "keys", self.folder / "nodes", range(self.count)
         for each in (keys, self.logs):
-            make_folder(each, "--out")
+            make_folder(each, "`out`")
             each.chmod(0o700)  # nobody else could enter the folder above meanwhile
         ports, shared = Ports(), (self.processes, self.logs)
         stack.callback(ports.close)

@@ -121,8 +121,8 @@ def wait_for(grid: Grid, numbers: Numbers, policy: RoundPolicy) -> list[Node]:
             told = len(nodes)
         if time.monotonic() > end:
             raise InputError(
-                f"min_nodes = {least}, but only {len(nodes)} nodes came online within {policy.deadline:g} s: "
-                "start more, or ask for less"
+                f"`min_nodes` is {least}, but only {len(nodes)} nodes came online within "
+                f"{policy.deadline:g} s: start more, or ask for less"
             )
         time.sleep(PATIENCE)
     return nodes

@@ -32,7 +32,7 @@ class Ports:
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise InputError(
-                f"--port {port} cannot be used on {HOST} ({why}): "
+                f"`port` {port} cannot be used on {HOST} ({why}): "
                 "give another one, or none to have a free one chosen"
             ) from None
         number = int(holder.getsockname()[1])

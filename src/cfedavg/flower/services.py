@@ -38,7 +38,7 @@ class Service:
         self.process: Process | None = None
         self._processes, self._said = processes, 0
         self.home = folder / "home"
-        make_folder(self.home, "--out")
+        make_folder(self.home, "`out`")
 
     @property
     def running(self) -> bool:
@@ -131,7 +131,7 @@ class Node(Service):
         self.link, self.key, self.number, self.state = link, key, number, folder / "state"
         self._ports = ports
         self.id: int | None = None
-        make_folder(self.state, "--out")
+        make_folder(self.state, "`out`")
         facts = {"partition-id": number, "num-partitions": of, "state-dir": str(self.state)}
         self._config = folder / "node.toml"
         write_atomic(self._config, toml(facts).encode())

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cfedavg.algorithm import ServerMemory
-from cfedavg.config import renewed
 from cfedavg.federation import checks
 from cfedavg.federation.protocol import Mark, Server
 from cfedavg.federation.store import Known, Served, as_array
@@ -28,6 +27,7 @@ from cfedavg.flower.inner import Memory
 from cfedavg.flower.norms import Claims
 from cfedavg.folder import checksum_of
 from cfedavg.metrics import Record, is_number
+from cfedavg.retired import renew
 
 NODE_NUMBERS = 2**32  # a message says in 64 bits which node sent it; no federation has as many nodes
 _WHOLE = "whole"  # the name of an array
@@ -155,7 +155,7 @@ class FederationState:
 
 
 def _options(stored: Any) -> FixedOptions:
-    table = renewed(checks.table("options", stored))
+    table = renew(checks.table("options", stored))
     table.pop("local_optimiser", None)  # of a state that was stored before the server optimiser was an option
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,24 +98,24 @@ class CFedAvg(Strategy):
     def _check(self, placed: bool) -> None:
         """What Config does not look at."""
         if self.inner is not None and not isinstance(self.inner, Strategy):
-            raise InputError(f"inner is {self.inner!r}: it must be a strategy of Flower's, such as FedAvg()")
+            raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {self.inner!r}")
         if not isinstance(self.policy, RoundPolicy):
-            raise InputError(f"`policy` must be a RoundPolicy, got {self.policy!r}.")
+            raise InputError(f"`policy` must be a RoundPolicy, got {self.policy!r}")
         for name in ("resume", "from_backup"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} is {getattr(self, name)!r}: it must be true or false")
+                raise InputError(f"`{name}` must be true or false, got {getattr(self, name)!r}")
         if self.resume and not placed:
-            raise InputError("resume needs out, the folder of the federation to go on with")
+            raise InputError("`resume` needs `out`, the folder of the federation to go on with")
         if self.from_backup and not self.resume:
-            raise InputError("from_backup is for a federation that goes on: it needs resume as well")
+            raise InputError("`from_backup` is for a federation that goes on: it needs `resume` as well")
         for name, (kind, low, high, words) in _BOUNDS.items():
             value: Any = getattr(self, name)
             if value is None or (name == "eta" and callable(value)):
                 continue
             if not isinstance(value, kind) or not low <= value <= high:
-                raise InputError(f"{name} is {value!r}: it must be {words}")
+                raise InputError(f"`{name}` must be {words}, got {value!r}")
         if isinstance(self.whole, str):
-            raise InputError(f"whole is {self.whole!r}: it must be a list of patterns, as [{self.whole!r}]")
+            raise InputError(f"`whole` must be a list of patterns, as [{self.whole!r}], got {self.whole!r}")
 
     def _configured(self, config: Config | None, given: dict[str, Any]) -> Config:
         """What the server decides, for its folder; around an app of the user's, no more is known."""
@@ -125,17 +124,12 @@ class CFedAvg(Strategy):
             by = f"{APP[:-1]}, averaged by {name_of(self.inner)})" if self.inner else APP
             rate = None if callable(self.eta) else self.eta
             config, given = Config(dataset=APP), {**given, "model": by, "eta": rate}
-        try:
-            return config.replace(**given)
-        except InputError as error:  # there they are options of the command
-            raise InputError(
-                re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
-            ) from None
+        return config.replace(**given)
 
     def _check_update(self) -> None:
         """How updates are averaged: what a strategy within would not heed is refused."""
         if self.config.update == "auto":
-            raise InputError("update is 'auto': say 'sum', or 'mean' where the clients report local-steps")
+            raise InputError("`update` is 'auto': say 'sum', or 'mean' where the clients report local-steps")
         if self.inner is None:
             return
         given = {
@@ -155,7 +149,7 @@ class CFedAvg(Strategy):
                 "wraps a strategy, which samples itself. Remove them."
             )
         if self.config.update != "sum":
-            raise InputError("update is 'mean': around a strategy, which gets whole models, it must be 'sum'")
+            raise InputError("`update` must be 'sum' around a strategy, which gets whole models, got 'mean'")
 
     def _check_feedback(self) -> None:
         """Refuse a feedback that this federation cannot keep."""
@@ -202,7 +196,7 @@ class CFedAvg(Strategy):
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         form = self._form_of(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
-            raise InputError(f"num_rounds is {num_rounds!r}: it must be a whole number of 1 or more")
+            raise InputError(f"`num_rounds` must be a whole number of 1 or more, got {num_rounds!r}")
         config = self.config.replace(rounds=num_rounds)
         books = Books(self.out, config, form, self._fixed_options, self._also(policy))
         app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)

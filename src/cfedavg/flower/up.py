@@ -53,7 +53,7 @@ def up(
     out = out.resolve()
     _check(config, out, resume)
     if resume and _is_done(config, out):
-        display.say(f"all {config.rounds} rounds are done; more of them with --rounds")
+        display.say(f"all {config.rounds} rounds are done; set `rounds` higher for more")
         return False
     display.say(_in_words(config))
     folder = out / "federation"
@@ -62,7 +62,7 @@ def up(
     federation = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
     text = app_toml(config, out=str(out), resume=resume, **federation)
     with machine:
-        make_folder(folder / "app", "--out")
+        make_folder(folder / "app", "`out`")
         write_atomic(folder / "app" / "pyproject.toml", text.encode())
         machine.start()
         display.now("starting the run")
@@ -70,7 +70,7 @@ def up(
         display.now("waiting for the first round")
         _follow(run, machine, out / METRICS, display)
         if not machine.link.running:
-            raise RunFailed(f"the SuperLink has ended (see {machine.link.log}); --resume goes on from here")
+            raise RunFailed(f"the SuperLink has ended (see {machine.link.log}); `resume` goes on from here")
         run.check()
     return True
 
@@ -78,28 +78,30 @@ def up(
 def _check(config: Config, out: Path, resume: bool) -> None:
     """What can be found out before anything is started."""
     if not str(out).isprintable():
-        raise InputError(f"--out holds characters that cannot be printed: {str(out)!r}")
+        raise InputError(f"`out` must be printable text, got {str(out)!r}")
     if not exists(out / CONFIG):
         if resume and exists(out / "federation"):  # whose options nobody has written down
             raise InputError(
-                f"--resume: no round of {out} has begun: start it again without, with its options"
+                f"cannot resume: no round of {out} has begun; give its options again, without `resume`"
             )
         return
     if not resume:
-        raise InputError(f"--out: {out} holds a run already; add --resume or choose another folder")
+        raise InputError(f"`out`: {out} holds a run already; set `resume` or choose another folder")
     if not exists(out / "federation"):
         what = (
             "the federation of an app, which its own server resumes"
             if exists(out / FEDERATION)
             else ("a simulation, which no federation can go on with")
         )
-        raise InputError(f"--resume: {out} holds {what}")
+        raise InputError(f"cannot resume: {out} holds {what}")
     old = read_config(out / CONFIG)
     if old.clients != config.clients:
-        raise InputError(f"--resume: --nodes is {config.clients}, but the run in {out} has {old.clients}")
+        raise InputError(
+            f"cannot resume: `nodes` is {config.clients}, but the run in {out} has {old.clients}"
+        )
     check_same(old, config, out)
     if (done := len(read_rows(out / METRICS))) > config.rounds:
-        raise InputError(f"--resume: --rounds is {config.rounds}, but the run in {out} has done {done}")
+        raise InputError(f"cannot resume: `rounds` is {config.rounds}, but the run in {out} has done {done}")
 
 
 def _is_done(config: Config, out: Path) -> bool:

@@ -229,7 +229,7 @@ def parse_local_optimiser(
     """
     *changes, last = LOCAL_OPTIMISERS.parse_chain(text, longest=LONGEST, trust=trust, own=own)
     if not isinstance(last, LocalOptimiser):
-        raise InputError(f"local_optimiser: {text!r} must end with an optimiser, as in {last} >> sgd")
+        raise InputError(f"`local_optimiser`: {text!r} must end with an optimiser, as in {last} >> sgd")
     if strange := [each for each in changes if not isinstance(each, GradientChange)]:
-        raise InputError(f"local_optimiser: {text!r} must have its one optimiser, {strange[0]}, at the end")
+        raise InputError(f"`local_optimiser`: {text!r} must have its one optimiser, {strange[0]}, at the end")
     return Chain(tuple(changes), last) if changes else last  # type: ignore[arg-type]

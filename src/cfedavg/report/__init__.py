@@ -68,7 +68,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
         raise InputError("a report needs at least one run folder")
     # The same folder, spelt in two ways, is one run.
     runs = list({run.path.resolve(): run for run in map(read_run, paths)}.values())
-    make_folder(out, "--out")  # before the drawing, which takes seconds
+    make_folder(out, "`out`")  # before the drawing, which takes seconds
     groups, metric = group_runs(runs), metric_name(runs)
     rows = summarise(groups, metric)
     panels = panels_for(groups, metric)

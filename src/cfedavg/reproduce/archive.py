@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cfedavg.config import renewed
 from cfedavg.errors import InputError
 from cfedavg.files import read_file, write_atomic
+from cfedavg.retired import renew
 
 _PARTS = ("name", "made", "settings", "values")
 _NUMBER = (int, float, type(None))  # null where nothing was measured, or it was infinite
@@ -46,7 +46,7 @@ def read(path: Path) -> Entry:
     """The cell in a file; Damaged if it is not as it was written."""
     try:
         table = json.loads(read_file(path))
-        entry = Entry(table["name"], renewed(table["settings"]), table["values"], table["made"])
+        entry = Entry(table["name"], renew(table["settings"]), table["values"], table["made"])
         whole = table["seal"] == _seal({part: table[part] for part in _PARTS}) and entry.name == path.stem
         whole = whole and _usable(entry)
     except OSError as error:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cfedavg.errors import InputError
 from cfedavg.files import read_file, write_atomic
+from cfedavg.option import any_of
 from cfedavg.reproduce import archive, claims, studies
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import SCALES
@@ -47,8 +48,8 @@ def open_grid(
     begun = len(grid.found) + sum(grid.started(name) > 0 for name in grid.missing)
     if begun and grid.missing and not resume:
         raise InputError(
-            f"--out: {grid.out} holds {begun} of the {len(grid.cells)} cells, done or begun; "
-            "add --resume to go on, or choose another folder"
+            f"`out`: {grid.out} holds {begun} of the {len(grid.cells)} cells, done or begun; "
+            "set `resume` to go on, or choose another folder"
         )
     for sentence in damaged:
         _speaker(console)(f"{sentence}: the cell is done again")
@@ -66,7 +67,7 @@ def _folder(out: Path | None, scale: str) -> Path:
 
 def _known(scale: str) -> str:
     if scale not in SCALES:
-        raise InputError(f"--scale is {scale!r}: it must be {' or '.join(SCALES)}")
+        raise InputError(f"`scale` must be {any_of(SCALES)}, got {scale!r}")
     return scale
 
 
@@ -82,7 +83,7 @@ def draw(
     chosen = [studies.find(name) for name in dict.fromkeys(names or studies.names())]
     grid = Grid(chosen, scale, seeds or MANY, _folder(out, scale), only=only or ("*",))
     if not _show_pictures(grid, console):
-        raise InputError(f"--draw: {grid.out} holds none of these cells; {_to_make_some(grid.out, scale)}")
+        raise InputError(f"`draw`: {grid.out} holds none of these cells; {_to_make_some(grid.out, scale)}")
 
 
 def _to_make_some(folder: Path, scale: str) -> str:
@@ -107,7 +108,7 @@ def carry_out(grid: Grid, how: Mapping[str, Any], minutes: float, console: Conso
         _show_pictures(dataclasses.replace(grid, seeds=MANY, only=("*",), rounds=None), console)
     if not done:
         console.print(
-            f"the time is over: {len(grid.missing)} cells are left; --resume goes on", highlight=False
+            f"the time is over: {len(grid.missing)} cells are left; `resume` goes on", highlight=False
         )
 
 
@@ -138,7 +139,7 @@ def _command(grid: Grid, how: Mapping[str, Any]) -> str:
 def judge(folder: Path, scale: str, out: Path | None, words: Path | None, console: Console) -> None:
     """Every claim with its verdict; the numbers go into the file."""
     if words and not out:
-        raise InputError("--words needs --out, the file that the words are for")
+        raise InputError("`words` needs `out`, the file that the words are for")
     found, planned = of_scale(archive.read_all(folder / CELLS), scale)
     if not found:
         raise InputError(f"{folder} holds no cells of the scale {scale}; {_to_make_some(folder, scale)}")
@@ -191,13 +192,13 @@ def _words(path: Path, known: set[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--words: cannot read {path} ({getattr(error, 'strerror', error)})") from None
+        raise InputError(f"`words`: cannot read {path} ({getattr(error, 'strerror', error)})") from None
     if strange := table.keys() - {"title", "intro", "why"}:
-        raise InputError(f"--words: {path} has an unknown key {min(strange)!r}; known are title, intro, why")
+        raise InputError(f"`words`: {path} has an unknown key {min(strange)!r}; known are title, intro, why")
     why = table.get("why", {})
     texts = isinstance(why, dict) and [table.get("title", ""), table.get("intro", ""), *why.values()]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise InputError(f"--words: {path} must hold texts: title, intro and, by claim, [why]")
+        raise InputError(f"`words`: {path} must hold texts: title, intro and, by claim, [why]")
     if unknown := why.keys() - known:
-        raise InputError(f"--words: there is no claim {min(unknown)!r} to explain")
+        raise InputError(f"`words`: there is no claim {min(unknown)!r} to explain")
     return table

@@ -82,7 +82,7 @@ class Grid:
         made = {name: (study, each) for study, plan in self._plans for name, each in plan.items()}
         if not made:
             one = next(iter(self.studies[0].cells(self.scale, 1)))
-            raise InputError(f"--only: no cell is named {' or '.join(self.only)}; one is {one}")
+            raise InputError(f"`only`: no cell is named {' or '.join(self.only)}; one is {one}")
         return made
 
     @cached_property
@@ -116,7 +116,7 @@ class Grid:
                 damaged.append(str(error))
                 continue
             if not same(entry.settings, settings):
-                raise InputError(f"--out: {path} holds {_difference(entry.settings, settings)}")
+                raise InputError(f"`out`: {path} holds {_difference(entry.settings, settings)}")
             self.found[name] = entry
         return damaged
 
@@ -151,7 +151,7 @@ class Grid:
         """Does the missing cells while there is time, but at least a round; whether all are done."""
         until = time.monotonic() + 60 * minutes
         for folder in (CELLS, WORK):
-            make_folder(self.out / folder, "--out")
+            make_folder(self.out / folder, "`out`")
         for number, name in enumerate(self.missing):
             if number and time.monotonic() > until:
                 return False
@@ -286,7 +286,7 @@ def _difference(found: Settings, wanted: Settings) -> str:
     if begins(found, wanted):
         return (
             f"{_beginning(found, wanted)}, without what it takes to go on; "
-            f"add --rounds {found['rounds']}, or choose another folder"
+            f"set `rounds` to {found['rounds']}, or choose another folder"
         )
     keys = [key for key in {**found, **wanted} if key not in MACHINE]
     name = next(key for key in keys if found.get(key) != wanted.get(key))

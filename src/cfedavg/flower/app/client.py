@@ -65,6 +65,6 @@ def _part(context: Context, clients: int) -> int:
     found = context.node_config.get("partition-id")
     if not isinstance(found, int) or not 0 <= found < clients:
         raise InputError(
-            f"--node-config: partition-id is {found!r}: it must be a whole number from 0 to {clients - 1}"
+            f"--node-config: partition-id must be a whole number from 0 to {clients - 1}, got {found!r}"
         )
     return found
