@@ -996,9 +996,9 @@ def test_numpy_and_torch_give_the_same_bits(row: Row, dtype: Any) -> None:
     assert_same(of_torch.numpy(), of_numpy)
     for convert in (decompress, lambda payload: values_of(payload)):
         assert np.array_equal(convert(of_torch).numpy(), convert(of_numpy))
-    p /= 4  # so that no sum overflows
     for change in (plus, minus):
-        assert np.array_equal(change(torch.from_numpy(p), of_torch).numpy(), change(p, of_numpy))
+        with np.errstate(over="ignore"):  # of which torch says nothing
+            assert np.array_equal(change(torch.from_numpy(p), of_torch).numpy(), change(p, of_numpy))
 
 
 @QUIET

@@ -51,6 +51,7 @@ def agree(task: Task, engine: str, device: str, **options: Any) -> None:
     close = {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(found.x, expected.x, **close)
     torch.testing.assert_close(found.b, expected.b, **close)
+    torch.testing.assert_close(found.memory.vectors(), expected.memory.vectors(), **close)
     assert sorted(found.residuals.norms2) == sorted(expected.residuals.norms2)
     for client in expected.residuals.norms2:
         e = (state.residuals.get(client, state.x) for state in (found, expected))

@@ -160,7 +160,7 @@ def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"resume": True, "from_backup": 1, "out": "x"}, "`from_backup` must be .*, got 1"),
         ({"from_backup": True, "out": "x"}, "`from_backup` .* needs `resume`"),
         ({"inner": FedAvg(), "update": "mean"}, "`update` must be 'sum' around a strategy, .* got 'mean'"),
-        ({"policy": 0.5}, "`policy` must be a RoundPolicy, got 0.5."),
+        ({"policy": 0.5}, "`policy` must be a RoundPolicy, got 0.5"),
         ({"inner": FedAvg(), "eta": 2.0}, "`eta` must not be given when CFedAvg wraps a strategy"),
         ({"inner": FedAvg(), "weighting": "samples"}, "`weighting` must not be given"),
         ({"inner": FedAvg(), "server_optimiser": "adam"}, "`server_optimiser` must not be given"),

@@ -68,6 +68,13 @@ def copy(array: Array) -> Array:
     return array.copy() if module_of(array) is np else array.clone()
 
 
+def sqrt(array: Array) -> Array:
+    """Return square roots, rounded to the nearest everywhere; torch's own on a CPU are not."""
+    if module_of(array) is np or array.is_cuda:
+        return module_of(array).sqrt(array)
+    return place(np.sqrt(array.numpy()), array)
+
+
 def ascending(array: Array) -> Array:
     """Return the last axis sorted."""
     return np.sort(array, -1) if module_of(array) is np else array.sort(-1).values

@@ -22,8 +22,8 @@ class Part:
 
     @classmethod
     def written_name(cls) -> str:
-        """Return the name that stands for the class in a text."""
-        return cls.name or f"{cls.__module__}:{cls.__qualname__}"
+        """Return the name that stands for the class in a text; a subclass does not inherit it."""
+        return str(vars(cls).get("name", "")) or f"{cls.__module__}:{cls.__qualname__}"
 
     def __str__(self) -> str:
         shown, arguments = self.written_name(), []

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.arrays import Array, cast, dtype_of, module_of, to_bf16
+from cfedavg.arrays import Array, cast, dtype_of, module_of, sqrt, to_bf16
 from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.compressor import Quantiser
 from cfedavg.compress.sums import check_block, is_whole, row_sums, unit_of
@@ -120,7 +120,7 @@ class QSGD(Quantiser):
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid, magnitude, xp = Blocks(offsets, self.block), abs(cast(values, "float64")), module_of(values)
         packed = grid.pack(magnitude)
-        norm = xp.amax(packed, axis=-1) * xp.sqrt(row_sums(xp.square(unit_of(packed))))
+        norm = xp.amax(packed, axis=-1) * sqrt(row_sums(xp.square(unit_of(packed))))
         ratio = _ratio(self.s * magnitude, grid.spread(norm)).clip(max=self.s)
         levels = xp.floor(ratio + grid.draws(keys)).clip(max=self.s)
         fraction = ratio - xp.floor(ratio)

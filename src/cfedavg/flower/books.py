@@ -105,7 +105,7 @@ class Books:
             rows = _row_checksums({METRICS: [], NODES: []})
             state = FederationState(Server(x), self._form_hash, self.options, whole, rows, memory=memory)
         elif not resume:
-            raise InputError(f"out: {self.out} holds a federation already; resume it, or give another folder")
+            raise InputError(f"`out`: {self.out} holds a federation; resume it, or give another folder")
         else:
             self._check(state, memory)
             if from_backup:

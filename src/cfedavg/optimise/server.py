@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cfedavg.arrays import Array, module_of
+from cfedavg.arrays import Array, module_of, sqrt
 from cfedavg.errors import InputError
 from cfedavg.parts import Part, Registry
 
@@ -130,7 +130,7 @@ class _Adaptive(ServerOptimiser):
     def step(self, x: Array, delta: Array, state: State, rate: float, t: int) -> tuple[Array, State]:
         m = self.beta1 * state["m"] + (1 - self.beta1) * delta
         v = self._v(state["v"], delta)
-        ahead = m / (module_of(x).sqrt(v) + self.tau)
+        ahead = m / (sqrt(v) + self.tau)
         return x + self._corrected(rate, t) * ahead, {"m": m, "v": v}
 
     def _v(self, v: Array, delta: Array) -> Array:

@@ -1,0 +1,79 @@
+"""Parts of a user's own, one of each kind, in a module that is not the package's.
+
+CAFe and SA-PEF show that the functions of a feedback carry more than those that are registered: a memory of
+the server that is broadcast and no memory of the clients, and clients that begin ahead of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from cfedavg import Feedback, GradientChange, LocalOptimiser, ServerOptimiser
+from cfedavg.feedback import ErrorFeedback, Weights
+from cfedavg.optimise.local import State, Tensors, descend
+
+
+@dataclass(frozen=True)
+class CAFe(Feedback):
+    """Clients send how their update differs from the last mean update, which the broadcast carries."""
+
+    law: ClassVar[str] = "nothing is remembered of a client"
+    keeps_server_memory: ClassVar[bool] = True
+    broadcasts: ClassVar[bool] = True
+
+    def outgoing(self, g: Any, memory: Any, shared: Any) -> Any:
+        return g - shared
+
+    def receive(self, mean_sent: Any, memory: Any, weights: Weights) -> tuple[Any, Any]:
+        delta = memory + mean_sent
+        return delta, delta
+
+    def broadcast(self, memory: Any) -> Any:
+        return memory
+
+
+@dataclass(frozen=True)
+class SAPEF(ErrorFeedback):
+    """Clients begin at x + alpha e, a share of what they still owe ahead of the model."""
+
+    moves_start: ClassVar[bool] = True
+    alpha: float = 0.5
+
+    def start(self, x: Any, memory: Any, shared: Any) -> Any:
+        return x + self.alpha * memory
+
+
+@dataclass(frozen=True)
+class SignDescent(LocalOptimiser):
+    """Steps along the sign of a running mean of gradients; the mean starts at 1, not at 0."""
+
+    beta: float = 0.5
+
+    def init(self, params: Tensors) -> State:
+        return {"mean": [torch.ones_like(p) for p in params]}
+
+    def step(self, params: Any, grads: Any, state: State, rate: Any, start: Any) -> Any:
+        mean = [self.beta * m + (1 - self.beta) * g for m, g in zip(state["mean"], grads, strict=True)]
+        return [descend(p, m.tanh(), rate) for p, m in zip(params, mean, strict=True)], {"mean": mean}
+
+
+@dataclass(frozen=True)
+class Halve(GradientChange):
+    """Takes half of each gradient."""
+
+    def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[torch.Tensor]:
+        return [g / 2 for g in grads]
+
+
+@dataclass(frozen=True)
+class Lookahead(ServerOptimiser):
+    """Keeps the first model as an anchor and goes half of the way back to it."""
+
+    def init(self, x: Any) -> Any:
+        return {"anchor": x + 0}
+
+    def step(self, x: Any, delta: Any, state: Any, rate: float, t: int) -> Any:
+        return (x + rate * delta + state["anchor"]) / 2, state
