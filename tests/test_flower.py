@@ -352,7 +352,7 @@ def test_who_never_delivered_leaves_nothing_behind(tmp_path: Path) -> None:
     served = ServerStore(it.out / "state", Disks(it).federation, Disks(it).form.layout).load()
     assert served is not None
     assert len(served.clients) == len(served.server.applied) == 3
-    assert len(FederationState.from_stored(served).lent) <= 1
+    assert len(FederationState.from_served(served).lent) <= 1
     assert read_config(it.out / "config.toml").clients <= 5
 
 

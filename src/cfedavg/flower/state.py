@@ -1,9 +1,9 @@
 """What the server of a federation keeps between rounds, and how the store writes it.
 
-The store writes a line for each client, a table of JSON ("facts") and named tensors. `FederationState.stored`
-and `FederationState.from_stored` alone know which field lies where: a new field is one line in each. A
-checksum does not prove who wrote a file, so every field is checked when it is read: ValueError or KeyError
-says what is wrong.
+The store writes a line for each client, a table of JSON ("facts") and named tensors. Only the methods
+`to_served` and `from_served` of FederationState know which field lies where: a new field is one line in
+each. A checksum does not prove who wrote a file, so every field is checked when it is read: ValueError or
+KeyError says what is wrong.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FederationState:
         if not form.is_finite(self.whole):
             raise ValueError("what travels whole holds NaN or Inf")
 
-    def stored(self) -> Served:
+    def to_served(self) -> Served:
         """Return the state as the store writes it."""
         facts: dict[str, Any] = {
             "form": self.form,
@@ -115,21 +115,23 @@ class FederationState:
         return Served(self.server, self.clients, tensors, facts)
 
     @classmethod
-    def from_stored(cls, served: Served) -> FederationState:
+    def from_served(cls, served: Served) -> FederationState:
         """Return the state that a server stored; raise ValueError or KeyError unless one can have."""
         facts, tensors, t = dict(served.facts), dict(served.extra), served.server.t
         state = cls(
             server=served.server,
             form=checks.text("form", facts.pop("form")),
-            options=_options(facts.pop("options")),
+            options=_read_options(facts.pop("options")),
             whole=checks.vector(_WHOLE, tensors.pop(_WHOLE), torch.uint8).numpy().tobytes(),
-            checksums=_whole_numbers("the checksum of a file", facts.pop("rows"), 2**32),
-            clients=Table({who: _known(known, t) for who, known in served.clients.items()}),
-            lent=_whole_numbers("a node's number", facts.pop("numbers"), NODE_NUMBERS),
-            norms=_norms("norms", facts.pop("norms")),
-            claims=Claims(_norms("steps", facts.pop("steps")), _norms("samples", facts.pop("samples"))),
-            inner=_memory(facts, tensors),
-            last=_rows(facts.pop("last", None), t),
+            checksums=_read_whole_numbers("the checksum of a file", facts.pop("rows"), 2**32),
+            clients=Table({who: _read_known(known, t) for who, known in served.clients.items()}),
+            lent=_read_whole_numbers("a node's number", facts.pop("numbers"), NODE_NUMBERS),
+            norms=_read_norms("norms", facts.pop("norms")),
+            claims=Claims(
+                _read_norms("steps", facts.pop("steps")), _read_norms("samples", facts.pop("samples"))
+            ),
+            inner=_read_memory(facts, tensors),
+            last=_read_rows(facts.pop("last", None), t),
         )
         if unknown := [*facts, *tensors]:
             raise ValueError(f"it has one field too many, {reprlib.repr(min(unknown))}")
@@ -137,7 +139,7 @@ class FederationState:
         return state
 
 
-def _options(stored: Any) -> FixedOptions:
+def _read_options(stored: Any) -> FixedOptions:
     table = dict(checks.table("options", stored))
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:
@@ -150,11 +152,11 @@ def _options(stored: Any) -> FixedOptions:
     return options
 
 
-def _whole_numbers(name: str, stored: Any, below: int) -> dict[str, int]:
+def _read_whole_numbers(name: str, stored: Any, below: int) -> dict[str, int]:
     return {who: checks.whole(name, each, 0, below) for who, each in checks.table(name, stored).items()}
 
 
-def _norms(name: str, stored: Any) -> list[float]:
+def _read_norms(name: str, stored: Any) -> list[float]:
     for value in checks.listed(name, stored):
         _check_norm(f"one of its {name}", value)
     return list(stored)
@@ -165,16 +167,20 @@ def _check_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number of 0 or more, got {value!r:.40}")
 
 
-def _memory(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Memory | None:
+def _read_memory(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Memory | None:
     """Take what a wrapped strategy remembers out of both; None before its first round ends."""
     if "inner" not in facts:
         return None
-    names = [name for name in tensors if name.startswith(_INNER)]
-    own = {name.removeprefix(_INNER): tensors.pop(name) for name in names}
-    return Memory(own, checks.table("inner", facts.pop("inner")))
+    return Memory(_take(tensors, _INNER), checks.table("inner", facts.pop("inner")))
 
 
-def _rows(stored: Any, t: int) -> RoundRows | None:
+def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take the tensors whose names begin with the prefix out of all, and return them without it."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
+
+
+def _read_rows(stored: Any, t: int) -> RoundRows | None:
     if (stored is None) != (t == 0):
         raise ValueError(f"the rows of the last round must be there after a round, and t is {t}")
     if stored is None:
@@ -186,7 +192,7 @@ def _rows(stored: Any, t: int) -> RoundRows | None:
     return last
 
 
-def _known(known: Known, t: int) -> Known:
+def _read_known(known: Known, t: int) -> Known:
     note = Note(*checks.listed("a client's note", known.note, 3))
     checks.whole("a client's number", note.number, 0, NODE_NUMBERS)
     checks.whole("a client's last round", note.heard, 0, t)
