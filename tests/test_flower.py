@@ -70,6 +70,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "K by chance": {"local_steps": "5..9"},
     "K by client": {"local_steps": "1,2,3,4", "eta": 2.0},
     "momentum": {"local_optimiser": "sgd(momentum=0.9, weight_decay=0.01)"},
+    "nesterov, local": {"local_optimiser": "prox(0.1) >> clip(1.0) >> sgd(momentum=0.9, nesterov=true)"},
+    "local adamw": {"local_optimiser": "adamw(0.1)", "eta_local": 0.01},
+    "an optimiser of one's own": {"local_optimiser": "tests.own_parts:Halve >> tests.own_parts:SignDescent"},
+    "adam": {"server_optimiser": "adam"},
+    "nesterov": {"server_optimiser": "nesterov(0.5)"},
+    "a server of one's own": {"server_optimiser": "tests.own_parts:Lookahead"},
+    "decay": {"feedback": "ef(decay=0.9)"},
+    "ef21": {"feedback": "ef21", "rounds": 4},
+    "ef21, half of them": {"feedback": "ef21", "clients": 6, "participation": 0.5, "rounds": 4},
     "by samples": {"weighting": "samples", "dirichlet": 0.5, "schedule": "decaying(2)"},
     "batch norm": {"model": "tests.test_flower:with_norm"},
     "a selector of one's own": {"compressor": "tests.test_compress:EveryNth(2) >> bf16"},
@@ -352,7 +361,7 @@ def test_who_never_delivered_leaves_nothing_behind(tmp_path: Path) -> None:
     served = ServerStore(it.out / "state", Disks(it).federation, Disks(it).form.layout).load()
     assert served is not None
     assert len(served.clients) == len(served.server.applied) == 3
-    assert len(FederationState.from_stored(served).lent) <= 1
+    assert len(FederationState.from_served(served).lent) <= 1
     assert read_config(it.out / "config.toml").clients <= 5
 
 

@@ -62,8 +62,8 @@ def with_options(served: Served) -> Served:
 def test_an_old_state_is_read_and_written_as_it_is() -> None:
     served = loaded(OLD)
     assert served.facts["options"]["error_feedback"] is True
-    state = FederationState.from_stored(served)
-    assert same(state.stored(), with_options(served))
+    state = FederationState.from_served(served)
+    assert same(state.to_served(), with_options(served))
     assert state.claims == Claims([4.0] * 6, [10.0] * 6)
     assert len(state.norms) == 6
     assert list(state.lent.values()) == [3]
@@ -84,7 +84,7 @@ def test_an_old_federation_goes_on(tmp_path: Path) -> None:
     strategy = FedAdam(fraction_evaluate=0.0)
     it.start(2, strategy, resume=True)
     assert same(loaded(it.out), with_options(loaded(OLD)))
-    moments = FederationState.from_stored(loaded(OLD)).inner
+    moments = FederationState.from_served(loaded(OLD)).inner
     assert moments is not None
     assert strategy.m_t["w"].tobytes() == moments.arrays["m_t/0"].tobytes()
     it.start(3, FedAdam(fraction_evaluate=0.0), resume=True)
@@ -118,10 +118,10 @@ def at_first(**more: Any) -> FederationState:
 
 def stored_and_read(state: FederationState) -> FederationState:
     """Through JSON, as the store does."""
-    stored = state.stored()
+    stored = state.to_served()
     served = Served(stored.server, stored.clients, stored.extra, json.loads(json.dumps(stored.facts)))
     clients = {who: known._replace(note=list(known.note)) for who, known in stored.clients.items()}
-    return FederationState.from_stored(replace(served, clients=type(stored.clients)(clients)))
+    return FederationState.from_served(replace(served, clients=type(stored.clients)(clients)))
 
 
 @given(st.binary(), norms, norms, norms, st.none() | memories, sums)
@@ -144,7 +144,7 @@ def test_any_state_comes_back_as_it_was(
     )
     for each in (state, later):
         found = stored_and_read(each)
-        assert same(found.stored(), each.stored())
+        assert same(found.to_served(), each.to_served())
         for item in fields(FederationState):
             if item.name not in ("server", "inner"):  # tensors: `same` compares them
                 assert getattr(found, item.name) == getattr(each, item.name), item.name
@@ -180,28 +180,28 @@ OPTION = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_fields(name: str) -> None:
-    stored = at_first().stored()
+    stored = at_first().to_served()
     facts = stored.facts | FORGED[name].get("facts", {})
     extra = {k: v for k, v in (stored.extra | FORGED[name].get("extra", {})).items() if v is not None}
     with pytest.raises((ValueError, KeyError)) as caught:
-        FederationState.from_stored(replace(stored, facts=facts, extra=extra))
+        FederationState.from_served(replace(stored, facts=facts, extra=extra))
     assert not isinstance(caught.value, InputError)  # the store says in which file
 
 
-@pytest.mark.parametrize("missing", [*at_first().stored().facts])
+@pytest.mark.parametrize("missing", [*at_first().to_served().facts])
 def test_missing_fields(missing: str) -> None:
-    stored = at_first().stored()
+    stored = at_first().to_served()
     facts = {name: value for name, value in stored.facts.items() if name != missing}
     with pytest.raises(KeyError, match=missing):
-        FederationState.from_stored(replace(stored, facts=facts))
+        FederationState.from_served(replace(stored, facts=facts))
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, each) for name in OPTION for each in OPTION[name]])
 def test_forged_options(name: str, value: Any) -> None:
-    stored = at_first().stored()
+    stored = at_first().to_served()
     options = asdict(OPTIONS) | {name: value}
     with pytest.raises(ValueError, match=name):
-        FederationState.from_stored(replace(stored, facts=stored.facts | {"options": options}))
+        FederationState.from_served(replace(stored, facts=stored.facts | {"options": options}))
 
 
 def test_what_travels_whole_is_of_the_model() -> None:

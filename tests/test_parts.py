@@ -462,12 +462,11 @@ def test_laws_are_stated() -> None:
 
 
 def transformer() -> Task:
-    """Which of three kinds a sequence of 12 symbols is: they differ in how often a symbol follows another."""
+    """Which of three kinds a sequence of 12 symbols is: they differ in how often each symbol occurs."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(kind: int, n: int) -> tuple[Tensor, Tensor]:
-        steps = torch.randint(2, (n, 12), generator=generator) + kind
-        return steps.cumsum(1) % 7, torch.full((n,), kind)
+        return torch.randint(5, (n, 12), generator=generator) + kind, torch.full((n,), kind)
 
     def client(i: int) -> tuple[Tensor, Tensor]:
         pairs = [draw(kind, 12) for kind in (i % 3, (i + 1) % 3)]
@@ -504,7 +503,7 @@ TRAINS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("engine", [*ENGINES, "reference"])
 @pytest.mark.parametrize("name", TRAINS)
 def test_a_small_transformer_trains(name: str, engine: str, device: str) -> None:
-    config = Config(rounds=12, local_steps="6", batch_size=8, compressor="topk(0.9) >> bf16", engine=engine,
-                    device=device, eval_every=12, **{"eta_local": 0.2, **TRAINS[name]})  # fmt: skip
+    config = Config(rounds=20, local_steps="10", batch_size=8, compressor="topk(0.9) >> bf16", engine=engine,
+                    device=device, eval_every=20, **{"eta_local": 0.2, **TRAINS[name]})  # fmt: skip
     result = run(config, transformer())
-    assert result.final["test_accuracy"] > 0.6  # by chance 0.33
+    assert result.final["test_accuracy"] > 0.7  # by chance 0.33

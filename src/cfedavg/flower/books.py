@@ -152,11 +152,11 @@ class Books:
         if served is None:
             return None
         with self.store.naming_damage():
-            return FederationState.from_stored(served)
+            return FederationState.from_served(served)
 
     def meet(self, state: FederationState) -> None:
         """Makes the state durable, and says how many clients there are, which only their coming tells."""
-        self.store.save(state.stored())
+        self.store.save(state.to_served())
         config = self.config
         if config.dataset == APP:
             config = config.replace(clients=max(1, len(state.clients) + len(state.lent)))
@@ -199,7 +199,7 @@ class Books:
         ):  # of the last round a power cut may take the lines: the state holds them
             with self._writing(name) as path:
                 sync(path)
-        self.store.save(state.stored())
+        self.store.save(state.to_served())
         self.rows.append(row)
         self._append(METRICS, [row])
         self._append(NODES, nodes)

@@ -1,9 +1,9 @@
 """What the server of a federation keeps between rounds, and how the store writes it.
 
-The store writes a line for each client, a table of JSON ("facts") and named tensors. `FederationState.stored`
-and `FederationState.from_stored` alone know which field lies where: a new field is one line in each. A
-checksum does not prove who wrote a file, so every field is checked when it is read: ValueError or KeyError
-says what is wrong.
+The store writes a line for each client, a table of JSON ("facts") and named tensors. Only the methods
+`to_served` and `from_served` of FederationState know which field lies where: a new field is one line in
+each. A checksum does not prove who wrote a file, so every field is checked when it is read: ValueError or
+KeyError says what is wrong.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class FederationState:
         if not form.is_finite(self.whole):
             raise ValueError("what travels whole holds NaN or Inf")
 
+<<<<<<< HEAD
     def check_memory(self, like: ServerMemory) -> None:
         """Raise ValueError unless the server remembers what a server of these options does."""
         found, wanted = self.memory.vectors(), like.vectors()
@@ -111,6 +112,9 @@ class FederationState:
                 raise ValueError(f"the server's memory {name} holds NaN or Inf")
 
     def stored(self) -> Served:
+=======
+    def to_served(self) -> Served:
+>>>>>>> flower
         """Return the state as the store writes it."""
         facts: dict[str, Any] = {
             "form": self.form,
@@ -131,12 +135,13 @@ class FederationState:
         return Served(self.server, self.clients, arrays, facts)
 
     @classmethod
-    def from_stored(cls, served: Served) -> FederationState:
+    def from_served(cls, served: Served) -> FederationState:
         """Return the state that a server stored; raise ValueError or KeyError unless one can have."""
         facts, arrays, t = dict(served.facts), dict(served.extra), served.server.t
         state = cls(
             server=served.server,
             form=checks.text("form", facts.pop("form")),
+<<<<<<< HEAD
             options=_options(facts.pop("options")),
             whole=checks.vector(_WHOLE, arrays.pop(_WHOLE), "uint8").tobytes(),
             checksums=_whole_numbers("the checksum of a file", facts.pop("rows"), 2**32),
@@ -147,6 +152,19 @@ class FederationState:
             inner=_memory(facts, arrays),
             memory=ServerMemory.from_vectors(_take(arrays, _SERVER)),
             last=_rows(facts.pop("last", None), t),
+=======
+            options=_read_options(facts.pop("options")),
+            whole=checks.vector(_WHOLE, tensors.pop(_WHOLE), torch.uint8).numpy().tobytes(),
+            checksums=_read_whole_numbers("the checksum of a file", facts.pop("rows"), 2**32),
+            clients=Table({who: _read_known(known, t) for who, known in served.clients.items()}),
+            lent=_read_whole_numbers("a node's number", facts.pop("numbers"), NODE_NUMBERS),
+            norms=_read_norms("norms", facts.pop("norms")),
+            claims=Claims(
+                _read_norms("steps", facts.pop("steps")), _read_norms("samples", facts.pop("samples"))
+            ),
+            inner=_read_memory(facts, tensors),
+            last=_read_rows(facts.pop("last", None), t),
+>>>>>>> flower
         )
         if unknown := [*facts, *arrays]:
             raise ValueError(f"it has one field too many, {reprlib.repr(min(unknown))}")
@@ -154,9 +172,14 @@ class FederationState:
         return state
 
 
+<<<<<<< HEAD
 def _options(stored: Any) -> FixedOptions:
     table = renew(checks.table("options", stored))
     table.pop("local_optimiser", None)  # of a state that was stored before the server optimiser was an option
+=======
+def _read_options(stored: Any) -> FixedOptions:
+    table = dict(checks.table("options", stored))
+>>>>>>> flower
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:
         raise ValueError(f"it has one option too many, {reprlib.repr(min(table))}")
@@ -168,11 +191,11 @@ def _options(stored: Any) -> FixedOptions:
     return options
 
 
-def _whole_numbers(name: str, stored: Any, below: int) -> dict[str, int]:
+def _read_whole_numbers(name: str, stored: Any, below: int) -> dict[str, int]:
     return {who: checks.whole(name, each, 0, below) for who, each in checks.table(name, stored).items()}
 
 
-def _norms(name: str, stored: Any) -> list[float]:
+def _read_norms(name: str, stored: Any) -> list[float]:
     for value in checks.listed(name, stored):
         _check_norm(f"one of its {name}", value)
     return list(stored)
@@ -183,6 +206,7 @@ def _check_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number of 0 or more, got {value!r:.40}")
 
 
+<<<<<<< HEAD
 def _memory(facts: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Memory | None:
     """Take what a wrapped strategy remembers out of both; None before its first round ends."""
     if "inner" not in facts:
@@ -194,9 +218,22 @@ def _take(arrays: dict[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any
     """Take the arrays out whose names begin with the prefix, which goes."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays.pop(name) for name in names}
+=======
+def _read_memory(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Memory | None:
+    """Take what a wrapped strategy remembers out of both; None before its first round ends."""
+    if "inner" not in facts:
+        return None
+    return Memory(_take(tensors, _INNER), checks.table("inner", facts.pop("inner")))
+>>>>>>> flower
 
 
-def _rows(stored: Any, t: int) -> RoundRows | None:
+def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take the tensors whose names begin with the prefix out of all, and return them without it."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
+
+
+def _read_rows(stored: Any, t: int) -> RoundRows | None:
     if (stored is None) != (t == 0):
         raise ValueError(f"the rows of the last round must be there after a round, and t is {t}")
     if stored is None:
@@ -208,7 +245,7 @@ def _rows(stored: Any, t: int) -> RoundRows | None:
     return last
 
 
-def _known(known: Known, t: int) -> Known:
+def _read_known(known: Known, t: int) -> Known:
     note = Note(*checks.listed("a client's note", known.note, 3))
     checks.whole("a client's number", note.number, 0, NODE_NUMBERS)
     checks.whole("a client's last round", note.heard, 0, t)
