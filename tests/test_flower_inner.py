@@ -17,12 +17,14 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
+    FedAdagrad,
     FedAdam,
     FedAvg,
     FedAvgM,
     FedMedian,
     FedProx,
     FedTrimmedAvg,
+    FedYogi,
 )
 
 from cfedavg import InputError
@@ -672,3 +674,33 @@ def test_what_must_stay(name: str, value: Any, tmp_path: Path) -> None:
     it.start(1)
     with pytest.raises(InputError, match=f"{name} is {value!r}, but the federation in .* has"):
         it.start(2, resume=True, **{name: value})
+
+
+# Our server optimisers beside Flower's own, on the same replies
+
+FLOWERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (lambda: FedAdam(eta=0.5, beta_1=0.8, beta_2=0.95, tau=0.01),
+             {"server_optimiser": "adam(0.8, 0.95, 0.01)", "eta": 0.5}),
+    "yogi": (lambda: FedYogi(eta=0.3), {"server_optimiser": "yogi", "eta": 0.3}),
+    "adagrad": (lambda: FedAdagrad(eta=0.2), {"server_optimiser": "adagrad", "eta": 0.2}),
+    "momentum": (lambda: FedAvgM(server_momentum=0.7, server_learning_rate=0.6),
+                 {"server_optimiser": "momentum(0.7)", "eta": 0.6}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOWERS)
+def test_our_server_optimisers_are_flowers(name: str, tmp_path: Path) -> None:
+    """Equal to rounding: theirs go from models to updates and back, in float32.
+
+    An update is off by 2^-23 |model|, some 1e-5 of an update here, and a step m / (sqrt(v) + tau) is as much.
+    """
+    flowers, ours = FLOWERS[name]
+    found = []
+    for folder, strategy, options in (("theirs", flowers(), {}), ("ours", None, ours)):
+        it = Federation(tmp_path / folder, Adding(metrics={"num-examples": 10}).app, 4)
+        result = it.start(6, strategy, compressor="topk(0.7)", **options)
+        assert it.outcomes == [{"replied": 4}] * 6
+        found.append({part: array.numpy() for part, array in result.arrays.items()})
+    assert any(abs(found[0][part] - MODEL[part]).max() > 0.1 for part in MODEL)
+    for part in MODEL:
+        np.testing.assert_allclose(found[1][part], found[0][part], rtol=2e-5, atol=2e-5)

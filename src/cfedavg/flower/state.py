@@ -100,7 +100,6 @@ class FederationState:
         if not form.is_finite(self.whole):
             raise ValueError("what travels whole holds NaN or Inf")
 
-<<<<<<< HEAD
     def check_memory(self, like: ServerMemory) -> None:
         """Raise ValueError unless the server remembers what a server of these options does."""
         found, wanted = self.memory.vectors(), like.vectors()
@@ -111,10 +110,7 @@ class FederationState:
             if not np.isfinite(vector).all():
                 raise ValueError(f"the server's memory {name} holds NaN or Inf")
 
-    def stored(self) -> Served:
-=======
     def to_served(self) -> Served:
->>>>>>> flower
         """Return the state as the store writes it."""
         facts: dict[str, Any] = {
             "form": self.form,
@@ -141,20 +137,8 @@ class FederationState:
         state = cls(
             server=served.server,
             form=checks.text("form", facts.pop("form")),
-<<<<<<< HEAD
-            options=_options(facts.pop("options")),
-            whole=checks.vector(_WHOLE, arrays.pop(_WHOLE), "uint8").tobytes(),
-            checksums=_whole_numbers("the checksum of a file", facts.pop("rows"), 2**32),
-            clients=Table({who: _known(known, t) for who, known in served.clients.items()}),
-            lent=_whole_numbers("a node's number", facts.pop("numbers"), NODE_NUMBERS),
-            norms=_norms("norms", facts.pop("norms")),
-            claims=Claims(_norms("steps", facts.pop("steps")), _norms("samples", facts.pop("samples"))),
-            inner=_memory(facts, arrays),
-            memory=ServerMemory.from_vectors(_take(arrays, _SERVER)),
-            last=_rows(facts.pop("last", None), t),
-=======
             options=_read_options(facts.pop("options")),
-            whole=checks.vector(_WHOLE, tensors.pop(_WHOLE), torch.uint8).numpy().tobytes(),
+            whole=checks.vector(_WHOLE, arrays.pop(_WHOLE), "uint8").tobytes(),
             checksums=_read_whole_numbers("the checksum of a file", facts.pop("rows"), 2**32),
             clients=Table({who: _read_known(known, t) for who, known in served.clients.items()}),
             lent=_read_whole_numbers("a node's number", facts.pop("numbers"), NODE_NUMBERS),
@@ -162,9 +146,9 @@ class FederationState:
             claims=Claims(
                 _read_norms("steps", facts.pop("steps")), _read_norms("samples", facts.pop("samples"))
             ),
-            inner=_read_memory(facts, tensors),
+            inner=_read_memory(facts, arrays),
+            memory=ServerMemory.from_vectors(_take(arrays, _SERVER)),
             last=_read_rows(facts.pop("last", None), t),
->>>>>>> flower
         )
         if unknown := [*facts, *arrays]:
             raise ValueError(f"it has one field too many, {reprlib.repr(min(unknown))}")
@@ -172,14 +156,9 @@ class FederationState:
         return state
 
 
-<<<<<<< HEAD
-def _options(stored: Any) -> FixedOptions:
+def _read_options(stored: Any) -> FixedOptions:
     table = renew(checks.table("options", stored))
     table.pop("local_optimiser", None)  # of a state that was stored before the server optimiser was an option
-=======
-def _read_options(stored: Any) -> FixedOptions:
-    table = dict(checks.table("options", stored))
->>>>>>> flower
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:
         raise ValueError(f"it has one option too many, {reprlib.repr(min(table))}")
@@ -206,8 +185,7 @@ def _check_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number of 0 or more, got {value!r:.40}")
 
 
-<<<<<<< HEAD
-def _memory(facts: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Memory | None:
+def _read_memory(facts: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Memory | None:
     """Take what a wrapped strategy remembers out of both; None before its first round ends."""
     if "inner" not in facts:
         return None
@@ -218,19 +196,6 @@ def _take(arrays: dict[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any
     """Take the arrays out whose names begin with the prefix, which goes."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays.pop(name) for name in names}
-=======
-def _read_memory(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Memory | None:
-    """Take what a wrapped strategy remembers out of both; None before its first round ends."""
-    if "inner" not in facts:
-        return None
-    return Memory(_take(tensors, _INNER), checks.table("inner", facts.pop("inner")))
->>>>>>> flower
-
-
-def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Take the tensors whose names begin with the prefix out of all, and return them without it."""
-    names = [name for name in tensors if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
 def _read_rows(stored: Any, t: int) -> RoundRows | None:
