@@ -69,12 +69,17 @@ def test_sweep_and_report(cfedavg: Command, tmp_path: Path) -> None:
     assert (tmp_path / "report" / "report.png").exists()
 
 
-def test_data_compressors_version(cfedavg: Command, tmp_path: Path) -> None:
+def test_data_parts_version(cfedavg: Command, tmp_path: Path) -> None:
     picture = tmp_path / "who.png"
     outcome = cfedavg("data", "--clients", "10", "--classes-per-client", "3", "--picture", picture)
     assert "10 clients with 999 to 999 train" in outcome.out
     assert picture.exists()
-    assert "topk(0.99) >> bf16" in cfedavg("compressors").out
+    found = cfedavg("parts").out
+    for text in ("topk(0.99) >> bf16", "ef(decay=0.95)", "prox(0.01) >> sgd", "nesterov"):
+        assert text in found
+    assert "ef21" in (few := cfedavg("parts", "feedback").out)
+    assert "topk" not in few
+    assert "KIND must be compressor, feedback," in cfedavg("parts", "shape").err
     assert cfedavg("version").out == __version__
 
 

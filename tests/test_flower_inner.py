@@ -698,7 +698,7 @@ def test_our_server_optimisers_are_flowers(name: str, tmp_path: Path) -> None:
     found = []
     for folder, strategy, options in (("theirs", flowers(), {}), ("ours", None, ours)):
         it = Federation(tmp_path / folder, Adding(metrics={"num-examples": 10}).app, 4)
-        result = it.start(6, strategy, compressor="topk(0.7)", **options)
+        result = it.start(6, strategy, compressor="none", **options)  # ties could be broken in another way
         assert it.outcomes == [{"replied": 4}] * 6
         found.append({part: array.numpy() for part, array in result.arrays.items()})
     assert any(abs(found[0][part] - MODEL[part]).max() > 0.1 for part in MODEL)

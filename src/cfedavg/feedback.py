@@ -123,9 +123,7 @@ class ErrorFeedback(Feedback):
     """
 
     name: ClassVar[str] = "ef"
-    law: ClassVar[str] = (
-        "updates = applied + pending + residual + forgone; bitwise, and 0 forgone, for decay = 1"
-    )
+    law: ClassVar[str] = "updates = applied + pending + residual + forgone, bitwise for decay = 1"
     keeps_client_memory: ClassVar[bool] = True
     decay: float = 1.0
 

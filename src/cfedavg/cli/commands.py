@@ -5,8 +5,9 @@ from __future__ import annotations
 import typer
 
 from cfedavg.cli.federate import federation
-from cfedavg.cli.looking import compressors, data, inspect_message
+from cfedavg.cli.looking import data, inspect_message
 from cfedavg.cli.paper import claims, reproduce
+from cfedavg.cli.parts import parts
 from cfedavg.cli.training import report, run, sweep
 from cfedavg.cli.voice import fail, first_rank_only
 from cfedavg.errors import InputError
@@ -31,7 +32,7 @@ def version() -> None:
 
 
 # In the order of `--help`.
-for command in (run, sweep, report, reproduce, claims, data, compressors):
+for command in (run, sweep, report, reproduce, claims, data, parts):
     app.command()(command)
 app.command("inspect")(inspect_message)
 app.command()(version)

@@ -1,4 +1,4 @@
-"""`cfedavg data`, `compressors` and `inspect`: look at what a run deals out and sends."""
+"""`cfedavg data` and `inspect`: look at what a run deals out and sends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
 
 from cfedavg.cli.options import takes_config
 from cfedavg.cli.voice import PLAIN, OptionConsole
@@ -43,33 +42,6 @@ def data(
         f"test samples; {partition.unused} train samples unused\ndrawn in {picture}",
         **PLAIN,
     )
-
-
-def compressors(
-    d: Annotated[
-        int,
-        typer.Option("--d", help="length of the vector to compress", min=1, max=2**53),
-    ] = 582_026,
-) -> None:
-    """List the compressors, each with its guaranteed SNR gamma: E|C(p) - p|² <= |p|²/gamma.
-
-    The bytes are an estimate, from a message of Gaussian noise. A run counts the messages that it sends.
-    """
-    from cfedavg.compress import EXAMPLES, parse
-    from cfedavg.inspection import estimated_bytes
-    from cfedavg.layout import Layout
-    from cfedavg.units import in_bytes
-
-    names = (Column("write", no_wrap=True), "gamma", "bytes (estimate)", "what it does")
-    table, console = Table(*names, title=f"selector >> quantiser, for d = {d:,}"), OptionConsole()
-    with console.status("encoding a message with each"):
-        for text in EXAMPLES:
-            compressor = parse(text)
-            stage = compressor.quantiser or compressor.selector
-            words = (stage.__doc__ or "").split("\n")[0] if ">>" not in text else "a composition"
-            gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
-            table.add_row(text, gamma, in_bytes(estimated_bytes(compressor, d)), words)
-    console.print(table)
 
 
 def inspect_message(

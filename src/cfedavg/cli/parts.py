@@ -1,0 +1,112 @@
+"""`cfedavg parts`: list the parts of the algorithm that can be exchanged, with a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from cfedavg.cli.options import flag
+from cfedavg.cli.voice import OptionConsole
+from cfedavg.errors import InputError
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table of texts to write, and what is known of them."""
+    return Table(Column("write", no_wrap=True), *columns, title=title)
+
+
+def parts(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            help="compressor, feedback, local_optimiser or server_optimiser", show_default="all of them"
+        ),
+    ] = None,
+    d: Annotated[
+        int,
+        typer.Option("--d", help="length of the vector to compress", min=1, max=2**53),
+    ] = 582_026,
+) -> None:
+    """List the parts that can be exchanged: what each does, what it guarantees, what it remembers.
+
+    The same text names a part on the command line, in TOML, in Python and in Flower. A class of your own is
+    package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
+    """
+    tables: dict[str, Callable[[Console, int], Table]] = {
+        "compressor": _compressors,
+        "feedback": _feedbacks,
+        "local_optimiser": _local_optimisers,
+        "server_optimiser": _server_optimisers,
+    }
+    kind = kind and kind.removeprefix("--").replace("-", "_")
+    if kind is not None and kind not in tables:
+        raise InputError(f"KIND must be {', '.join(tables)}, got {kind!r}")
+    console = OptionConsole()
+    for name, table in tables.items():
+        if kind in (None, name):
+            console.print(table(console, d))
+
+
+def _compressors(console: Console, d: int) -> Table:
+    """With the guaranteed SNR, and bytes of a message of Gaussian noise: a run counts its own messages."""
+    from cfedavg.compress import EXAMPLES, parse
+    from cfedavg.inspection import estimated_bytes
+    from cfedavg.layout import Layout
+    from cfedavg.parts import first_sentence
+    from cfedavg.units import in_bytes
+
+    title = f"{flag('compressor')}: selector >> quantiser, for d = {d:,}; E|C(p) - p|² <= |p|²/gamma"
+    table = _table(title, "what it does", "gamma", "bytes (estimate)")
+    with console.status("encoding a message with each"):
+        for text in EXAMPLES:
+            compressor = parse(text)
+            words = "a composition" if ">>" in text else first_sentence(compressor.stages[-1])
+            gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
+            table.add_row(text, words, gamma, in_bytes(estimated_bytes(compressor, d)))
+    return table
+
+
+def _feedbacks(console: Console, d: int) -> Table:
+    from cfedavg.feedback import FEEDBACKS
+    from cfedavg.parts import first_sentence
+
+    table = _table(flag("feedback"), "what it does", "law under lost replies", "remembers")
+    for text in ("ef", "ef(decay=0.95)", "ef21", "none"):
+        feedback = FEEDBACKS.parse(text)
+        memory = ["a vector a client"] * feedback.keeps_client_memory
+        memory += ["a vector of the server"] * feedback.keeps_server_memory
+        table.add_row(text, first_sentence(feedback), feedback.law, ", ".join(memory) or "nothing")
+    return table
+
+
+def _local_optimisers(console: Console, d: int) -> Table:
+    from cfedavg.optimise.local import LOCAL_OPTIMISERS
+    from cfedavg.parts import first_sentence
+
+    title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
+    table = _table(title, "what it does", "remembers for a round")
+    memory = {"sgd(momentum=0.9)": "a model a client", "adamw(0.1)": "two models a client"}
+    memory |= {"prox(0.01) >> sgd": "the start"}
+    for text in ("sgd", "sgd(momentum=0.9)", "adamw(0.1)", "clip(1.0) >> sgd", "prox(0.01) >> sgd"):
+        entry = LOCAL_OPTIMISERS.entries[text.split("(")[0]]
+        table.add_row(text, first_sentence(entry), memory.get(text, "nothing"))
+    return table
+
+
+def _server_optimisers(console: Console, d: int) -> Table:
+    import numpy as np
+
+    from cfedavg.optimise.server import SERVER_OPTIMISERS
+    from cfedavg.parts import first_sentence
+
+    table = _table(flag("server_optimiser"), "what it does", f"{flag('eta')} by default", "remembers")
+    for name in SERVER_OPTIMISERS.entries:
+        optimiser = SERVER_OPTIMISERS.parse(name)
+        vectors = len(optimiser.init(np.zeros(1)))
+        memory = ("nothing", "one vector", "two vectors")[vectors]
+        table.add_row(name, first_sentence(optimiser), f"{optimiser.rate:.4g}", memory)
+    return table
