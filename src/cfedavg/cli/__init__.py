@@ -1,8 +1,8 @@
 """The command `cfedavg`: how it begins and how it ends.
 
-`commands` lists the commands; `training`, `paper`, `looking`, `parts` and `federate` hold them, `options` what
-their options share, and `voice` who speaks. What a command needs beyond its options is imported when it runs:
-`--help` is quick. Nothing slow is imported here either, so that Ctrl-C is handled from the start.
+`commands` lists the commands; `training`, `paper`, `looking`, `parts` and `federate` hold them, `options`
+what their options share, and `voice` who speaks. What a command needs beyond its options is imported when it
+runs: `--help` is quick. Nothing slow is imported here either, so that Ctrl-C is handled from the start.
 """
 
 from __future__ import annotations
