@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cfedavg as package
-from cfedavg import Config, InputError
+from cfedavg import Config, InputError, run
 from cfedavg.cli.options import flag
 from cfedavg.cli.voice import _options, with_options
 from cfedavg.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, kinds, read_config
 from cfedavg.option import any_of
-from tests.conftest import Command
+from cfedavg.retired import renew
+from tests.conftest import Command, blobs
 
 SOURCE = Path(package.__file__).parent
 
@@ -150,3 +152,42 @@ def test_a_file_is_named_whatever_its_name(tmp_path: Path, monkeypatch: pytest.M
     Path("c").write_text("clients = 0")  # the sentence has a c too
     with pytest.raises(InputError, match=r"^c: `clients` must be 1 or more, got 0$"):
         read_config(Path("c"))
+
+
+# --- options of before ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "write"),
+    [
+        ("error_feedback = true", 'feedback = "ef"'),
+        ("error_feedback = false", 'feedback = "none"'),
+        ("momentum = 0.9\nweight_decay = 0.01", 'local_optimiser = "sgd(momentum=0.9, weight_decay=0.01)"'),
+        ("weight_decay = 0.0", 'local_optimiser = "sgd"'),
+    ],
+)
+def test_an_option_of_before_says_what_to_write(
+    line: str, write: str, cfedavg: Command, tmp_path: Path
+) -> None:
+    (file := tmp_path / "old.toml").write_text(f"rounds = 2\n{line}\n")
+    found = cfedavg("run", "--config", file, "--out", tmp_path / "r")
+    assert found.code == 2
+    assert f"old.toml: {line.split()[0]} is no longer an option; write {write}" in found.err
+    assert not (tmp_path / "r").exists()
+    assert str(renew(tomllib.loads(line))[write.split()[0]]) == write.split('"')[1]
+
+
+def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
+    """Its folder is read by the names of now; the checkpoint has the options of then."""
+    config = Config(rounds=2, local_optimiser="sgd(momentum=0.9)", feedback="none", checkpoint_every=1)
+    run(config, blobs(), out=tmp_path)
+    text = (tmp_path / "config.toml").read_text()
+    kept = [
+        line for line in text.splitlines() if not line.startswith(("local_opt", "server_opt", "feedback"))
+    ]
+    old = "momentum = 0.9\nweight_decay = 0.0\nerror_feedback = false\n"
+    (tmp_path / "config.toml").write_text("\n".join(kept) + "\n" + old)
+    assert read_config(tmp_path / "config.toml").feedback == "none"
+    assert len(run(config.replace(rounds=3), blobs(), out=tmp_path, resume=True).rows) == 3
+    with pytest.raises(InputError, match="`feedback` is 'ef', but the run in"):
+        run(config.replace(rounds=4, feedback="ef"), blobs(), out=tmp_path, resume=True)

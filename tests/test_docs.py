@@ -152,3 +152,18 @@ def test_cells_of_small_studies_come_out_again(name: str) -> None:
     module = importlib.import_module(f"cfedavg.reproduce.{name.partition('-')[0]}")
     again = module.measure(entry.settings, lambda text: None)
     assert list(numbers(again)) == pytest.approx(list(numbers(entry.values)), rel=0.01)
+
+
+def test_tables_of_the_parts() -> None:
+    """Every number of both tables is one that was measured, by its row."""
+    page = (ROOT / "docs" / "parts.md").read_text()
+    lines = [json.loads(line) for line in (ROOT / "results/parts/h200.jsonl").read_text().splitlines()]
+    known = {" | ".join(f"{mean:.2f}" for mean in line["mean"].values()) for line in lines}
+    for line in lines:
+        for t, mean in line["mean"].items():
+            assert mean == pytest.approx(statistics.mean(seed[t] for seed in line["seeds"]), abs=0.006)
+    cells = [json.loads(line) for line in (ROOT / "results/parts/cpu.jsonl").read_text().splitlines()]
+    known |= {" | ".join(f"{value:.2f}" for value in cell["accuracy"].values()) for cell in cells}
+    rows = [row for row in page.splitlines() if re.search(r"\d\d\.\d\d \|$", row)]
+    assert len(rows) == 20
+    assert [row for row in rows if not any(row.endswith(f"| {numbers} |") for numbers in known)] == []

@@ -69,8 +69,9 @@ MAY_IMPORT = {
     "reproduce": {"compress", "config", "data", "display", "errors", "files", "folder", "layout", "local",
                   "loop", "metrics", "models", "option", "report", "retired", "schedule", "task", "theory",
                   "units", "__init__"},
-    "cli": {"compress", "config", "data", "display", "errors", "files", "flower", "inspection", "layout",
-            "interrupts", "loop", "report", "reproduce", "sweep", "units", "__init__"},
+    "cli": {"compress", "config", "data", "display", "errors", "feedback", "files", "flower", "inspection",
+            "interrupts", "layout", "loop", "optimise", "parts", "report", "reproduce", "sweep", "units",
+            "__init__"},
 }  # fmt: skip
 
 

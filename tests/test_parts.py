@@ -396,8 +396,8 @@ def test_adam_by_hand() -> None:
     [
         ({}, 1.0, 1.0),
         ({"local_steps": "1..3"}, 2.0, 1.0),
-        ({"server_optimiser": "momentum(0.5)"}, 0.5, 1.0),
-        ({"server_optimiser": "nesterov(0.5)", "local_steps": "1..3"}, 1.0, 1.0),
+        ({"server_optimiser": "momentum(0.5)"}, 1.0, 1.0),
+        ({"server_optimiser": "nesterov(0.5)", "local_steps": "1..3"}, 2.0, 1.0),
         ({"server_optimiser": "adam"}, 0.01, 1.0),
         ({"server_optimiser": "adam", "local_steps": "1..3"}, 0.01, 2.0),
         ({"server_optimiser": "adagrad", "local_steps": "1..3", "eta": 0.3}, 0.3, 2.0),
@@ -493,7 +493,7 @@ def transformer() -> Task:
 
 TRAINS: dict[str, dict[str, Any]] = {
     "FedAdam": {"server_optimiser": "adam(tau=0.01)"},
-    "FedAvgM": {"server_optimiser": "momentum(0.7)"},
+    "FedAvgM": {"server_optimiser": "momentum(0.5)"},
     "FedProx": {"local_optimiser": "prox(0.01) >> sgd"},
     "local AdamW": {"local_optimiser": "clip(1.0) >> adamw", "eta_local": 0.01},
 }

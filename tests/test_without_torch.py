@@ -37,3 +37,49 @@ print(len(EXAMPLES))
 """
     )
     assert int(found) > 10
+
+
+def test_a_client_sends_stores_and_restores() -> None:
+    """Channel, protocol, wire and store of a federation, with every feedback."""
+    found = run_without_torch(
+        """
+import tempfile
+from pathlib import Path
+import numpy as np
+from cfedavg import Aggregator, Channel, Layout, parse
+from cfedavg.feedback import FEEDBACKS
+from cfedavg.federation.protocol import Request, Stamp, Train, answer, receive
+from cfedavg.federation.store import ClientStore, Served, Server, ServerStore
+from cfedavg.federation.uplink import Uplink
+from cfedavg.optimise import SERVER_OPTIMISERS
+from cfedavg.wire import decode
+
+layout = Layout.flat(300)
+g = np.random.default_rng(0).standard_normal(300).astype(np.float32)
+for name in FEEDBACKS.entries:
+    feedback = FEEDBACKS.parse(name)
+    uplink = Uplink(Channel(parse("topk(0.9)"), feedback, layout), client=4)
+    with tempfile.TemporaryDirectory() as folder:
+        store = ClientStore(Path(folder), "f", "me", layout)
+        with store.locked():
+            first = Request(Stamp(1, 1), 0, None)
+            client, message = answer(receive(store.load(), first, uplink)[0], first, g, uplink)
+            store.save(client)
+            again, action = receive(store.load(), Request(Stamp(1, 2), 1, None), uplink)
+        assert isinstance(action, Train), name
+        # The reply was lost: with ef all of g is owed again, with ef21 nothing was ever said.
+        wanted = {"ef": g, "ef21": 0 * g, "none": 0 * g}[name]
+        assert np.array_equal(again.memory, wanted), name
+        aggregator = Aggregator(feedback, SERVER_OPTIMISERS.parse("adam"))
+        payload, x = decode(message, layout=layout), np.zeros(300, np.float32)
+        x, memory = aggregator.step(x, aggregator.init(x), [(payload, [1.0])], everyone=1.0, eta=0.1)
+        assert np.count_nonzero(x) == 30 and x.dtype == np.float32
+        server = ServerStore(Path(folder) / "server", "f", layout)
+        with server.locked():
+            server.save(Served(Server(x), extra=memory.vectors()))
+            assert np.array_equal(server.load().extra["optimiser.v"], memory.optimiser["v"])
+assert "torch" not in sys.modules
+print("done")
+"""
+    )
+    assert found == "done\n"

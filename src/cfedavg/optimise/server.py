@@ -31,10 +31,7 @@ class ServerOptimiser(Part):
     # where updates were divided by K.
     adapts: ClassVar[bool] = False
 
-    @property
-    def rate(self) -> float:
-        """The global rate eta for updates that were not divided by K, where nobody gives one."""
-        return 1.0
+    rate: ClassVar[float] = 1.0  # eta for updates that were not divided by K, where nobody gives one
 
     def default_rate(self, K: float) -> float:
         """Return eta where nobody gives one; K is what the clients' updates were divided by."""
@@ -65,7 +62,7 @@ class ServerSGD(ServerOptimiser):
 
 @dataclass(frozen=True)
 class ServerMomentum(ServerOptimiser):
-    """v = beta v + delta, x + eta v: FedAvgM. By default eta is 1 - beta: v adds up 1 / (1 - beta) deltas.
+    """FedAvgM: v = beta v + delta, x + eta v.
 
     >>> import numpy as np
     >>> x, v = ServerMomentum(0.5).step(np.zeros(1), np.ones(1), {"v": np.ones(1)}, 1.0, t=0)
@@ -79,10 +76,6 @@ class ServerMomentum(ServerOptimiser):
     def __post_init__(self) -> None:
         check_share("beta", self.beta)
 
-    @property
-    def rate(self) -> float:
-        return 1 - self.beta
-
     def init(self, x: Array) -> State:
         return {"v": 0 * x}
 
@@ -93,7 +86,7 @@ class ServerMomentum(ServerOptimiser):
 
 @dataclass(frozen=True)
 class ServerNesterov(ServerMomentum):
-    """v = beta v + delta, x + eta (delta + beta v): the outer step of DiLoCo. By default eta is 1 - beta."""
+    """The outer step of DiLoCo: v = beta v + delta, x + eta (delta + beta v)."""
 
     name: ClassVar[str] = "nesterov"
 
@@ -110,6 +103,7 @@ class _Adaptive(ServerOptimiser):
     """
 
     adapts: ClassVar[bool] = True
+    rate: ClassVar[float] = 0.01
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
@@ -119,10 +113,6 @@ class _Adaptive(ServerOptimiser):
         check_share("beta2", self.beta2)
         if isinstance(self.tau, bool) or not (isinstance(self.tau, int | float) and 0 < self.tau < 1e100):
             raise InputError(f"tau must be a finite number above 0, got {self.tau!r}")
-
-    @property
-    def rate(self) -> float:
-        return 0.01
 
     def init(self, x: Array) -> State:
         return {"m": 0 * x, "v": 0 * x}
@@ -175,10 +165,6 @@ class ServerAdagrad(_Adaptive):
 
     name: ClassVar[str] = "adagrad"
     beta1: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return 0.1
 
     def _v(self, v: Array, delta: Array) -> Array:
         return v + delta * delta
