@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +16,29 @@ from cfedavg.errors import InputError
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.keys import Purpose, key, permutation, uniform
 from cfedavg.layout import Layout
-from cfedavg.optimise import SERVER_OPTIMISERS
+from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
 from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser
 from cfedavg.schedule import Rates, Steps, resolve_rates
 from cfedavg.task import Task
+
+
+class Parts(NamedTuple):
+    """The exchangeable parts that a configuration names."""
+
+    compressor: Compressor
+    feedback: Feedback
+    local_optimiser: LocalOptimiser
+    server_optimiser: ServerOptimiser
+
+
+def parse_parts(config: Config, *, trust: bool = True) -> Parts:
+    """Return the parts by their texts; without `trust` none of these may name a module."""
+    return Parts(
+        parse(config.compressor, trust=trust),
+        FEEDBACKS.parse(config.feedback, trust=trust),
+        parse_local_optimiser(config.local_optimiser, trust=trust),
+        SERVER_OPTIMISERS.parse(config.server_optimiser, trust=trust),
+    )
 
 
 @dataclass(frozen=True)
@@ -46,10 +66,8 @@ class Plan:
         self.m = len(self.samples)
         self._check_lists()
         self.clients_per_round = max(1, round(config.participation * self.m))
-        self.compressor: Compressor = parse(config.compressor)
-        self.feedback: Feedback = FEEDBACKS.parse(config.feedback)
-        self.local_optimiser: LocalOptimiser = parse_local_optimiser(config.local_optimiser)
-        self.aggregator = Aggregator(self.feedback, SERVER_OPTIMISERS.parse(config.server_optimiser))
+        self.compressor, self.feedback, self.local_optimiser, server = parse_parts(config)
+        self.aggregator = Aggregator(self.feedback, server)
         self._check_memory()
         self.link = Link(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
@@ -96,7 +114,14 @@ class Plan:
             f"{self.clients_per_round} of {self.m} clients a round, {steps} local steps, "
             f"update {self.rates.update}, eta_local {self.rates.eta_local(0):.4g}, eta {self.rates.eta:.4g}; "
             f"{layout.d:,} parameters, {self.compressor} (gamma {self.compressor.gamma(layout):.5g})"
+            + "".join(f", {name.replace('_', ' ')} {part}" for name, part in self._unusual().items())
         )
+
+    def _unusual(self) -> dict[str, str]:
+        """The other parts, where they are not the paper's."""
+        names = ("feedback", "local_optimiser", "server_optimiser")
+        found = {name: getattr(self.config, name) for name in names}
+        return {name: text for name, text in found.items() if text != getattr(Config, name)}
 
     @property
     def timed(self) -> bool:

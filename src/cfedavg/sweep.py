@@ -8,9 +8,9 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from cfedavg.compress import parse
 from cfedavg.config import Config, kinds
 from cfedavg.errors import InputError
+from cfedavg.plan import parse_parts
 from cfedavg.schedule import build_schedule
 
 
@@ -33,7 +33,7 @@ def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
             raise InputError(f"`vary`: two cells of the grid would be named {name!r}")
         grid[name] = base.replace(**changes)
         # Bad texts show before the first cell is trained, not after.
-        parse(grid[name].compressor, "compressor")
+        parse_parts(grid[name])
         build_schedule(grid[name].schedule)
     return grid
 

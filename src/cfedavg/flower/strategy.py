@@ -176,7 +176,9 @@ class CFedAvg(Strategy):
 
     def summary(self) -> None:
         where = f"{self.out.resolve()} on {socket.gethostname()}"
-        log(INFO, "CFedAvg: %s, update %s; metrics in %s", self.uplink.compressor, self.uplink.update, where)
+        parts = f"{self.uplink.compressor}, feedback {self.uplink.feedback}"
+        parts += "" if self.inner else f", server optimiser {self._optimiser}"
+        log(INFO, "CFedAvg: %s, update %s; metrics in %s", parts, self.uplink.update, where)
         if self.inner is not None:
             self.inner.summary()
 

@@ -12,10 +12,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cfedavg.compress import parse
 from cfedavg.config import EXCLUSIVE, Config, refuse_code
 from cfedavg.errors import InputError
 from cfedavg.files import read_file
+from cfedavg.plan import parse_parts
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.training import COLUMNS
 
@@ -197,7 +197,7 @@ def _check(experiment: Experiment, where: str) -> None:
     for scale in SCALES:
         try:
             for settings in experiment.cells(scale, 1).values():
-                parse(settings["compressor"], "compressor", trust=False)
+                parse_parts(Config.from_dict(settings), trust=False)
         except InputError as error:
             raise InputError(f"{where}, scale {scale}: {error}") from None
 
