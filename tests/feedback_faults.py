@@ -6,16 +6,19 @@ Faults of disks are left out: what they take is no business of a feedback.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Channel
-from cfedavg.federation.protocol import Client, Request
+from cfedavg.federation.protocol import Client, Request, Server
 from cfedavg.feedback import Books, Feedback
 from cfedavg.layout import Layout
+from cfedavg.optimise.server import ServerSGD
 from cfedavg.payload import Floats, Payload
-from tests.faults import KEPT, RATES, Broken, D, Fate, Model, World
+from tests.faults import CLIENTS, KEPT, RATES, Broken, D, Fate, Model, World
 
 OF_DISKS = ("disk gone", "old disk", "server from backup")
 _ITEM = np.dtype([("index", "<i8"), ("value", "<f8")])
@@ -78,7 +81,9 @@ class FeedbackWorld(World):
         zero = np.zeros(D)
         self.fates = {name: Fate(made=zero) for name in self.names}  # type: ignore[arg-type]
         self.forgone = dict.fromkeys(self.names, zero)
-        self.disk = self.server = type(self.disk)(Vectors(dict.fromkeys(self.names, zero)))  # type: ignore[arg-type]
+        aggregator = Aggregator(self.feedback, ServerSGD())
+        first = Vectors(dict.fromkeys(self.names, zero), frozenset(), aggregator, aggregator.init(zero))  # type: ignore[arg-type]
+        self.disk = self.server = Server(first)
 
     def fresh(self) -> Client:
         self.incarnations += 1
@@ -117,13 +122,25 @@ class FeedbackWorld(World):
         )
         if abs(self.feedback.imbalance(books)).max() > self.tolerance:
             raise Broken(f"seed {self.seed}, round {self.now}: {name}")
+        if self.feedback.mirrors_clients:
+            applied = sum(self.disk.x.sums.values())
+            if abs(self.disk.x.memory.feedback - applied).max() > 1e-9:
+                raise Broken(f"seed {self.seed}, round {self.now}: the server")
 
 
+@dataclass(frozen=True)
 class Vectors(Model):
-    """A model whose sums are vectors."""
+    """A model whose sums are vectors, made by the server's half of the feedback too."""
+
+    aggregator: Aggregator | None = None
+    memory: ServerMemory = field(default_factory=ServerMemory)
 
     def with_(self, taken: list[Any]) -> Model:
         sums = dict(self.sums)
         for reply in taken:
             sums[reply.name] = sums[reply.name] + read_vector(reply.message)
-        return Vectors(sums, self.holds | {(reply.name, reply.mark) for reply in taken})
+        assert self.aggregator is not None
+        payloads = [(unpack(reply.message), [1.0]) for reply in taken]
+        _, memory = self.aggregator.step(np.zeros(D), self.memory, payloads, everyone=CLIENTS, eta=1.0)
+        holds = self.holds | {(reply.name, reply.mark) for reply in taken}
+        return Vectors(sums, holds, self.aggregator, memory)

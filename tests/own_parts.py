@@ -21,8 +21,6 @@ class CAFe(Feedback):
     """Clients send how their update differs from the last mean update, which the broadcast carries."""
 
     law: ClassVar[str] = "nothing is remembered of a client"
-    keeps_server_memory: ClassVar[bool] = True
-    broadcasts: ClassVar[bool] = True
 
     def outgoing(self, g: Any, memory: Any, shared: Any) -> Any:
         return g - shared
@@ -39,7 +37,6 @@ class CAFe(Feedback):
 class SAPEF(ErrorFeedback):
     """Clients begin at x + alpha e, a share of what they still owe ahead of the model."""
 
-    moves_start: ClassVar[bool] = True
     alpha: float = 0.5
 
     def start(self, x: Any, memory: Any, shared: Any) -> Any:

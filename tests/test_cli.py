@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 
 from cfedavg import Config, InputError, Layout, __version__, decode
 from cfedavg.cli.options import flag
+from cfedavg.compress import SELECTORS
 from cfedavg.config import read_config
+from cfedavg.feedback import FEEDBACKS
+from cfedavg.optimise.local import LOCAL_OPTIMISERS
+from cfedavg.optimise.server import SERVER_OPTIMISERS
 from cfedavg.report.read import read_run
 from cfedavg.sweep import cells
 from tests.conftest import Command
@@ -75,7 +80,10 @@ def test_data_parts_version(cfedavg: Command, tmp_path: Path) -> None:
     assert "10 clients with 999 to 999 train" in outcome.out
     assert picture.exists()
     found = cfedavg("parts").out
-    for text in ("topk(0.99) >> bf16", "ef(decay=0.95)", "prox(0.01) >> sgd", "nesterov"):
+    registered = [FEEDBACKS.entries, LOCAL_OPTIMISERS.entries, SERVER_OPTIMISERS.entries, SELECTORS]
+    for name in (name for entries in registered for name in entries):
+        assert re.search(rf"│ {name}[ (]", found), name
+    for text in ("topk(0.99) >> bf16", "ef(decay=0.95)", "prox(0.01) >> sgd"):
         assert text in found
     assert "ef21" in (few := cfedavg("parts", "feedback").out)
     assert "topk" not in few

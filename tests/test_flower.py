@@ -24,7 +24,7 @@ from cfedavg import InputError
 from cfedavg.config import Config, read_config
 from cfedavg.data.tasks import build_task
 from cfedavg.federation.store import ServerStore
-from cfedavg.flower import RoundPolicy
+from cfedavg.flower import CFedAvg, RoundPolicy
 from cfedavg.flower.app import client, server
 from cfedavg.flower.app.settings import TRUST, config_of, run_config_of
 from cfedavg.flower.nodes import Numbers, online
@@ -525,3 +525,40 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for rounds in (1, 2):
         it.start(rounds, resume=True, evaluate_fn=lambda t, _: seen.append(t))
     assert seen == [0, 1, 2]
+
+
+def test_a_rate_of_numpys(tmp_path: Path) -> None:
+    """A function of the round that gives float64 must not make the model float64."""
+    it = Federation(tmp_path, Adding().app)
+    it.start(3, eta=lambda t: 1 / np.sqrt(1 + t))
+    it.start(5, eta=np.float64(0.5), resume=True)
+    assert it.outcomes == [{"replied": 3}] * 5
+    assert Disks(it).server().x.dtype == np.float32
+
+
+def sum_of_memories(it: Federation) -> tuple[np.ndarray, np.ndarray]:
+    """What the server knows of ef21, and what its clients do."""
+    disks = Disks(it)
+    served = ServerStore(it.out / "state", disks.federation, disks.form.layout).load()
+    assert served is not None
+    clients = [disks.client(node) for node in it.nodes]
+    return served.extra["server/feedback"], np.sum([client.memory for client in clients if client], 0)
+
+
+def test_ef21_through_losses_resumes_and_bounds(tmp_path: Path) -> None:
+    """Server and clients know the same after lost replies, void rounds, a resume and a smaller max_norm."""
+    it = Federation(tmp_path, Adding().app, 4)
+    it.grid.on_reply = lambda node, request, reply: (
+        None if (int(request.metadata.group_id) + node.partition) % 3 == 0 else reply
+    )
+    it.start(5, feedback="ef21", compressor="topk(0.7)", timeout=0.01)
+    it.start(8, feedback="ef21", compressor="topk(0.7)", timeout=0.01, resume=True, max_norm=1e-3)
+    it.grid.on_reply = lambda node, request, reply: reply
+    it.start(9, feedback="ef21", compressor="topk(0.7)", resume=True, max_norm=math.inf)
+    assert it.outcomes[-1] == {"replied": 4}
+    np.testing.assert_allclose(*sum_of_memories(it), rtol=1e-5, atol=1e-4)
+
+
+def test_ef21_and_a_backup(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="`from_backup` must not be given with the feedback ef21"):
+        CFedAvg(feedback="ef21", out=tmp_path, resume=True, from_backup=True)

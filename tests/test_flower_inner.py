@@ -369,7 +369,7 @@ def test_evaluation_by_clients_is_counted(tmp_path: Path) -> None:
 
 def test_not_within_others() -> None:
     outer = DifferentialPrivacyServerSideAdaptiveClipping(CFedAvg(), 0.0, 4, clipped_count_stddev=0.0)
-    with pytest.raises(InputError, match="put others into it"):
+    with pytest.raises(InputError, match="Pass that strategy as `inner`"):
         outer.configure_train(1, record(MODEL), ConfigRecord(), LocalGrid([]))
 
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "kernel": set(),
     "draws": {"kernel"},
     "arrays": {"kernel"},
-    "parts": {"spec"},
+    "parts": {"errors", "spec"},
     "wire": {"draws", "kernel", "layout", "payload"},
     "compress": {"arrays", "draws", "errors", "kernel", "keys", "layout", "parts", "payload"},
     "feedback": {"arrays", "compress", "errors", "parts", "payload"},

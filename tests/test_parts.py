@@ -209,6 +209,32 @@ def test_adamw_is_torchs() -> None:
     assert steps_of(AdamW(0.05, 0.8, 0.99, 1e-6), step) < 1e-14
 
 
+def test_adamw_is_torchs_in_float32() -> None:
+    """Also where 1 - beta^k is small."""
+    p, g = torch.ones(4), torch.tensor([1.0, -0.1, 1e-3, 5.0])
+    theirs, mine = nn.Parameter(p.clone()), p
+    optimiser, ours = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99999)), AdamW(beta2=0.99999)
+    state = ours.init([p])
+    for _ in range(3):
+        theirs.grad = g.clone()
+        optimiser.step()
+        (mine,), state = ours.step([mine], [g], state, 0.1, [])
+    torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=0)
+
+
+def test_a_part_in_float64_changes_no_dtype() -> None:
+    """What NumPy's own numbers, or a part of a user's, make of it is cast back."""
+    x = np.ones(3, np.float32)
+    aggregator = Aggregator(EF21(), SERVER_OPTIMISERS.parse("adam"))
+    payload = parse("none").compress(x, 0)
+    x_next, memory = aggregator.step(
+        x, aggregator.init(x), [(payload, [1.0])], everyone=2.0, eta=np.float64(0.5)
+    )
+    assert {each.dtype for each in (x_next, *memory.vectors().values())} == {np.dtype(np.float32)}
+    made = Channel(parse("none"), ErrorFeedback(np.float64(0.9)), Layout.flat(3)).send(x, x, 0)
+    assert made.p.dtype == made.memory.dtype == np.float32
+
+
 def test_clip_is_torchs() -> None:
     def step(parameters: list[nn.Parameter], k: int) -> None:
         nn.utils.clip_grad_norm_(parameters, 3.0)
@@ -438,8 +464,12 @@ def test_a_round_without_replies_leaves_the_servers_memory() -> None:
         ("local_optimiser", "tests.own_parts:CAFe", "must be a subclass of cfedavg.optimise.local.LocalPart"),
         ("local_optimiser", " >> ".join(["clip(1)"] * 8 + ["sgd"]), "must have at most 8 names"),
         ("server_optimiser", "momentum(-1)", "beta must be from 0 to below 1, got -1"),
-        ("server_optimiser", "adam(tau=0)", "tau must be a finite number above 0, got 0"),
+        ("server_optimiser", "adam(tau=0)", "tau must be from 1e-30 to 1e30, got 0"),
         ("server_optimiser", "sgd >> adam", "must have one name"),
+        ("server_optimiser", "adam(tau=1e-50)", "tau must be from 1e-30 to 1e30, got 1e-50"),
+        ("server_optimiser", "cfedavg.optimise.server:ServerOptimiser", "must be a frozen dataclass"),
+        ("local_optimiser", f"prox({10**400}) >> sgd", "mu must be a finite number of 0 or more, got 1000"),
+        ("feedback", "cfedavg.feedback:Feedback", "must be a frozen dataclass; write @dataclass"),
         ("feedback", "ef(decay=0)", "decay must be above 0 and at most 1, got 0"),
         ("feedback", "ef(decay=true)", "decay must be above 0 and at most 1, got True"),
         ("feedback", "os:system", "must be a subclass of cfedavg.feedback.Feedback"),

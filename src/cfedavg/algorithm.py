@@ -121,4 +121,6 @@ class Aggregator:
         delta, shared = self.feedback.receive(delta_tilde, memory.feedback, Weights(arrived, everyone))
         delta = delta if scale == 1 else scale * delta
         x_next, state = self.optimiser.step(x, delta, memory.optimiser, eta, t)
-        return x_next, ServerMemory(shared, state)
+        # In the dtype of x, whatever a part of the user's computed in: it is what clients and files expect.
+        kept = {name: cast_like(vector, x) for name, vector in state.items()}
+        return cast_like(x_next, x), ServerMemory(None if shared is None else cast_like(shared, x), kept)

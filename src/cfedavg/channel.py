@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cfedavg.arrays import Array, norm2
+from cfedavg.arrays import Array, cast_like, norm2
 from cfedavg.compress import Compressor, decompress, minus, values_of
 from cfedavg.feedback import Feedback
 from cfedavg.layout import Layout
@@ -66,12 +66,13 @@ class Channel:
         One client may be bound: no more than `max_norm` is sent, and the rest waits in its memory.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses what is not finite
-            p = self.feedback.outgoing(g, memory, shared)
+            p = cast_like(self.feedback.outgoing(g, memory, shared), g)
         payload = self.compressor.compress(p, key, self.layout, t)
         if max_norm < math.inf:
             payload = self._bounded(p, payload, key, t, max_norm)
         left = minus(p, payload)
-        return Outgoing(p, payload, left, self.feedback.remember(left, payload, memory))
+        after = self.feedback.remember(left, payload, memory)
+        return Outgoing(p, payload, left, after if after is None else cast_like(after, g))
 
     def _bounded(self, p: Array, payload: Payload, key: int | Array, t: int, max_norm: float) -> Payload:
         """After a spike the vector goes bit by bit: a share of it that fits."""

@@ -51,12 +51,31 @@ class Feedback(Part):
     """What is remembered around a compressor. A new one needs what it does in another way than `none`."""
 
     law: ClassVar[str] = ""
-    keeps_client_memory: ClassVar[bool] = False
-    keeps_server_memory: ClassVar[bool] = False
-    broadcasts: ClassVar[bool] = False
-    moves_start: ClassVar[bool] = False
     # Whether the server's memory is the sum of the clients': then none of them may be rounded or lost.
     mirrors_clients: ClassVar[bool] = False
+
+    @property
+    def moves_start(self) -> bool:
+        """Whether clients begin elsewhere than at the broadcast model."""
+        return self._overrides("start")
+
+    @property
+    def keeps_client_memory(self) -> bool:
+        """Whether there is a memory of each client."""
+        return self._overrides("remember")
+
+    @property
+    def keeps_server_memory(self) -> bool:
+        """Whether there is a memory of the server."""
+        return self._overrides("receive")
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether the broadcast carries more than the model."""
+        return self._overrides("broadcast")
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Feedback, name)
 
     def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
         """Return where the local steps begin, given the model x that was broadcast."""
@@ -123,8 +142,8 @@ class ErrorFeedback(Feedback):
     """
 
     name: ClassVar[str] = "ef"
+    examples: ClassVar[tuple[str, ...]] = ("ef", "ef(decay=0.95)")
     law: ClassVar[str] = "updates = applied + pending + residual + forgone, bitwise for decay = 1"
-    keeps_client_memory: ClassVar[bool] = True
     decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -166,8 +185,6 @@ class EF21(Feedback):
 
     name: ClassVar[str] = "ef21"
     law: ClassVar[str] = "memory = applied + pending: client and server know the same h"
-    keeps_client_memory: ClassVar[bool] = True
-    keeps_server_memory: ClassVar[bool] = True
     mirrors_clients: ClassVar[bool] = True
 
     def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:

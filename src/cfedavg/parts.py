@@ -7,9 +7,10 @@ goes into its functions and comes out of them. A Registry knows the parts of one
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from cfedavg.errors import InputError
 from cfedavg.spec import build, split_chain
 
 P = TypeVar("P", bound="Part")
@@ -19,11 +20,12 @@ class Part:
     """An exchangeable piece of the algorithm. `str` gives the text that names it, with its arguments."""
 
     name: ClassVar[str] = ""
+    examples: ClassVar[tuple[str, ...]] = ()  # texts for a list of parts, where the name alone will not do
 
     @classmethod
     def written_name(cls) -> str:
         """Return the name that stands for the class in a text; a subclass does not inherit it."""
-        return str(vars(cls).get("name", "")) or f"{cls.__module__}:{cls.__qualname__}"
+        return str(vars(cls).get("name", "")) or f"{cls.__module__}:{cls.__name__}"
 
     def __str__(self) -> str:
         shown, arguments = self.written_name(), []
@@ -44,6 +46,11 @@ class Registry(Generic[P]):
     kind: type[P]
     entries: Mapping[str, Callable[..., P]]
 
+    def examples(self) -> list[str]:
+        """Return texts that name every entry, for a list of them."""
+        found = [(name, getattr(entry, "examples", ())) for name, entry in self.entries.items()]
+        return [text for name, texts in found for text in texts or (name,)]
+
     def parse(self, text: str, *, trust: bool = True, own: Collection[type[P]] = ()) -> P:
         """Return the part that a text of one name names.
 
@@ -59,7 +66,14 @@ class Registry(Generic[P]):
         """Return the parts of a text `name(...) >> name(...)`, at most `longest` of them."""
         table = {part.written_name(): part for part in own} | dict(self.entries)
         pieces = split_chain(text, self.field, longest)
-        return [build(piece, table, self.kind, self.field, trust=trust) for piece in pieces]
+        parts = [build(piece, table, self.kind, self.field, trust=trust) for piece in pieces]
+        for piece, part in zip(pieces, parts, strict=True):
+            if not is_dataclass(part):
+                raise InputError(
+                    f"`{self.field}`: {piece!r} must be a frozen dataclass; write @dataclass(frozen=True) "
+                    "above the class"
+                )
+        return parts
 
 
 def first_sentence(thing: Any) -> str:

@@ -75,7 +75,7 @@ def _feedbacks(console: Console, d: int) -> Table:
     from cfedavg.parts import first_sentence
 
     table = _table(flag("feedback"), "what it does", "law under lost replies", "remembers")
-    for text in ("ef", "ef(decay=0.95)", "ef21", "none"):
+    for text in FEEDBACKS.examples():
         feedback = FEEDBACKS.parse(text)
         memory = ["a vector a client"] * feedback.keeps_client_memory
         memory += ["a vector of the server"] * feedback.keeps_server_memory
@@ -84,16 +84,19 @@ def _feedbacks(console: Console, d: int) -> Table:
 
 
 def _local_optimisers(console: Console, d: int) -> Table:
-    from cfedavg.optimise.local import LOCAL_OPTIMISERS
+    import torch
+
+    from cfedavg.optimise.local import LOCAL_OPTIMISERS, parse_local_optimiser
     from cfedavg.parts import first_sentence
 
     title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
-    table = _table(title, "what it does", "remembers for a round")
-    memory = {"sgd(momentum=0.9)": "a model a client", "adamw(0.1)": "two models a client"}
-    memory |= {"prox(0.01) >> sgd": "the start"}
-    for text in ("sgd", "sgd(momentum=0.9)", "adamw(0.1)", "clip(1.0) >> sgd", "prox(0.01) >> sgd"):
-        entry = LOCAL_OPTIMISERS.entries[text.split("(")[0]]
-        table.add_row(text, first_sentence(entry), memory.get(text, "nothing"))
+    table, parameter = _table(title, "what it does", "remembers for a round"), torch.zeros(2)
+    for text in LOCAL_OPTIMISERS.examples():
+        optimiser = parse_local_optimiser(text)
+        state = optimiser.init([parameter]).values()
+        models = sum(each[0].shape == parameter.shape for each in state) + optimiser.needs_start
+        words = first_sentence(LOCAL_OPTIMISERS.entries[text.split("(")[0]])
+        table.add_row(text, words, _counted(models, "model", " a client"))
     return table
 
 
@@ -104,9 +107,12 @@ def _server_optimisers(console: Console, d: int) -> Table:
     from cfedavg.parts import first_sentence
 
     table = _table(flag("server_optimiser"), "what it does", f"{flag('eta')} by default", "remembers")
-    for name in SERVER_OPTIMISERS.entries:
-        optimiser = SERVER_OPTIMISERS.parse(name)
-        vectors = len(optimiser.init(np.zeros(1)))
-        memory = ("nothing", "one vector", "two vectors")[vectors]
-        table.add_row(name, first_sentence(optimiser), f"{optimiser.rate:.4g}", memory)
+    for text in SERVER_OPTIMISERS.examples():
+        optimiser = SERVER_OPTIMISERS.parse(text)
+        memory = _counted(len(optimiser.init(np.zeros(1))), "vector")
+        table.add_row(text, first_sentence(optimiser), f"{optimiser.rate:.4g}", memory)
     return table
+
+
+def _counted(n: int, noun: str, whose: str = "") -> str:
+    return f"{n} {noun}{'s' if n > 1 else ''}{whose}" if n else "nothing"

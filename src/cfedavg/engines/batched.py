@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cfedavg.engines.base import Start, Trained, too_large
@@ -145,9 +146,11 @@ class Batched:
         for mine, p in zip(stack.start, stack.parameters, strict=bool(stack.start)):
             mine.copy_(p)
         stack.losses.zero_()
-        self.vectors.write(x_0.view(-1, x_0.shape[-1])[0], b)
-        for mine, first in zip(tree_leaves(stack.state), tree_leaves(self._init()), strict=True):
-            mine.copy_(first.expand_as(mine))
+        self.vectors.write(x_0.reshape(-1, x_0.shape[-1])[0], b)
+        if stack.state:
+            first = vmap(self.step.optimiser.init)(stack.parameters)
+            for mine, its in zip(tree_leaves(stack.state), tree_leaves(first), strict=True):
+                mine.copy_(its)
         for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
             mine.copy_(buffer.expand_as(mine))
         return stack

@@ -49,7 +49,7 @@ class Sent:
     payload: Payload
     b: Tensor
     g: Tensor
-    memory: Tensor  # of the feedback, after the round
+    memory: Tensor | None  # of the feedback, after the round
     reply: Reply
 
 
@@ -84,9 +84,8 @@ class ReferenceEngine:
         check_finite(t, x_next, memory, [s.reply.client for s in arrived])
         residuals = state.residuals
         if plan.feedback.keeps_client_memory:
-            residuals = residuals.updated(
-                {s.reply.client: self._kept(t, s.reply.client, s.memory) for s in sent}
-            )
+            kept = {s.reply.client: s.memory for s in sent if s.memory is not None}
+            residuals = residuals.updated({i: self._kept(t, i, memory) for i, memory in kept.items()})
         down = broadcast_bytes(plan, state, self.layout, self._b_layout)
         record = summarise(
             [s.reply for s in sent], len(sampled) - len(sent), self.layout.d, _mean_norm2([s.g for s in sent])
@@ -117,7 +116,8 @@ class ReferenceEngine:
         """Lines 5 to 15 for one client. What gets lost is restored by the feedback."""
         plan, t = self.plan, state.t
         config, shared = plan.config, plan.feedback.broadcast(state.memory.feedback)
-        memory = state.residuals.get(client, state.x)
+        kept = plan.feedback.keeps_client_memory
+        memory = state.residuals.get(client, state.x) if kept else None
         x_0 = plan.feedback.start(state.x, memory, shared)
         self.vectors.write(x_0, state.b)
         seed_generators(self.device, config.seed, t, client)

@@ -112,14 +112,14 @@ class Alone:
     ) -> tuple[NDArray[np.float32], ServerMemory]:
         K, t = self._mean_steps(now), now.server_round - 1
         optimiser = self.aggregator.optimiser
-        eta = self.eta(t) if callable(self.eta) else self.eta
+        rate = self.eta(t) if callable(self.eta) else self.eta
         with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what comes of it
             return self.aggregator.step(
                 model.x,
                 model.memory,
                 payloads,
                 everyone=float(everyone),
-                eta=optimiser.default_rate(K) if eta is None else eta,
+                eta=optimiser.default_rate(K) if rate is None else float(rate),  # NumPy's would make float64
                 scale=optimiser.scale(K),
                 t=t,
             )

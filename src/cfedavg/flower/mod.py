@@ -37,6 +37,7 @@ from cfedavg.flower.records import (
     FORGED,
     NOT_FINITE,
     OTHER_MODEL,
+    OTHER_VERSION,
     REFUSED,
     TOO_LARGE,
     UNKNOWN_PART,
@@ -63,7 +64,10 @@ def compressed(
     The server names compressor and feedback, and nothing is imported for their texts. Classes of your own
     that it may name are in `own`: `mods=[partial(compressed, own=[MySelector])]`.
     """
-    order = order_of(message)
+    try:
+        order = order_of(message)
+    except InputError as error:
+        return refused(OTHER_VERSION, str(error), message)
     if order is None:
         return call_next(message, context)
     form = Form.from_text(order.form)
@@ -169,11 +173,15 @@ class _Round:
         return self._answer(client, sent)
 
     def _answered(self, client: Client, g: Array, packing: Packing) -> tuple[Client, bytes]:
-        """A residual that is too large by itself would be so for ever: the node starts again without it."""
+        """A residual that is too large by itself would be so for ever: the node starts again without it.
+
+        Not so where the server has the same memory: it would go on with it.
+        """
         try:
             return answer(client, self.order.request, g, packing)
         except (TooLarge, NotFinite):
-            if packing.fits(client.memory, self.order.request):
+            shared = self.uplink.channel.feedback.mirrors_clients
+            if shared or packing.fits(client.memory, self.order.request):
                 raise
         log(WARNING, "this node's residual is too large to be ever sent: it starts again without one")
         client, _ = self._received(self.store.fresh())

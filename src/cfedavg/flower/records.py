@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from logging import WARNING
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from flwr.common.logger import log
 from numpy.typing import NDArray
 
+from cfedavg.errors import InputError
 from cfedavg.federation.protocol import Mark, Request, Stamp
 from cfedavg.flower.form import Form
 from cfedavg.wire import WireError
@@ -26,7 +27,7 @@ MODS = "mods=[cfedavg.flower.compressed]"
 
 # Why a client does not answer. Flower's own codes are below 10.
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
-UNKNOWN_PART, FORGED = 1008, 1009
+UNKNOWN_PART, FORGED, OTHER_VERSION = 1008, 1009, 1010
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -37,6 +38,7 @@ CAUSES = {
     BUSY: "busy",
     UNKNOWN_PART: "unknown part",
     FORGED: "stamp",
+    OTHER_VERSION: "another version",
 }
 
 
@@ -93,9 +95,13 @@ def ordered(content: RecordDict, model: ArrayRecord, order: Order) -> RecordDict
 
 
 def order_of(message: Message) -> Order | None:
-    """The order in a message; None if it is not from our strategy."""
+    """The order in a message; None if it is not from our strategy, InputError if of another version."""
     record = message.content.config_records.get(OURS)
-    return Order(**dict(record)) if record else None  # type: ignore[arg-type]
+    if not record:
+        return None
+    if record.keys() != {item.name for item in fields(Order)}:
+        raise InputError("the server has another version of cfedavg than this node: install the same on both")
+    return Order(**dict(record))  # type: ignore[arg-type]
 
 
 def opened(content: RecordDict, order: Order, form: Form) -> tuple[NDArray[np.float32], bytes]:

@@ -164,6 +164,11 @@ class CFedAvg(Strategy):
                 f"`feedback` must be without a memory of the server when CFedAvg wraps a strategy, got "
                 f"{feedback}. Use ef or none."
             )
+        if feedback.mirrors_clients and self.from_backup:
+            raise InputError(
+                f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates "
+                "that the backup lacks. Start another federation from its model."
+            )
         if feedback.mirrors_clients and self.config.weighting != "uniform":
             raise InputError(
                 f"`weighting` must be uniform with the feedback {feedback}, whose sum of all "
@@ -285,4 +290,6 @@ class CFedAvg(Strategy):
 
 
 def _not_inside() -> NoReturn:
-    raise InputError("CFedAvg runs its rounds itself, by start(): put others into it, not it into others")
+    raise InputError(
+        "CFedAvg cannot be wrapped by another strategy. Pass that strategy as `inner`, and call start()."
+    )

@@ -27,6 +27,7 @@ Tensors = Sequence[Tensor]
 State = Mapping[str, list[Tensor]]
 Rate = float | Tensor  # a tensor where the step is recorded, to be played with other rates
 LONGEST = 8  # pieces of a chain
+LARGEST = 1e30  # of a number, so that float32 holds it
 
 
 class LocalPart(Part):
@@ -96,6 +97,7 @@ class SGD(LocalOptimiser):
     """p - eta_L * g, the paper's step; momentum, Nesterov's too, and weight decay are those of torch."""
 
     name: ClassVar[str] = "sgd"
+    examples: ClassVar[tuple[str, ...]] = ("sgd", "sgd(momentum=0.9)")
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
@@ -131,6 +133,7 @@ class AdamW(LocalOptimiser):
     """Adam with decoupled weight decay, as torch has it; its moments begin anew in every round."""
 
     name: ClassVar[str] = "adamw"
+    examples: ClassVar[tuple[str, ...]] = ("adamw(0.1)",)
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.999
@@ -163,9 +166,14 @@ class AdamW(LocalOptimiser):
         count = count + 1
         m = self.beta1 * m + (1 - self.beta1) * g
         v = self.beta2 * v + (1 - self.beta2) * g * g
-        length = (v / (1 - self.beta2**count)).sqrt() + self.eps
+        length = (v / _lacking(self.beta2, count)).sqrt() + self.eps
         shrunk = p - rate * self.weight_decay * p
-        return shrunk - rate * (m / (1 - self.beta1**count)) / length, count, m, v
+        return shrunk - rate * (m / _lacking(self.beta1, count)) / length, count, m, v
+
+
+def _lacking(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count, to full precision also where beta is near 1."""
+    return -torch.expm1(count * math.log(beta)) if beta else torch.ones_like(count)
 
 
 @dataclass(frozen=True)
@@ -173,10 +181,11 @@ class Clip(GradientChange):
     """Shortens a client's gradient to the norm c where it is longer; the norm is over all parameters."""
 
     name: ClassVar[str] = "clip"
+    examples: ClassVar[tuple[str, ...]] = ("clip(1.0) >> sgd",)
     c: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.c, bool) or not (isinstance(self.c, int | float) and 0 < self.c < math.inf):
+        if isinstance(self.c, bool) or not (isinstance(self.c, int | float) and 0 < self.c <= LARGEST):
             raise InputError(f"c must be a finite number above 0, got {self.c!r}")
 
     def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
@@ -190,6 +199,7 @@ class Prox(GradientChange):
     """Adds mu (p - start): FedProx, which pulls a client back to the model that it started from."""
 
     name: ClassVar[str] = "prox"
+    examples: ClassVar[tuple[str, ...]] = ("prox(0.01) >> sgd",)
     needs_start: ClassVar[bool] = True
     mu: float
 
@@ -210,7 +220,7 @@ def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:
 
 def check_at_least_0(name: str, value: object) -> None:
     """Refuse what is not a finite number of 0 or more."""
-    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 <= value < math.inf):
+    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 <= value <= LARGEST):
         raise InputError(f"{name} must be a finite number of 0 or more, got {value!r}")
 
 

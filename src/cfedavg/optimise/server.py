@@ -111,8 +111,10 @@ class _Adaptive(ServerOptimiser):
     def __post_init__(self) -> None:
         check_share("beta1", self.beta1)
         check_share("beta2", self.beta2)
-        if isinstance(self.tau, bool) or not (isinstance(self.tau, int | float) and 0 < self.tau < 1e100):
-            raise InputError(f"tau must be a finite number above 0, got {self.tau!r}")
+        if isinstance(self.tau, bool) or not (
+            isinstance(self.tau, int | float) and 1e-30 <= self.tau <= 1e30
+        ):
+            raise InputError(f"tau must be from 1e-30 to 1e30, got {self.tau!r:.40}")
 
     def init(self, x: Array) -> State:
         return {"m": 0 * x, "v": 0 * x}

@@ -137,8 +137,11 @@ class Step:
         state = {name: self._used(each) for name, each in stack.state.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as above
-            made = vmap(one)(params, used_grads, state, self._used(stack.start))
-        for old, new in zip(tree_leaves((params, state)), tree_leaves(made), strict=True):
+            following, after = vmap(one)(params, used_grads, state, self._used(stack.start))
+        pairs = [*zip(params, following, strict=True)]
+        for name, each in state.items():
+            pairs += zip(each, after[name], strict=True)
+        for old, new in pairs:
             old.copy_(_chosen(active, new, old))
 
     def _used(self, each: Sequence[Tensor]) -> list[Tensor]:
