@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
+
+import pytest
 
 CLIENT = """
 import sys
@@ -83,3 +86,15 @@ print("done")
 """
     )
     assert found == "done\n"
+
+
+@pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
+def test_the_flower_mod_loads() -> None:
+    found = run_without_torch(
+        """
+from cfedavg.flower import compressed
+assert "torch" not in sys.modules
+print(compressed.__name__)
+"""
+    )
+    assert found == "compressed\n"
