@@ -83,8 +83,8 @@ def ascending(array: Array) -> Array:
 def kth_largest(array: Array, k: int) -> Array:
     """Return the k-th largest number of each row, shape (n, 1)."""
     if module_of(array) is np:
-        place = array.shape[-1] - k
-        return np.partition(array, place, -1)[..., place : place + 1]
+        at = array.shape[-1] - k
+        return np.partition(array, at, -1)[..., at : at + 1]
     return sys.modules["torch"].topk(array, k, sorted=False).values.amin(-1, keepdim=True)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cfedavg.arrays import Array, cast_like, norm2
-from cfedavg.compress import Compressor, decompress, minus, values_of
+from cfedavg.compress import Compressor, minus, values_of
 from cfedavg.feedback import Feedback
 from cfedavg.layout import Layout
 from cfedavg.payload import Payload
@@ -43,8 +43,8 @@ class Channel:
     >>> from cfedavg.feedback import FEEDBACKS
     >>> channel = Channel(parse("topk(0.6)"), FEEDBACKS.parse("ef"), Layout.flat(3))
     >>> sent = channel.send(np.array([1.0, -3.0, 0.5]), np.array([0.5, 0.0, 0.0]), key=0)
-    >>> channel.receive(sent.payload).tolist(), sent.memory.tolist()
-    ([[0.0, -3.0, 0.0]], [1.5, 0.0, 0.5])
+    >>> sent.payload.indices.tolist(), sent.payload.values.data.tolist(), sent.memory.tolist()
+    ([1], [-3.0], [1.5, 0.0, 0.5])
     """
 
     compressor: Compressor
@@ -84,10 +84,6 @@ class Channel:
             payload = self.compressor.compress(share * p, key, self.layout, t)
             sent = _norm(payload)
         return payload
-
-    def receive(self, payload: Payload) -> Array:
-        """What arrives, as dense vectors (n, d)."""
-        return decompress(payload)
 
     def restore(self, memory: Array, payload: Payload) -> Array:
         """The memory after a payload got lost."""
