@@ -31,6 +31,8 @@ MAY_IMPORT = {
     "compress": {"arrays", "draws", "errors", "kernel", "keys", "layout", "parts", "payload"},
     "feedback": {"arrays", "compress", "errors", "parts", "payload"},
     "channel": {"arrays", "compress", "feedback", "layout", "payload"},
+    "downlink": {"arrays", "channel", "compress", "feedback", "layout", "payload"},
+    "downloads": {"arrays", "downlink", "payload", "wire"},
     "optimise": {"arrays", "errors", "parts"},
     "algorithm": {"arrays", "compress", "feedback", "optimise", "payload"},
     "theory": set(),
@@ -40,17 +42,17 @@ MAY_IMPORT = {
     "schedule": {"config", "errors", "keys", "optimise", "spec"},
     "local": {"keys", "layout", "optimise", "task"},
     "evaluate": {"errors", "local", "metrics", "task"},
-    "plan": {"algorithm", "channel", "compress", "config", "errors", "feedback", "keys", "layout", "optimise",
-             "schedule", "task"},
+    "plan": {"algorithm", "channel", "compress", "config", "downlink", "errors", "feedback", "keys", "layout",
+             "optimise", "schedule", "task"},
     "tensors": {"arrays", "files"},
     "residuals": {"arrays", "errors", "files", "keys", "tensors"},
-    "state": {"algorithm", "errors", "residuals", "tensors"},
+    "state": {"algorithm", "downloads", "errors", "residuals", "tensors"},
     "models": {"errors", "keys", "spec"},
     "data": {"config", "errors", "files", "keys", "models", "task"},
     "stack": {"errors", "keys", "local", "optimise", "task", "tensors"},
-    "engines": {"algorithm", "arrays", "channel", "config", "errors", "evaluate", "files", "generators",
-                "interrupts", "keys", "layout", "local", "metrics", "optimise", "payload", "plan",
-                "residuals", "stack", "state", "task", "tensors", "wire"},
+    "engines": {"algorithm", "arrays", "channel", "compress", "config", "downloads", "errors", "evaluate",
+                "files", "generators", "interrupts", "keys", "layout", "local", "metrics", "optimise",
+                "payload", "plan", "residuals", "stack", "state", "task", "tensors", "wire"},
     "folder": {"config", "errors", "files", "metrics", "residuals", "state"},
     "workers": {"config", "data", "engines", "errors", "files", "interrupts", "local", "optimise", "plan",
                 "state", "task"},
@@ -76,8 +78,9 @@ MAY_IMPORT = {
 
 
 # A light client has no torch.
-WITHOUT_TORCH = {"algorithm", "arrays", "channel", "compress", "errors", "federation", "feedback", "kernel",
-                 "keys", "layout", "parts", "payload", "wire"}  # fmt: skip
+WITHOUT_TORCH = {"algorithm", "arrays", "channel", "compress", "downlink", "downloads", "errors",
+                 "federation", "feedback", "kernel", "keys", "layout", "parts", "payload",
+                 "wire"}  # fmt: skip
 
 
 def room(path: Path) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from cfedavg.kernel import kernel
 
 Array = Any  # a numpy.ndarray or a torch.Tensor
+LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 
 
 def module_of(array: Array) -> Any:
@@ -136,6 +137,16 @@ def from_bf16(bits: Array) -> Array:
     if module_of(bits) is np:
         return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return bits.view(sys.modules["torch"].bfloat16).float()
+
+
+def round_to_bf16(values: Array) -> Array:
+    """Return the nearest numbers that bf16 has, in the dtype of `values`; none becomes infinite.
+
+    >>> round_to_bf16(np.array([1.001, 3.0], np.float32)).tolist()
+    [1.0, 3.0]
+    """
+    single = cast(values.clip(-LARGEST_BF16, LARGEST_BF16), "float32")
+    return cast_like(from_bf16(to_bf16(single)), values)
 
 
 def add_in_order(total: Array, indices: Array, values: Array) -> None:

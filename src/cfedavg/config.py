@@ -120,6 +120,10 @@ class Config:
         "topk(0.99) >> bf16", SENT, "selector >> quantiser; see `cfedavg parts`",
         is_part=True, server="always",
     )  # fmt: skip
+    compressor_down: str = option(
+        "none", SENT, "of the broadcast, likewise; none sends the whole model in every round",
+        is_part=True, server="always",
+    )  # fmt: skip
     feedback: str = option(
         "ef", SENT, "what is remembered of what could not be sent: ef, ef(decay=0.95), ef21 or none",
         is_part=True, server="always",

@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     PARTITION = 12
     DROPOUT = 13
     RESIDUAL = 14
+    BROADCAST = 15
 
 
 def signed(word: int) -> int:

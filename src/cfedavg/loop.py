@@ -31,6 +31,7 @@ from cfedavg.wire import is_ready
 from cfedavg.workers import number, serve, team
 
 ENGINE = "engine.txt"  # which engine ran, and why
+SERVER_MODEL = "server_model.safetensors"
 
 
 class Observer:
@@ -48,11 +49,16 @@ class Observer:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives: one row of metrics a round, the trained model, and where it was written."""
+    """What a run gives: one row of metrics a round, the trained model, and where it was written.
+
+    `model` is what the clients hold at the end. `server_model` is the server's own; the two differ by what a
+    compressed broadcast has not sent yet.
+    """
 
     config: Config
     rows: list[Record]
     model: nn.Module
+    server_model: nn.Module
     iterate: nn.Module | None
     path: Path | None
 
@@ -103,7 +109,8 @@ def run(
     if ranks and ranks.rank > 0:
         with uninterrupted():  # rank 0 hears interrupts, and decides
             engine, last = serve(config, task, ranks, kept)
-        return Result(config, [], engine.model_at(last.x, last.b), None, None)
+        model = engine.model_at(last.x, last.b)
+        return Result(config, [], model, model, None, None)
     with ExitStack() as lock:  # on the folder, until the pictures are drawn: they need temporary files too
         with ExitStack() as stack:
             if ranks is None:
@@ -297,14 +304,25 @@ class Loop:
         state_next, finish = self.engine.round(state)
         last, tested = state_next.t == self.config.rounds, Record()
         if last or state_next.t % self.config.eval_every == 0:
-            tested = self.engine.evaluate(state_next)
+            tested = self._tested(state_next)
         if not math.isfinite(tested.get("test_loss", 0.0)):
             raise Diverged(state.t, [], "the test loss")
         began, self._ended = self._ended, time.perf_counter()
         return state_next, partial(self._row, state.t, finish, tested, self._ended - began)
 
+    def _tested(self, state: State) -> Record:
+        """The test columns of the model that clients hold; where the server's is another, of that too."""
+        found = self.engine.evaluate(state)
+        if state.w is None:
+            return found
+        servers = self.engine.evaluate(replace(state, w=None))
+        return found | {
+            f"server_{name}": value for name, value in servers.items() if name.startswith("test_")
+        }
+
     def _row(self, t: int, finish: Callable[[], Record], tested: Record, seconds: float) -> Record:
         record = finish() | tested
+        record["total_bytes"] = record["uplink_bytes"] + record["downlink_bytes"]
         if self.config.smoothness is not None:
             record |= self._conditions(t, record)
         return {"round": t, **record, "seconds": seconds}
@@ -329,15 +347,17 @@ class Loop:
         }
 
     def _end(self, folder: Folder | None, state: State, rows: list[Record]) -> Result:
-        model = self.engine.model_at(state.x, state.b)
+        model, server_model = (self.engine.model_at(x, state.b) for x in (state.broadcast, state.x))
         iterate = None if state.z is None else self.engine.model_at(*state.z)
         if folder:
             save_model(model, folder.path / MODEL)
+            if state.w is not None:
+                save_model(server_model, folder.path / SERVER_MODEL)
             if iterate is not None:
                 save_model(iterate, folder.path / "iterate.safetensors")
         for sentence in broken_conditions(rows):
             self.observer.say(sentence)
-        return Result(self.config, rows, model, iterate, folder.path if folder else None)
+        return Result(self.config, rows, model, server_model, iterate, folder.path if folder else None)
 
 
 def _lines(path: Path) -> str:

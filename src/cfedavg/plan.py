@@ -12,6 +12,7 @@ from cfedavg.algorithm import Aggregator
 from cfedavg.channel import Channel
 from cfedavg.compress import Compressor, parse
 from cfedavg.config import PER_CLIENT, Config
+from cfedavg.downlink import Downlink, broadcasts_whole
 from cfedavg.errors import InputError
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.keys import Purpose, key, permutation, uniform
@@ -26,6 +27,7 @@ class Parts(NamedTuple):
     """The exchangeable parts that a configuration names."""
 
     compressor: Compressor
+    compressor_down: Compressor
     feedback: Feedback
     local_optimiser: LocalOptimiser
     server_optimiser: ServerOptimiser
@@ -35,6 +37,7 @@ def parse_parts(config: Config, *, trust: bool = True) -> Parts:
     """Return the parts by their texts; without `trust` none of these may name a module."""
     return Parts(
         parse(config.compressor, trust=trust),
+        parse(config.compressor_down, "compressor_down", trust=trust),
         FEEDBACKS.parse(config.feedback, trust=trust),
         parse_local_optimiser(config.local_optimiser, trust=trust),
         SERVER_OPTIMISERS.parse(config.server_optimiser, trust=trust),
@@ -66,8 +69,10 @@ class Plan:
         self.m = len(self.samples)
         self._check_lists()
         self.clients_per_round = max(1, round(config.participation * self.m))
-        self.compressor, self.feedback, self.local_optimiser, server = parse_parts(config)
-        self.aggregator = Aggregator(self.feedback, server)
+        parts = parse_parts(config)
+        self.compressor, self.compressor_down = parts.compressor, parts.compressor_down
+        self.feedback, self.local_optimiser = parts.feedback, parts.local_optimiser
+        self.aggregator = Aggregator(self.feedback, parts.server_optimiser)
         self._check_memory()
         self.link = Link(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
@@ -98,6 +103,10 @@ class Plan:
         """The clients' way to the server, for vectors of this layout."""
         return Channel(self.compressor, self.feedback, layout)
 
+    def downlink(self, layout: Layout) -> Downlink | None:
+        """Return the server's way to the clients; None where it broadcasts the whole model."""
+        return None if broadcasts_whole(self.compressor_down) else Downlink(self.compressor_down, layout)
+
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
         """One value for each client, drawn once: a client keeps its speed and its link."""
         values = self.config.per_client(name)
@@ -119,7 +128,7 @@ class Plan:
 
     def _unusual(self) -> dict[str, str]:
         """The other parts, where they are not the paper's."""
-        names = ("feedback", "local_optimiser", "server_optimiser")
+        names = ("compressor_down", "feedback", "local_optimiser", "server_optimiser")
         found = {name: getattr(self.config, name) for name in names}
         return {name: text for name, text in found.items() if text != getattr(Config, name)}
 
@@ -148,6 +157,10 @@ class Plan:
     def key(self, t: int, client: int) -> int:
         """The key of this client's compression in round t."""
         return key(self.config.seed, t, client, Purpose.SELECT)
+
+    def broadcast_key(self, t: int) -> int:
+        """The key of the compression of the broadcast that ends round t."""
+        return key(self.config.seed, t, 0, Purpose.BROADCAST)
 
     def keeps_iterate(self, t: int, eta_sum: float) -> bool:
         """Reservoir sampling: whether x_t replaces z, when the rates up to and with t sum to eta_sum."""

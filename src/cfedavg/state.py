@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cfedavg.algorithm import ServerMemory
+from cfedavg.downloads import KEPT, Downloads
 from cfedavg.errors import CannotResume, InputError
 from cfedavg.residuals import InMemory, OnDisk, Residuals
 from cfedavg.tensors import UNREADABLE, checksum, read_tensors, save_tensors
@@ -29,7 +30,7 @@ SERVER = "server."  # before the names of what the server remembers
 @dataclass(frozen=True)
 class State:
     """After t rounds: the model x, its travelling buffers b, the clients' residuals (what their feedback
-    remembers), the iterate z of Theorem 2, and what the server remembers.
+    remembers), the iterate z of Theorem 2, what the server remembers, and the copy w that clients hold.
     """
 
     t: int
@@ -39,6 +40,14 @@ class State:
     z: tuple[Tensor, Tensor] | None = None  # x and b of the iterate
     eta_sum: float = 0.0
     memory: ServerMemory = field(default_factory=ServerMemory)
+    # Where the broadcast is compressed: the copy that all clients hold, and what each of them has downloaded.
+    w: Tensor | None = None
+    downloads: Downloads | None = None
+
+    @property
+    def broadcast(self) -> Tensor:
+        """The model that clients train from."""
+        return self.x if self.w is None else self.w
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
     tensors |= {SERVER + name: vector for name, vector in state.memory.vectors().items()}
     if state.z is not None:
         tensors["z.x"], tensors["z.b"] = state.z
+    tensors |= _copy_as_tensors(state)
     plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -82,6 +92,20 @@ def _as_tensors(residuals: Residuals) -> dict[str, Tensor]:
         return {**tensors, "residuals.version": torch.tensor(versions, dtype=torch.int64)}
     assert isinstance(residuals, InMemory)
     return {**tensors, **{f"e.{client}": e for client, e in residuals.vectors.items()}}
+
+
+def _copy_as_tensors(state: State) -> dict[str, Tensor]:
+    """The copy that clients hold, and the tables of what they have downloaded."""
+    if state.w is None or state.downloads is None:
+        return {}
+    known = state.downloads
+    return {
+        "w": state.w,
+        "downloads.changed": known.changed,
+        "downloads.length": torch.tensor(known.lengths, dtype=torch.int64),
+        "downloads.client": torch.tensor(list(known.held.keys()), dtype=torch.int64),
+        "downloads.version": torch.tensor(list(known.held.values()), dtype=torch.int64),
+    }
 
 
 def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, Vouched | None]:
@@ -132,7 +156,27 @@ def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, li
         raise ValueError(f"its residuals must be of clients from 0 to {m - 1}, in order")
     if not bool((norm2.isfinite() & (norm2 >= 0) & (version > 0) & (version < 2**53)).all()):
         raise ValueError("a norm or a version of a residual is out of range")
+    if like.w is not None:
+        _check_downloads(t, tensors, m)
     _check_names(set(tensors), clients.tolist(), like)
+
+
+def _check_downloads(t: int, tensors: dict[str, Tensor], m: int) -> None:
+    """Raises ValueError unless the tables of downloads are such as t rounds with m clients leave."""
+    if not bool(tensors["w"].isfinite().all()):
+        raise ValueError("w holds NaN or Inf")
+    clients, versions = tensors["downloads.client"], tensors["downloads.version"]
+    lengths, changed = tensors["downloads.length"], tensors["downloads.changed"]
+    if {each.dtype for each in (clients, versions, lengths)} != {torch.int64} or clients.dim() != 1:
+        raise ValueError("a table of downloads is of another dtype")
+    if clients.shape != versions.shape or lengths.shape != (min(t, KEPT),):
+        raise ValueError("a table of downloads has another length")
+    if not _increase_below(sorted(clients.tolist()), m):
+        raise ValueError(f"its downloads must be of clients from 0 to {m - 1}, each once")
+    least = [int(each.min()) if len(each) else 0 for each in (versions, changed, lengths)]
+    most = [int(each.max()) if len(each) else 0 for each in (versions, changed, lengths)]
+    if min(least) < 0 or most[0] >= max(t, 1) or most[1] > t or most[2] >= 2**53:
+        raise ValueError("a version or a length of its downloads is out of range")
 
 
 def _increase_below(numbers: list[int], m: int) -> bool:
@@ -145,6 +189,7 @@ def _check_names(found: set[str], clients: list[int], like: State) -> None:
     known |= {SERVER + name for name in like.memory.vectors()}
     known |= {"residuals.version"} if "residuals.version" in found else {f"e.{client}" for client in clients}
     known |= {"z.x", "z.b"} if "z.x" in found else set()
+    known |= set(_copy_as_tensors(like))
     if found != known:
         raise ValueError(f"{min(found ^ known)!r} is missing or one too many")
 
@@ -161,17 +206,34 @@ def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.devi
     else:
         residuals = InMemory({client: there[f"e.{client}"] for client in clients}, norms2)
     server = {name.removeprefix(SERVER): vector for name, vector in there.items() if name.startswith(SERVER)}
-    memory = ServerMemory.from_vectors(server)
-    return State(about["t"], there["x"], there["b"], residuals, z, float.fromhex(about["eta_sum"]), memory)
+    memory, eta_sum = ServerMemory.from_vectors(server), float.fromhex(about["eta_sum"])
+    state = State(about["t"], there["x"], there["b"], residuals, z, eta_sum, memory)
+    return replace(state, w=there["w"], downloads=_downloads(there)) if "w" in there else state
+
+
+def _downloads(tensors: dict[str, Tensor]) -> Downloads:
+    lengths, clients, versions = (
+        tensors[f"downloads.{name}"].tolist() for name in ("length", "client", "version")
+    )
+    held = dict(zip(clients, versions, strict=True))
+    return Downloads(tensors["downloads.changed"], tuple(lengths), held)
 
 
 def _fits(tensors: dict[str, Tensor], like: State) -> bool:
     """Whether every vector has the length and dtype of x, or of b; a residual may be bf16."""
     for name, tensor in tensors.items():
-        if name.startswith("residuals."):
+        if name.startswith(("residuals.", "downloads.")) and name != "downloads.changed":
             continue
-        wanted = like.b if name in ("b", "z.b") else like.x
+        wanted = _wanted(name, like)
         dtypes = {wanted.dtype, torch.bfloat16} if name.startswith("e.") else {wanted.dtype}
         if tensor.shape != wanted.shape or tensor.dtype not in dtypes:
             return False
     return True
+
+
+def _wanted(name: str, like: State) -> Tensor:
+    """Return a tensor of the shape and dtype that a vector of this name has."""
+    if name == "downloads.changed" and like.downloads is not None:
+        changed: Tensor = like.downloads.changed
+        return changed
+    return like.b if name in ("b", "z.b") else like.x

@@ -17,7 +17,7 @@ docs/compressors.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -77,6 +77,8 @@ class Selector(Stage):
 class Quantiser(Stage):
     """Writes values. A new one needs `quantise` and `gamma`."""
 
+    rounds: ClassVar[bool] = True  # whether float32 values change
+
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         """`values` of all clients in a row, client c's at offsets[c]:offsets[c+1]."""
         raise NotImplementedError
@@ -124,6 +126,11 @@ class Compressor:
             rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
             lost = lost + rounding - lost * rounding
         return 1 / lost if lost else INFINITE
+
+    @property
+    def rounds(self) -> bool:
+        """Whether float32 values that are sent change."""
+        return self.quantiser is not None and self.quantiser.rounds
 
     @property
     def stages(self) -> list[Stage]:

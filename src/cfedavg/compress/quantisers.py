@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.arrays import Array, cast, dtype_of, module_of, sqrt, to_bf16
+from cfedavg.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
 from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.compressor import Quantiser
 from cfedavg.compress.sums import check_block, is_whole, row_sums, unit_of
@@ -17,7 +17,7 @@ from cfedavg.payload import Floats, Levels
 
 # A single value is its scale, which float32 rounds; 2 bits to spare for the arithmetic around it.
 ONE_SCALE = 2.0**46
-LARGEST, LARGEST_BF16 = float(np.finfo(np.float32).max), (2 - 2.0**-7) * 2.0**127
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class FP32(Quantiser):
     """32-bit floating point: exact for a float32 model, half an ulp off for a float64 one."""
 
     name: ClassVar[str] = "fp32"
+    rounds: ClassVar[bool] = False
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         return Floats(_single(values), "fp32")

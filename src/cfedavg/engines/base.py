@@ -29,7 +29,7 @@ class Engine(Protocol):
         """One round of Algorithm 1, and what to call for its line of metrics: bytes may still be counted."""
 
     def evaluate(self, state: State) -> Record:
-        """The state's model on the test set."""
+        """The model that clients hold, on the test set."""
 
     def begin(self, state: State) -> State:
         """The state that a run starts or goes on with, as the engine keeps it."""

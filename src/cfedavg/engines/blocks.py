@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,25 @@ from torch import Tensor, nn
 from cfedavg.algorithm import local_update
 from cfedavg.arrays import rows_norms2
 from cfedavg.channel import Outgoing
+from cfedavg.downloads import Count
 from cfedavg.engines.base import Start, Trained, Trainer
 from cfedavg.engines.common import (
     PRECISIONS,
-    broadcast_bytes,
-    check_finite,
+    Ended,
+    broadcast_of,
+    count_downloads,
+    first_state,
     model_of,
-    next_iterate,
+    next_state,
     reproducible,
     seed_generators,
 )
 from cfedavg.engines.crew import Crew, serve
-from cfedavg.engines.ledger import Ledger, dense_bytes
+from cfedavg.engines.ledger import Ledger
 from cfedavg.engines.probes import takes_channels_last
 from cfedavg.engines.ranks import Ranks
 from cfedavg.engines.sent import Sent, combined, raise_first, record
+from cfedavg.engines.statistics import Statistics
 from cfedavg.errors import NotFinite
 from cfedavg.evaluate import Part, evaluate_batches, summary
 from cfedavg.keys import Purpose, keys
@@ -80,15 +84,14 @@ class BlockEngine:
         self.behind = 1 if self._counters else 0
         self.crew = Crew(self.ranks)
         self.channel = plan.channel(self.layout)
+        self.up = Statistics(self.vectors.buffer_layout, plan.compressor)
         self._together = plan.m  # clients whose updates are compressed at once
 
     def start(self) -> State:
-        x, b = self.vectors.read()
-        return State(0, x, b, memory=self.plan.aggregator.init(x))
+        return first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         plan, t = self.plan, state.t
-        sampled = plan.sampled(t)
         with self._setting():
             self.ledger.open(t)
             self.crew.tell("round", state)
@@ -96,12 +99,15 @@ class BlockEngine:
             parts = self.crew.answers(sent)
             raise_first(t, parts)
             x_next, b_next, memory = combined(plan, state, parts)
-        arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
-        check_finite(t, x_next, memory, arrived)
-        z, eta_sum = next_iterate(plan, state)
-        down = broadcast_bytes(plan, state, self.layout, self.vectors.buffer_layout)
-        line = partial(record, plan, self.layout.d, parts, sampled, down, self._buffer_bytes)
-        return State(t + 1, x_next, b_next, residuals, z, eta_sum, memory), line
+            arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
+            ended = Ended(x_next, b_next, memory, arrived)
+            after = next_state(plan, self.vectors, state, ended, residuals)
+        counts = count_downloads(plan, self.vectors, state, self._begin_count)
+        return after, partial(record, plan, self.up, self.layout.d, parts, broadcast_of(state, after), counts)
+
+    def _begin_count(self, count: Count) -> Count:
+        """Have downloads counted at once where the processor is free, else when the result is asked for."""
+        return cache(count) if self._counters is None else self._counters.submit(count).result
 
     def _part(self, state: State) -> tuple[Residuals, Sent]:
         """The round of the clients of this rank, and its residuals after it."""
@@ -121,8 +127,8 @@ class BlockEngine:
         """Where clients begin: at the broadcast model, unless their feedback moves them."""
         feedback, shared = self.plan.feedback, self._shared(state)
         if not feedback.moves_start:
-            return lambda clients: state.x
-        return lambda clients: feedback.start(state.x, self._memory(state, clients), shared)
+            return lambda clients: state.broadcast
+        return lambda clients: feedback.start(state.broadcast, self._memory(state, clients), shared)
 
     def _memory(self, state: State, clients: list[int]) -> Tensor | None:
         """What the feedback remembers of these clients, a row for each."""
@@ -183,6 +189,7 @@ class BlockEngine:
     def _deliver(self, t: int, block: Trained, payload: Payload, sent: Sent) -> None:
         """Hands the payloads on: to the server's side of this process, or to rank 0; and has them counted."""
         known, travels = self.ledger.known(payload), self.ranks.size > 1
+        b_sent = self.up.travel(block.b_K)
         each: list[tuple[int, Payload]] = []
         if travels or known is None:
             each += zip(block.clients, payload.numpy().clients(), strict=True)
@@ -192,7 +199,7 @@ class BlockEngine:
             sent.counts.append(known)
         sent.clients += block.clients
         sent.payloads += [([client], one) for client, one in each] if travels else [(block.clients, payload)]
-        sent.buffers += list(block.b_K)
+        sent.buffers += list(b_sent)
 
     def _have_counted(self, t: int, each: list[tuple[int, Payload]], sent: Sent) -> None:
         """At once, or by others while this thread goes on."""
@@ -226,22 +233,18 @@ class BlockEngine:
         words = keys(self.plan.config.seed, t, np.array(clients, np.int64), int(purpose))
         return torch.from_numpy(words).to(self.device)
 
-    @cached_property
-    def _buffer_bytes(self) -> int:
-        """What a client's buffers add to its reply."""
-        return dense_bytes(self.start().b, self.vectors.buffer_layout)
-
     def evaluate(self, state: State) -> Record:
         self.crew.tell("evaluate", state)
-        parts = self.crew.answers(self._evaluate(state.t, state.x, state.b))
+        parts = self.crew.answers(self._evaluate(state))
         raise_first(state.t, parts)
         return summary(self.task, parts)
 
-    def _evaluate(self, t: int, x: Tensor, b: Tensor) -> Part:
+    def _evaluate(self, state: State) -> Part:
         """The batches of the test set that are this rank's."""
-        self.vectors.write(x, b)
+        self.vectors.write(state.broadcast, state.b)
         with self._setting():
-            seed_generators(self.device, self.plan.config.seed, t, self.plan.m)  # no client has this number
+            # No client has this number.
+            seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
             where, share = (self.device, self.dtype), (self.ranks.rank, self.ranks.size)
             return evaluate_batches(self.vectors.model, self._judge, *where, *share, self._prepare)
 
@@ -294,7 +297,7 @@ class BlockEngine:
     def _answer(self, command: str, state: State) -> tuple[Any, Residuals]:
         """To a command of rank 0: what it asks for, and the residuals after it."""
         if command == "evaluate":
-            return self._evaluate(state.t, state.x, state.b), state.residuals
+            return self._evaluate(state), state.residuals
         with self._setting():
             after, sent = self._part(state)
         sent.counts, sent.buffers = [sent.bytes()], [b.cpu().clone() for b in sent.buffers]

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cfedavg.algorithm import ServerMemory
+from cfedavg.arrays import norm2
+from cfedavg.downloads import Count, Download, Downloads, Start
 from cfedavg.engines.ledger import dense_bytes
+from cfedavg.engines.statistics import Statistics
 from cfedavg.errors import Diverged, InputError
 from cfedavg.keys import Purpose, key, signed
-from cfedavg.layout import Layout
 from cfedavg.local import Vectors
+from cfedavg.metrics import Record
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
+from cfedavg.residuals import Residuals
 from cfedavg.state import State
 from cfedavg.task import Batch, Loss, Task, guarded
+from cfedavg.wire import measure
 
 PRECISIONS = {
     "float32": torch.float32,
@@ -94,12 +102,15 @@ def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float], otherwise
 
 
 def simulated_seconds(
-    plan: Plan, replies: Mapping[int, tuple[int, int]], sampled: Sequence[int], down: int
+    plan: Plan, replies: Mapping[int, tuple[int, int]], down: Mapping[int, int]
 ) -> float | None:
-    """The round ends when the slowest client's reply is there. `replies` are (K, bytes) by client."""
+    """The round ends when the slowest client's reply is there.
+
+    `replies` are (K, bytes) by client, `down` the bytes that each sampled client downloads.
+    """
     if not plan.timed:
         return None
-    return max(plan.link.seconds(i, *replies.get(i, (0, 0)), down) for i in sampled)
+    return max(plan.link.seconds(i, *replies.get(i, (0, 0)), length) for i, length in down.items())
 
 
 def server_step(
@@ -126,11 +137,93 @@ def check_finite(t: int, x_next: Tensor, memory: ServerMemory, arrived: list[int
         raise Diverged(t, arrived, "what the server optimiser or the feedback remembers")
 
 
-def broadcast_bytes(plan: Plan, state: State, layout: Layout, buffer_layout: Layout) -> int:
-    """What one client downloads: the model, its buffers, and what the feedback shares."""
-    shared = plan.feedback.broadcast(state.memory.feedback)
-    extra = 0 if shared is None else dense_bytes(shared, layout)
-    return dense_bytes(state.x, layout) + dense_bytes(state.b, buffer_layout) + extra
+def first_state(plan: Plan, vectors: Vectors) -> State:
+    """Return the state before the first round, from the model's parameters and buffers."""
+    x, b = vectors.read()
+    downlink, memory = plan.downlink(vectors.layout), plan.aggregator.init(x)
+    b = down_statistics(plan, vectors).travel(b)
+    if downlink is None:
+        return State(0, x, b, memory=memory)
+    w = downlink.first(x)
+    return State(0, x, b, memory=memory, w=w, downloads=Downloads.none(w))
+
+
+def down_statistics(plan: Plan, vectors: Vectors) -> Statistics:
+    """Return how running statistics travel to the clients."""
+    return Statistics(vectors.buffer_layout, plan.compressor_down)
+
+
+class Ended(NamedTuple):
+    """What the server knows at the end of a round."""
+
+    x: Tensor
+    b: Tensor
+    memory: ServerMemory
+    arrived: list[int]  # the clients whose replies did
+
+
+def next_state(plan: Plan, vectors: Vectors, state: State, ended: Ended, residuals: Residuals) -> State:
+    """Return the state after a round, with the copy that its broadcast leads to."""
+    check_finite(state.t, ended.x, ended.memory, ended.arrived)
+    z, eta_sum = next_iterate(plan, state)
+    b = down_statistics(plan, vectors).travel(ended.b)
+    after = State(state.t + 1, ended.x, b, residuals, z, eta_sum, ended.memory)
+    downlink = plan.downlink(vectors.layout)
+    if downlink is None:
+        return after
+    assert state.w is not None
+    assert state.downloads is not None
+    made = downlink.send(ended.x, state.w, plan.broadcast_key(state.t), state.t)
+    length = measure(made.payload.numpy(), vectors.layout)[0]
+    downloads = state.downloads.after(state.t, state.w, made.memory, length, ended.arrived)
+    return replace(after, w=made.memory, downloads=downloads)
+
+
+def count_downloads(plan: Plan, vectors: Vectors, state: State, start: Start) -> dict[int, Count]:
+    """Begin to count what each sampled client downloads: the model or what it missed of it, and the rest."""
+    layout, shared = vectors.layout, plan.feedback.broadcast(state.memory.feedback)
+    beside = down_statistics(plan, vectors).bytes(state.b) + (
+        0 if shared is None else dense_bytes(shared, layout)
+    )
+    sampled, downlink = plan.sampled(state.t), plan.downlink(layout)
+    if downlink is None:
+        whole = Download("whole", 0, dense_bytes(state.x, layout) + beside)
+        return dict.fromkeys(sampled, lambda: whole)
+    assert state.downloads is not None
+    counts = state.downloads.count(state.t, sampled, state.w, downlink, start)
+    return {i: partial(_with_more, count, beside) for i, count in counts.items()}
+
+
+def _with_more(count: Count, more: int) -> Download:
+    found = count()
+    return found._replace(bytes=found.bytes + more)
+
+
+class Broadcast(NamedTuple):
+    """A compressed broadcast: who held a copy before it, and |x - w|^2 after it."""
+
+    held: Collection[int]
+    gap2: float
+
+
+def broadcast_of(state: State, after: State) -> Broadcast | None:
+    """Return what is reported of the broadcast between two states; None where the model travels whole."""
+    if state.downloads is None:
+        return None
+    return Broadcast(state.downloads.held.keys(), norm2(after.x - after.broadcast))
+
+
+def download_columns(broadcast: Broadcast | None, downloads: Mapping[int, Download]) -> Record:
+    """The columns of what came down; of a compressed broadcast also how, and how far its copy is from x."""
+    found: Record = {"downlink_bytes": sum(each.bytes for each in downloads.values())}
+    if broadcast is None:
+        return found
+    return found | {
+        "first_download_bytes": sum(each.bytes for i, each in downloads.items() if i not in broadcast.held),
+        "downlink_messages": sum(each.messages for each in downloads.values()),
+        "whole_downloads": sum(each.kind == "whole" for each in downloads.values()),
+        "copy_gap_norm2": broadcast.gap2,
+    }
 
 
 def next_iterate(plan: Plan, state: State) -> tuple[tuple[Tensor, Tensor] | None, float]:

@@ -97,8 +97,8 @@ def serve(ranks: Ranks, state: State, answer: Answer) -> State:
 
 
 def _travelling(state: State) -> list[Tensor]:
-    """What every rank needs of a state: the model, its buffers, and what the feedback may share."""
-    return [state.x, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
+    """What every rank needs of a state: the broadcast model, its buffers, and what the feedback may share."""
+    return [state.broadcast, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
 
 
 def _portable(error: Exception) -> Exception:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,29 +16,32 @@ from cfedavg.algorithm import local_update
 from cfedavg.arrays import norm2
 from cfedavg.engines.common import (
     PRECISIONS,
-    broadcast_bytes,
-    check_finite,
+    Ended,
+    broadcast_of,
+    count_downloads,
+    download_columns,
     explained,
+    first_state,
     guarded_batches,
     guarded_loss,
     model_of,
-    next_iterate,
+    next_state,
     reproducible,
     seed_generators,
     server_step,
     simulated_seconds,
     weighted_mean,
 )
-from cfedavg.engines.ledger import Ledger, dense_bytes
+from cfedavg.engines.ledger import Ledger
+from cfedavg.engines.statistics import Statistics
 from cfedavg.errors import Diverged, NotFinite
 from cfedavg.evaluate import evaluate
 from cfedavg.keys import Purpose, key, signed
-from cfedavg.layout import Layout
 from cfedavg.local import Vectors, after, batches, local_steps, to_device
 from cfedavg.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
-from cfedavg.residuals import stochastic_bf16
+from cfedavg.residuals import Residuals, stochastic_bf16
 from cfedavg.state import State
 from cfedavg.task import Task
 
@@ -66,10 +70,10 @@ class ReferenceEngine:
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages)
         self.channel = plan.channel(self.layout)
+        self.up = Statistics(self.vectors.buffer_layout, plan.compressor)
 
     def start(self) -> State:
-        x, b = self.vectors.read()
-        return State(0, x, b, memory=self.plan.aggregator.init(x))
+        return first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         plan, t = self.plan, state.t
@@ -81,22 +85,27 @@ class ReferenceEngine:
             weights = [plan.weight(s.reply.client) for s in arrived]
             applied = ((s.payload, [weight]) for s, weight in zip(arrived, weights, strict=True))
             x_next, memory = server_step(plan, state, applied)
-        check_finite(t, x_next, memory, [s.reply.client for s in arrived])
-        residuals = state.residuals
-        if plan.feedback.keeps_client_memory:
-            kept = {s.reply.client: s.memory for s in sent if s.memory is not None}
-            residuals = residuals.updated({i: self._kept(t, i, memory) for i, memory in kept.items()})
-        down = broadcast_bytes(plan, state, self.layout, self._b_layout)
+            residuals = self._residuals_after(state, sent)
+            b_next = weighted_mean([s.b for s in arrived], weights, state.b)
+            ended = Ended(x_next, b_next, memory, [s.reply.client for s in arrived])
+            after = next_state(plan, self.vectors, state, ended, residuals)
+        counts = count_downloads(plan, self.vectors, state, cache)
+        downloads = {i: count() for i, count in counts.items()}
         record = summarise(
             [s.reply for s in sent], len(sampled) - len(sent), self.layout.d, _mean_norm2([s.g for s in sent])
         )
-        record["downlink_bytes"] = down * len(sampled)
+        record |= download_columns(broadcast_of(state, after), downloads)
         record |= residual_norms(residuals.norms2.values(), plan.m)
         took = {s.reply.client: (s.reply.K, s.reply.up_bytes) for s in sent}
-        record["simulated_seconds"] = simulated_seconds(plan, took, sampled, down)
-        z, eta_sum = next_iterate(plan, state)
-        b_next = weighted_mean([s.b for s in arrived], weights, state.b)
-        return State(t + 1, x_next, b_next, residuals, z, eta_sum, memory), lambda: record
+        down = {i: each.bytes for i, each in downloads.items()}
+        record["simulated_seconds"] = simulated_seconds(plan, took, down)
+        return after, lambda: record
+
+    def _residuals_after(self, state: State, sent: list[Sent]) -> Residuals:
+        if not self.plan.feedback.keeps_client_memory:
+            return state.residuals
+        kept = {s.reply.client: s.memory for s in sent if s.memory is not None}
+        return state.residuals.updated({i: self._kept(state.t, i, memory) for i, memory in kept.items()})
 
     def _clients(self, state: State, clients: list[int]) -> list[Sent]:
         """Every client's round; if some diverge, the error names them all."""
@@ -118,7 +127,7 @@ class ReferenceEngine:
         config, shared = plan.config, plan.feedback.broadcast(state.memory.feedback)
         kept = plan.feedback.keeps_client_memory
         memory = state.residuals.get(client, state.x) if kept else None
-        x_0 = plan.feedback.start(state.x, memory, shared)
+        x_0 = plan.feedback.start(state.broadcast, memory, shared)
         self.vectors.write(x_0, state.b)
         seed_generators(self.device, config.seed, t, client)
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
@@ -138,10 +147,11 @@ class ReferenceEngine:
             raise NotFinite([client])
         lost = plan.lost(t, client)
         after_loss = self.channel.restore(made.memory, made.payload) if lost else made.memory
-        up = self.ledger.replies(t, [client], made.payload)[0] + dense_bytes(b_K, self._b_layout)
+        b_sent = self.up.travel(b_K)
+        up = self.ledger.replies(t, [client], made.payload)[0] + self.up.bytes(b_sent)
         sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())
         reply = Reply(client, work.K, loss, *sizes, up, lost)
-        return Sent(made.payload, b_K, g, after_loss, reply)
+        return Sent(made.payload, b_sent, g, after_loss, reply)
 
     def _kept(self, t: int, client: int, memory: Tensor) -> Tensor:
         """The client's next memory, as it is stored."""
@@ -150,12 +160,8 @@ class ReferenceEngine:
         word = signed(key(self.plan.config.seed, t, client, Purpose.RESIDUAL))
         return stochastic_bf16(memory, torch.tensor(word, device=self.device))
 
-    @property
-    def _b_layout(self) -> Layout:
-        return self.vectors.buffer_layout
-
     def evaluate(self, state: State) -> Record:
-        self.vectors.write(state.x, state.b)
+        self.vectors.write(state.broadcast, state.b)
         with reproducible(self.device, self.plan.config.precision):
             # For a metric that draws; no client has this number.
             seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)

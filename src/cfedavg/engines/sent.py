@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +13,15 @@ from torch import Tensor
 
 from cfedavg.algorithm import ServerMemory
 from cfedavg.arrays import norm2
-from cfedavg.engines.common import server_step, simulated_seconds, weighted_mean
+from cfedavg.downloads import Count
+from cfedavg.engines.common import (
+    Broadcast,
+    download_columns,
+    server_step,
+    simulated_seconds,
+    weighted_mean,
+)
+from cfedavg.engines.statistics import Statistics
 from cfedavg.errors import Diverged
 from cfedavg.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.payload import Payload
@@ -58,23 +66,30 @@ def combined(plan: Plan, state: State, parts: Sequence[Sent]) -> tuple[Tensor, T
 
 
 def record(
-    plan: Plan, d: int, parts: Sequence[Sent], sampled: Sequence[int], down: int, buffers: int
+    plan: Plan,
+    statistics: Statistics,
+    d: int,
+    parts: Sequence[Sent],
+    broadcast: Broadcast | None,
+    counts: Mapping[int, Count],
 ) -> Record:
-    """The round's line; waits until all messages are counted. `down` and `buffers` are bytes a client."""
+    """The round's line; waits until all messages and downloads are counted."""
     replies = [
-        replace(reply, up_bytes=up + buffers)
+        replace(reply, up_bytes=up + statistics.bytes(b))
         for part in parts
-        for reply, up in zip(part.replies, part.bytes(), strict=True)
+        for reply, up, b in zip(part.replies, part.bytes(), part.buffers, strict=True)
     ]
     replies.sort(key=lambda reply: reply.client)
     sums = [part.g_sum for part in parts if part.g_sum is not None]
     total = sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
     mean_g2 = norm2(total / len(replies)) if total is not None else 0.0
-    found = summarise(replies, len(sampled) - len(replies), d, mean_g2)
-    found["downlink_bytes"] = down * len(sampled)
+    downloads = {client: count() for client, count in counts.items()}
+    found = summarise(replies, len(downloads) - len(replies), d, mean_g2)
+    found |= download_columns(broadcast, downloads)
     found |= residual_norms((n for part in parts for n in part.norms2), plan.m)
     took = {reply.client: (reply.K, reply.up_bytes) for reply in replies}
-    found["simulated_seconds"] = simulated_seconds(plan, took, sampled, down)
+    down = {client: each.bytes for client, each in downloads.items()}
+    found["simulated_seconds"] = simulated_seconds(plan, took, down)
     return found
 
 

@@ -1,0 +1,96 @@
+"""The downlink: what the server broadcasts, and the copy w of the model that every client trains from.
+
+After its step the server sends C(x_next - w). Server and clients add it to w by the same operations, so all
+copies are equal bit for bit, and x - w is what could not be sent: the server's residual. This is EF21 with
+the model x in the place of an update, so a Channel sends it (Gruntkowska et al., 2023, call it EF21-P).
+
+A compressor that rounds values keeps w on the grid of bf16. A client then stores and downloads w in 2 bytes
+a number; the rounding stays in x - w, and so is sent later. Where no value is
+rounded, w has the precision of x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cfedavg.arrays import Array, arange, cast, cast_like, copy, dtype_of, round_to_bf16, to_bf16
+from cfedavg.channel import Channel, Outgoing
+from cfedavg.compress import Compressor, Everything, plus, values_of
+from cfedavg.feedback import EF21
+from cfedavg.layout import Layout
+from cfedavg.payload import Floats, Payload
+
+_FLOATS = {"float32": "fp32", "float64": "fp64"}
+
+
+def broadcasts_whole(compressor: Compressor) -> bool:
+    """Whether the compressor is `none`: then x itself is broadcast, and there is no copy."""
+    return compressor.quantiser is None and isinstance(compressor.selector, Everything)
+
+
+@dataclass(frozen=True)
+class Copying(EF21):
+    """EF21 whose memory is the copy of a model; `rounds` keeps it on the grid of bf16."""
+
+    rounds: bool = False
+
+    def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
+        w = plus(memory, sent)
+        return round_to_bf16(w) if self.rounds else w
+
+
+@dataclass(frozen=True)
+class Downlink:
+    """A compressor for the broadcast of models of one layout.
+
+    >>> import numpy as np
+    >>> from cfedavg.compress import parse
+    >>> downlink = Downlink(parse("topk(0.5)"), Layout.flat(2))
+    >>> made = downlink.send(np.array([1.0, 3.0]), np.array([0.5, 1.0]), key=0)
+    >>> made.memory.tolist(), downlink.receive(np.array([0.5, 1.0]), made.payload).tolist()
+    ([0.5, 3.0], [0.5, 3.0])
+    """
+
+    compressor: Compressor
+    layout: Layout
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the copy lies on the grid of bf16."""
+        return self.compressor.rounds
+
+    @property
+    def _channel(self) -> Channel:
+        return Channel(self.compressor, Copying(self.rounds), self.layout)
+
+    def first(self, x: Array) -> Array:
+        """Return the first copy of a model, which every client downloads whole."""
+        return round_to_bf16(x) if self.rounds else copy(x)
+
+    def send(self, x: Array, w: Array, key: int | Array, t: int = 0) -> Outgoing:
+        """Compress x - w; the memory of the result is the next copy."""
+        return self._channel.send(x, w, key, t)
+
+    def receive(self, w: Array, payload: Payload) -> Array:
+        """Return the next copy, after a broadcast."""
+        return cast_like(Copying(self.rounds).remember(None, payload, w), w)
+
+    def whole(self, w: Array) -> Payload:
+        """Return the copy as a payload of all coordinates."""
+        return Payload(len(w), len(w) * arange(2, w), None, self._values(w))
+
+    def changed(self, w: Array, at: Array) -> Payload:
+        """Return the values that the copy has at these coordinates."""
+        return Payload(len(w), len(at) * arange(2, w), at, self._values(w[at]))
+
+    def _values(self, w: Array) -> Floats:
+        return Floats(to_bf16(cast(w, "float32")), "bf16") if self.rounds else Floats(w, _FLOATS[dtype_of(w)])
+
+    def change(self, w: Array, payload: Payload) -> Array:
+        """Return the copy with the values of a payload that `whole` or `changed` made."""
+        values = cast_like(values_of(payload), w)
+        if payload.indices is None:
+            return values
+        w_next = copy(w)
+        w_next[payload.indices] = values
+        return w_next
