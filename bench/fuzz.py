@@ -228,7 +228,7 @@ def check(message: bytes, layout: Layout) -> str:
     except WireError as error:
         return NUMBER.sub("#", str(error))
     check_laws(payload)
-    again = encode(payload, layout, client=CLIENT, sequence=SEQUENCE)
+    again = encode(payload, layout, client=CLIENT, sequence=SEQUENCE, code_floats=message[4] == 2)
     if again != message and contents(decode(again, layout=layout)) != contents(payload):
         raise Broken("the payload that was accepted is another one after encode and decode")
     return ACCEPTED

@@ -3,7 +3,7 @@
 Everything in one run on one core. The index sets of error feedback are those of messages that real runs have
 sent (results/wire); the vectors that are timed are those of short runs on this machine. They are taken in
 turns from more memory than the cache holds, as those of many clients would be; "hot" is a copy of the same
-vector again and again.
+vector again and again. Whole models are weights after a few steps on noise.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from rich.progress import track
 from rich.table import Table
 
 from cfedavg import Config, Layout, decode, decompress, encode, parse
+from cfedavg.compress.compressor import values_of
 from cfedavg.compress.largest import largest
 from cfedavg.data.tasks import build_task
 from cfedavg.engines import ReferenceEngine
+from cfedavg.models import cnn, resnet18
 from cfedavg.payload import Floats, Payload
 from cfedavg.plan import Plan
 from cfedavg.wire.explain import entropy_bound
@@ -36,6 +38,7 @@ from cfedavg.wire.header import read_header
 RECORDED = Path(__file__).parent.parent / "results" / "wire"
 MEMORY = 100e6  # bytes of vectors to take in turns
 TURNS = 101
+FEW_TURNS = 21  # of what takes up to a second
 
 
 def recorded(name: str) -> tuple[Layout, list[Payload]]:
@@ -133,10 +136,12 @@ def updates(
     return engine.layout, [e + decompress(payload)[0] for e, payload in zip(kept, sent, strict=True)]
 
 
-def measure(contenders: dict[str, tuple[Callable[[Any], object], list[Any]]]) -> dict[str, float]:
+def measure(
+    contenders: dict[str, tuple[Callable[[Any], object], list[Any]]], turns: int = TURNS
+) -> dict[str, float]:
     """The median seconds of each, in turns: a machine that slows down does so for all of them."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(TURNS + 2):
+    for turn in range(turns + 2):
         for name, (work, things) in contenders.items():
             if name == "topk" and turn > 10:
                 continue  # it takes long, and need not be known so well
@@ -145,6 +150,122 @@ def measure(contenders: dict[str, tuple[Callable[[Any], object], list[Any]]]) ->
             work(thing)
             times[name].append(time.perf_counter() - began)
     return {name: statistics.median(found[2:]) for name, found in times.items()}  # two turns to warm up
+
+
+def entropy(symbols: np.ndarray) -> float:
+    """Return the bits per symbol of an ideal code that knows how often each symbol comes."""
+    counts = np.unique(symbols, return_counts=True)[1]
+    return float(np.log2(len(symbols)) - (counts * np.log2(counts)).sum() / len(symbols))
+
+
+def weights(model: torch.nn.Module, shape: tuple[int, ...]) -> tuple[Layout, torch.Tensor]:
+    """Return a model's layout and its weights after 10 steps of SGD on noise."""
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(10):
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(8, *shape)), torch.arange(8))
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+    layout = Layout(tuple(tensors), shapes, ("float32",) * len(tensors))
+    return layout, torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def whole_models() -> dict[str, tuple[Layout, torch.Tensor]]:
+    """Return the layouts and weights of both models."""
+    torch.manual_seed(0)
+    grey, colour = (1, 28, 28), (3, 32, 32)
+    return {"CNN": weights(cnn(grey, 10), grey), "ResNet-18": weights(resnet18(colour, 10), colour)}
+
+
+def whole_model_table() -> Table:
+    table = Table("model", "values", "bits", "exponent, sign + rest", "upper 16 + rest", "memcpy", "encode",
+                  "GB/s", "/ memcpy", "decode", "GB/s", "/ memcpy",
+                  title="whole models: bits per value, milliseconds on one core, GB of float32")  # fmt: skip
+    for name, (layout, x) in whole_models().items():
+        for values in ("fp32", "bf16"):
+            table.add_row(name, values, *whole_model_columns(layout, x, values))
+    return table
+
+
+def whole_model_columns(layout: Layout, x: torch.Tensor, values: str) -> list[str]:
+    """Return the columns of the table after the first two."""
+    vectors = [x.clone() for _ in range(math.ceil(MEMORY / (4 * layout.d)))]
+    payloads = [parse(values).compress(vector, 1, layout).numpy() for vector in vectors]
+    messages = [encode(payload, layout, code_floats=True) for payload in payloads]
+    target = torch.empty_like(x)
+    t = measure({
+        "copy": (target.copy_, vectors),
+        "encode": (lambda payload: encode(payload, layout, code_floats=True), payloads),
+        "decode": (lambda message: decode(message, layout=layout), messages),
+    }, FEW_TURNS)  # fmt: skip
+    width = 32 if values == "fp32" else 16
+    patterns = payloads[0].values.data.view(f"uint{width}")
+    bits = 8 * len(messages[0]) / layout.d
+    exponents, upper = (
+        entropy(patterns >> width - 9) + width - 9,
+        entropy(patterns >> width - 16) + width - 16,
+    )
+    found = [f"{bits:.2f}", f"{exponents:.2f}", f"{upper:.2f}", f"{1e3 * t['copy']:.2f}"]
+    for name in ("encode", "decode"):
+        speed, ratio = 4e-9 * layout.d / t[name], t[name] / t["copy"]
+        found += [f"{1e3 * t[name]:.1f}", f"{speed:.3f}", f"{ratio:.0f}"]
+    return found
+
+
+def add_all(x: np.ndarray, payloads: list[Payload]) -> np.ndarray:
+    """Add payloads to a copy of x, one after the other."""
+    total = x.copy()
+    for payload in payloads:
+        total[payload.indices] += values_of(payload)
+    return total
+
+
+def add_in_tiles(x: np.ndarray, payloads: list[Payload], size: int = 2**17) -> np.ndarray:
+    """Do the same tile by tile, so that a tile stays in the cache until all payloads are added to it."""
+    total, starts = x.copy(), np.arange(0, len(x) + size, size)
+    parts = [(p.indices, values_of(p), np.searchsorted(p.indices, starts)) for p in payloads]
+    for tile in range(len(starts) - 1):
+        for indices, values, ends in parts:
+            part = slice(ends[tile], ends[tile + 1])
+            total[indices[part]] += values[part]
+    return total
+
+
+def chain_table() -> Table:
+    table = Table("model", "k", "memcpy", "10 decodes", "decode and add", "of 10 decodes + 2 memcpys",
+                  "add alone", "/ memcpy", "add in tiles", "/ memcpy",
+                  title="10 messages of topk(0.97) >> int4(256) decoded and added; milliseconds")  # fmt: skip
+    for name, (layout, x) in whole_models().items():
+        table.add_row(name, *chain_columns(layout, x))
+    return table
+
+
+def chain_columns(layout: Layout, x: torch.Tensor) -> list[str]:
+    """Return the columns of the table after the first. The ten updates are Gaussian noise."""
+    compressor, noise = parse("topk(0.97) >> int4(256)"), torch.Generator().manual_seed(1)
+    made = [compressor.compress(torch.randn(layout.d, generator=noise), 1, layout).numpy() for _ in range(10)]
+    messages = [encode(payload, layout) for payload in made]
+    vectors = [x.numpy().copy() for _ in range(math.ceil(MEMORY / (4 * layout.d)))]
+    target = np.empty_like(vectors[0])
+    assert np.array_equal(add_all(vectors[0], made), add_in_tiles(vectors[0], made))
+
+    def decode_all(_: np.ndarray) -> list[Payload]:
+        return [decode(message, layout=layout) for message in messages]
+
+    t = measure({
+        "copy": (lambda vector: np.copyto(target, vector), vectors),
+        "decode": (decode_all, vectors),
+        "chain": (lambda vector: add_all(vector, decode_all(vector)), vectors),
+        "add": (lambda vector: add_all(vector, made), vectors),
+        "tiles": (lambda vector: add_in_tiles(vector, made), vectors),
+    }, FEW_TURNS)  # fmt: skip
+    ms = {name: f"{1e3 * found:.2f}" for name, found in t.items()}
+    over = {name: f"{t[name] / t['copy']:.1f}" for name in ("add", "tiles")}
+    share = f"{t['chain'] / (t['decode'] + 2 * t['copy']):.3f}"
+    return [f"{made[0].counts()[0]:,}", ms["copy"], ms["decode"], ms["chain"], share,
+            ms["add"], over["add"], ms["tiles"], over["tiles"]]  # fmt: skip
 
 
 def speed_table() -> Table:
@@ -185,10 +306,11 @@ def speeds(layout: Layout, vectors: list[torch.Tensor], comp: float) -> list[str
 def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=160)
-    for table in (index_table, message_table, speed_table):
+    for table in (index_table, message_table, whole_model_table, chain_table, speed_table):
         console.print(table())
     console.print(
-        f"{TURNS} turns (9 of torch.topk), medians; torch {torch.__version__}, NumPy {np.__version__}, "
+        f"{TURNS} turns (9 of torch.topk, {FEW_TURNS} of whole models and chains), medians; "
+        f"torch {torch.__version__}, NumPy {np.__version__}, "
         f"{platform.machine()}, one thread; sets and messages of runs: results/wire"
     )
 

@@ -1,5 +1,7 @@
 """The payloads behind the files in tests/golden: made of keyed integers, so the same everywhere.
 
+`cases` has those of version 1, `whole_float_cases` those of version 2.
+
 `python -m tests.golden_cases` writes the files that are missing. A file that is there stays as it is: other
 bytes for the same payload need a new version of the format, and new files.
 """
@@ -104,12 +106,43 @@ def cases() -> Iterator[tuple[str, Layout, Payload]]:
     yield "flat-every-bf16", FLAT, Payload(FLAT.d, np.array([0, FLAT.d]), every, floats("bf16", FLAT.d))
 
 
-def message(payload: Payload, layout: Layout) -> bytes:
-    return encode(payload, layout, client=2**40 + 3, sequence=77, round=12)
+def whole_float_cases() -> Iterator[tuple[str, Layout, Payload]]:
+    """Name, layout and payload of every golden message of version 2: coded floats of all coordinates."""
+    for dtype in ("fp32", "fp64"):
+        yield f"flat-all-{dtype}", FLAT, whole(floats(dtype, FLAT.d))
+        yield f"net-all-{dtype}", NET, whole(floats(dtype, NET.d))
+        yield f"flat-extremes-{dtype}", FLAT, whole(extremes(dtype))
+        minus_zero = Floats(-np.zeros(1, {"fp32": np.float32, "fp64": np.float64}[dtype]), dtype)
+        yield f"one-all-{dtype}", Layout.flat(1), whole(minus_zero)  # its coded section is empty
+
+
+def whole(values: Floats) -> Payload:
+    """All coordinates of a vector."""
+    d = len(values.data)
+    return Payload(d, np.array([0, d]), None, values)
+
+
+def extremes(dtype: str) -> Floats:
+    """Both zeros, the least and the largest of the subnormal and normal numbers; else those of `floats`."""
+    data = floats(dtype, FLAT.d).data.copy()
+    limits = np.finfo(data.dtype)
+    ends = [0, limits.smallest_subnormal, np.nextafter(limits.tiny, 0), limits.tiny, limits.max]
+    data[100:110] = np.array([*ends, *(-end for end in ends)], data.dtype)
+    data[105] = -0.0
+    return Floats(data, dtype)
+
+
+def message(payload: Payload, layout: Layout, code_floats: bool = False) -> bytes:
+    return encode(payload, layout, client=2**40 + 3, sequence=77, round=12, code_floats=code_floats)
+
+
+def write_missing(version: int, cases: Iterator[tuple[str, Layout, Payload]]) -> None:
+    for name, layout, payload in cases:
+        path = FOLDER / f"v{version}-{name}.cfa"
+        if not path.exists():
+            path.write_bytes(message(payload, layout, code_floats=version == 2))
 
 
 if __name__ == "__main__":
-    for name, layout, payload in cases():
-        path = FOLDER / f"v1-{name}.cfa"
-        if not path.exists():
-            path.write_bytes(message(payload, layout))
+    write_missing(1, cases())
+    write_missing(2, whole_float_cases())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -40,13 +41,16 @@ def payload(selector: str, quantiser: str = "fp32", layout: Layout = MODEL, zero
 
 
 def good_messages(client: int = 0, sequence: int = 0) -> Iterator[tuple[Layout, bytes]]:
-    """Every selector with every quantiser; some of a larger model; some that send nothing."""
+    """Every selector with every quantiser; some of a larger model; some that send nothing; coded models."""
     cases = [(s, q, layout, False) for layout in (MODEL, FLAT) for s in SELECTORS for q in QUANTISERS]
     cases += [("topk(0.9)", q, WIDE, False) for q in QUANTISERS[1:4]]
     cases += [("threshold(0.5)", q, layout, True) for layout in (MODEL, FLAT) for q in QUANTISERS]
     for selector, quantiser, layout, zero in cases:
         sent = payload(selector, quantiser, layout, zero)
         yield layout, encode(sent, layout, client=client, sequence=sequence)
+    for layout, quantiser in product((MODEL, FLAT), ("fp64", "fp32")):
+        sent = payload("none", quantiser, layout)
+        yield layout, encode(sent, layout, client=client, sequence=sequence, code_floats=True)
 
 
 def sections(message: bytes) -> tuple[bytes, bytes, bytes]:

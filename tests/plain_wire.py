@@ -105,10 +105,13 @@ def read_header(data: bytes) -> Header:
     *fields, first, second, third = HEADER.unpack_from(data)
     header = Header(*fields, (first, second, third))
     require(header.magic == b"CFAV", "not a message: wrong magic")
-    require(header.version == 1, "unknown version")
+    require(header.version in (1, 2), "unknown version")
     require(header.where <= LISTED, "unknown where")
     require(header.kind <= LEVELS16, "unknown kind")
     require(header.coding <= CODED, "unknown coding")
+    whole_floats = header.where == ALL and header.kind in (FP32, FP64)
+    version = 2 if whole_floats and header.coding == CODED else 1
+    require(header.version == version, "the version does not go with where, kind and coding")
     return header
 
 
@@ -117,8 +120,8 @@ def check_model(header: Header, schema: int, d: int) -> None:
     require(header.d == d, "d is that of another model")
     require(header.k <= d, "k exceeds d")
     require(header.where != ALL or header.k == d, "all coordinates, but k is not d")
-    plain = header.where == ALL and header.kind in (FP32, FP64)
-    require(header.coding == (PLAIN if plain else CODED), "the coding does not go with where and kind")
+    may_be_plain = header.where == ALL and header.kind in (FP32, FP64)
+    require(header.coding == CODED or may_be_plain, "the coding does not go with where and kind")
 
 
 def check_sections(header: Header, data: bytes) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cfedavg import Layout, decode, encode, parse
 from cfedavg.payload import Floats, Levels, Mask, Payload
 from tests import plain_wire
-from tests.golden_cases import FOLDER, cases
+from tests.golden_cases import FOLDER, cases, whole_float_cases
 from tests.plain_wire import Message
 
 FLAT = Layout.flat(600)
@@ -105,8 +105,8 @@ def assert_says(message: Message, payload: Payload) -> None:
         assert (message.block, message.top) == (values.block, values.top)
 
 
-def round_trip(payload: Payload, layout: Layout) -> Message:
-    message = read(encode(payload, layout, **HEADER), layout)
+def round_trip(payload: Payload, layout: Layout, code_floats: bool = False) -> Message:
+    message = read(encode(payload, layout, **HEADER, code_floats=code_floats), layout)
     assert {name: getattr(message.header, name) for name in HEADER} == HEADER
     assert_says(message, payload)
     return message
@@ -262,12 +262,23 @@ def test_any_uneven_set(r: int, c: int, g: int, rows: float, columns: float, sha
     round_trip(listed(layout.d, indices, finite_bf16(rng, len(indices))), layout)
 
 
+@pytest.mark.parametrize("vector", VECTORS)
+@pytest.mark.parametrize("layout", [FLAT, NET, WIDE], ids=["flat", "net", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_coded_floats_of_all_coordinates(vector: str, layout: Layout, dtype: torch.dtype) -> None:
+    payload = compressed("none", VECTORS[vector](layout).to(dtype), layout)
+    assert round_trip(payload, layout, code_floats=True).header.version == 2
+
+
 # Files and refusals
 
+GOLDEN = [pytest.param(f"v1-{name}", *case, id=f"v1-{name}") for name, *case in cases()]
+GOLDEN += [pytest.param(f"v2-{name}", *case, id=f"v2-{name}") for name, *case in whole_float_cases()]
 
-@pytest.mark.parametrize(("name", "layout", "payload"), [pytest.param(*case, id=case[0]) for case in cases()])
+
+@pytest.mark.parametrize(("name", "layout", "payload"), GOLDEN)
 def test_golden(name: str, layout: Layout, payload: Payload) -> None:
-    message = read((FOLDER / f"v1-{name}.cfa").read_bytes(), layout)
+    message = read((FOLDER / f"{name}.cfa").read_bytes(), layout)
     assert_says(message, payload)
     header = message.header
     assert (header.client, header.sequence, header.round) == (2**40 + 3, 77, 12)
@@ -286,6 +297,17 @@ def test_refusals(offset: int, what: str) -> None:
     data[offset] ^= 0x55
     with pytest.raises(ValueError, match=what):
         read(bytes(data), NET)
+
+
+def test_refuses_a_version_that_does_not_go_with_the_rest() -> None:
+    p = gaussian(NET).float()
+    plain = encode(compressed("none", p, NET), NET)
+    coded = encode(compressed("none", p, NET), NET, code_floats=True)
+    listed = encode(compressed("topk(0.9)", p, NET), NET)
+    for data in (plain, coded, listed):
+        other = data[:4] + bytes([3 - data[4]]) + data[5:-4]
+        with pytest.raises(ValueError, match="the version does not go with where, kind and coding"):
+            read(with_checksum(other), NET)
 
 
 def test_refuses_wrong_lengths() -> None:
@@ -329,12 +351,12 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "text", ["topk(0.9) >> bf16", "topk(0.95)", "rd(0.9) >> int8(256)", "sign", "qsgd(500)"]
+    "text", ["topk(0.9) >> bf16", "topk(0.95)", "rd(0.9) >> int8(256)", "sign", "qsgd(500)", "none"]
 )
 def test_agrees_on_damaged_messages(text: str) -> None:
     """What the fast decoder refuses this one refuses, and what it reads this one reads the same."""
     rng = np.random.default_rng(0)
-    data = encode(compressed(text, uneven(NET).float(), NET), NET)
+    data = encode(compressed(text, uneven(NET).float(), NET), NET, code_floats=True)
     refused = 0
     for _ in range(60):
         other = damaged(data, rng)

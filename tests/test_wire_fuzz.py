@@ -17,11 +17,17 @@ from bench import fuzz
 from cfedavg.wire import coordinates, format, values
 
 ROOT = Path(__file__).parents[1]
+VERSION_2 = "version # is for CODED FP# or FP# values of ALL coordinates"
 
 
 @pytest.fixture(scope="module")
 def corpus() -> list[fuzz.Sample]:
     return fuzz.build_corpus()
+
+
+def test_every_version_is_in_the_corpus(corpus: list[fuzz.Sample]) -> None:
+    assert {good.parts[0][4] for good in corpus} == {1, 2}
+    assert sum(good.parts[0][4] == 2 for good in corpus) == 4
 
 
 def test_good_messages_are_accepted(corpus: list[fuzz.Sample]) -> None:
@@ -44,6 +50,8 @@ def test_only_wire_errors_and_no_memory(corpus: list[fuzz.Sample]) -> None:
         "the section of the values goes on after its end",
         "the key of the message does not draw k = # coordinates",
         "a level exceeds top = #",
+        "CODED FP# values of ALL coordinates need version #, the message is of version #",
+        f"{VERSION_2}, not for CODED INT# values of LISTED coordinates",
         "top = # must be from # to # for levels of INT#",
         "a value is not a finite number",
         "a scale is not a finite number",
@@ -100,7 +108,7 @@ def test_it_notices_a_decoder_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spoil(monkeypatch)
-    failures = fuzz.fuzz(0, range(8_000), corpus).failures
+    failures = fuzz.fuzz(0, range(20_000), corpus).failures
     found = [failure for failure in failures if re.search(words, failure.splitlines()[-1])]
     assert found
     # What it prints is enough to see it again.

@@ -40,6 +40,13 @@ def message(
     return encode(payload(selector, quantiser, layout), layout, **sender)
 
 
+def coded_model(quantiser: str = "fp32") -> bytes:
+    """A message of version 2."""
+    data = encode(payload("none", quantiser, FLAT), FLAT, code_floats=True)
+    assert read_header(data).version == 2
+    return data
+
+
 def with_bytes(data: bytes, start: int, new: bytes) -> bytes:
     """A message with some bytes replaced and the checksum repaired."""
     return sealed(data[:start] + new + data[start + len(new) : -4])
@@ -76,16 +83,46 @@ def test_not_a_message() -> None:
             read_header(data)
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 3, 255])
 def test_another_version(version: int) -> None:
-    with refused(f"the message is of version {version}, this program reads version 1"):
+    with refused(f"the message is of version {version}, this program reads versions 1 and 2"):
         decode(with_bytes(message(), 4, bytes([version])), layout=FLAT)
 
 
 @pytest.mark.parametrize(("name", "value"), [("where", 3), ("kind", 5), ("coding", 2), ("kind", 255)])
-def test_unknown_in_the_header(name: str, value: int) -> None:
-    with refused(f"the header says {name} = {value}, which version 1 does not know"):
-        decode(forged(message(), **{name: value}), layout=FLAT)
+@pytest.mark.parametrize("version", [1, 2])
+def test_unknown_in_the_header(name: str, value: int, version: int) -> None:
+    data = with_bytes(forged(message(), **{name: value}), 4, bytes([version]))
+    with refused(f"the header says {name} = {value}, which version {version} does not know"):
+        decode(data, layout=FLAT)
+
+
+@pytest.mark.parametrize("quantiser", ["fp32", "fp64"])
+def test_version_1_does_not_code_floats_of_all_coordinates(quantiser: str) -> None:
+    words = f"CODED {quantiser.upper()} values of ALL coordinates need version 2, the message is of version 1"
+    data = with_bytes(coded_model(quantiser), 4, b"\1")
+    for read in (read_header, lambda m: decode(m, layout=FLAT)):
+        with refused(words):
+            read(data)
+
+
+@pytest.mark.parametrize(
+    ("selector", "quantiser", "what"),
+    [
+        ("none", "fp32", "PLAIN FP32 values of ALL coordinates"),
+        ("none", "fp64", "PLAIN FP64 values of ALL coordinates"),
+        ("none", "bf16", "CODED BF16 values of ALL coordinates"),
+        ("none", "int8(256)", "CODED INT8 values of ALL coordinates"),
+        ("none", "qsgd(500)", "CODED INT16 values of ALL coordinates"),
+        ("topk(0.9)", "fp32", "CODED FP32 values of LISTED coordinates"),
+        ("rd(0.9)", "fp64", "CODED FP64 values of DRAWN coordinates"),
+    ],
+)
+def test_version_2_is_for_coded_floats_of_all_coordinates(selector: str, quantiser: str, what: str) -> None:
+    data = with_bytes(message(selector, quantiser), 4, b"\2")
+    for read in (read_header, lambda m: decode(m, layout=FLAT)):
+        with refused(f"version 2 is for CODED FP32 or FP64 values of ALL coordinates, not for {what}"):
+            read(data)
 
 
 def test_another_client_or_sequence_number() -> None:
@@ -142,8 +179,6 @@ def test_all_coordinates_are_d() -> None:
 @pytest.mark.parametrize(
     ("selector", "quantiser", "coding", "words"),
     [
-        ("none", "fp32", Coding.CODED, "FP32 values of ALL coordinates are not CODED"),
-        ("none", "fp64", Coding.CODED, "FP64 values of ALL coordinates are not CODED"),
         ("none", "bf16", Coding.PLAIN, "BF16 values of ALL coordinates are not PLAIN"),
         ("topk(0.9)", "fp32", Coding.PLAIN, "FP32 values of LISTED coordinates are not PLAIN"),
         ("rd(0.9)", "int8(256)", Coding.PLAIN, "INT8 values of DRAWN coordinates are not PLAIN"),
@@ -217,6 +252,36 @@ def test_copied_section_of_the_wrong_length() -> None:
         decode(forged(levels, copied=bytes(5)), layout=FLAT)
     with refused(words(10, 60, 6 + 4 * 60)):  # a block of one value needs a scale for each
         decode(forged(levels, copied=struct.pack("<I", 1) + sections(levels)[2][4:]), layout=FLAT)
+
+
+@pytest.mark.parametrize(("quantiser", "width"), [("fp32", 2), ("fp64", 6)])
+def test_copied_section_of_a_coded_model(quantiser: str, width: int) -> None:
+    data, needed = coded_model(quantiser), 600 * width
+    copied = sections(data)[2]
+    for other in (b"", copied[:-1], copied + b"\0", bytes(600 * (width + 2))):
+        words = f"the section of the copied values has {len(other)} bytes, k = 600 needs {needed}"
+        with refused(words):
+            decode(forged(data, copied=other), layout=FLAT)
+
+
+def test_coded_section_of_a_coded_model() -> None:
+    data, large = coded_model(), Layout.flat(200_000)
+    claim = {"d": large.d, "k": large.d, "schema": large.schema_hash}
+    with refused("the section of the coded values has 0 bytes: not 200000 values"):
+        decode(forged(data, coded=b"", copied=bytes(2 * large.d), **claim), layout=large)
+    values = sections(data)[1]
+    with refused("the section of the values ends too early"):
+        decode(forged(data, coded=values[: len(values) // 2]), layout=FLAT)
+    for extra in (b"\0", bytes(9), b"\xff" * 12):
+        with refused("the section of the values goes on after its end"):
+            decode(forged(data, coded=values + extra), layout=FLAT)
+    with refused("the section of the indices has 1 bytes instead of 0"):
+        decode(forged(data, coordinates=b"\1"), layout=FLAT)
+    empty = Layout.flat(0)
+    nothing = {"d": 0, "k": 0, "schema": empty.schema_hash, "copied": b""}
+    assert decode(forged(data, coded=b"", **nothing), layout=empty).counts() == [0]
+    with refused("the section of the coded values has 1 bytes: not 0 values"):
+        decode(forged(data, coded=b"\1", **nothing), layout=empty)
 
 
 def test_coded_section_of_the_wrong_length() -> None:
@@ -320,6 +385,16 @@ def test_coded_values_that_are_not_finite(dtype: str, sign: int, bad: str) -> No
         decode(forged(data, coded=coded(upper, True)), layout=FLAT)
 
 
+@pytest.mark.parametrize(("quantiser", "infinity"), [("fp32", 0x7F80), ("fp64", 0x7FF0)])
+def test_a_coded_model_that_is_not_finite(quantiser: str, infinity: int) -> None:
+    data = coded_model(quantiser)
+    fine = forged(data, coded=coded([0x3F80] * 599 + [infinity - 1], True))
+    assert decode(fine, layout=FLAT).counts() == [600]
+    for bad in (infinity, infinity + 1, infinity | 0x8000):
+        with refused(NOT_FINITE):
+            decode(forged(data, coded=coded([0x3F80] * 599 + [bad], True)), layout=FLAT)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_scale_that_is_not_finite(bad: float) -> None:
     data = message("none", "int4(64)")
@@ -390,6 +465,8 @@ CODED = "the section of the coded values has {} bytes: not 134217728 values"
         (Where.DRAWN, Kind.BF16, Coding.CODED, (EVERY, RANDOM, b""), CODED.format(1000)),
         (Where.ALL, Kind.FP64, Coding.PLAIN, (b"", b"", RANDOM), COPIED.format(1000, 2**30)),
         (Where.ALL, Kind.INT8, Coding.CODED, (b"", RANDOM, SCALE), CODED.format(1000)),
+        (Where.ALL, Kind.FP32, Coding.CODED, (b"", RANDOM, b""), COPIED.format(0, 2**28)),
+        (Where.ALL, Kind.FP64, Coding.CODED, (b"", b"", RANDOM), COPIED.format(1000, 6 * 2**27)),
     ],
 )  # fmt: skip
 def test_a_bomb_allocates_nothing(
@@ -417,6 +494,7 @@ LADDER: list[tuple[str, Spoil, dict[str, Any]]] = [
     ("the header says where = 9", lambda m: with_bytes(m, 5, b"\x09"), {}),
     ("the header says kind = 9", lambda m: with_bytes(m, 6, b"\x09"), {}),
     ("the header says coding = 9", lambda m: with_bytes(m, 7, b"\x09"), {}),
+    ("version 2 is for CODED FP32", lambda m: with_bytes(m, 4, b"\x02"), {}),
     ("the message is of client 0, not of client 1", lambda m: m, {"client": 1}),
     ("the message has sequence number 0", lambda m: m, {"sequence": 1}),
     ("the message is for another model", lambda m: with_bytes(m, 8, bytes(8)), {}),
@@ -464,8 +542,9 @@ def test_values_that_are_not_encoded(selector: str, quantiser: str, bad: float) 
     assert isinstance(good.values, Floats)
     data = good.values.data.copy()
     data[300] = np.float32(bad).view(np.int32) >> 16 if quantiser == "bf16" else bad
-    with refused(NOT_FINITE):
-        encode(replace(good, values=replace(good.values, data=data)), FLAT)
+    for code_floats in (False, True):
+        with refused(NOT_FINITE):
+            encode(replace(good, values=replace(good.values, data=data)), FLAT, code_floats=code_floats)
 
 
 def test_levels_that_are_not_encoded() -> None:

@@ -36,8 +36,10 @@ class Uplink:
 
     def message(self, payload: Payload, request: Request) -> bytes:
         """The payload as it travels."""
-        header = {"client": self.client, "sequence": request.stamp.sequence, "round": request.t}
-        return encode(payload.numpy(), self.channel.layout, **header)
+        sequence = request.stamp.sequence
+        return encode(
+            payload.numpy(), self.channel.layout, client=self.client, sequence=sequence, round=request.t
+        )
 
     def send(self, g: Array, memory: Array, request: Request) -> tuple[bytes, Array]:
         """The message to send, and the memory after it."""

@@ -10,7 +10,7 @@ import numpy as np
 from cfedavg.layout import Layout
 from cfedavg.payload import Payload
 from cfedavg.wire.format import sections_of
-from cfedavg.wire.header import CHECKSUM, SIZE, VERSION, Header, Kind, Where, read_header
+from cfedavg.wire.header import CHECKSUM, SIZE, Header, Kind, Where, read_header
 
 Rows = Sequence[tuple[str, ...]]
 
@@ -27,7 +27,7 @@ KIND = {
 def header_rows(header: Header) -> Rows:
     """What the header says: (field, value)."""
     return [
-        ("version", f"{VERSION}"),
+        ("version", f"{header.version}"),
         ("sender", f"client {header.client}, message {header.sequence}, round {header.round}"),
         ("model", f"schema {header.schema:016x}, d = {header.d:,}"),
         ("coordinates", f"k = {header.k:,} ({header.k / max(header.d, 1):.3%}), {WHERE[header.where]}"),

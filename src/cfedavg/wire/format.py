@@ -14,16 +14,27 @@ from cfedavg.kernel import is_compiled
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import KEY_AND_KEEP, pack_coordinates, unpack_coordinates, where_of
-from cfedavg.wire.header import CHECKSUM, SIZE, Coding, Header, Where, WireError, read_header
+from cfedavg.wire.header import CHECKSUM, SIZE, Coding, Header, Where, WireError, may_be_plain, read_header
 from cfedavg.wire.indices import are_increasing, encode_indices
 from cfedavg.wire.tensors import Tensors
-from cfedavg.wire.values import DTYPES, check_lengths, coding_of, kind_of, pack_values, unpack_values
+from cfedavg.wire.values import DTYPES, check_lengths, kind_of, pack_values, unpack_values
 
 Sections = tuple[bytes, bytes, bytes]
 
 
-def encode(payload: Payload, layout: Layout, *, client: int = 0, sequence: int = 0, round: int = 0) -> bytes:
-    """The message of one client, whose payload holds NumPy arrays (see Payload.numpy).
+def encode(
+    payload: Payload,
+    layout: Layout,
+    *,
+    client: int = 0,
+    sequence: int = 0,
+    round: int = 0,
+    code_floats: bool = False,
+) -> bytes:
+    """Return the message of one client, whose payload holds NumPy arrays (see Payload.numpy).
+
+    `code_floats` codes fp32 and fp64 values of all coordinates where that makes the message shorter. Such a
+    message is of version 2; every other message is of version 1.
 
     >>> import torch
     >>> from cfedavg import parse
@@ -32,36 +43,29 @@ def encode(payload: Payload, layout: Layout, *, client: int = 0, sequence: int =
     >>> decode(message, layout=Layout.flat(2)).indices
     array([1])
     """
-    sections = _sections(payload, layout)
-    where, kind = where_of(payload), kind_of(payload.values)
-    header = Header(
-        where,
-        kind,
-        coding_of(kind, where),
-        layout.schema_hash,
-        payload.d,
-        payload.counts()[0],
-        client,
-        sequence,
-        round,
-        *map(len, sections),
-    )
+    coding, sections = _sections(payload, layout, code_floats)
+    what = where_of(payload), kind_of(payload.values), coding
+    numbers = layout.schema_hash, payload.d, payload.counts()[0], client, sequence, round
+    header = Header(*what, *numbers, *map(len, sections))
     body = header.pack() + b"".join(sections)
     return body + CHECKSUM.pack(zlib.crc32(body))
 
 
-def measure(payload: Payload, layout: Layout) -> list[int]:
-    """The exact number of bytes of each client's message: len(encode(...)), without putting it together."""
-    if (length := plain_length(payload)) is not None and payload.d == layout.d:
+def measure(payload: Payload, layout: Layout, code_floats: bool = False) -> list[int]:
+    """Return the exact bytes of each client's message: len(encode(...)), without putting it together."""
+    if not code_floats and (length := plain_length(payload)) is not None and payload.d == layout.d:
         return [length] * len(payload)
-    one_by_one = (_sections(client, layout) for client in payload.clients())
-    return [SIZE + sum(map(len, sections)) + CHECKSUM.size for sections in one_by_one]
+    one_by_one = (_sections(client, layout, code_floats) for client in payload.clients())
+    return [SIZE + sum(map(len, sections)) + CHECKSUM.size for _, sections in one_by_one]
 
 
 def plain_length(payload: Payload) -> int | None:
-    """Of a message whose values travel as they are, which need not be looked at for it; else None."""
+    """Return the length of a message that holds its values plain, which depends on no value; else None.
+
+    This is the length without `code_floats`.
+    """
     kind = kind_of(payload.values)
-    if coding_of(kind, where_of(payload)) is not Coding.PLAIN:
+    if not may_be_plain(where_of(payload), kind):
         return None
     return SIZE + payload.d * np.dtype(DTYPES[kind]).itemsize + CHECKSUM.size
 
@@ -71,7 +75,8 @@ def is_ready() -> bool:
     return is_compiled(encode_indices)
 
 
-def _sections(payload: Payload, layout: Layout) -> Sections:
+def _sections(payload: Payload, layout: Layout, code_floats: bool) -> tuple[Coding, Sections]:
+    """Return how the values are written, and the three sections."""
     if len(payload) != 1:
         raise WireError(
             f"a message holds the payload of one client, not of {len(payload)}: see Payload.clients"
@@ -80,7 +85,8 @@ def _sections(payload: Payload, layout: Layout) -> Sections:
         raise WireError(f"the payload is of d = {payload.d} coordinates, the layout of {layout.d}")
     payload = _checked(payload)
     tensors = Tensors.of(layout)
-    return pack_coordinates(payload, tensors), *pack_values(payload, where_of(payload), tensors)
+    coding, coded, copied = pack_values(payload, where_of(payload), tensors, code_floats)
+    return coding, (pack_coordinates(payload, tensors), coded, copied)
 
 
 def _checked(payload: Payload) -> Payload:
@@ -172,7 +178,7 @@ def _check_header(header: Header, layout: Layout, kmax: int) -> None:
         raise WireError(f"the message has k = {header.k} coordinates, more than {min(kmax, header.d)}")
     if header.where is Where.ALL and header.k != header.d:
         raise WireError(f"the message has all coordinates and k = {header.k}, which is not d = {header.d}")
-    if header.coding is not coding_of(header.kind, header.where):
+    if header.coding is Coding.PLAIN and not may_be_plain(header.where, header.kind):
         raise WireError(
             f"{header.kind.name} values of {header.where.name} coordinates are not {header.coding.name}"
         )

@@ -6,7 +6,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
-MAGIC, VERSION = b"CFAV", 1
+MAGIC = b"CFAV"
 CHECKSUM = struct.Struct("<I")  # the CRC-32 of everything before it
 # magic, version, then the fields of Header in their order
 _STRUCT = struct.Struct("<4sBBBBQQQQQIQQQ")
@@ -43,6 +43,11 @@ class Coding(IntEnum):
     CODED = 1
 
 
+def may_be_plain(where: Where, kind: Kind) -> bool:
+    """Return whether values may be plain: fp32 and fp64 values of all coordinates may."""
+    return where is Where.ALL and kind in (Kind.FP32, Kind.FP64)
+
+
 class Header(NamedTuple):
     """What a message says of itself. The last three fields are the lengths of its sections."""
 
@@ -60,13 +65,18 @@ class Header(NamedTuple):
     raw_bytes: int
 
     @property
+    def version(self) -> int:
+        """Return 2 for coded fp32 or fp64 values of all coordinates, 1 for every other message."""
+        return 2 if self.coding is Coding.CODED and may_be_plain(self.where, self.kind) else 1
+
+    @property
     def message_bytes(self) -> int:
         """How long the whole message must be."""
         return SIZE + self.index_bytes + self.value_bytes + self.raw_bytes + CHECKSUM.size
 
     def pack(self) -> bytes:
         try:
-            return _STRUCT.pack(MAGIC, VERSION, *self)
+            return _STRUCT.pack(MAGIC, self.version, *self)
         except struct.error:
             raise WireError("client and sequence must be from 0 to 2^64 - 1, the round to 2^32 - 1") from None
 
@@ -83,14 +93,27 @@ def read_header(data: bytes) -> Header:
     if len(data) < SIZE or bytes(data[:4]) != MAGIC:
         raise WireError(f"not a message: it must begin with {MAGIC.decode()} and a header of {SIZE} bytes")
     _, version, where, kind, coding, *numbers = _STRUCT.unpack_from(data)
-    if version != VERSION:
-        raise WireError(f"the message is of version {version}, this program reads version {VERSION}")
-    return Header(_known(Where, where), _known(Kind, kind), _known(Coding, coding), *numbers)
+    if version not in (1, 2):
+        raise WireError(f"the message is of version {version}, this program reads versions 1 and 2")
+    known = _known(Where, where, version), _known(Kind, kind, version), _known(Coding, coding, version)
+    header = Header(*known, *numbers)
+    _check_version(header, version)
+    return header
 
 
-def _known(names: type[Name], value: int) -> Name:
+def _check_version(header: Header, version: int) -> None:
+    """Raise WireError unless the version is the one that writes these values of these coordinates."""
+    if header.version == version:
+        return
+    what = f"{header.coding.name} {header.kind.name} values of {header.where.name} coordinates"
+    if version == 1:
+        raise WireError(f"{what} need version 2, the message is of version 1")
+    raise WireError(f"version 2 is for CODED FP32 or FP64 values of ALL coordinates, not for {what}")
+
+
+def _known(names: type[Name], value: int, version: int) -> Name:
     try:
         return names(value)
     except ValueError:
         name = names.__name__.lower()
-        raise WireError(f"the header says {name} = {value}, which version {VERSION} does not know") from None
+        raise WireError(f"the header says {name} = {value}, which version {version} does not know") from None

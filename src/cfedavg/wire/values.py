@@ -1,8 +1,8 @@
 """The two sections that say what the values are: coded numbers, and what of them is not worth coding.
 
 Of a float the upper 16 bits are coded (all of a bf16) and the rest is copied; of a level, sign and
-magnitude are coded, and the scales are copied. Floats of all coordinates are copied whole: coding them
-saves a fifth and takes ten times as long.
+magnitude are coded, and the scales are copied. Floats of all coordinates are copied whole unless the caller
+asks to code them: coding saves a fifth of the bytes and takes many times as long.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import numpy as np
 
 from cfedavg.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coder import check_end, to_bytes, to_words
-from cfedavg.wire.header import Coding, Header, Kind, Where, WireError
+from cfedavg.wire.header import Coding, Header, Kind, Where, WireError, may_be_plain
 from cfedavg.wire.numbers import FINE, MAGNITUDE, MASK, decode_numbers, encode_numbers
 from cfedavg.wire.tensors import Tensors
+
+Packed = tuple[Coding, bytes, bytes]
 
 SCALES = struct.Struct("<IH")  # block, top
 FLOATS = {"fp32": Kind.FP32, "fp64": Kind.FP64, "bf16": Kind.BF16}
@@ -32,29 +34,39 @@ def kind_of(values: Floats | Levels) -> Kind:
     return FLOATS[values.dtype] if isinstance(values, Floats) else LEVELS[values.levels.itemsize]
 
 
-def coding_of(kind: Kind, where: Where) -> Coding:
-    return Coding.PLAIN if where is Where.ALL and kind in (Kind.FP32, Kind.FP64) else Coding.CODED
-
-
-def pack_values(payload: Payload, where: Where, tensors: Tensors) -> tuple[bytes, bytes]:
-    """The coded section and the copied one."""
+def pack_values(payload: Payload, where: Where, tensors: Tensors, code_floats: bool) -> Packed:
+    """Return how the values are written, the coded section and the copied one."""
     values, indices = payload.values, payload.indices
-    kind = kind_of(values)
     if isinstance(values, Levels):
-        _check_levels(values)
-        scales = np.ascontiguousarray(values.scales, "<f4")
-        copied = SCALES.pack(values.block, values.top) + scales.tobytes()
-        # In 32 bits: int16 has no 32768, which then exceeds any top.
-        magnitudes = np.abs(values.levels.astype(np.int32))
-        if len(magnitudes) and magnitudes.max() > values.top:
-            raise WireError(f"a level exceeds top = {values.top}")
-        numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
-        return _coded(numbers, kind, indices, tensors), copied
+        return Coding.CODED, *_pack_levels(values, indices, tensors)
+    kind = kind_of(values)
     data = np.ascontiguousarray(values.data, DTYPES[kind])
-    if coding_of(kind, where) is Coding.PLAIN:
-        if not np.isfinite(data).all():
-            raise WireError(NOT_FINITE)
-        return b"", data.tobytes()
+    if not may_be_plain(where, kind):
+        return Coding.CODED, *_pack_floats(data, kind, indices, tensors)
+    if code_floats:
+        coded, copied = _pack_floats(data, kind, indices, tensors)
+        if len(coded) + len(copied) < data.nbytes:
+            return Coding.CODED, coded, copied
+    elif not np.isfinite(data).all():
+        raise WireError(NOT_FINITE)
+    return Coding.PLAIN, b"", data.tobytes()
+
+
+def _pack_levels(values: Levels, indices: np.ndarray | None, tensors: Tensors) -> tuple[bytes, bytes]:
+    _check_levels(values)
+    scales = np.ascontiguousarray(values.scales, "<f4")
+    copied = SCALES.pack(values.block, values.top) + scales.tobytes()
+    # In 32 bits: int16 has no 32768, which then exceeds any top.
+    magnitudes = np.abs(values.levels.astype(np.int32))
+    if len(magnitudes) and magnitudes.max() > values.top:
+        raise WireError(f"a level exceeds top = {values.top}")
+    numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
+    return _coded(numbers, kind_of(values), indices, tensors), copied
+
+
+def _pack_floats(
+    data: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors: Tensors
+) -> tuple[bytes, bytes]:
     parts = data.view("<u2").reshape(len(data), data.itemsize // 2)
     numbers = np.ascontiguousarray(parts[:, -1])
     return _coded(numbers, kind, indices, tensors), parts[:, :-1].tobytes()
