@@ -93,29 +93,56 @@ def default_grid() -> Iterator[Cell]:
     yield from mnist(2, {"local_steps": 10}, 40, GRIDS_OF_THE_COPY)
 
 
-def small_grid() -> Iterator[Cell]:
+def small_grid(ways: dict[str, Any] | None = None, seeds: int = 3) -> Iterator[Cell]:
     """A small net: in few rounds as in Flower's quickstart, and in more with unlike clients."""
-    ways = {"none": NONE}
-    for comp in (0.97, 0.95, 0.93, 0.9, 0.87, 0.8):
-        ways[f"{comp}-int4"] = (f"topk({comp}) >> int4(256)",) * 2
-    base = {"dataset": "cifar10", "model": "bench.both_ways:SmallNet", "batch_size": 32, "eta_local": 0.01}
-    for seed in range(3):
+    comps = (0.97, 0.95, 0.93, 0.9, 0.87, 0.8)
+    ways = ways or {"none": NONE} | {f"{comp}-int4": (f"topk({comp}) >> int4(256)",) * 2 for comp in comps}
+    base = {"dataset": "cifar10", "model": "bench.both_ways:SmallNet", "batch_size": 32}
+    quick = {"clients": 4, "iid": True, "local_epochs": 1, "rounds": 8, "eta_local": 0.01}
+    quick["local_optimiser"] = "sgd(momentum=0.9)"
+    unlike = {"clients": 20, "dirichlet": 0.5, "local_steps": 50, "rounds": 60, "eta_local": 0.05}
+    for seed in range(seeds):
         for name, (up, down) in ways.items():
             both = {"compressor": up, "compressor_down": down, "seed": seed}
-            quick = {
-                "clients": 4,
-                "iid": True,
-                "local_epochs": 1,
-                "rounds": 8,
-                "local_optimiser": "sgd(momentum=0.9)",
-            }
             yield f"small quick {name} s{seed}", base | both | quick
             if seed == 0:
-                unlike = {"clients": 20, "dirichlet": 0.5, "local_steps": 50, "rounds": 60, "eta_local": 0.05}
                 yield f"small dirichlet {name} s{seed}", base | both | unlike
 
 
-GRIDS = {"default": default_grid, "small": small_grid}
+DEFAULT = ("topk(0.97, least=10000) >> int3(256)",) * 2
+
+
+def totals_grid() -> Iterator[Cell]:
+    """The default beside FedAvg over three seeds, and other ways to send less beside both."""
+    for p in (2, 5):
+        yield from mnist(p, {"local_epochs": 10}, 100, {"none": NONE, "default": DEFAULT}, seeds=3)
+    others = {"bf16": ("bf16",) * 2, "int8": ("int8(256)",) * 2, "up only": (DEFAULT[0], "none")}
+    yield from mnist(2, {"local_epochs": 10}, 100, others)
+    yield from mnist(2, {"local_epochs": 30}, 33, {"none": NONE})
+
+
+def partial_grid() -> Iterator[Cell]:
+    """10 clients a round, of 100 and of 1,000."""
+    for clients, rounds in ((100, 250), (1000, 500)):
+        for name, options in mnist(2, {"local_epochs": 10}, rounds, {"none": NONE, "default": DEFAULT}):
+            few = {"clients": clients, "participation": 10 / clients}
+            yield f"{name} of {clients}", options | few
+
+
+def quick_grid() -> Iterator[Cell]:
+    """Flower's quickstart, simulated: five seeded pairs."""
+    for name, options in small_grid({"none": NONE, "default": DEFAULT}, seeds=5):
+        if "quick" in name:
+            yield name, options
+
+
+GRIDS = {
+    "default": default_grid,
+    "small": small_grid,
+    "totals": totals_grid,
+    "partial": partial_grid,
+    "quick": quick_grid,
+}
 
 
 def run_cell(options: dict[str, Any], data: Path) -> dict[str, list[Any]]:

@@ -96,4 +96,4 @@ class Downloads:
 
 
 def _length(payload: Payload, downlink: Downlink) -> int:
-    return measure(payload.numpy(), downlink.layout)[0]
+    return measure(payload.numpy(), downlink.layout, code_floats=True)[0]

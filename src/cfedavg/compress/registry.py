@@ -18,7 +18,8 @@ QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(2, 9)}
 
 # One of each, for `cfedavg parts` and the docs.
 EXAMPLES = (
-    "none", "topk(0.99)", "topk(snr=1.05)", "topk(0.99, per_tensor=true)", "rd(0.9)", "threshold(0.9)",
+    "none", "topk(0.99)", "topk(snr=1.05)", "topk(0.99, per_tensor=true)",
+    "topk(0.97, least=10000)", "rd(0.9)", "threshold(0.9)",
     "proportional(0.99)", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)",
     "topk(0.99) >> bf16", "topk(0.99) >> int8(256)", "topk(0.99) >> sign", "topk(0.99) >> qsgd(16)",
 )  # fmt: skip

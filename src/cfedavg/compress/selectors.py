@@ -11,7 +11,7 @@ from cfedavg import keys as keyed
 from cfedavg.arrays import Array, arange, ascending, cast, dtype_of, gather, kth_largest, module_of, place
 from cfedavg.compress.compressor import Selection, Selector
 from cfedavg.compress.largest import largest
-from cfedavg.compress.sums import INFINITE, check_comp, prefix_sums, row_sums, unit_of
+from cfedavg.compress.sums import INFINITE, check_comp, is_whole, prefix_sums, row_sums, unit_of
 from cfedavg.draws import drawn
 from cfedavg.errors import InputError, NotFinite
 from cfedavg.layout import Layout
@@ -37,9 +37,10 @@ class Everything(Selector):
 class TopK(Selector):
     """Keeps the coordinates of largest magnitude; ties go to the lowest index.
 
-    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). With `snr`
-    instead, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, both
-    hold for each tensor of the model by itself.
+    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). With `least`, k
+    is at least that, or d: a small model costs little, and needs a larger share. With `snr` instead of
+    `comp`, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, all of it
+    holds for each tensor of the model by itself.
 
     >>> from cfedavg.compress import parse
     >>> payload = parse("topk(0.6)").compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
@@ -51,6 +52,7 @@ class TopK(Selector):
     comp: float | None = None
     snr: float | None = None
     per_tensor: bool = False
+    least: int = 1
 
     def __post_init__(self) -> None:
         if (self.comp is None) == (self.snr is None):
@@ -61,13 +63,17 @@ class TopK(Selector):
             raise InputError(f"snr = {self.snr!r:.40} must be a number from 1 to {_LARGE:g}")
         if not isinstance(self.per_tensor, bool):
             raise InputError(f"per_tensor = {self.per_tensor!r} must be true or false")
+        if not is_whole(self.least, 1, 2**53):
+            raise InputError(f"least = {self.least!r:.40} must be a whole number from 1 to 2^53")
+        if self.snr is not None and self.least > 1:
+            raise InputError("least goes with comp, as in topk(0.97, least=10000), not with snr")
 
     def __str__(self) -> str:
         return super().__str__().replace("comp=", "")
 
     def _k(self, d: int) -> int:
         assert self.comp is not None
-        return max(1, round((1 - self.comp) * d))
+        return max(min(self.least, d), round((1 - self.comp) * d))
 
     def _by_radix(self, p: Array) -> bool:
         """Whether `largest` does the work; torch's own selection else."""
