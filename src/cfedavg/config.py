@@ -22,6 +22,8 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
 )  # fmt: skip
 
+# In each direction 3% of the numbers, and at least 10,000, in 3 bits. docs/benchmarks.md has the grid.
+BOTH_WAYS = "topk(0.97, least=10000) >> int3(256)"
 APP = "(a Flower app)"  # stands for a model and data that are the app's, which its server cannot know
 OWN = "(a task from Python"  # begins what stands for a model and data that no text names
 
@@ -31,7 +33,7 @@ class Config:
     """Everything that decides the result of a run.
 
     >>> Config(clients=10, rounds=5).compressor
-    'topk(0.99) >> bf16'
+    'topk(0.97, least=10000) >> int3(256)'
     """
 
     dataset: str = option(
@@ -117,11 +119,11 @@ class Config:
     )
 
     compressor: str = option(
-        "topk(0.99) >> bf16", SENT, "selector >> quantiser; see `cfedavg parts`",
+        BOTH_WAYS, SENT, "of the clients' updates: selector >> quantiser; see `cfedavg parts`",
         is_part=True, server="always",
     )  # fmt: skip
     compressor_down: str = option(
-        "none", SENT, "of the broadcast, likewise; none sends the whole model in every round",
+        BOTH_WAYS, SENT, "of the broadcast, likewise; none sends the whole model in every round",
         is_part=True, server="always",
     )  # fmt: skip
     feedback: str = option(

@@ -22,11 +22,13 @@ def renew(table: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> renew({"rounds": 5, "error_feedback": False, "momentum": 0.0})
     {'rounds': 5, 'local_optimiser': 'sgd', 'server_optimiser': 'sgd', 'feedback': 'none'}
+    >>> renew({"compressor": "topk(0.99)"})  # of a time when the whole model was broadcast
+    {'compressor': 'topk(0.99)', 'compressor_down': 'none'}
     """
-    if not RETIRED.keys() & table.keys():
-        return dict(table)
-    kept = {name: value for name, value in table.items() if name not in RETIRED}
-    return kept | _parts(table)
+    found = {name: value for name, value in table.items() if name not in RETIRED}
+    if "compressor" in table:
+        found.setdefault("compressor_down", "none")
+    return found | _parts(table) if RETIRED.keys() & table.keys() else found
 
 
 def _parts(table: Mapping[str, Any]) -> dict[str, str]:

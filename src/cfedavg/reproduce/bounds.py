@@ -117,7 +117,7 @@ def _config(settings: Mapping[str, Any]) -> Config:
     return Config(
         rounds=settings["rounds"], schedule=settings["schedule"], smoothness=settings["L"],
         local_steps=",".join(map(str, _steps(settings))), batch_size=1, compressor=settings["compressor"],
-        seed=settings["seed"], device="cpu", workers=1,
+        compressor_down="none", seed=settings["seed"], device="cpu", workers=1,
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def _config(settings: Mapping[str, Any]) -> Config:
     return Config(
         **{name: settings[name] for name in same}, classes_per_client=settings["p"],
         local_steps=str(settings["steps"]), rounds=settings["rounds"], eval_every=settings["rounds"],
-        device="cpu", workers=1,
+        compressor_down="none", device="cpu", workers=1,
     )  # fmt: skip
 
 

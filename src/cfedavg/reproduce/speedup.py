@@ -93,7 +93,7 @@ def mean_level(settings: Mapping[str, Any], T: int) -> tuple[float, Result]:
     config = Config(
         rounds=T, schedule="corollary1", smoothness=settings["L"], local_steps=str(settings["K"]),
         batch_size=1, compressor=settings["compressor"], eval_every=max(1, T // _LOOKS),
-        seed=settings["seed"], device="cpu", workers=1,
+        compressor_down="none", seed=settings["seed"], device="cpu", workers=1,
     )  # fmt: skip
     result = run(config, task, draw=False)
     looks = [(row["round"] + 1, row[METRIC]) for row in result.rows if METRIC in row]

@@ -80,7 +80,13 @@ def _run(settings: Mapping[str, Any], compressor: str) -> Result:
     task = Bowl.of(settings).task()
     own = {name: settings[name] for name in ("rounds", "eta_local", "eta", "seed")}
     config = Config(
-        **own, local_steps=str(settings["K"]), batch_size=1, compressor=compressor, device="cpu", workers=1
+        **own,
+        local_steps=str(settings["K"]),
+        batch_size=1,
+        compressor=compressor,
+        compressor_down="none",
+        device="cpu",
+        workers=1,
     )
     return run(config, task, draw=False)
 
