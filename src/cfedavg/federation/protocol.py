@@ -19,7 +19,15 @@ send durable, in one step, before it sends. It does not take a payload for deliv
 said so: a request names the client's last answer that is in the model; everything before the request is
 decided, so a payload that is not named is void, and goes back into the residual. And a client that hears of
 an answer in the model which it did not give, or has taken back, is not what it takes itself for, and starts
-anew. docs/protocol.md draws the faults that this survives, and says why.
+anew.
+
+Where the broadcast is compressed too, every client keeps a copy of the server's w, by version. The client
+makes its copy durable in one step with its residual and its answer, before it sends. So an answer in the
+model says which version its client holds at least, and a request leads from there to the present version. A
+client that cannot follow says so, changes nothing, and gets the whole model in the same round. The server
+stores its state before it sends anything that was made from it, also requests to evaluate.
+
+docs/protocol.md draws the faults that this survives, and says why.
 """
 
 from __future__ import annotations
@@ -29,7 +37,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from cfedavg.federation.primary import Primary
 from cfedavg.federation.table import Table
+from cfedavg.federation.versions import Broadcast, Copy, Replica, Version, follow
 
 
 class Stamp(NamedTuple):
@@ -71,6 +81,7 @@ class Request:
     stamp: Stamp
     t: int
     mark: Mark | None  # the client's last answer that is in the durable model
+    broadcast: Broadcast | None = None  # what leads to the present copy; None: the model travels beside it
 
 
 class Sender(Protocol):
@@ -105,11 +116,17 @@ class Client:
     forgotten: int = 0  # times that a server came back without what it had said it has
     # Of each generation in which it answered, the number up to which no model holds what it still has.
     agreed: Mapping[int, int] = field(default_factory=dict)
+    copy: Copy | None = None  # of the server's w, where broadcasts are compressed
 
 
 @dataclass(frozen=True)
 class Train:
-    """Do the local work, then call `answer` with its update."""
+    """Do the local work from the client's copy, then call `answer` with its update."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate the client's copy. Store the state before the reply, which tells the copy's version."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,11 @@ class Refuse:
     """Nothing is to be sent, for this reason."""
 
     why: str
+
+
+@dataclass(frozen=True)
+class NeedWhole:
+    """The copy cannot follow the broadcast. Store nothing; the server sends the whole model by this stamp."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +171,63 @@ def forged(stamp: Stamp, clock: float) -> str:
 
 
 def receive(
-    client: Client, request: Request, sender: Sender
-) -> tuple[Client, Train | Resend | Refuse | Outdated]:
-    """What to do about a request. The state after it need not be stored unless the client then answers."""
+    client: Client, request: Request, sender: Sender, replica: Replica | None = None
+) -> tuple[Client, Train | Resend | Refuse | Outdated | NeedWhole]:
+    """What to do about a request. The state after it need not be stored unless the client then answers.
+
+    `replica` is needed for requests that carry a broadcast.
+    """
     if client.sent is not None and request.stamp == client.sent.stamp:
         return client, Resend(client.sent.message)
     if request.stamp <= client.seen:
         return client, Refuse(f"request {_text(request.stamp)} is older than {_text(client.seen)}, answered")
+    if why := _misfit(request) or _stale(client.copy, request.broadcast):
+        return client, Refuse(why)
     if _outdated(client, request.mark):
         return client, Outdated()
-    return _resolved(client, request, sender), Train()
+    return _begin(client, request, sender, replica)
+
+
+def catch_up(
+    client: Client, broadcast: Broadcast, replica: Replica
+) -> tuple[Client, Evaluate | Refuse | NeedWhole]:
+    """What to do about a request to evaluate, which changes nothing but the copy.
+
+    Check its generation by `forged` first: a client refuses all versions before its own.
+    """
+    if why := _stale(client.copy, broadcast):
+        return client, Refuse(why)
+    copy = follow(client.copy, broadcast, replica)
+    return (client, NeedWhole()) if copy is None else (replace(client, copy=copy), Evaluate())
+
+
+def _misfit(request: Request) -> str:
+    """Why the broadcast is not that of the request's round; empty if it is."""
+    now = request.stamp.generation, request.t
+    if request.broadcast is None or request.broadcast.version[:2] == now:
+        return ""
+    return f"the request is of version {now[0]}.{now[1]}, and leads to {request.broadcast.version}"
+
+
+def _stale(copy: Copy | None, broadcast: Broadcast | None) -> str:
+    """Why a broadcast is late; empty if it is not. A copy that went back would not be what was told."""
+    if copy is None or broadcast is None or broadcast.version[:2] >= copy.version[:2]:
+        return ""
+    return f"version {broadcast.version} is older than {copy.version}, which this client holds"
+
+
+def _begin(
+    client: Client, request: Request, sender: Sender, replica: Replica | None
+) -> tuple[Client, Train | NeedWhole]:
+    """Follow the broadcast and decide over the last answer, unless the copy cannot follow."""
+    copy = client.copy
+    if request.broadcast is not None:
+        if replica is None:
+            raise ValueError("a request with a broadcast needs a replica")
+        copy = follow(copy, request.broadcast, replica)
+        if copy is None:
+            return client, NeedWhole()
+    return replace(_resolved(client, request, sender), copy=copy), Train()
 
 
 def _outdated(client: Client, mark: Mark | None) -> bool:
@@ -209,18 +278,43 @@ class Server:
     t: int = 0
     stamp: Stamp = FIRST  # of the present round; no reply to another is taken
     applied: Table[Mark] = field(default_factory=Table)  # of each client, its last answer in x
+    primary: Primary | None = None  # the copy that all clients hold, where broadcasts are compressed
 
 
-def restored(server: Server, generation: int) -> Server:
-    """From an old backup, whose numbers have been used since: to be stored before the first dispatch."""
+def restored(server: Server, generation: int, digest: int | None = None) -> Server:
+    """From an old backup, whose numbers have been used since: to be stored before the first dispatch.
+
+    A server with a primary needs the digest of its w. All clients need the whole model then.
+    """
     if generation <= server.stamp.generation:
         raise ValueError(f"generation {generation} is not above {server.stamp.generation}")
-    return replace(server, stamp=Stamp(generation, 1))
+    if (digest is None) != (server.primary is None):
+        raise ValueError("a digest must be given for a server with a primary, and for no other")
+    primary = server.primary and server.primary.restart(generation, digest or 0)
+    return replace(server, stamp=Stamp(generation, 1), primary=primary)
 
 
-def request_of(server: Server, client: str) -> Request:
+def request_of(server: Server, client: str, broadcast: Broadcast | None = None) -> Request:
     """What to send to a client in this round."""
-    return Request(server.stamp, server.t, server.applied.get(client))
+    return Request(server.stamp, server.t, server.applied.get(client), broadcast)
+
+
+def held_version(server: Server, client: str, told: Version | None = None) -> Version | None:
+    """Return the newest version that a client is known to hold; None if none in the history is known.
+
+    An answer in the model was durable in one step with the copy that it was made from, and rounds and
+    numbers go together in a generation. `told` is what the client last told in a reply; the driver may
+    forget it.
+    """
+    if server.primary is None:
+        return None
+    mark, known = server.applied.get(client), list[Version]()
+    if mark is not None and mark.stamp.generation == server.stamp.generation:
+        version = server.primary.at(server.t - server.stamp.number + mark.stamp.number)
+        known += [] if version is None else [version]
+    if told in server.primary.versions:
+        known.append(told)
+    return max(known, default=None)
 
 
 def objection(
@@ -234,13 +328,19 @@ def objection(
     return "repeated" if client in taken else ""
 
 
-def ended(server: Server, taken: Mapping[str, Mark], x_next: Any) -> Server:
-    """After a round, with the answers of `taken` in x_next: to be stored before the next dispatch.
+def ended(
+    server: Server, taken: Mapping[str, Mark], x_next: Any, primary_next: Primary | None = None
+) -> Server:
+    """After a round, with the answers of `taken` in x_next: to be stored before anything is made from it.
 
     A client that has answered has dealt with all that was before, so its last answer is all it may hold.
+    A server with a primary needs the next one: see `Primary.advance`.
     """
     stamp = Stamp(server.stamp.generation, server.stamp.number + 1)
-    return Server(x_next, server.t + 1, stamp, server.applied | taken)
+    found = primary_next and primary_next.version[:2]
+    if found != (server.primary and (stamp.generation, server.t + 1)):
+        raise ValueError(f"the primary after round {server.t} must be of the round after it, got {found}")
+    return Server(x_next, server.t + 1, stamp, server.applied | taken, primary_next)
 
 
 def _text(stamp: Stamp) -> str:
