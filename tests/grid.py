@@ -36,7 +36,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
 from cfedavg.federation.protocol import Client, Server, mark_of
-from cfedavg.federation.store import FILE, ClientStore, ServerStore
+from cfedavg.federation.state_file import FILE
+from cfedavg.federation.store import ClientStore, ServerStore
 from cfedavg.federation.uplink import Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed

@@ -19,7 +19,8 @@ from flwr.serverapp.strategy import FedAdam
 
 from cfedavg import InputError
 from cfedavg.federation.protocol import Client, Stamp
-from cfedavg.federation.store import FILE, ClientStore, ServerStore
+from cfedavg.federation.state_file import FILE
+from cfedavg.federation.store import ClientStore, ServerStore
 from cfedavg.flower.form import Form
 from cfedavg.flower.records import answer_of
 from tests.grid import (
