@@ -1,4 +1,4 @@
-"""A federation in which everything goes wrong, driven by the machines of `protocol`, with the law checked.
+"""A federation in which everything goes wrong, driven by the machines of the protocol, with the law checked.
 
 All that is computed can be told apart wherever it goes: a mass is one whole number in base 4, with a digit
 for each update and coordinate, and the n-th update of the world is a 1 in each of its coordinates. So what is
@@ -18,23 +18,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from cfedavg.federation import protocol
 from cfedavg.federation.broadcast_format import pack, unpack
-from cfedavg.federation.primary import Primary
-from cfedavg.federation.protocol import (
-    NEVER,
+from cfedavg.federation.client import (
     Client,
     Evaluate,
-    Mark,
     NeedWhole,
     Outdated,
-    Request,
     Resend,
-    Server,
-    Stamp,
     Train,
-    mark_of,
+    answer,
+    catch_up,
+    receive,
 )
+from cfedavg.federation.primary import Primary
+from cfedavg.federation.protocol import NEVER, Mark, Request, Stamp, mark_of
+from cfedavg.federation.server import Server, ended, held_version, objection, request_of, restored
 from cfedavg.federation.versions import Broadcast, Chain, Copy, Version, Whole, follow
 from tests.copies import REPLICA, ZERO, advance, changes_of, draw_message, pack_items, whole_of
 
@@ -132,13 +130,13 @@ class Model:
 class Rules:
     """The machines and the order in which the server stores; mutants replace one of them."""
 
-    receive: Callable[..., Any] = protocol.receive
-    objection: Callable[..., str] = protocol.objection
+    receive: Callable[..., Any] = receive
+    objection: Callable[..., str] = objection
     stored: Callable[[Server, Server], Server] = lambda before, after: after
     store_late: bool = False
     # Of copies
     follow: Callable[..., Copy | None] = follow
-    catch_up: Callable[..., Any] = protocol.catch_up
+    catch_up: Callable[..., Any] = catch_up
     broadcast: Callable[[Broadcast], Broadcast] = lambda broadcast: broadcast
     tell_early: bool = False
     store_copy_later: bool = False
@@ -206,7 +204,7 @@ class World:
         return Client(self.incarnations, 0)
 
     def run(self) -> World:
-        with mock.patch.object(protocol, "follow", self.rules.follow):
+        with mock.patch("cfedavg.federation.client.follow", self.rules.follow):
             for self.now in range(ROUNDS):
                 self.round()
             self.settle()
@@ -234,7 +232,7 @@ class World:
             self.restart()
         asked = self.names if everyone else self.chance.sample(self.names, 3)
         for name in asked:
-            self.send_request(name, protocol.request_of(self.server, name))
+            self.send_request(name, request_of(self.server, name))
         self.clients_work()
         if self.happens("server killed while it waited"):
             self.restart()
@@ -250,7 +248,7 @@ class World:
         """Aggregates, stores, and goes on from there."""
         marks = {reply.name: reply.mark for reply in taken}
         primary = self.server.primary and advance(self.server.primary, draw_message(self.chance), HISTORY)
-        after = protocol.ended(self.server, marks, self.server.x.with_(taken), primary)
+        after = ended(self.server, marks, self.server.x.with_(taken), primary)
         if self.rules.evaluate_early:
             self.evaluate(after)
         if self.happens("server killed before it stored"):
@@ -288,7 +286,7 @@ class World:
             fate.doubt |= any(its == name for its, _ in more)
         self.generation += 1
         digest = backup.primary and REPLICA.digest(backup.primary.w)
-        self.store(protocol.restored(backup, self.generation, digest))
+        self.store(restored(backup, self.generation, digest))
         self.restart()
 
     def send_request(self, name: str, request: Request) -> None:
@@ -308,7 +306,7 @@ class World:
             return None
         if self.happens("told version forgotten"):
             self.told.pop(name, None)
-        known = protocol.held_version(server, name, self.told.get(name))
+        known = held_version(server, name, self.told.get(name))
         if known is None and self.chance.random() < 0.8:
             return whole_of(primary)
         start = known or primary.versions[0]
@@ -398,7 +396,7 @@ class World:
             return
         self.check_copy(name, client.copy)
         g = self.make_update()
-        after, message = protocol.answer(client, request, g, self.sender)
+        after, message = answer(client, request, g, self.sender)
         if self.happens("client killed before it stored"):
             return
         self.updates += 1

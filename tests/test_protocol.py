@@ -13,32 +13,23 @@ from typing import Any
 import pytest
 
 from cfedavg.compress import plus
-from cfedavg.federation import protocol
-from cfedavg.federation.primary import Primary
-from cfedavg.federation.protocol import (
-    NEVER,
+from cfedavg.federation.client import (
     Client,
     Evaluate,
-    Mark,
     NeedWhole,
     Outdated,
     Refuse,
-    Request,
     Resend,
     Sent,
-    Server,
-    Stamp,
     Train,
+    _begin,
     answer,
     catch_up,
-    ended,
-    held_version,
-    mark_of,
-    objection,
     receive,
-    request_of,
-    restored,
 )
+from cfedavg.federation.primary import Primary
+from cfedavg.federation.protocol import NEVER, Mark, Request, Stamp, mark_of
+from cfedavg.federation.server import Server, ended, held_version, objection, request_of, restored
 from cfedavg.federation.versions import (
     Broadcast,
     Chain,
@@ -190,7 +181,7 @@ def takes_late(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp
 
 def trains_again(client: Client, request: Request, sender: Any, replica: Any) -> Any:
     """A request that was answered is taken for a new one."""
-    return protocol._begin(client, request, sender, replica)
+    return _begin(client, request, sender, replica)
 
 
 def old_number(before: Server, after: Server) -> Server:
@@ -202,7 +193,7 @@ def goes_on(client: Client, request: Request, *ways: Any, where: Callable[..., b
     """Does not start anew, where the answer in the model is newer than its last, or where it is older."""
     after, action = receive(client, request, *ways)
     if action == Outdated() and where(request.mark.stamp, client.seen):
-        return protocol._begin(client, request, *ways)
+        return _begin(client, request, *ways)
     return after, action
 
 

@@ -24,27 +24,13 @@ from cfedavg.algorithm import average
 from cfedavg.channel import Channel
 from cfedavg.compress import plus
 from cfedavg.errors import NotFinite
+from cfedavg.federation.client import Client, NeedWhole, Outdated, Resend, Sent, answer, receive
+from cfedavg.federation.client_store import ClientStore
 from cfedavg.federation.primary import Primary
-from cfedavg.federation.protocol import (
-    NEVER,
-    Client,
-    Mark,
-    NeedWhole,
-    Outdated,
-    Request,
-    Resend,
-    Sent,
-    Server,
-    Stamp,
-    answer,
-    held_version,
-    mark_of,
-    receive,
-    request_of,
-    restored,
-)
+from cfedavg.federation.protocol import NEVER, Mark, Request, Stamp, mark_of
+from cfedavg.federation.server import Server, held_version, request_of, restored
+from cfedavg.federation.server_store import Known, Served, ServerStore, new_generation
 from cfedavg.federation.state_file import FILE, as_array
-from cfedavg.federation.store import ClientStore, Known, Served, ServerStore, new_generation
 from cfedavg.federation.table import Table
 from cfedavg.federation.uplink import Uplink
 from cfedavg.federation.versions import Copy, Version, digest_of
@@ -210,7 +196,7 @@ def test_a_crash_at_any_step(
     tmp_path: Path, share: float, growth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before each thing done to a file, and again later; at the end nothing shows it."""
-    monkeypatch.setattr("cfedavg.federation.store.GROWTH", growth)
+    monkeypatch.setattr("cfedavg.federation.server_store.GROWTH", growth)
     counter = Disk(math.inf)
     with counter.at_work():
         play(tmp_path / "whole", ROUNDS)
@@ -483,7 +469,7 @@ def test_a_round_costs_what_it_hears(tmp_path: Path) -> None:
 
 def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one start: it is begun anew when it is four times as long as it must be, and not before."""
-    monkeypatch.setattr("cfedavg.federation.store.SHORT", 0)
+    monkeypatch.setattr("cfedavg.federation.server_store.SHORT", 0)
     store, lengths = ServerStore(tmp_path, "f", LAYOUT), list[int]()
     with store.locked():
         store.save(served := many(50))

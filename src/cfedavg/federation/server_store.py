@@ -1,17 +1,13 @@
-"""What client and server must not lose, on disk: each state is one file, whole or not there, with a checksum.
+"""What a server must not lose, on disk: one file, whole or not there, with a checksum.
 
-What a server keeps of each client is in a second file, to which a round adds lines for those who took part;
-the first says how many of them count.
-
-A client's state is kept by federation and identity. The identity is the node's key, or what else stays the
-same when a node restarts; never a number that the network gave it.
+What it keeps of each client is in a second file, to which a round adds lines for those who took part; the
+first says how many of them count.
 """
 
 from __future__ import annotations
 
 import json
 import reprlib
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,87 +22,16 @@ from cfedavg.federation import checks, journal
 from cfedavg.federation.copy_state import CopyForm
 from cfedavg.federation.journal import Place
 from cfedavg.federation.primary import Primary
-from cfedavg.federation.protocol import AHEAD, NEVER, Client, Mark, Sent, Server, Stamp, ended
-from cfedavg.federation.state_file import (
-    FILE,
-    as_array,
-    check_owner,
-    name_damage,
-    read_state,
-    shorten,
-    write_state,
-)
+from cfedavg.federation.protocol import AHEAD, Mark, Stamp
+from cfedavg.federation.server import Server, ended
+from cfedavg.federation.state_file import FILE, as_array, check_owner, name_damage, read_state, write_state
 from cfedavg.federation.table import Table
-from cfedavg.federation.versions import Copy
 from cfedavg.files import locked, make_folder
 from cfedavg.layout import Layout
 
 EXTRA = "extra."
 GROWTH = 4  # times the length that it began with: then the file of the clients is begun anew
 SHORT = 65_536  # bytes: a shorter one is not worth it
-
-
-class ClientStore:
-    """The state of one client of one federation, for a model of this layout.
-
-    `copy_dtype` is how a copy lies on the disk: "int16" for the bits of bf16, with 2 bytes a number.
-    """
-
-    def __init__(
-        self, root: Path, federation: str, identity: str, layout: Layout, copy_dtype: str = "float32"
-    ) -> None:
-        self.folder = root / shorten(federation) / shorten(identity)
-        self.layout, self.about = layout, {"federation": federation, "identity": identity}
-        self.copy_form = CopyForm(layout.d, copy_dtype)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time answers for a client."""
-        make_folder(self.folder, "the client's state")
-        with locked(self.folder, f"another process answers for this client, in {self.folder}"):
-            yield
-
-    def load(self) -> Client:
-        """What is on the disk; a client without anything there starts anew, and says so by its number."""
-        path = self.folder / FILE
-        if not path.exists():
-            return self.fresh()
-        with self.naming_damage():
-            tensors, about = read_state(path)
-            check_owner(path, about, self.about | {"kind": "client"}, self.layout)
-            copy = self.copy_form.read_copy(tensors, about)
-            return replace(_client(tensors, about, self.layout.d), copy=copy)
-
-    @contextmanager
-    def naming_damage(self) -> Iterator[None]:
-        """Make one sentence of whatever shows that the state is damaged."""
-        with name_damage(self.folder / FILE, "move it away to go on as a new client, without its residual"):
-            yield
-
-    def fresh(self, copy: Copy | None = None) -> Client:
-        """A client without a past: its number was never drawn before.
-
-        It may keep the copy of the client before it, since the version of a copy says all about it.
-        """
-        return Client(secrets.randbits(63), np.zeros(self.layout.d, np.float32), copy=copy)
-
-    def save(self, client: Client) -> None:
-        """Makes the state durable."""
-        tensors = {"e": client.memory}
-        if client.sent is not None:
-            tensors["sent"] = as_array(client.sent.message)
-        about = self.about | {
-            "kind": "client",
-            "layout": self.layout.text,
-            "incarnation": client.incarnation,
-            "sent": client.sent and client.sent.stamp,
-            "seen": client.seen,
-            "told": client.told,
-            "forgotten": client.forgotten,
-            "agreed": list(client.agreed.items()),
-            "copy": self.copy_form.describe_copy(client.copy),
-        }
-        write_state(self.folder / FILE, tensors | self.copy_form.tensors(client.copy), about)
 
 
 class Known(NamedTuple):
@@ -132,7 +57,7 @@ class Served:
         notes: Mapping[str, Any] | None = None,
         primary_next: Primary | None = None,
     ) -> Served:
-        """After a round with these answers, and with a note of each client: see `protocol.ended`."""
+        """After a round with these answers, and with a note of each client: see `server.ended`."""
         known = {who: Known(self._met(who, mark), (notes or {}).get(who)) for who, mark in taken.items()}
         server = ended(self.server, taken, x_next, primary_next)
         return replace(self, server=server, clients=self.clients | known)
@@ -245,27 +170,6 @@ def _lines(now: Served, before: Served) -> list[Any]:
     """A line for each client of which something has changed."""
     changed = now.server.applied.since(before.server.applied) | now.clients.since(before.clients)
     return [(who, now.server.applied[who], now.clients[who]) for who in changed]
-
-
-def _client(tensors: dict[str, np.ndarray], about: dict[str, Any], d: int) -> Client:
-    """What `ClientStore.save` stored; ValueError unless it can have."""
-    e, sent = checks.vector("e", tensors.pop("e"), "float32", d), None
-    if about["sent"] is not None:
-        message = checks.vector("sent", tensors.pop("sent"), "uint8").tobytes()
-        sent = Sent(checks.stamp("sent", about["sent"]), message)
-    if tensors:
-        raise ValueError(f"it has one tensor too many, {reprlib.repr(min(tensors))}")
-    seen, told = (checks.stamp(name, about[name], least=0) for name in ("seen", "told"))
-    pairs = [checks.listed("agreed", pair, 2) for pair in checks.listed("agreed", about["agreed"])]
-    agreed = {
-        checks.whole("agreed", generation, 1, 2**32): checks.whole("agreed", number, 0, 2**32)
-        for generation, number in pairs
-    }
-    if not agreed and (seen, sent) != (NEVER, None):
-        raise ValueError("agreed must not be empty after an answer")
-    incarnation = checks.whole("incarnation", about["incarnation"], 0, 2**63)
-    forgotten = checks.whole("forgotten", about["forgotten"], 0, 2**53)
-    return Client(incarnation, e, sent, seen, told, forgotten, agreed)
 
 
 def _clients(lines: list[Any], before: Stamp) -> tuple[Table[Mark], Table[Known]]:
