@@ -13,7 +13,9 @@ import numpy as np
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Channel
-from cfedavg.federation.protocol import Client, Request, Server
+from cfedavg.federation.client import Client
+from cfedavg.federation.protocol import Request
+from cfedavg.federation.server import Server
 from cfedavg.feedback import Books, Feedback
 from cfedavg.layout import Layout
 from cfedavg.optimise.server import ServerSGD

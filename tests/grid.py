@@ -35,8 +35,12 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
-from cfedavg.federation.protocol import Client, Server, mark_of
-from cfedavg.federation.store import FILE, ClientStore, ServerStore
+from cfedavg.federation.client import Client
+from cfedavg.federation.client_store import ClientStore
+from cfedavg.federation.protocol import mark_of
+from cfedavg.federation.server import Server
+from cfedavg.federation.server_store import ServerStore
+from cfedavg.federation.state_file import FILE
 from cfedavg.federation.uplink import Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed

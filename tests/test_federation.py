@@ -20,7 +20,7 @@ from cfedavg import Config, InputError, run
 from cfedavg.algorithm import average
 from cfedavg.compress import decompress
 from cfedavg.data.tasks import build_task
-from cfedavg.federation.store import ClientStore
+from cfedavg.federation.client_store import ClientStore
 from cfedavg.flower import up
 from cfedavg.flower.app.settings import DEFAULT, config_of
 from cfedavg.flower.machine import Machine

@@ -23,7 +23,7 @@ import cfedavg
 from cfedavg import InputError
 from cfedavg.config import Config, read_config
 from cfedavg.data.tasks import build_task
-from cfedavg.federation.store import ServerStore
+from cfedavg.federation.server_store import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy
 from cfedavg.flower.app import client, server
 from cfedavg.flower.app.settings import TRUST, config_of, run_config_of

@@ -21,7 +21,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError, folder, tensors
 from cfedavg.config import read_config
-from cfedavg.federation.store import FILE, ServerStore, as_array
+from cfedavg.federation.server_store import ServerStore
+from cfedavg.federation.state_file import FILE, as_array
 from cfedavg.flower.form import Form
 from cfedavg.flower.taking import FAILED
 from cfedavg.report import write_report, write_run_pictures

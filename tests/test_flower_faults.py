@@ -18,8 +18,11 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAdam
 
 from cfedavg import InputError
-from cfedavg.federation.protocol import Client, Stamp
-from cfedavg.federation.store import FILE, ClientStore, ServerStore
+from cfedavg.federation.client import Client
+from cfedavg.federation.client_store import ClientStore
+from cfedavg.federation.protocol import Stamp
+from cfedavg.federation.server_store import ServerStore
+from cfedavg.federation.state_file import FILE
 from cfedavg.flower.form import Form
 from cfedavg.flower.records import answer_of
 from tests.grid import (

@@ -25,8 +25,9 @@ from flwr.serverapp.strategy import FedAdam, FedAvg
 from cfedavg import InputError
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
-from cfedavg.federation.protocol import AHEAD, Request, Server, Stamp, forged
-from cfedavg.federation.store import ServerStore
+from cfedavg.federation.protocol import AHEAD, Request, Stamp, forged
+from cfedavg.federation.server import Server
+from cfedavg.federation.server_store import ServerStore
 from cfedavg.federation.uplink import Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import RoundPolicy, norms, records

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfedavg import InputError
-from cfedavg.federation.protocol import Server, Stamp, mark_of
-from cfedavg.federation.store import Served, ServerStore
+from cfedavg.federation.protocol import Stamp, mark_of
+from cfedavg.federation.server import Server
+from cfedavg.federation.server_store import Served, ServerStore
 from cfedavg.flower.form import Form
 from cfedavg.flower.inner import Memory
 from cfedavg.flower.norms import Claims

@@ -7,70 +7,99 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 
 from cfedavg.compress import plus
-from cfedavg.federation import protocol
-from cfedavg.federation.protocol import (
-    NEVER,
+from cfedavg.federation.client import (
     Client,
-    Mark,
+    Evaluate,
+    NeedWhole,
     Outdated,
     Refuse,
-    Request,
     Resend,
     Sent,
-    Server,
-    Stamp,
     Train,
+    _begin,
     answer,
-    ended,
-    mark_of,
-    objection,
+    catch_up,
     receive,
-    request_of,
-    restored,
+)
+from cfedavg.federation.primary import Primary
+from cfedavg.federation.protocol import NEVER, Mark, Request, Stamp, mark_of
+from cfedavg.federation.server import Server, ended, held_version, objection, request_of, restored
+from cfedavg.federation.versions import (
+    Broadcast,
+    Chain,
+    Changes,
+    Copy,
+    Replica,
+    Whole,
+    follow,
+    next_version,
+    versions_from,
 )
 from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback
 from cfedavg.payload import Payload
+from tests.copies import REPLICA, ZERO, advance, pack_items, whole_of
 from tests.faults import RATES, Broken, Digits, Rules, World, mass, read, update
 from tests.feedback_faults import FeedbackWorld
 
 FEW, ALL = 300, 10_000
 
 
-def schedules(count: int) -> Counter[str]:
-    """Plays so many, and adds up what happened."""
-    total: Counter[str] = Counter()
+def schedules(count: int, *, compressed: bool = True) -> tuple[Counter[str], Counter[str]]:
+    """Plays so many; adds up what happened, and why clients needed the whole model."""
+    faults, causes = Counter[str](), Counter[str]()
     for seed in range(count):
-        world = World(seed).run()
+        world = World(seed, compressed=compressed).run()
         assert world.applied > 0, seed
-        total += world.faults
-    return total
+        faults += world.faults
+        causes += world.causes
+    return faults, causes
 
 
 def test_the_law_under_faults() -> None:
-    happened = schedules(FEW)
-    assert happened.keys() == RATES.keys()
-    assert min(happened.values()) > 100
-    assert happened.total() > 80 * FEW
+    faults, causes = schedules(FEW)
+    assert faults.keys() == RATES.keys()
+    assert min(faults.values()) > 100
+    assert faults.total() > 120 * FEW
+    assert causes.keys() == {"new", "went back", "broken", "backup", "away"}
+    assert min(causes.values()) > 20
+
+
+def test_the_law_without_compressed_broadcasts() -> None:
+    faults, causes = schedules(FEW, compressed=False)
+    assert faults.total() > 80 * FEW
+    assert not causes
 
 
 @pytest.mark.slow
 def test_the_law_under_all_schedules() -> None:
-    happened = schedules(ALL)
-    assert happened.total() > 80 * ALL
+    faults, _ = schedules(ALL)
+    assert faults.total() > 120 * ALL
+
+
+OF_DISKS = ("disk gone", "old disk", "server from backup")
 
 
 def test_without_a_fault_of_a_disk_nothing_is_lost_and_nobody_starts_anew() -> None:
-    rates = RATES | dict.fromkeys(("disk gone", "old disk", "server from backup"), 0.0)
+    rates = RATES | dict.fromkeys(OF_DISKS, 0.0)
     for seed in range(FEW // 3):
         world = World(seed, rates=rates).run()
         assert world.incarnations == len(world.names)
         assert not any(fate.lost for fate in world.fates.values())
+
+
+def test_losses_delays_doubles_and_kills_cost_no_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a history that is long enough, only a client that never had a copy needs the whole model."""
+    monkeypatch.setattr("tests.faults.HISTORY", 100)
+    rates = RATES | dict.fromkeys((*OF_DISKS, "broadcast broken"), 0.0)
+    for seed in range(FEW // 3):
+        world = World(seed, rates=rates).run()
+        assert world.causes.keys() <= {"new"}
 
 
 # Other feedbacks, each by its own law.
@@ -135,11 +164,11 @@ def test_a_wrong_feedback_is_caught(mutant: Feedback) -> None:
 # Mutants: each must be caught by the same check.
 
 
-def forgets_without_being_told(client: Client, request: Request, sender: Any) -> Any:
+def forgets_without_being_told(client: Client, request: Request, sender: Any, replica: Any) -> Any:
     """The residual counts as right whether or not the payload arrived."""
     if client.sent is not None and client.sent.stamp != request.stamp:
         client = replace(client, sent=None)
-    return receive(client, request, sender)
+    return receive(client, request, sender, replica)
 
 
 def takes_repeated(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp) -> str:
@@ -150,9 +179,9 @@ def takes_late(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp
     return objection(server, asked, taken, client, server.stamp)
 
 
-def trains_again(client: Client, request: Request, sender: Any) -> Any:
+def trains_again(client: Client, request: Request, sender: Any, replica: Any) -> Any:
     """A request that was answered is taken for a new one."""
-    return protocol._resolved(client, request, sender), Train()
+    return _begin(client, request, sender, replica)
 
 
 def old_number(before: Server, after: Server) -> Server:
@@ -160,26 +189,79 @@ def old_number(before: Server, after: Server) -> Server:
     return replace(after, stamp=before.stamp)
 
 
-def goes_on(client: Client, request: Request, sender: Any, *, where: Callable[..., bool]) -> Any:
+def goes_on(client: Client, request: Request, *ways: Any, where: Callable[..., bool]) -> Any:
     """Does not start anew, where the answer in the model is newer than its last, or where it is older."""
-    after, action = receive(client, request, sender)
+    after, action = receive(client, request, *ways)
     if action == Outdated() and where(request.mark.stamp, client.seen):
-        return protocol._resolved(client, request, sender), Train()
+        return _begin(client, request, *ways)
     return after, action
 
 
-def takes_for_its_own(client: Client, request: Request, sender: Any, *, mine: bool) -> Any:
+def takes_for_its_own(client: Client, request: Request, *ways: Any, mine: bool) -> Any:
     """Any answer to its last request: that of a copy of itself, or that of a predecessor."""
     mark, sent = request.mark, client.sent
     if mark and sent and mark.stamp == sent.stamp and (mark.incarnation == client.incarnation) == mine:
         request = replace(request, mark=its_mark(client))
-    return receive(client, request, sender)
+    return receive(client, request, *ways)
 
 
 def its_mark(client: Client) -> Mark:
     """Of the client's last answer."""
     assert client.sent is not None
     return mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+
+
+# Mutants of the other direction
+
+
+def follows_unchecked(copy: Copy | None, broadcast: Broadcast, replica: Replica) -> Copy | None:
+    """By generation and round alone: no hash and no digest is looked at."""
+    version = broadcast.version
+    if copy is not None and copy.version[:2] == version[:2]:
+        return copy
+    if isinstance(broadcast, Whole):
+        return Copy(version, replica.replace(broadcast.message))
+    first = broadcast.start if isinstance(broadcast, Chain) else broadcast.since[0]
+    if copy is None or not first[:2] <= copy.version[:2] < version[:2]:
+        return None
+    if isinstance(broadcast, Changes):
+        return Copy(version, replica.change(copy.w, broadcast.message))
+    missed = broadcast.messages[copy.version.round - first.round :]
+    return Copy(version, reduce(replica.apply, missed, copy.w))
+
+
+def follows_in_any_generation(copy: Copy | None, broadcast: Broadcast, replica: Replica) -> Copy | None:
+    """A version of another generation passes for that of the same round in this one."""
+    listed = [broadcast.version]
+    if isinstance(broadcast, Chain):
+        listed = [*versions_from(broadcast.start, broadcast.messages)]
+    elif isinstance(broadcast, Changes):
+        listed += broadcast.since
+    for version in listed:
+        if copy is not None and version.round == copy.version.round:
+            copy = Copy(version, copy.w)
+    return follow(copy, broadcast, replica)
+
+
+def leaves_a_gap(broadcast: Broadcast) -> Broadcast:
+    """A chain begins one message after the version that the client holds."""
+    if not isinstance(broadcast, Chain) or not broadcast.messages:
+        return broadcast
+    start = next_version(broadcast.start, broadcast.messages[0])
+    return replace(broadcast, start=start, messages=broadcast.messages[1:])
+
+
+def repeats_a_message(broadcast: Broadcast) -> Broadcast:
+    """A chain has the right length, but holds one message twice and another not at all."""
+    if not isinstance(broadcast, Chain) or len(broadcast.messages) < 2:
+        return broadcast
+    return replace(broadcast, messages=(broadcast.messages[1], *broadcast.messages[1:]))
+
+
+def goes_back(client: Client, broadcast: Broadcast, replica: Replica) -> Any:
+    """A late request to evaluate is not refused."""
+    copy = follow(client.copy, broadcast, replica)
+    return (client, NeedWhole()) if copy is None else (replace(client, copy=copy), Evaluate())
 
 
 MUTANTS = {
@@ -194,15 +276,25 @@ MUTANTS = {
     "digest ignored": (Rules(receive=partial(takes_for_its_own, mine=True)), 0.02),
     "incarnation ignored": (Rules(receive=partial(takes_for_its_own, mine=False)), 0.1),
 }
+COPY_MUTANTS = {
+    "hash ignored": (Rules(follow=follows_unchecked), 0.5),
+    "generation ignored": (Rules(follow=follows_in_any_generation), 0.2),
+    "chain with a gap": (Rules(broadcast=leaves_a_gap), 0.9),
+    "message repeated": (Rules(broadcast=repeats_a_message), 0.9),
+    "version told before it is durable": (Rules(tell_early=True), 0.1),
+    "copy stored after the residual": (Rules(store_copy_later=True), 0.04),
+    "copy goes back": (Rules(catch_up=goes_back), 0.9),
+    "evaluated before it is durable": (Rules(evaluate_early=True), 0.5),
+}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", MUTANTS | COPY_MUTANTS)
 def test_mutants_are_caught(name: str) -> None:
-    rules, share = MUTANTS[name]
+    rules, share = (MUTANTS | COPY_MUTANTS)[name]
     caught = 0
     for seed in range(FEW):
         try:
-            World(seed, rules).run()
+            World(seed, rules, compressed=name in COPY_MUTANTS).run()
         except Broken:
             caught += 1
     assert caught > share * FEW, f"{caught} of {FEW}"
@@ -365,3 +457,149 @@ def test_what_was_before_a_client_began_is_not_its_own() -> None:
     mine = answered(mine, asks(Stamp(2, 2), its_mark(mine)))
     after, action = receive(mine, asks(Stamp(3, 1), its_mark(predecessor)), CODEC)
     assert (action, after.memory, after.forgotten) == (Train(), mass(mine), 1)
+
+
+# Copies of the server's w
+
+
+def begun(t: int = 0, generation: int = 1) -> Server:
+    primary = Primary.begin(ZERO, generation, t, REPLICA.digest(ZERO))
+    return Server(x=0, t=t, stamp=Stamp(generation, 1), primary=primary)
+
+
+def from_backup(server: Server, generation: int) -> Server:
+    return restored(server, generation, REPLICA.digest(primary_of(server).w))
+
+
+def after_rounds(server: Server, rounds: int) -> Server:
+    for n in range(rounds):
+        assert server.primary is not None
+        message = pack_items([(n % 5, 10**n)])
+        server = ended(server, {}, server.x + 1, advance(server.primary, message))
+    return server
+
+
+def primary_of(server: Server) -> Primary:
+    assert server.primary is not None
+    return server.primary
+
+
+def whole_request(server: Server, client: str = "a") -> Request:
+    return request_of(server, client, whole_of(primary_of(server)))
+
+
+def with_copy(client: Client, server: Server) -> Client:
+    after, action = catch_up(client, whole_of(primary_of(server)), REPLICA)
+    assert action == Evaluate()
+    return after
+
+
+def test_a_copy_follows_a_request_and_is_stored_with_the_answer() -> None:
+    server = after_rounds(begun(), 2)
+    client, action = receive(new(), whole_request(server), CODEC, REPLICA)
+    assert action == Train()
+    client, _ = answer(client, whole_request(server), update(1), CODEC)
+    assert client.copy == Copy(primary_of(server).version, primary_of(server).w)
+    later = after_rounds(server, 2)
+    request = request_of(later, "a", primary_of(later).chain(client.copy.version))
+    after, action = receive(client, request, CODEC, REPLICA)
+    assert (action, after.copy) == (Train(), Copy(primary_of(later).version, primary_of(later).w))
+
+
+def test_a_copy_that_cannot_follow_changes_nothing_and_takes_the_whole_model_by_the_same_stamp() -> None:
+    server = after_rounds(begun(), 3)
+    chain = primary_of(server).chain(primary_of(server).versions[2])
+    assert chain is not None
+    for client in (new(), with_copy(new(), after_rounds(begun(), 1))):
+        same, action = receive(client, request_of(server, "a", chain), CODEC, REPLICA)
+        assert (action, same) == (NeedWhole(), client)
+        same, other = catch_up(client, chain, REPLICA)
+        assert (other, same) == (NeedWhole(), client)
+        after, action = receive(client, whole_request(server), CODEC, REPLICA)
+        assert action == Train()
+        assert after.copy is not None
+        assert after.copy.w == primary_of(server).w
+
+
+def test_to_evaluate_changes_nothing_but_the_copy() -> None:
+    server = after_rounds(begun(), 1)
+    client = answered(new(), asks(S[1]))
+    after = with_copy(client, server)
+    assert after.copy == Copy(primary_of(server).version, primary_of(server).w)
+    assert replace(after, copy=None) == client
+
+
+def test_a_copy_does_not_go_back() -> None:
+    """A request that was under way while the client evaluated a later version."""
+    early, late = after_rounds(begun(), 2), after_rounds(begun(), 4)
+    client = with_copy(new(), late)
+    why = Refuse("version 1.2 is older than 1.4, which this client holds")
+    assert receive(client, whole_request(early), CODEC, REPLICA) == (client, why)
+    assert catch_up(client, whole_of(primary_of(early)), REPLICA) == (client, why)
+    newer = restored(early, 2, digest=0)
+    after, action = receive(
+        client, whole_request(replace(newer, primary=begun(2, 2).primary)), CODEC, REPLICA
+    )
+    assert action == Train()
+    assert after.copy is not None
+    assert after.copy.version[:2] == (2, 2)
+
+
+def test_a_broadcast_of_another_round_is_refused() -> None:
+    server = after_rounds(begun(), 2)
+    for other in (replace(whole_request(server), t=1), replace(whole_request(server), stamp=Stamp(2, 3))):
+        same, action = receive(new(), other, CODEC, REPLICA)
+        assert isinstance(action, Refuse)
+        assert "leads to 1.2" in action.why
+        assert same == new()
+    with pytest.raises(ValueError, match="needs a replica"):
+        receive(new(), whole_request(server), CODEC)
+
+
+def test_without_a_broadcast_a_copy_stays_as_it_is() -> None:
+    client = with_copy(new(), after_rounds(begun(), 1))
+    after = answered(client, asks(S[9]))
+    assert after.copy == client.copy
+
+
+def test_an_answer_in_the_model_says_which_version_its_client_holds() -> None:
+    """Also after a restore, where the numbers begin again and the rounds do not."""
+    for server in (begun(), from_backup(after_rounds(begun(), 5), 2)):
+        generation, first = server.stamp.generation, server.t
+        one = after_rounds(server, 2)
+        mark = mark_of(one.stamp, 1, b"")
+        two = ended(one, {"a": mark}, 0, advance(primary_of(one), b""))
+        three = after_rounds(two, 2)
+        found = held_version(three, "a")
+        assert found == primary_of(one).version
+        assert found[:2] == (generation, first + 2)
+        assert held_version(three, "b") is None
+        told = primary_of(two).version
+        assert held_version(three, "a", told) == held_version(three, "b", told) == told
+        assert held_version(three, "a", primary_of(server).version) == found
+        assert held_version(three, "b", told._replace(hash=0)) is None
+        assert held_version(from_backup(three, 9), "a", told) is None
+    assert held_version(Server(x=0), "a", told) is None
+
+
+def test_a_version_that_is_out_of_the_history_is_not_known() -> None:
+    server = after_rounds(begun(), 1)
+    server = ended(server, {"a": mark_of(server.stamp, 1, b"")}, 0, advance(primary_of(server), b""))
+    assert held_version(server, "a") is not None
+    for _ in range(3):
+        server = ended(server, {}, 0, advance(primary_of(server), b"", most=3))
+    assert held_version(server, "a") is None
+
+
+def test_a_server_advances_its_primary_with_every_round() -> None:
+    server = begun()
+    wrong = [None, server.primary, advance(advance(primary_of(server), b""), b""), begun(1, 2).primary]
+    for primary in wrong:
+        with pytest.raises(ValueError, match="the primary after round 0 must be of the round after it"):
+            ended(server, {}, 0, primary)
+    with pytest.raises(ValueError, match="the primary after round 0"):
+        ended(Server(x=0), {}, 0, advance(primary_of(server), b""))
+    with pytest.raises(ValueError, match="a digest must be given"):
+        restored(server, 2)
+    with pytest.raises(ValueError, match="a digest must be given"):
+        restored(Server(x=0), 2, 0)

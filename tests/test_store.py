@@ -22,30 +22,22 @@ import pytest
 from cfedavg import InputError, parse
 from cfedavg.algorithm import average
 from cfedavg.channel import Channel
+from cfedavg.compress import plus
 from cfedavg.errors import NotFinite
-from cfedavg.federation.protocol import (
-    NEVER,
-    Client,
-    Mark,
-    Outdated,
-    Request,
-    Resend,
-    Sent,
-    Server,
-    Stamp,
-    answer,
-    mark_of,
-    receive,
-    request_of,
-    restored,
-)
-from cfedavg.federation.store import FILE, ClientStore, Known, Served, ServerStore, as_array, new_generation
+from cfedavg.federation.client import Client, NeedWhole, Outdated, Resend, Sent, answer, receive
+from cfedavg.federation.client_store import ClientStore
+from cfedavg.federation.primary import Primary
+from cfedavg.federation.protocol import NEVER, Mark, Request, Stamp, mark_of
+from cfedavg.federation.server import Server, held_version, request_of, restored
+from cfedavg.federation.server_store import Known, Served, ServerStore, new_generation
+from cfedavg.federation.state_file import FILE, as_array
 from cfedavg.federation.table import Table
 from cfedavg.federation.uplink import Uplink
-from cfedavg.feedback import ErrorFeedback
+from cfedavg.federation.versions import Copy, Version, digest_of
+from cfedavg.feedback import EF21, ErrorFeedback
 from cfedavg.layout import Layout
 from cfedavg.tensors import checksum, read_tensors, save_tensors
-from cfedavg.wire import decode, read_header
+from cfedavg.wire import decode, encode, read_header
 from tests.disk import Disk, Killed
 
 D = 40
@@ -65,15 +57,61 @@ def update(number: int, t: int) -> np.ndarray:
 # --- a federation of files ------------------------------------------------------------------------------
 
 
+DOWN = Channel(parse("topk(0.8)"), EF21(), LAYOUT)
+
+
+class Vector:
+    """Copies as vectors, changed by messages of the wire."""
+
+    def apply(self, w: np.ndarray, message: bytes) -> np.ndarray:
+        return np.asarray(plus(w, decode(message, layout=LAYOUT)))
+
+    def change(self, w: np.ndarray, message: bytes) -> np.ndarray:
+        raise NotImplementedError
+
+    def replace(self, message: bytes) -> np.ndarray:
+        return np.frombuffer(message, np.float32)
+
+    def digest(self, w: np.ndarray) -> int:
+        return digest_of(w.data)
+
+
+VECTOR = Vector()
+
+
+def begun(x: np.ndarray) -> Server:
+    """A server whose broadcasts are compressed."""
+    return Server(x, primary=Primary.begin(x, 1, 0, VECTOR.digest(x)))
+
+
+def advanced(server: Server, x_next: np.ndarray) -> Primary:
+    """The server's copy after C(x_next - w)."""
+    assert server.primary is not None
+    made = DOWN.send(x_next, server.primary.w, key=server.t, t=server.t)
+    return server.primary.advance(encode(made.payload, LAYOUT), np.asarray(made.memory))
+
+
+def request_to(server: Server, name: str, *, whole: bool = False) -> Request:
+    primary = server.primary
+    assert primary is not None
+    known = held_version(server, name)
+    if known is None or whole:
+        return request_of(server, name, primary.whole(primary.w.tobytes(), VECTOR.digest(primary.w)))
+    return request_of(server, name, primary.chain(known))
+
+
 def stores(root: Path) -> tuple[ServerStore, dict[str, ClientStore]]:
     return ServerStore(root / "server", "f", LAYOUT), {n: ClientStore(root, "f", n, LAYOUT) for n in NAMES}
 
 
-def client_round(store: ClientStore, number: int, request: Request) -> tuple[int, bytes]:
-    """What a client does about a request; it sends what it has stored."""
-    client, action = receive(store.load(), request, wire(number))
+def client_round(store: ClientStore, number: int, request: Request) -> tuple[int, bytes] | None:
+    """What a client does about a request; it sends what it has stored. None if it needs the whole model."""
+    before = store.load()
+    client, action = receive(before, request, wire(number), VECTOR)
     if isinstance(action, Outdated):
-        client, action = receive(store.fresh(), request, wire(number))
+        client, action = receive(store.fresh(before.copy), request, wire(number), VECTOR)
+    if isinstance(action, NeedWhole):
+        return None
     if isinstance(action, Resend):
         return client.incarnation, action.message
     client, message = answer(client, request, update(number, request.t), wire(number))
@@ -81,37 +119,50 @@ def client_round(store: ClientStore, number: int, request: Request) -> tuple[int
     return client.incarnation, message
 
 
-def play(root: Path, rounds: int) -> None:
-    """The rounds that are left. It may end anywhere, and be called again."""
+def play(root: Path, rounds: int) -> int:
+    """The rounds that are left. It may end anywhere, and be called again. How many refusals there were."""
     server_store, client_stores = stores(root)
+    refusals = 0
     with server_store.locked():
         served = server_store.load()
         if served is None:
-            served = Served(Server(np.zeros(D, np.float32)))
+            served = Served(begun(np.zeros(D, np.float32)))
             server_store.save(served)
         while served.server.t < rounds:
-            served = server_round(served, server_store, client_stores)
+            served, refused = server_round(served, server_store, client_stores)
+            refusals += refused
+    return refusals
 
 
-def server_round(served: Served, store: ServerStore, clients: dict[str, ClientStore]) -> Served:
-    server, taken, payloads = served.server, {}, []
+def server_round(served: Served, store: ServerStore, clients: dict[str, ClientStore]) -> tuple[Served, int]:
+    server, taken, payloads, refusals = served.server, {}, [], 0
     for number, (name, its) in enumerate(clients.items()):
         with its.locked():
-            incarnation, message = client_round(its, number, request_of(server, name))
-        taken[name] = mark_of(server.stamp, incarnation, message)
-        payloads.append(decode(message, layout=LAYOUT))
+            reply = client_round(its, number, request_to(server, name))
+            if reply is None:
+                refusals += 1
+                reply = client_round(its, number, request_to(server, name, whole=True))
+        assert reply is not None
+        taken[name] = mark_of(server.stamp, *reply)
+        payloads.append(decode(reply[1], layout=LAYOUT))
     # The sum, not the mean: exact.
     mean, weight = average(server.x, [(payload, [1.0]) for payload in payloads])
-    after = served.ended(taken, server.x + mean * np.float32(weight))
+    x_next = server.x + mean * np.float32(weight)
+    after = served.ended(taken, x_next, primary_next=advanced(server, x_next))
     store.save(after)
-    return after
+    return after, refusals
 
 
 def assert_law(root: Path) -> None:
-    """Over all clients: what was computed is in the model, in residuals, or sent and not yet applied."""
+    """Over all clients: what was computed is in the model, in residuals, or sent and not yet applied.
+
+    And the copies of the server's version, or of the one before it, are the server's.
+    """
     server_store, client_stores = stores(root)
     served = server_store.load()
     assert served is not None
+    primary = served.server.primary
+    assert primary is not None
     made, owed = np.zeros(D, np.float32), np.zeros(D, np.float32)
     for number, (name, store) in enumerate(client_stores.items()):
         client = store.load()
@@ -122,6 +173,14 @@ def assert_law(root: Path) -> None:
             mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
             if mark != served.server.applied.get(name):
                 owed = wire(number).restore(owed, client.sent.message)
+        if client.copy is not None:
+            assert client.copy.version.round + 1 == rounds
+            w = client.copy.w
+            chain = primary.chain(client.copy.version)
+            assert chain is not None
+            for message in chain.messages:
+                w = VECTOR.apply(w, message)
+            assert np.array_equal(w, primary.w)
     assert np.array_equal(made, served.server.x + owed)
 
 
@@ -137,7 +196,7 @@ def test_a_crash_at_any_step(
     tmp_path: Path, share: float, growth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before each thing done to a file, and again later; at the end nothing shows it."""
-    monkeypatch.setattr("cfedavg.federation.store.GROWTH", growth)
+    monkeypatch.setattr("cfedavg.federation.server_store.GROWTH", growth)
     counter = Disk(math.inf)
     with counter.at_work():
         play(tmp_path / "whole", ROUNDS)
@@ -152,22 +211,34 @@ def test_a_crash_at_any_step(
             disk.cut_power(share, draw)
             if (root / "server" / FILE).exists():
                 assert_law(root)
-        play(root, ROUNDS)
+        assert play(root, ROUNDS) == 0  # no copy was lost
         assert_law(root)
         assert contents(root) == expected, n
 
 
 def contents(root: Path) -> Any:
-    """Model, residuals and last answers, and how far all have come."""
+    """Model, residuals, last answers and copies, and how far all have come."""
     server_store, client_stores = stores(root)
     served = server_store.load()
     assert served is not None
+    primary = served.server.primary
+    assert primary is not None
     clients = [store.load() for store in client_stores.values()]
     return (
         served.server.x.tolist(),
         served.server.stamp,
-        [(c.memory.tolist(), c.sent, c.seen) for c in clients],
+        [(c.memory.tolist(), c.sent, c.seen, listed_copy(c)) for c in clients],
+        (primary.w.tolist(), primary.versions, primary.messages),
     )
+
+
+def listed_copy(client: Client) -> Any:
+    return client.copy and (client.copy.version, client.copy.w.dtype, client.copy.w.tolist())
+
+
+def bare(client: Client) -> Client:
+    """Without its arrays."""
+    return replace(client, memory=None, copy=None)
 
 
 def killed_while_it_plays(root: Path, *, ends_a_round: bool, after: float) -> None:
@@ -229,7 +300,7 @@ def test_a_client_whose_file_is_old_or_gone_starts_anew(tmp_path: Path, fault: s
         path.write_bytes(old)
     else:
         path.unlink()
-    play(tmp_path, 6)
+    assert play(tmp_path, 6) == 1  # it needs the whole model, once
     served = server_store.load()
     assert served is not None
     assert [served.clients[name].incarnations for name in NAMES] == [2, 1]
@@ -246,8 +317,10 @@ def test_a_server_from_a_backup_goes_on(tmp_path: Path) -> None:
     assert backup is not None
     play(tmp_path, 4)
     generation = new_generation(backup.server)
-    server_store.save(replace(backup, server=restored(backup.server, generation)))
-    play(tmp_path, 6)
+    assert backup.server.primary is not None
+    digest = VECTOR.digest(backup.server.primary.w)
+    server_store.save(replace(backup, server=restored(backup.server, generation, digest)))
+    assert play(tmp_path, 6) == 0  # the server knows of no copy, and sends the whole model at once
     served = server_store.load()
     assert served is not None
     assert served.server.stamp == Stamp(generation, 5)
@@ -269,6 +342,7 @@ def saved(tmp_path: Path) -> tuple[ClientStore, Client]:
         told=Stamp(1, 2),
         forgotten=1,
         agreed={9: 3, 10: 0},
+        copy=Copy(Version(2, 7, 2**64 - 1), np.arange(D, dtype=np.float32) + np.float32(0.1)),
     )
     with store.locked():
         store.save(client)
@@ -277,11 +351,12 @@ def saved(tmp_path: Path) -> tuple[ClientStore, Client]:
 
 def test_a_client_comes_back_as_it_was(tmp_path: Path) -> None:
     store, client = saved(tmp_path)
-    for each in (client, replace(client, sent=None)):
+    for each in (client, replace(client, sent=None), replace(client, copy=None)):
         store.save(each)
         found = store.load()
         assert np.array_equal(found.memory, each.memory)
-        assert replace(found, memory=None) == replace(each, memory=None)
+        assert bare(found) == bare(each)
+        assert listed_copy(found) == listed_copy(each)
     assert not list(store.folder.glob(".*"))
 
 
@@ -301,18 +376,33 @@ def test_without_a_file_it_is_a_new_incarnation(tmp_path: Path) -> None:
         assert served.clients == {"a": Known(count)}
 
 
+def history() -> Primary:
+    """A primary of generation 2 after 8 rounds, 3 of them in its history."""
+    w = np.arange(D, dtype=np.float32)
+    primary = Primary.begin(w, 2, 5, VECTOR.digest(w))
+    for message in (b"one", b"", b"three"):
+        primary = primary.advance(message, primary.w + np.float32(0.1))
+    return primary
+
+
+def listed_primary(server: Server) -> Any:
+    primary = server.primary
+    return primary and (primary.w.dtype, primary.w.tolist(), primary.versions, primary.messages)
+
+
 def test_a_server_comes_back_as_it_was(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     assert store.load() is None
     applied = {"a": Mark(Stamp(2, 8), 5, 2**64 - 1), "b": mark_of(Stamp(1, 4), 2**63 - 1, b"")}
-    server = Server(np.arange(D, dtype=np.float32), 8, Stamp(2, 9), Table(applied))
+    server = Server(np.arange(D, dtype=np.float32), 8, Stamp(2, 9), Table(applied), history())
     clients = Table({"a": Known(2, [3, None, 0.1]), "b": Known(1)})
     with store.locked():
         store.save(Served(server, clients))
     found = store.load()
     assert found is not None
     assert np.array_equal(found.server.x, server.x)
-    assert replace(found.server, x=None) == replace(server, x=None)
+    assert replace(found.server, x=None, primary=None) == replace(server, x=None, primary=None)
+    assert listed_primary(found.server) == listed_primary(server)
     assert (found.clients, found.extra, found.facts) == (clients, {}, {})
 
 
@@ -343,9 +433,13 @@ def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
 def many(count: int) -> Served:
     """A server that has heard so many clients."""
     marks = {f"client {i}": Mark(Stamp(1, 1), 2**62 + i, i) for i in range(count)}
-    return Served(Server(np.zeros(D, np.float32))).ended(
-        marks, np.ones(D, np.float32), {who: [7, 0, 0.5] for who in marks}
-    )
+    server, x_next = begun(np.zeros(D, np.float32)), np.ones(D, np.float32)
+    notes = {who: [7, 0, 0.5] for who in marks}
+    return Served(server).ended(marks, x_next, notes, advanced(server, x_next))
+
+
+def after(served: Served, taken: dict[str, Mark], x_next: np.ndarray) -> Served:
+    return served.ended(taken, x_next, primary_next=advanced(served.server, x_next))
 
 
 def of_clients(store: ServerStore) -> Path:
@@ -362,28 +456,27 @@ def test_a_round_costs_what_it_hears(tmp_path: Path) -> None:
             store.save(served := many(count))
             before = of_clients(store).stat().st_size
             taken = {f"client {i}": mark_of(served.server.stamp, 1, b"") for i in (3, 4)}
-            after = served.ended(taken, np.zeros(D, np.float32))
-            store.save(after)
+            store.save(now := after(served, taken, np.zeros(D, np.float32)))
         added = of_clients(store).read_bytes()[before:].splitlines()
         assert [json.loads(line)[0] for line in added] == ["client 3", "client 4"]
         sizes.append((store.folder / FILE).stat().st_size)
         found = ServerStore(tmp_path / str(count), "f", LAYOUT).load()
         assert found is not None
-        assert found.server.applied == after.server.applied
-        assert {who: tuple(known) for who, known in found.clients.items()} == after.clients
+        assert found.server.applied == now.server.applied
+        assert {who: tuple(known) for who, known in found.clients.items()} == now.clients
     assert abs(sizes[0] - sizes[1]) < 64
 
 
 def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one start: it is begun anew when it is four times as long as it must be, and not before."""
-    monkeypatch.setattr("cfedavg.federation.store.SHORT", 0)
+    monkeypatch.setattr("cfedavg.federation.server_store.SHORT", 0)
     store, lengths = ServerStore(tmp_path, "f", LAYOUT), list[int]()
     with store.locked():
         store.save(served := many(50))
         compact = of_clients(store).stat().st_size
         for _ in range(40):
             taken = {who: mark_of(served.server.stamp, 1, b"") for who in list(served.clients)[:25]}
-            store.save(served := served.ended(taken, np.zeros(D, np.float32)))
+            store.save(served := after(served, taken, np.zeros(D, np.float32)))
             lengths.append(of_clients(store).stat().st_size)
     assert 4 * compact < max(lengths) < 5 * compact
     assert 4 <= sum(after < before for before, after in pairwise(lengths)) <= 8
@@ -413,15 +506,15 @@ def test_lines_that_were_added_in_vain_do_not_count(tmp_path: Path, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr("cfedavg.tensors.save_file", raise_full)
             with pytest.raises(InputError, match="No space left"):
-                store.save(served.ended(taken, np.ones(D, np.float32)))
+                store.save(after(served, taken, np.ones(D, np.float32)))
         assert b"late" in of_clients(store).read_bytes()
         unchanged = store.load()
         assert unchanged is not None
         assert unchanged.server.applied == served.server.applied
-        store.save(after := served.ended({}, np.ones(D, np.float32)))
+        store.save(now := after(served, {}, np.ones(D, np.float32)))
     found = store.load()
     assert found is not None
-    assert found.server.applied == after.server.applied
+    assert found.server.applied == now.server.applied
     assert b"late" not in of_clients(store).read_bytes()
 
 
@@ -434,8 +527,8 @@ def test_an_older_state_through_the_same_store(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     with store.locked():
         store.save(older := many(2))
-        store.save(older.ended({"new": mark_of(older.server.stamp, 1, b"")}, np.ones(D, np.float32)))
-        for state in (older, replace(older, server=restored(older.server, 7))):
+        store.save(after(older, {"new": mark_of(older.server.stamp, 1, b"")}, np.ones(D, np.float32)))
+        for state in (older, replace(older, server=restored(older.server, 7, digest=1))):
             store.save(state)
             found = store.load()
             assert found is not None
@@ -464,7 +557,7 @@ def test_a_server_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     about = {"format": 3, "federation": "f", "kind": "server", "layout": LAYOUT.text, "applied": {}}
     tensors = {"x": np.zeros(D, np.float32)}
     save_tensors(tensors, tmp_path / FILE, {**about, "checksum": checksum(tensors, about)})
-    with pytest.raises(InputError, match="is of another format: 3, here 4; go on with the version"):
+    with pytest.raises(InputError, match="is of another format: 3, here 5; go on with the version"):
         store.load()
 
 
@@ -499,10 +592,8 @@ def test_a_new_generation_is_above_all_before(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     store, _ = saved(tmp_path)
-    tensors, about = read_tensors(store.folder / FILE)
-    about = {name: value for name, value in about.items() if name != "checksum"} | {"format": 1}
-    save_tensors(tensors, store.folder / FILE, {**about, "checksum": checksum(tensors, about)})
-    with pytest.raises(InputError, match="is of another format: 1, here 3; go on with the version"):
+    forge(store.folder / FILE, format=1)
+    with pytest.raises(InputError, match="is of another format: 1, here 4; go on with the version"):
         store.load()
 
 
@@ -544,8 +635,139 @@ def test_damage_is_never_taken_for_a_state(tmp_path: Path) -> None:
         damaged.append(good[:place] + bytes([good[place] ^ (1 << draw.randrange(8))]) + good[place + 1 :])
     for data in damaged:
         path.write_bytes(data)
+        if is_damaged_in_copy(data, good):
+            continue
         with pytest.raises(InputError, match=r"is damaged .*; move it away to go on as a new client"):
             store.load()
+
+
+def is_damaged_in_copy(data: bytes, good: bytes) -> bool:
+    """Whether nothing but the bytes of the copy differs: they lie where the header says."""
+    size = int.from_bytes(good[:8], "little")
+    start, end = (8 + size + n for n in json.loads(good[8 : 8 + size])["copy"]["data_offsets"])
+    return len(data) == len(good) and data[:start] + data[end:] == good[:start] + good[end:]
+
+
+def test_a_damaged_copy_is_dropped_and_the_residual_stays(tmp_path: Path) -> None:
+    store, client = saved(tmp_path)
+    path = store.folder / FILE
+    good, dropped = path.read_bytes(), 0
+    for place in range(len(good)):
+        data = good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :]
+        if is_damaged_in_copy(data, good):
+            path.write_bytes(data)
+            found = store.load()
+            assert found.copy is None
+            assert np.array_equal(found.memory, client.memory)
+            assert bare(found) == bare(client)
+            dropped += 1
+    assert dropped == 4 * D
+
+
+@pytest.mark.parametrize(
+    "w", [np.zeros(D, np.int16), np.zeros(D + 1, np.float32), np.zeros((1, D), np.float32)]
+)
+def test_a_copy_of_another_form_is_dropped(tmp_path: Path, w: np.ndarray) -> None:
+    store, client = saved(tmp_path)
+    digest = digest_of(np.ascontiguousarray(w).data)
+    forge(store.folder / FILE, {"copy": w}, copy=[2, 7, 1, digest])
+    assert store.load().copy is None
+    with pytest.raises(ValueError, match="w must be a vector of 40 float32"):
+        store.save(replace(client, copy=Copy(Version(2, 7, 1), w)))
+
+
+def test_a_copy_in_two_bytes_a_number(tmp_path: Path) -> None:
+    """The bits of bf16."""
+    bits = (np.arange(D, dtype=np.float32).view(np.int32) >> 16).astype(np.int16)
+    client = ClientStore(tmp_path, "f", "a", LAYOUT, copy_dtype="int16")
+    with client.locked():
+        client.save(client.fresh(Copy(Version(1, 2, 3), bits)))
+    found = client.load().copy
+    assert found is not None
+    assert (found.w.dtype, found.w.tolist()) == (np.int16, bits.tolist())
+    assert ClientStore(tmp_path, "f", "a", LAYOUT).load().copy is None
+    server = ServerStore(tmp_path / "s", "f", LAYOUT, copy_dtype="int16")
+    primary = Primary.begin(bits, 1, 0, 5)
+    with server.locked():
+        server.save(Served(Server(np.zeros(D, np.float32), primary=primary)))
+    again = server.load()
+    assert again is not None
+    assert again.server.primary is not None
+    assert again.server.primary.w.tolist() == bits.tolist()
+    with pytest.raises(InputError, match="w must be a vector of 40 float32"):
+        ServerStore(tmp_path / "s", "f", LAYOUT).load()
+
+
+def test_a_full_disk_leaves_copy_and_residual_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, client = saved(tmp_path)
+    before = (store.folder / FILE).read_bytes()
+    newer = Copy(Version(2, 8, 1), np.zeros(D, np.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr("cfedavg.tensors.save_file", raise_full)
+        with pytest.raises(InputError, match="No space left") as caught:
+            store.save(replace(client, copy=newer, memory=np.zeros(D, np.float32)))
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in store.folder.iterdir()] == [FILE]
+    assert (store.folder / FILE).read_bytes() == before
+    store.save(replace(client, copy=newer))
+    assert store.load().copy is not None
+
+
+GOLDEN = Path(__file__).parent / "golden" / "states"  # each by its format
+
+
+def golden_client(number: int) -> ClientStore:
+    store = ClientStore(GOLDEN, "f", "node", Layout.flat(6))
+    store.folder = GOLDEN / f"client-{number}"
+    return store
+
+
+def golden_states() -> tuple[Client, Served]:
+    """What is in the newest files, which `write_golden` wrote."""
+    x, w = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.float32) / 2
+    client = Client(7, x, Sent(Stamp(1, 3), b"\x01\x02"), Stamp(1, 3), Stamp(1, 2), 0, {1: 2})
+    server = Server(0 * x, primary=Primary.begin(0 * w, 1, 0, VECTOR.digest(0 * w)))
+    assert server.primary is not None
+    marks = {"node": mark_of(Stamp(1, 1), 7, b"\x01")}
+    served = Served(server).ended(marks, x, {"node": [0, 0, 0.5]}, server.primary.advance(b"down", w))
+    assert served.server.primary is not None
+    return replace(client, copy=Copy(served.server.primary.version, w)), served
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_states_of_clients_of_every_format_are_read(number: int) -> None:
+    wanted, found = golden_states()[0], golden_client(number).load()
+    assert found.memory.tolist() == wanted.memory.tolist()
+    assert bare(found) == bare(wanted)
+    assert listed_copy(found) == (listed_copy(wanted) if number > 3 else None)
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_states_of_servers_of_every_format_are_read(number: int) -> None:
+    wanted, found = golden_states()[1], ServerStore(GOLDEN / f"server-{number}", "f", Layout.flat(6)).load()
+    assert found is not None
+    assert found.server.x.tolist() == wanted.server.x.tolist()
+    assert replace(found.server, x=None, primary=None) == replace(wanted.server, x=None, primary=None)
+    assert listed_primary(found.server) == (listed_primary(wanted.server) if number > 4 else None)
+    assert {who: tuple(known) for who, known in found.clients.items()} == wanted.clients
+
+
+def write_golden(root: Path) -> None:
+    client, served = golden_states()
+    store, server = golden_client(4), ServerStore(root / "server-5", "f", Layout.flat(6))
+    store.folder = root / "client-4"
+    for each in (store, server):
+        each.folder.mkdir(parents=True)
+    store.save(client)
+    server.save(served)
+
+
+def test_the_newest_formats_are_written_to_the_byte(tmp_path: Path) -> None:
+    write_golden(tmp_path)
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert path.read_bytes() == (GOLDEN / path.relative_to(tmp_path)).read_bytes(), path.name
 
 
 def forge(path: Path, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> None:
@@ -554,7 +776,7 @@ def forge(path: Path, tensors: dict[str, np.ndarray] | None = None, **changes: A
     found = {name: each.clone() for name, each in found.items()} | (tensors or {})
     about = {name: value for name, value in (about | changes).items() if value is not GONE}
     del about["checksum"]
-    vectors = {name: each.reshape(each.shape or (1,)) for name, each in found.items()}
+    vectors = {name: each.reshape(each.shape or (1,)) for name, each in found.items() if name != "copy"}
     save_tensors(found, path, about | {"checksum": checksum(vectors, about)})
 
 
@@ -568,6 +790,7 @@ OF_A_CLIENT = {
     "told": [each for each in NO_STAMP if each != [0, 1]],
     "sent": [each for each in NO_STAMP if each is not None],
     "agreed": [each for each in NO_STAMP if each != []] + [[], [[1, -1]], [[0, 1]], [[1, 2, 3]], [["1", 1]]],
+    "copy": [GONE, None, 3, "", [], [1, 2, 3], [0, 2, 3, 4], [1, -1, 3, 4], [1, 2, 2**64, 4], [1, 2, 3, -1]],
     "layout": [GONE, None, 3, "", "[]", "3", "[" * 900 + "]" * 900],
     "format": [GONE, None, "3", 2, {}],
     "kind": [GONE, "server", []],
@@ -577,6 +800,18 @@ OF_A_SERVER = {
     "t": NO_WHOLE,
     "stamp": [*NO_STAMP, [1, 3], [1, 1]],  # t is 1, so that the number is at most 2; a mark has 1
     "clients": [*NO_STAMP, [1, 2, 3], ["../x", 1, 1], [1, 10**18, 0], [1, 2**63, 0], [-1, 1, 1], [1, 1.5, 1]],
+    "primary": [
+        GONE,
+        None,
+        3,
+        [],
+        {},
+        {"start": 1, "version": 1, "lengths": 1},
+        *(
+            {"start": [1, 0, 5], "version": [1, 1, 5], "lengths": n}
+            for n in ([], [0], [-1], [2**70], [1] * 9)
+        ),
+    ],
     **{name: OF_A_CLIENT[name] for name in ("layout", "federation")},
     "kind": [GONE, "client", []],
     "format": [GONE, None, "4", 3, {}],
@@ -635,7 +870,7 @@ def test_forged_tensors(tmp_path: Path, kind: str) -> None:
     server = stored(tmp_path / "server")
     stores: list[tuple[Any, list[str]]] = [
         (client, ["e", "sent", "other"]),
-        (server, ["x", "facts", "other"]),
+        (server, ["x", "facts", "w", "messages", "other"]),
     ]
     for store, names in stores:
         for name in names:
@@ -647,7 +882,8 @@ def test_forged_tensors(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "tensors",
-    [{"x": np.full(D, math.nan, np.float32)}]
+    [{"x": np.full(D, math.nan, np.float32)}, {"w": np.full(D, math.inf, np.float32)}]
+    + [{"messages": as_array(data)} for data in (b"", b"another message")]
     + [{"facts": as_array(data)} for data in (b"", b"3", b"[]", b"\xff", b"[" * 10**5)],
     ids=str,
 )
@@ -748,6 +984,7 @@ def test_any_forged_state_is_taken_or_refused(tmp_path: Path) -> None:
                 found: Any = store.load()
                 if store is client:
                     receive(found, Request(Stamp(3, 9), 8, Mark(Stamp(2, 1), 1, 1)), Anything())
+                    client.save(found)
                 else:
                     again.save(found)
 

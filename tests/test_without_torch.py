@@ -51,8 +51,11 @@ from pathlib import Path
 import numpy as np
 from cfedavg import Aggregator, Channel, Layout, parse
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.federation.protocol import Request, Stamp, Train, answer, receive
-from cfedavg.federation.store import ClientStore, Served, Server, ServerStore
+from cfedavg.federation.client import Train, answer, receive
+from cfedavg.federation.protocol import Request, Stamp
+from cfedavg.federation.client_store import ClientStore
+from cfedavg.federation.server import Server
+from cfedavg.federation.server_store import Served, ServerStore
 from cfedavg.federation.uplink import Uplink
 from cfedavg.optimise import SERVER_OPTIMISERS
 from cfedavg.wire import decode

@@ -1,4 +1,6 @@
-"""The protocol of a federation, as two state machines: states and messages go in and come out, no I/O.
+"""The protocol of a federation: its rules, and what client and server say to each other.
+
+`client` and `server` are two state machines: states and messages go in and come out, no I/O.
 
 Error feedback is bookkeeping. For every client, at every moment:
 
@@ -19,17 +21,24 @@ send durable, in one step, before it sends. It does not take a payload for deliv
 said so: a request names the client's last answer that is in the model; everything before the request is
 decided, so a payload that is not named is void, and goes back into the residual. And a client that hears of
 an answer in the model which it did not give, or has taken back, is not what it takes itself for, and starts
-anew. docs/protocol.md draws the faults that this survives, and says why.
+anew.
+
+Where the broadcast is compressed too, every client keeps a copy of the server's w, by version. The client
+makes its copy durable in one step with its residual and its answer, before it sends. So an answer in the
+model says which version its client holds at least, and a request leads from there to the present version. A
+client that cannot follow says so, changes nothing, and gets the whole model in the same round. The server
+stores its state before it sends anything that was made from it, also requests to evaluate.
+
+docs/protocol.md draws the faults that this survives, and says why.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from cfedavg.federation.table import Table
+from cfedavg.federation.versions import Broadcast
 
 
 class Stamp(NamedTuple):
@@ -37,6 +46,9 @@ class Stamp(NamedTuple):
 
     generation: int
     number: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}.{self.number}"
 
     @property
     def sequence(self) -> int:
@@ -71,6 +83,7 @@ class Request:
     stamp: Stamp
     t: int
     mark: Mark | None  # the client's last answer that is in the durable model
+    broadcast: Broadcast | None = None  # what leads to the present copy; None: the model travels beside it
 
 
 class Sender(Protocol):
@@ -83,58 +96,6 @@ class Sender(Protocol):
         """The memory as if the message had never been sent."""
 
 
-# The client
-
-
-class Sent(NamedTuple):
-    """An answer as it went out."""
-
-    stamp: Stamp
-    message: bytes
-
-
-@dataclass(frozen=True)
-class Client:
-    """What a client keeps, durably: its memory, its last answer, and how far it has come."""
-
-    incarnation: int  # drawn anew where there is no state to go on from
-    memory: Any  # of its feedback: with `ef` the residual e
-    sent: Sent | None = None  # the last answer, of which the fate is not known
-    seen: Stamp = NEVER  # the last request that it answered
-    told: Stamp = NEVER  # the last answer in the model, as the server said then
-    forgotten: int = 0  # times that a server came back without what it had said it has
-    # Of each generation in which it answered, the number up to which no model holds what it still has.
-    agreed: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Train:
-    """Do the local work, then call `answer` with its update."""
-
-
-@dataclass(frozen=True)
-class Resend:
-    """The request is one that was answered before: the same message goes out again."""
-
-    message: bytes
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """Nothing is to be sent, for this reason."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Outdated:
-    """What this state holds may be in the model: start anew, as another incarnation with an empty memory.
-
-    Its disk is an older copy, another copy of the client is at work, or the server went back to a model
-    that holds what this client has taken back.
-    """
-
-
 def forged(stamp: Stamp, clock: float) -> str:
     """Why no server has given this stamp; empty if one may have. `clock` is the time in seconds.
 
@@ -142,106 +103,7 @@ def forged(stamp: Stamp, clock: float) -> str:
     for good, it must be such that the server can still go beyond it: see `store.new_generation`.
     """
     if not (0 < stamp.generation < 2**32 and 0 < stamp.number < 2**32):
-        return f"request {_text(stamp)} is no server's: both of its numbers must have 1 to 32 bits"
+        return f"request {stamp} is no server's: both of its numbers must have 1 to 32 bits"
     if stamp.generation > clock + AHEAD:
-        return f"request {_text(stamp)} is from the future: is this node's clock right?"
+        return f"request {stamp} is from the future: is this node's clock right?"
     return ""
-
-
-def receive(
-    client: Client, request: Request, sender: Sender
-) -> tuple[Client, Train | Resend | Refuse | Outdated]:
-    """What to do about a request. The state after it need not be stored unless the client then answers."""
-    if client.sent is not None and request.stamp == client.sent.stamp:
-        return client, Resend(client.sent.message)
-    if request.stamp <= client.seen:
-        return client, Refuse(f"request {_text(request.stamp)} is older than {_text(client.seen)}, answered")
-    if _outdated(client, request.mark):
-        return client, Outdated()
-    return _resolved(client, request, sender), Train()
-
-
-def _outdated(client: Client, mark: Mark | None) -> bool:
-    """Whether a model with this mark may hold what is in the client's residual."""
-    if mark is None or client.seen == NEVER:  # a new client has nothing that anyone could have sent
-        return False
-    if client.sent is not None and mark.stamp == client.sent.stamp:
-        # A predecessor's answer holds nothing of mine; that of a copy of me does.
-        return mark.incarnation == client.incarnation and mark != _mark(client)
-    generation, number = mark.stamp
-    return generation >= min(client.agreed) and number > client.agreed.get(generation, 0)
-
-
-def _resolved(client: Client, request: Request, sender: Sender) -> Client:
-    """The last answer is in the model, or void and back in the residual."""
-    memory, agreed = client.memory, dict(client.agreed)
-    held = NEVER if request.mark is None else request.mark.stamp
-    if client.sent is not None:
-        if request.mark != _mark(client):
-            memory = sender.restore(memory, client.sent.message)
-        if held == client.sent.stamp:
-            agreed[held.generation] = held.number
-    # A generation's models follow from each other: what is not in this one was not in those before.
-    agreed[request.stamp.generation] = request.stamp.number - 1
-    forgotten = client.forgotten + (held < client.told)
-    return replace(client, memory=memory, sent=None, told=held, forgotten=forgotten, agreed=agreed)
-
-
-def _mark(client: Client) -> Mark | None:
-    """Of its last answer."""
-    return client.sent and mark_of(client.sent.stamp, client.incarnation, client.sent.message)
-
-
-def answer(client: Client, request: Request, g: Any, sender: Sender) -> tuple[Client, bytes]:
-    """The state to store, and then the message to send, after the local work of a request to train."""
-    message, memory = sender.send(g, client.memory, request)
-    return replace(client, memory=memory, sent=Sent(request.stamp, message), seen=request.stamp), message
-
-
-# The server
-
-
-@dataclass(frozen=True)
-class Server:
-    """What a server keeps, durably, in one piece."""
-
-    x: Any
-    t: int = 0
-    stamp: Stamp = FIRST  # of the present round; no reply to another is taken
-    applied: Table[Mark] = field(default_factory=Table)  # of each client, its last answer in x
-
-
-def restored(server: Server, generation: int) -> Server:
-    """From an old backup, whose numbers have been used since: to be stored before the first dispatch."""
-    if generation <= server.stamp.generation:
-        raise ValueError(f"generation {generation} is not above {server.stamp.generation}")
-    return replace(server, stamp=Stamp(generation, 1))
-
-
-def request_of(server: Server, client: str) -> Request:
-    """What to send to a client in this round."""
-    return Request(server.stamp, server.t, server.applied.get(client))
-
-
-def objection(
-    server: Server, asked: Collection[str], taken: Collection[str], client: str, stamp: Stamp
-) -> str:
-    """Why a reply is not to be taken; empty if it is."""
-    if client not in asked:
-        return "not asked"
-    if stamp != server.stamp:
-        return "late"
-    return "repeated" if client in taken else ""
-
-
-def ended(server: Server, taken: Mapping[str, Mark], x_next: Any) -> Server:
-    """After a round, with the answers of `taken` in x_next: to be stored before the next dispatch.
-
-    A client that has answered has dealt with all that was before, so its last answer is all it may hold.
-    """
-    stamp = Stamp(server.stamp.generation, server.stamp.number + 1)
-    return Server(x_next, server.t + 1, stamp, server.applied | taken)
-
-
-def _text(stamp: Stamp) -> str:
-    return f"{stamp.generation}.{stamp.number}"

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from cfedavg.errors import InputError
-from cfedavg.federation.protocol import request_of
+from cfedavg.federation.server import request_of
 from cfedavg.flower.averaging import Round
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, Numbers, online, wait_for

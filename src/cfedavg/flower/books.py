@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from cfedavg.algorithm import ServerMemory
 from cfedavg.config import APP, Config
 from cfedavg.errors import Busy, InputError
-from cfedavg.federation.protocol import Server, restored
-from cfedavg.federation.store import FILE, OtherModel, ServerStore, new_generation
+from cfedavg.federation.server import Server, restored
+from cfedavg.federation.server_store import ServerStore, new_generation
+from cfedavg.federation.state_file import FILE, OtherModel
 from cfedavg.files import exists, make_folder, read_file, sync, tidy, write_atomic
 from cfedavg.flower.form import Form
 from cfedavg.flower.state import FederationState, FixedOptions, RoundRows

@@ -24,8 +24,9 @@ from cfedavg.arrays import Array, norm2
 from cfedavg.channel import Channel, TooLarge
 from cfedavg.compress import Stage, parse
 from cfedavg.errors import Busy, InputError, NotFinite
-from cfedavg.federation.protocol import Client, Outdated, Refuse, Resend, answer, forged, receive
-from cfedavg.federation.store import ClientStore
+from cfedavg.federation.client import Client, Outdated, Refuse, Resend, answer, receive
+from cfedavg.federation.client_store import ClientStore
+from cfedavg.federation.protocol import forged
 from cfedavg.federation.uplink import Uplink
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower.form import Form

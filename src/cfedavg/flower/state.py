@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from cfedavg.algorithm import ServerMemory
 from cfedavg.federation import checks
-from cfedavg.federation.protocol import Mark, Server
-from cfedavg.federation.store import Known, Served, as_array
+from cfedavg.federation.protocol import Mark
+from cfedavg.federation.server import Server
+from cfedavg.federation.server_store import Known, Served
+from cfedavg.federation.state_file import as_array
 from cfedavg.federation.table import Table
 from cfedavg.flower.form import Form
 from cfedavg.flower.inner import Memory

@@ -14,7 +14,8 @@ from flwr.app import Message, MetricRecord
 
 from cfedavg.arrays import cast, norm2
 from cfedavg.compress import Compressor, values_of
-from cfedavg.federation.protocol import Mark, Server, mark_of, objection
+from cfedavg.federation.protocol import Mark, mark_of
+from cfedavg.federation.server import Server, objection
 from cfedavg.flower import records
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, in_a_line

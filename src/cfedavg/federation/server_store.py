@@ -1,18 +1,13 @@
-"""What client and server must not lose, on disk: each state is one file, whole or not there, with a checksum.
+"""What a server must not lose, on disk: one file, whole or not there, with a checksum.
 
-What a server keeps of each client is in a second file, to which a round adds lines for those who took part;
-the first says how many of them count.
-
-A client's state is kept by federation and identity. The identity is the node's key, or what else stays the
-same when a node restarts; never a number that the network gave it.
+What it keeps of each client is in a second file, to which a round adds lines for those who took part; the
+first says how many of them count.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import reprlib
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,74 +19,19 @@ import numpy as np
 
 from cfedavg.errors import InputError
 from cfedavg.federation import checks, journal
+from cfedavg.federation.copy_state import CopyForm
 from cfedavg.federation.journal import Place
-from cfedavg.federation.protocol import AHEAD, NEVER, Client, Mark, Sent, Server, Stamp, ended
+from cfedavg.federation.primary import Primary
+from cfedavg.federation.protocol import AHEAD, Mark, Stamp
+from cfedavg.federation.server import Server, ended
+from cfedavg.federation.state_file import FILE, as_array, check_owner, name_damage, read_state, write_state
 from cfedavg.federation.table import Table
 from cfedavg.files import locked, make_folder
 from cfedavg.layout import Layout
-from cfedavg.tensors import UNREADABLE, checksum, read_arrays, save_tensors
 
-FORMATS = {"client": 3, "server": 4}
-FILE = "state.safetensors"
 EXTRA = "extra."
 GROWTH = 4  # times the length that it began with: then the file of the clients is begun anew
 SHORT = 65_536  # bytes: a shorter one is not worth it
-
-
-class OtherModel(InputError):
-    """A state that is of another model."""
-
-
-class ClientStore:
-    """The state of one client of one federation, for a model of this layout."""
-
-    def __init__(self, root: Path, federation: str, identity: str, layout: Layout) -> None:
-        self.folder = root / _short(federation) / _short(identity)
-        self.layout, self.about = layout, {"federation": federation, "identity": identity}
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time answers for a client."""
-        make_folder(self.folder, "the client's state")
-        with locked(self.folder, f"another process answers for this client, in {self.folder}"):
-            yield
-
-    def load(self) -> Client:
-        """What is on the disk; a client without anything there starts anew, and says so by its number."""
-        path = self.folder / FILE
-        if not path.exists():
-            return self.fresh()
-        with self.naming_damage():
-            tensors, about = _read(path)
-            _check(path, about, self.about | {"kind": "client"}, self.layout)
-            return _client(tensors, about, self.layout.d)
-
-    @contextmanager
-    def naming_damage(self) -> Iterator[None]:
-        """Make one sentence of whatever shows that the state is damaged."""
-        with _naming(self.folder / FILE, "move it away to go on as a new client, without its residual"):
-            yield
-
-    def fresh(self) -> Client:
-        """A client without a past: its number was never drawn before."""
-        return Client(secrets.randbits(63), np.zeros(self.layout.d, np.float32))
-
-    def save(self, client: Client) -> None:
-        """Makes the state durable."""
-        tensors = {"e": client.memory}
-        if client.sent is not None:
-            tensors["sent"] = as_array(client.sent.message)
-        about = self.about | {
-            "kind": "client",
-            "layout": self.layout.text,
-            "incarnation": client.incarnation,
-            "sent": client.sent and client.sent.stamp,
-            "seen": client.seen,
-            "told": client.told,
-            "forgotten": client.forgotten,
-            "agreed": list(client.agreed.items()),
-        }
-        _write(self.folder / FILE, tensors, about)
 
 
 class Known(NamedTuple):
@@ -110,10 +50,17 @@ class Served:
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # what JSON can say
 
-    def ended(self, taken: Mapping[str, Mark], x_next: Any, notes: Mapping[str, Any] | None = None) -> Served:
-        """After a round with these answers, and with a note of each client: see `protocol.ended`."""
+    def ended(
+        self,
+        taken: Mapping[str, Mark],
+        x_next: Any,
+        notes: Mapping[str, Any] | None = None,
+        primary_next: Primary | None = None,
+    ) -> Served:
+        """After a round with these answers, and with a note of each client: see `server.ended`."""
         known = {who: Known(self._met(who, mark), (notes or {}).get(who)) for who, mark in taken.items()}
-        return replace(self, server=ended(self.server, taken, x_next), clients=self.clients | known)
+        server = ended(self.server, taken, x_next, primary_next)
+        return replace(self, server=server, clients=self.clients | known)
 
     def _met(self, client: str, mark: Mark) -> int:
         """How many of its incarnations have delivered, with this one."""
@@ -144,10 +91,11 @@ def new_generation(server: Server) -> int:
 
 
 class ServerStore:
-    """The state of the server of one federation."""
+    """The state of the server of one federation; `copy_dtype` is that of the primary's w."""
 
-    def __init__(self, folder: Path, federation: str, layout: Layout) -> None:
+    def __init__(self, folder: Path, federation: str, layout: Layout, copy_dtype: str = "float32") -> None:
         self.folder, self.layout, self.about = folder, layout, {"federation": federation}
+        self.copy_form = CopyForm(layout.d, copy_dtype)
         self._last: tuple[Served, Place] | None = None  # what this store has saved
         self._compact = 0  # the length of the clients' file when it was begun
 
@@ -165,19 +113,20 @@ class ServerStore:
         if not path.exists():
             return None
         with self.naming_damage():
-            tensors, about = _read(path)
-            _check(path, about, self.about | {"kind": "server"}, self.layout)
+            tensors, about = read_state(path)
+            check_owner(path, about, self.about | {"kind": "server"}, self.layout)
             t, stamp = checks.whole("t", about["t"], 0, 2**32), checks.stamp("stamp", about["stamp"])
             checks.whole("the number of its stamp", stamp.number, 1, t + 2)
             applied, clients = _clients(journal.read(self.folder, _place(about["clients"])), stamp)
-            server = Server(_model(tensors.pop("x"), self.layout.d), t, stamp, applied)
+            primary = self.copy_form.read_primary(tensors, about, (stamp.generation, t))
+            server = Server(_model(tensors.pop("x"), self.layout.d), t, stamp, applied, primary)
             return Served(server, clients, facts=_facts(tensors.pop("facts")), extra=_extra(tensors))
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
         """Make one sentence of whatever shows that the state is damaged."""
         remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
-        with _naming(self.folder / FILE, remedy):
+        with name_damage(self.folder / FILE, remedy):
             yield
 
     def save(self, served: Served) -> None:
@@ -189,10 +138,12 @@ class ServerStore:
             "t": server.t,
             "stamp": server.stamp,
             "clients": place,
+            "primary": self.copy_form.describe_primary(server.primary),
         }
         extra = {EXTRA + name: np.array(tensor) for name, tensor in served.extra.items()}
         facts = as_array(json.dumps(served.facts).encode())  # too much, maybe, for the header
-        _write(self.folder / FILE, {"x": server.x, "facts": facts, **extra}, about)
+        tensors = {"x": server.x, "facts": facts, **extra, **self.copy_form.tensors(server.primary)}
+        write_state(self.folder / FILE, tensors, about)
         journal.sweep(self.folder, place)
         self._last = served, place
 
@@ -219,27 +170,6 @@ def _lines(now: Served, before: Served) -> list[Any]:
     """A line for each client of which something has changed."""
     changed = now.server.applied.since(before.server.applied) | now.clients.since(before.clients)
     return [(who, now.server.applied[who], now.clients[who]) for who in changed]
-
-
-def _client(tensors: dict[str, np.ndarray], about: dict[str, Any], d: int) -> Client:
-    """What `ClientStore.save` stored; ValueError unless it can have."""
-    e, sent = checks.vector("e", tensors.pop("e"), "float32", d), None
-    if about["sent"] is not None:
-        message = checks.vector("sent", tensors.pop("sent"), "uint8").tobytes()
-        sent = Sent(checks.stamp("sent", about["sent"]), message)
-    if tensors:
-        raise ValueError(f"it has one tensor too many, {reprlib.repr(min(tensors))}")
-    seen, told = (checks.stamp(name, about[name], least=0) for name in ("seen", "told"))
-    pairs = [checks.listed("agreed", pair, 2) for pair in checks.listed("agreed", about["agreed"])]
-    agreed = {
-        checks.whole("agreed", generation, 1, 2**32): checks.whole("agreed", number, 0, 2**32)
-        for generation, number in pairs
-    }
-    if not agreed and (seen, sent) != (NEVER, None):
-        raise ValueError("agreed must not be empty after an answer")
-    incarnation = checks.whole("incarnation", about["incarnation"], 0, 2**63)
-    forgotten = checks.whole("forgotten", about["forgotten"], 0, 2**53)
-    return Client(incarnation, e, sent, seen, told, forgotten, agreed)
 
 
 def _clients(lines: list[Any], before: Stamp) -> tuple[Table[Mark], Table[Known]]:
@@ -273,59 +203,3 @@ def _extra(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if foreign := [name for name in tensors if not name.startswith(EXTRA)]:
         raise ValueError(f"it has one tensor too many, {reprlib.repr(min(foreign))}")
     return {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
-
-
-def _write(path: Path, tensors: dict[str, np.ndarray], about: dict[str, Any]) -> None:
-    about = {"format": FORMATS[about["kind"]], **about}
-    about = json.loads(json.dumps(about))  # as it will be read, names as text
-    save_tensors(tensors, path, {**about, "checksum": _checksum(tensors, about)})
-
-
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    tensors, about = read_arrays(path)
-    if about.pop("checksum") != _checksum(tensors, about):
-        raise ValueError("its checksum is wrong")
-    return tensors, about
-
-
-@contextmanager
-def _naming(path: Path, remedy: str) -> Iterator[None]:
-    try:
-        yield
-    except InputError:
-        raise
-    except UNREADABLE as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise InputError(f"{path} is damaged ({why}); {remedy}") from None
-
-
-def _checksum(tensors: dict[str, np.ndarray], about: dict[str, Any]) -> int:
-    """As a vector each, also a single number such as BatchNorm's counter."""
-    return checksum({name: array.reshape(array.shape or (1,)) for name, array in tensors.items()}, about)
-
-
-def _check(path: Path, about: dict[str, Any], wanted: dict[str, Any], layout: Layout) -> None:
-    for name, value in wanted.items():
-        if about.get(name) != value:
-            raise InputError(
-                f"{path} is of another {name}: {reprlib.repr(about.get(name))}, here {reprlib.repr(value)}"
-            )
-    if about.get("format") != FORMATS[wanted["kind"]]:
-        raise InputError(
-            f"{path} is of another format: {reprlib.repr(about.get('format'))}, "
-            f"here {FORMATS[wanted['kind']]}; "
-            "go on with the version of cfedavg that wrote it, or start another federation"
-        )
-    if about["layout"] != layout.text:
-        found = Layout.from_text(about["layout"]).difference(layout) or "the arrays are in another order"
-        raise OtherModel(f"{path} is of another model: in that of now {found}")
-
-
-def _short(name: str) -> str:
-    """A folder's name for any name: keys are long, and hold characters that mean something to a disk."""
-    return hashlib.sha256(name.encode()).hexdigest()[:32]
-
-
-def as_array(message: bytes) -> np.ndarray:
-    """Bytes, as they lie in a file of arrays."""
-    return np.frombuffer(message, np.uint8)
