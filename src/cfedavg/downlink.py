@@ -11,7 +11,9 @@ rounded, w has the precision of x.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cfedavg.arrays import Array, arange, cast, cast_like, copy, dtype_of, round_to_bf16, to_bf16
 from cfedavg.channel import Channel, Outgoing
@@ -21,11 +23,7 @@ from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Payload
 
 _FLOATS = {"float32": "fp32", "float64": "fp64"}
-
-
-def broadcasts_whole(compressor: Compressor) -> bool:
-    """Whether the compressor is `none`: then x itself is broadcast, and there is no copy."""
-    return compressor.quantiser is None and isinstance(compressor.selector, Everything)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,37 +37,15 @@ class Copying(EF21):
         return round_to_bf16(w) if self.rounds else w
 
 
-@dataclass(frozen=True)
-class Downlink:
-    """A compressor for the broadcast of models of one layout.
+class Copies:
+    """What server and clients do to a copy. `rounds` keeps it on the grid of bf16."""
 
-    >>> import numpy as np
-    >>> from cfedavg.compress import parse
-    >>> downlink = Downlink(parse("topk(0.5)"), Layout.flat(2))
-    >>> made = downlink.send(np.array([1.0, 3.0]), np.array([0.5, 1.0]), key=0)
-    >>> made.memory.tolist(), downlink.receive(np.array([0.5, 1.0]), made.payload).tolist()
-    ([0.5, 3.0], [0.5, 3.0])
-    """
-
-    compressor: Compressor
-    layout: Layout
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the copy lies on the grid of bf16."""
-        return self.compressor.rounds
-
-    @property
-    def _channel(self) -> Channel:
-        return Channel(self.compressor, Copying(self.rounds), self.layout)
+    def __init__(self, rounds: bool) -> None:
+        self.rounds = rounds
 
     def first(self, x: Array) -> Array:
         """Return the first copy of a model, which every client downloads whole."""
         return round_to_bf16(x) if self.rounds else copy(x)
-
-    def send(self, x: Array, w: Array, key: int | Array, t: int = 0) -> Outgoing:
-        """Compress x - w; the memory of the result is the next copy."""
-        return self._channel.send(x, w, key, t)
 
     def receive(self, w: Array, payload: Payload) -> Array:
         """Return the next copy, after a broadcast."""
@@ -94,3 +70,58 @@ class Downlink:
         w_next = copy(w)
         w_next[payload.indices] = values
         return w_next
+
+
+@dataclass(frozen=True)
+class Downlink(Copies):
+    """A compressor for the broadcast of models of one layout.
+
+    >>> import numpy as np
+    >>> from cfedavg.compress import parse
+    >>> downlink = Downlink(parse("topk(0.5)"), Layout.flat(2))
+    >>> made = downlink.send(np.array([1.0, 3.0]), np.array([0.5, 1.0]), key=0)
+    >>> made.memory.tolist(), downlink.receive(np.array([0.5, 1.0]), made.payload).tolist()
+    ([0.5, 3.0], [0.5, 3.0])
+    """
+
+    compressor: Compressor
+    layout: Layout
+
+    @property
+    def rounds(self) -> bool:  # type: ignore[override]
+        """Whether the compressor rounds values, and so the copy lies on the grid of bf16."""
+        return self.compressor.rounds
+
+    def send(self, x: Array, w: Array, key: int | Array, t: int = 0) -> Outgoing:
+        """Compress x - w; the memory of the result is the next copy."""
+        return Channel(self.compressor, Copying(self.rounds), self.layout).send(x, w, key, t)
+
+
+def downlink_of(compressor: Compressor, layout: Layout) -> Downlink | None:
+    """Return the downlink with this compressor; None for `none`: x itself is broadcast, without a copy."""
+    if compressor.quantiser is None and isinstance(compressor.selector, Everything):
+        return None
+    return Downlink(compressor, layout)
+
+
+def shortest(
+    d: int,
+    chain: T | None,
+    whole: Callable[[], T],
+    changes: Callable[[], T | None],
+    length: Callable[[T], int],
+) -> T:
+    """Return the shortest download of a model of d numbers.
+
+    `chain` is what was missed, message by message, if that is known. The whole model and the changed values
+    are made only if the chain takes more than 2 bits a number.
+    """
+    if chain is not None and 4 * length(chain) <= d:
+        return chain
+    found = (chain, whole(), changes())
+    return min((each for each in found if each is not None), key=length)
+
+
+def worth_sending(changed: int, d: int) -> bool:
+    """Whether so few of d coordinates changed that their values may be shorter than the whole model."""
+    return 4 * changed <= 3 * d

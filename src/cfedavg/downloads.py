@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from cfedavg.arrays import Array, cast, columns, module_of
-from cfedavg.downlink import Downlink
+from cfedavg.downlink import Downlink, shortest, worth_sending
 from cfedavg.payload import Payload
 from cfedavg.wire import measure
 
@@ -36,19 +36,6 @@ class Download(NamedTuple):
 
 Count = Callable[[], Download]
 Start = Callable[[Count], Count]  # begins to count, here or elsewhere; what it returns gives the result
-
-
-def cheapest(
-    chain: Download | None, d: int, whole: Count, changed: Callable[[], Download | None]
-) -> Download:
-    """Return the shortest download of a model of d numbers.
-
-    The whole model and the changed values are encoded only if the chain takes more than 2 bits a number.
-    """
-    if chain is not None and chain.bytes <= d / 4:
-        return chain
-    found = [chain, whole(), changed()]
-    return min((each for each in found if each is not None), key=lambda each: each.bytes)
 
 
 @dataclass(frozen=True)
@@ -85,12 +72,13 @@ class Downloads:
             return whole()
         missed = self.lengths[len(self.lengths) - (t - held) :]
         changed = partial(self._changed, held, w, downlink)
-        return cheapest(Download("chain", len(missed), sum(missed)), len(w), whole, changed)
+        chain = Download("chain", len(missed), sum(missed))
+        return shortest(len(w), chain, whole, changed, lambda download: download.bytes)
 
     def _changed(self, held: int, w: Array, downlink: Downlink) -> Download | None:
         """Return the present values of what changed since a version; None where that is most of the model."""
         at = columns((self.changed > held)[None])
-        if len(at) > 3 * len(w) / 4:
+        if not worth_sending(len(at), len(w)):
             return None
         return Download("changed", 0, _length(downlink.changed(w, at), downlink))
 

@@ -21,7 +21,8 @@ from cfedavg.residuals import InMemory, OnDisk, sweep
 from cfedavg.state import State, Vouched, load, save
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
-MODEL = "model.safetensors"  # at the end
+MODEL = "model.safetensors"  # at the end: what the clients hold
+SERVER_MODEL = "server_model.safetensors"  # the server's own, where the broadcast is compressed
 RESIDUALS = "residuals"
 FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
 

@@ -17,7 +17,7 @@ from cfedavg.config import Config
 from cfedavg.engines import RankLost, Ranks, check_same, choose_engine, facts
 from cfedavg.errors import Diverged, InputError
 from cfedavg.files import check_no_file, read_file, write_atomic
-from cfedavg.folder import MODEL, Folder
+from cfedavg.folder import MODEL, SERVER_MODEL, Folder
 from cfedavg.interrupts import uninterrupted
 from cfedavg.metrics import Record, finite
 from cfedavg.plan import Plan
@@ -31,7 +31,6 @@ from cfedavg.wire import is_ready
 from cfedavg.workers import number, serve, team
 
 ENGINE = "engine.txt"  # which engine ran, and why
-SERVER_MODEL = "server_model.safetensors"
 
 
 class Observer:

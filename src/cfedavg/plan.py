@@ -12,7 +12,7 @@ from cfedavg.algorithm import Aggregator
 from cfedavg.channel import Channel
 from cfedavg.compress import Compressor, parse
 from cfedavg.config import PER_CLIENT, Config
-from cfedavg.downlink import Downlink, broadcasts_whole
+from cfedavg.downlink import Downlink, downlink_of
 from cfedavg.errors import InputError
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.keys import Purpose, key, permutation, uniform
@@ -105,7 +105,7 @@ class Plan:
 
     def downlink(self, layout: Layout) -> Downlink | None:
         """Return the server's way to the clients; None where it broadcasts the whole model."""
-        return None if broadcasts_whole(self.compressor_down) else Downlink(self.compressor_down, layout)
+        return downlink_of(self.compressor_down, layout)
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
         """One value for each client, drawn once: a client keeps its speed and its link."""

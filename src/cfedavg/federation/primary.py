@@ -1,14 +1,11 @@
-"""The server's own copy, the last messages that led to it, and which broadcast is the shortest. No I/O."""
+"""The server's own copy, and the last messages that led to it. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cfedavg.federation.broadcast_format import measure
 from cfedavg.federation.versions import (
-    Broadcast,
     Chain,
     Changes,
     Version,
@@ -17,7 +14,7 @@ from cfedavg.federation.versions import (
     next_version,
 )
 
-MOST_MESSAGES = 64
+MOST_MESSAGES = 1024
 MOST_BYTES = 2**26
 
 
@@ -77,26 +74,3 @@ class Primary:
     def whole(self, message: bytes, digest: int) -> Whole:
         """Return a broadcast of all of w."""
         return Whole(message, self.version, digest)
-
-
-def choose(
-    d: int,
-    chain: Chain | None,
-    whole: Callable[[], Whole],
-    changed: Callable[[], int],
-    changes: Callable[[], Changes],
-) -> Broadcast:
-    """Return the shortest broadcast. The functions make the others, which costs time, only if they may win.
-
-    A chain of up to d/4 bytes, 2 bits a coordinate, is taken at once. `changed` counts the coordinates that
-    the chain changes; if they are more than 3/4 of d, the changed values are not tried. `chain` is None
-    where it is not known what the client holds.
-    """
-    if chain is None:
-        return whole()
-    if 4 * measure(chain) <= d:
-        return chain
-    found: list[Broadcast] = [chain, whole()]
-    if 4 * changed() <= 3 * d:
-        found.append(changes())
-    return min(found, key=measure)

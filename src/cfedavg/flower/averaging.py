@@ -19,14 +19,23 @@ from cfedavg.compress import decompress
 from cfedavg.errors import InputError, first_line
 from cfedavg.flower import inner as memory
 from cfedavg.flower.form import Form
+from cfedavg.flower.loads import Loads, NodeDownload
 from cfedavg.flower.nodes import Node
 from cfedavg.flower.norms import Claims
-from cfedavg.flower.rows import Outcome
 from cfedavg.flower.taking import Taken, with_samples
 from cfedavg.payload import Payload
 
 Rate = float | Callable[[int], float]
 _NOT_FINITE = "the model made from the replies is NaN or infinite: lower the rate, or set max_norm"
+
+
+class Outcome(NamedTuple):
+    """What came of a request: replied, late, lost, or the cause of a rejection; when, in how many bytes."""
+
+    what: str
+    why: str
+    seconds: float | None
+    bytes: int
 
 
 class Model(NamedTuple):
@@ -45,15 +54,26 @@ class Round:
     arrays: ArrayRecord
     began: float
     nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's number
-    requests: dict[int, Message] = field(default_factory=dict)  # and what they were sent
+    wanted: dict[int, Message] = field(default_factory=dict)  # what a strategy wants to send them
+    requests: dict[int, Message] = field(default_factory=dict)  # what they were sent
+    loads: Loads | None = None
+    downloads: dict[int, list[NodeDownload]] = field(default_factory=dict)  # twice where a copy did not fit
     max_norm: float = math.inf
     before: Claims = field(default_factory=Claims)  # of the rounds before
     needed: int = 0
-    down_bytes: int = 0
     taken: dict[str, Taken] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     online: set[str] = field(default_factory=set)  # who was there when it ended
     train_metrics: MetricRecord | None = None  # as a strategy within aggregated them
+
+    def add_download(self, node: int, download: NodeDownload) -> None:
+        """Note what a node has to download."""
+        self.downloads.setdefault(node, []).append(download)
+
+    def join_downloads(self, other: Round) -> None:
+        """Add what nodes downloaded to evaluate."""
+        for node, each in other.downloads.items():
+            self.downloads[node] = self.downloads.get(node, []) + each
 
     @property
     def in_order(self) -> list[Taken]:

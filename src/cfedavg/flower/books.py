@@ -24,13 +24,24 @@ from numpy.typing import NDArray
 from cfedavg.algorithm import ServerMemory
 from cfedavg.config import APP, Config
 from cfedavg.errors import Busy, InputError
+from cfedavg.federation.replica import ModelReplica
+from cfedavg.federation.replica import begin as begin_copy
 from cfedavg.federation.server import Server, restored
 from cfedavg.federation.server_store import ServerStore, new_generation
 from cfedavg.federation.state_file import FILE, OtherModel
 from cfedavg.files import exists, make_folder, read_file, sync, tidy, write_atomic
 from cfedavg.flower.form import Form
 from cfedavg.flower.state import FederationState, FixedOptions, RoundRows
-from cfedavg.folder import CONFIG, FEDERATION, METRICS, as_line, checksum_of, read_rows
+from cfedavg.folder import (
+    CONFIG,
+    FEDERATION,
+    METRICS,
+    MODEL,
+    SERVER_MODEL,
+    as_line,
+    checksum_of,
+    read_rows,
+)
 from cfedavg.metrics import Record
 from cfedavg.tensors import save_tensors
 
@@ -42,10 +53,17 @@ class Books:
     """One server at a time keeps them: it holds a lock for as long as the `with` lasts."""
 
     def __init__(
-        self, out: Path, config: Config, form: Form, options: FixedOptions, also: Mapping[str, Any]
+        self,
+        out: Path,
+        config: Config,
+        form: Form,
+        replica: ModelReplica | None,
+        options: FixedOptions,
+        also: Mapping[str, Any],
     ) -> None:
         """`also`: the options besides `config` that a reader wants to know."""
-        self.out, self.config, self.form, self.options, self.also = out, config, form, options, also
+        self.out, self.config, self.options, self.also = out, config, options, also
+        self.form, self.replica = form, replica
         self.rows: list[Record] = []
         self._read: dict[str, list[Record]] = {}  # what `begin` has read, for `open` to write
 
@@ -62,7 +80,8 @@ class Books:
             self._lock(stack)
             tidy(self.out)
             self.federation = self._name()  # under the lock: it gets one name only
-            self.store = ServerStore(self.out / STATE, self.federation, self.form.layout)
+            dtype = self.replica.dtype if self.replica else "float32"
+            self.store = ServerStore(self.out / STATE, self.federation, self.form.layout, dtype)
             yield self
 
     def _name(self) -> str:
@@ -103,17 +122,23 @@ class Books:
         """
         state = self._load()
         if state is None:
-            rows = _row_checksums({METRICS: [], NODES: []})
-            state = FederationState(Server(x), self._form_hash, self.options, whole, rows, memory=memory)
+            rows, server = _row_checksums({METRICS: [], NODES: []}), Server(x)
+            if self.replica:
+                primary = begin_copy(x, self.replica, server.stamp.generation, server.t)
+                server = replace(server, primary=primary)
+            state = FederationState(server, self._form_hash, self.options, whole, rows, memory=memory)
         elif not resume:
             raise InputError(f"`out`: {self.out} holds a federation; resume it, or give another folder")
         else:
             self._check(state, memory)
             if from_backup:
-                server = restored(state.server, new_generation(state.server))
-                state = replace(state, server=server)
+                state = replace(state, server=self._restored(state.server))
         self._read = self._read_rows(state)
         return state
+
+    def _restored(self, server: Server) -> Server:
+        digest = self.replica.digest(server.primary.w) if self.replica and server.primary else None
+        return restored(server, new_generation(server), digest)
 
     @property
     def _form_hash(self) -> str:
@@ -136,6 +161,7 @@ class Books:
         with self.store.naming_damage():
             state.check_whole(self.form)
             state.check_memory(memory)
+            state.check_copy(self.replica)
 
     def open(self, state: FederationState) -> None:
         """Bring the files in step with the state of `begin`, and make it durable before anything is sent."""
@@ -190,8 +216,8 @@ class Books:
             takewhile(lambda row: type(row.get("round")) is int and row["round"] < t, read_rows(path))
         )
 
-    def end_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
-        """Makes the end of a round durable, and then writes its rows where everyone reads them."""
+    def store_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
+        """Make the end of a round durable; its rows wait in the state until `end_round` writes them."""
         sums = _row_checksums({METRICS: [row], NODES: nodes}, state.checksums)
         state = replace(state, last=RoundRows(row, nodes), checksums=sums)
         for name in (
@@ -201,6 +227,11 @@ class Books:
             with self._writing(name) as path:
                 sync(path)
         self.store.save(state.to_served())
+        return state
+
+    def end_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
+        """Make the end of a round durable, and then write its rows where everyone reads them."""
+        state = self.store_round(state, row, nodes)
         self.rows.append(row)
         self._append(METRICS, [row])
         self._append(NODES, nodes)
@@ -217,11 +248,22 @@ class Books:
         except OSError as error:
             raise InputError(f"`out`: cannot write {self.out / name} ({error.strerror})") from None
 
+    def held_model(self, state: FederationState) -> NDArray[np.float32]:
+        """Return the model that the clients hold."""
+        primary = state.server.primary
+        if primary is None or self.replica is None:
+            x: NDArray[np.float32] = state.server.x
+            return x
+        w: NDArray[np.float32] = self.replica.model(primary.w)
+        return w
+
     def close(self, state: FederationState) -> None:
         """The model, and pictures, once the last round is over."""
         from cfedavg.report import write_run_pictures  # matplotlib, only now
 
-        save_tensors(self.form.join(state.server.x, state.whole), self.out / "model.safetensors")
+        save_tensors(self.form.join(self.held_model(state), state.whole), self.out / MODEL)
+        if state.server.primary:
+            save_tensors(self.form.join(state.server.x, state.whole), self.out / SERVER_MODEL)
         if self.rows:
             write_run_pictures(self.out)
 

@@ -13,7 +13,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from cfedavg.errors import first_line
 from cfedavg.flower.asking import Asking
 from cfedavg.flower.averaging import Round
-from cfedavg.flower.nodes import Node, exchange
+from cfedavg.flower.nodes import Node
+from cfedavg.flower.records import take_version
 from cfedavg.flower.rows import columns_of
 from cfedavg.flower.state import FederationState
 from cfedavg.flower.taking import check_metrics, kind_of, reason, unlike_most
@@ -43,12 +44,14 @@ class Evaluation:
     def ask_clients(self, inner: Strategy, now: Round, arrays: ArrayRecord, state: FederationState) -> Record:
         """Let those clients evaluate that the inner strategy asks."""
         asked = Round(now.server_round, arrays, now.began, max_norm=now.max_norm)
-        grid, deadline = self.asking.grid, self.asking.policy.deadline
-        wanted = inner.configure_evaluate(now.server_round, arrays, self.config, grid)
+        wanted = inner.configure_evaluate(now.server_round, arrays, self.config, self.asking.grid)
         messages = self.asking.packed(asked, wanted, state)
-        now.down_bytes += asked.down_bytes
-        replies = list(exchange(grid, messages, deadline)) if messages else []
-        alike = _alike([(asked.nodes[node_id], reply) for node_id, reply in replies], asked)
+        replies = list(self.asking.answers(asked, messages, state)) if messages else []
+        now.join_downloads(asked)
+        for node, reply in replies:
+            if (version := take_version(reply)) is not None:
+                self.asking.told[node.identity] = version
+        alike = _alike(replies, asked)
         try:
             found = inner.aggregate_evaluate(now.server_round, alike)
         except Exception as error:  # the round counts all the same

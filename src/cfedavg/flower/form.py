@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cfedavg.arrays import from_bf16, to_bf16
 from cfedavg.errors import InputError
 from cfedavg.layout import Layout
 
@@ -74,11 +75,12 @@ class Form:
     @cached_property
     def whole_bytes(self) -> int:
         """The length of what travels whole."""
-        return sum(
-            math.prod(shape) * np.dtype(dtype).itemsize
-            for (_, shape, dtype), yes in zip(self._rows(), self.compressed, strict=True)
-            if not yes
-        )
+        return sum(size for size, _ in self._whole_parts())
+
+    @cached_property
+    def short_bytes(self) -> int:
+        """The length of what travels whole, with running statistics in bf16."""
+        return sum(size // 2 if is_statistic else size for size, is_statistic in self._whole_parts())
 
     def _rows(self) -> Iterable[tuple[str, tuple[int, ...], str]]:
         return zip(self.names, self.shapes, self.dtypes, strict=True)
@@ -121,6 +123,37 @@ class Form:
                 arrays[name] = np.frombuffer(whole, dtype, size, byte).reshape(shape)
                 byte += arrays[name].nbytes
         return arrays
+
+    def shorten(self, whole: bytes) -> bytes:
+        """Return what travels whole with its running statistics in bf16; `lengthen` makes it long again.
+
+        >>> form = Form.of({"w": np.ones(2, np.float32), "n.running_mean": np.ones(3, np.float32)})
+        >>> _, whole = form.split({"w": np.ones(2), "n.running_mean": np.full(3, 1.001)})
+        >>> len(form.shorten(whole)), np.frombuffer(form.lengthen(form.shorten(whole)), np.float32).tolist()
+        (6, [1.0, 1.0, 1.0])
+        """
+        parts, at = [], 0
+        for size, is_statistic in self._whole_parts():
+            part, at = whole[at : at + size], at + size
+            rounded = to_bf16(np.frombuffer(part, np.float32)).tobytes() if is_statistic else part
+            parts.append(rounded)
+        return b"".join(parts)
+
+    def lengthen(self, short: bytes) -> bytes:
+        """Return what travels whole, from what `shorten` made of it."""
+        parts, at = [], 0
+        for size, is_statistic in self._whole_parts():
+            length = size // 2 if is_statistic else size
+            part, at = short[at : at + length], at + length
+            parts.append(from_bf16(np.frombuffer(part, np.int16)).tobytes() if is_statistic else part)
+        return b"".join(parts)
+
+    def _whole_parts(self) -> Iterator[tuple[int, bool]]:
+        """Yield the bytes of each array that travels whole, and whether it is a running statistic."""
+        for (name, shape, dtype), compressed in zip(self._rows(), self.compressed, strict=True):
+            if not compressed:
+                known = any(fnmatchcase(name, pattern) for pattern in STATISTICS)
+                yield math.prod(shape) * np.dtype(dtype).itemsize, known and dtype == "float32"
 
     def is_finite(self, whole: bytes) -> bool:
         """Whether what travels whole holds no NaN or Inf."""

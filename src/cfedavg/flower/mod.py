@@ -1,7 +1,8 @@
 """The client mod: an unchanged Flower client, of any framework, sends compressed updates with error feedback.
 
-It gives the app the model's arrays as they are, takes the trained ones from its reply, and sends what the
-protocol says instead. The residual lives on the node's disk, since every message is a process of its own.
+It brings its copy of the model up to date, gives it to the app as the arrays that the app knows, takes the
+trained ones from its reply, and sends what the protocol says instead. Residual and copy live on the node's
+disk, since every message is a process of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cached_property
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,23 @@ from cfedavg.arrays import Array, norm2
 from cfedavg.channel import Channel, TooLarge
 from cfedavg.compress import Stage, parse
 from cfedavg.errors import Busy, InputError, NotFinite
-from cfedavg.federation.client import Client, Outdated, Refuse, Resend, answer, receive
+from cfedavg.federation.broadcast_format import unpack
+from cfedavg.federation.client import (
+    Client,
+    Evaluate,
+    NeedWhole,
+    Outdated,
+    Refuse,
+    Resend,
+    answer,
+    catch_up,
+    receive,
+)
 from cfedavg.federation.client_store import ClientStore
-from cfedavg.federation.protocol import forged
+from cfedavg.federation.protocol import Request, Stamp, forged
+from cfedavg.federation.replica import ModelReplica
 from cfedavg.federation.uplink import Uplink
+from cfedavg.federation.versions import Broadcast
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower.form import Form
 from cfedavg.flower.parcel import MOST_METRICS, Packing, number
@@ -36,6 +51,7 @@ from cfedavg.flower.records import (
     BAD_STATE,
     BUSY,
     FORGED,
+    NEED_WHOLE,
     NOT_FINITE,
     OTHER_MODEL,
     OTHER_VERSION,
@@ -45,11 +61,14 @@ from cfedavg.flower.records import (
     Answer,
     Order,
     answered,
-    opened,
+    body_of,
+    open_model,
     order_of,
     refused,
+    tell_version,
 )
 from cfedavg.parts import Part
+from cfedavg.wire import WireError
 
 STEPS = "local-steps"  # the metric by which a client reports K_i
 
@@ -71,26 +90,8 @@ def compressed(
         return refused(OTHER_VERSION, str(error), message)
     if order is None:
         return call_next(message, context)
-    form = Form.from_text(order.form)
-    x, _ = opened(message.content, order, form)
-    if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
-        return call_next(message, context)
-
-    def train() -> Message:
-        try:
-            return call_next(message, context)
-        except InputError as error:  # the app's own; below, one is of the disk
-            raise RuntimeError(str(error)) from error
-
-    store = ClientStore(state_folder(context), order.federation, order.client, form.layout)
     try:
-        channel = _channel(order, form, own)
-    except InputError as error:
-        return refused(UNKNOWN_PART, str(error), message)
-    now = _Round(message, order, form, x, store, channel)
-    try:
-        with store.locked():
-            return now.reply(train)
+        return _Request(message, context, order, own).reply(call_next)
     except Busy as error:  # a server that was quickly back asks again while the node is still at it
         return refused(BUSY, str(error), message)
     except InputError as error:
@@ -116,23 +117,89 @@ def state_folder(context: Context) -> Path:
     return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "cfedavg"
 
 
-class _Round:
-    """One request to train, from its arrival to the reply."""
+class _Request:
+    """One request, to train or to evaluate, from its arrival to the reply."""
 
-    def __init__(
-        self,
-        message: Message,
-        order: Order,
-        form: Form,
-        x: np.ndarray[Any, Any],
-        store: ClientStore,
-        channel: Channel,
-    ) -> None:
-        self.message, self.order, self.form, self.x, self.store = message, order, form, x, store
-        self.uplink = Uplink(channel, order.number, order.seed)
+    def __init__(self, message: Message, context: Context, order: Order, own: Collection[type[Part]]) -> None:
+        self.message, self.context, self.order, self.own = message, context, order, own
+        self.form = Form.from_text(order.form)
+        self.body = body_of(message.content, order)
+        self.replica = ModelReplica(self.form.layout, rounds=order.copy == "int16")
+        self.store = ClientStore(
+            state_folder(context), order.federation, order.client, self.form.layout, self.replica.dtype
+        )
 
-    def reply(self, train: Any) -> Message:
-        if why := forged(self.order.request.stamp, time.time()):
+    def reply(self, call_next: ClientAppCallable) -> Message:
+        """Return what goes back. InputError is of the disk or of the request; the app's own is another."""
+
+        def run_app() -> Message:
+            try:
+                return call_next(self.message, self.context)
+            except InputError as error:
+                raise RuntimeError(str(error)) from error
+
+        if self.message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
+            return self._evaluate(run_app)
+        with self.store.locked():
+            return self._train(run_app)
+
+    @cached_property
+    def broadcast(self) -> Broadcast | None:
+        """What leads to the present copy of the model; None where the model itself has come."""
+        try:
+            return unpack(self.body.broadcast) if self.order.copy else None
+        except WireError as error:
+            raise InputError(f"the request is damaged: {error}") from None
+
+    @property
+    def request(self) -> Request:
+        return self.order.request(self.broadcast)
+
+    def _open(self, x: Array) -> None:
+        """Give the app its model: x, and what travels whole."""
+        rounds = self.order.copy == "int16"
+        whole = self.form.lengthen(self.body.whole) if rounds else self.body.whole
+        open_model(self.message.content, self.order, self.form.join(x, whole))
+        self.x = x
+
+    def _evaluate(self, run_app: Callable[[], Message]) -> Message:
+        """Let the app evaluate the present model, and say which version of it this node holds."""
+        if self.broadcast is None:
+            self._open(np.frombuffer(self.body.broadcast, np.float32))
+            return run_app()
+        if why := forged(Stamp(self.broadcast.version.generation, 1), time.time()):
+            return refused(FORGED, why, self.message)
+        with self.store.locked():
+            client, action = self._caught_up(self.broadcast)
+        if isinstance(action, Refuse):
+            return refused(REFUSED, action.why, self.message)
+        if client.copy is None or isinstance(action, NeedWhole):
+            return self._need_whole()
+        self._open(self.replica.model(client.copy.w))
+        evaluated = run_app()
+        if not evaluated.has_error():
+            tell_version(evaluated, client.copy.version)
+        return evaluated
+
+    def _caught_up(self, broadcast: Broadcast) -> tuple[Client, Evaluate | Refuse | NeedWhole]:
+        """Bring the copy up to date and store it, so that the next request need not carry it again."""
+        before = self.store.load()
+        client, action = catch_up(before, broadcast, self.replica)
+        if client.copy is not before.copy:
+            self.store.save(client)
+        return client, action
+
+    def _need_whole(self) -> Message:
+        return refused(NEED_WHOLE, "this node's copy of the model cannot follow the broadcast", self.message)
+
+    def _train(self, run_app: Callable[[], Message]) -> Message:
+        try:
+            self.uplink = Uplink(
+                _channel(self.order, self.form, self.own), self.order.number, self.order.seed
+            )
+        except InputError as error:
+            return refused(UNKNOWN_PART, str(error), self.message)
+        if why := forged(self.request.stamp, time.time()):
             return refused(FORGED, why, self.message)
         kept = self.store.load()
         client, action = self._received(kept)
@@ -140,17 +207,26 @@ class _Round:
             log(WARNING, "the server was restored from a backup, and has lost updates that this node sent")
         if isinstance(action, Outdated):
             log(WARNING, "this node's residual is from an old copy of its disk: it starts again without one")
-            client, action = self._received(self.store.fresh())
+            client, action = self._received(self.store.fresh(kept.copy))
         if isinstance(action, Resend):
             return self._answer(client, action.message)
         if isinstance(action, Refuse):
             return refused(REFUSED, action.why, self.message)
-        trained: Message = train()
+        if isinstance(action, NeedWhole):
+            return self._need_whole()
+        self._open(self._model(client))
+        trained = run_app()
         return trained if trained.has_error() else self._sent(client, trained)
+
+    def _model(self, client: Client) -> Array:
+        """The model that the app trains."""
+        if client.copy is None or not self.order.copy:
+            return np.frombuffer(self.body.broadcast, np.float32)
+        return self.replica.model(client.copy.w)
 
     def _received(self, client: Client) -> tuple[Client, Any]:
         with self.store.naming_damage():  # the last answer is decoded only here
-            return receive(client, self.order.request, Packing(self.uplink))
+            return receive(client, self.request, Packing(self.uplink), self.replica)
 
     def _sent(self, client: Client, trained: Message) -> Message:
         """The answer after the local work: stored first, then sent."""
@@ -161,6 +237,7 @@ class _Round:
             return refused(BAD_METRICS, why, self.message)
         ((name, record),) = trained.content.array_records.items()
         x_K, whole = self.form.split({name: array.numpy() for name, array in record.items()})
+        whole = self.form.shorten(whole) if self.uplink.channel.compressor.rounds else whole
         g = local_update(self.x, x_K, facts["K"], self.order.update)
         facts |= {"g2": norm2(g), "arrays": name}
         packing = Packing(self.uplink, self.order.max_norm, facts, whole)
@@ -179,17 +256,17 @@ class _Round:
         Not so where the server has the same memory: it would go on with it.
         """
         try:
-            return answer(client, self.order.request, g, packing)
+            return answer(client, self.request, g, packing)
         except (TooLarge, NotFinite):
             shared = self.uplink.channel.feedback.mirrors_clients
-            if shared or packing.fits(client.memory, self.order.request):
+            if shared or packing.fits(client.memory, self.request):
                 raise
         log(WARNING, "this node's residual is too large to be ever sent: it starts again without one")
-        client, _ = self._received(self.store.fresh())
-        return answer(client, self.order.request, g, packing)
+        client, _ = self._received(self.store.fresh(client.copy))
+        return answer(client, self.request, g, packing)
 
     def _answer(self, client: Client, sent: bytes) -> Message:
-        return answered(Answer(self.order.request.stamp, client.incarnation, sent), self.message)
+        return answered(Answer(self.request.stamp, client.incarnation, sent), self.message)
 
     def _objection(self, trained: Message) -> str:
         """Why a reply cannot be compressed; empty if it can."""

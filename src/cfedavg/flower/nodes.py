@@ -128,24 +128,33 @@ def wait_for(grid: Grid, numbers: Numbers, policy: RoundPolicy) -> list[Node]:
     return nodes
 
 
-def exchange(grid: Grid, messages: Iterable[Message], seconds: float) -> Iterator[tuple[int, Message]]:
-    """Sends, and gives each reply with the node that was asked, as they come, until the time is over.
+class Exchange:
+    """Messages under way to nodes, and their replies, until the time is over."""
 
-    An error need not say whose it is, so replies are told apart by what they answer. Whoever has enough
-    stops asking.
-    """
-    messages = list(messages)
-    ids = list(grid.push_messages(messages))
-    waiting = {
-        name: message.metadata.dst_node_id for name, message in zip(ids, messages, strict=True) if name
-    }
-    end = time.monotonic() + seconds
-    while waiting:
-        for reply in grid.pull_messages(list(waiting)):
-            asked = waiting.pop(reply.metadata.reply_to_message_id, None)
-            if asked is not None:
-                yield asked, reply
-        if time.monotonic() > end:
-            return
-        if waiting:
-            time.sleep(POLL)
+    def __init__(self, grid: Grid, messages: Iterable[Message], seconds: float) -> None:
+        self.grid, self._end = grid, time.monotonic() + seconds
+        self._waiting: dict[str, int] = {}  # the nodes asked, by the message's name
+        self.send(messages)
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send messages, also while others are under way."""
+        sent = list(messages)
+        names = list(self.grid.push_messages(sent)) if sent else []
+        self._waiting |= {
+            name: message.metadata.dst_node_id for name, message in zip(names, sent, strict=True) if name
+        }
+
+    def replies(self) -> Iterator[tuple[int, Message]]:
+        """Yield each reply with the node that was asked, as they come; whoever has enough stops asking.
+
+        An error need not say whose it is, so replies are told apart by what they answer.
+        """
+        while self._waiting:
+            for reply in self.grid.pull_messages(list(self._waiting)):
+                asked = self._waiting.pop(reply.metadata.reply_to_message_id, None)
+                if asked is not None:
+                    yield asked, reply
+            if time.monotonic() > self._end:
+                return
+            if self._waiting:
+                time.sleep(POLL)

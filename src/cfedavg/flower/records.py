@@ -1,11 +1,14 @@
 """What travels through Flower, as its records: the order to a client and the client's answer.
 
-A model goes out as one array of numbers and one of bytes, since every array of a message costs requests of
-its own, whose signed headers are longer than what a client sends back.
+What leads a client to the model goes out as one row of bytes, its body: within the order while it is short,
+as an array when it is long. Every array of a message costs requests of its own, whose signed headers are
+longer than what a client sends back; but a long row is stored once for all nodes that need the same.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 
 from cfedavg.errors import InputError
 from cfedavg.federation.protocol import Mark, Request, Stamp
-from cfedavg.flower.form import Form
+from cfedavg.federation.versions import Broadcast, Version
 from cfedavg.wire import WireError
 
 OURS = "cfedavg"  # the name of our record, in both directions
@@ -27,7 +30,9 @@ MODS = "mods=[cfedavg.flower.compressed]"
 
 # Why a client does not answer. Flower's own codes are below 10.
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
-UNKNOWN_PART, FORGED, OTHER_VERSION = 1008, 1009, 1010
+UNKNOWN_PART, FORGED, OTHER_VERSION, NEED_WHOLE = 1008, 1009, 1010, 1011
+SHORT = 32_768  # bytes of a body that travels within the order
+_LENGTH = struct.Struct("<Q")  # of the broadcast in a body; running statistics and the like are the rest
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -39,6 +44,7 @@ CAUSES = {
     UNKNOWN_PART: "unknown part",
     FORGED: "stamp",
     OTHER_VERSION: "another version",
+    NEED_WHOLE: "another copy",
 }
 
 
@@ -60,18 +66,20 @@ class Order:
     update: str
     seed: int
     max_norm: float  # of what is sent; infinite if there is no bound
+    copy: str  # the dtype of the copy of the model that clients keep; empty if the model travels whole
+    body: bytes  # empty if it travels as an array
 
     @property
     def size(self) -> int:
-        """In bytes: of texts their length, of numbers 8 each."""
-        texts = [each if isinstance(each, str | list) else [each] for each in asdict(self).values()]
+        """In bytes, without the body: of texts their length, of numbers 8 each."""
+        fields = asdict(self) | {"body": ""}
+        texts = [each if isinstance(each, str | list) else [each] for each in fields.values()]
         return sum(len(each) if isinstance(each, str) else 8 * len(each) for each in texts)
 
-    @property
-    def request(self) -> Request:
+    def request(self, broadcast: Broadcast | None = None) -> Request:
         """As the protocol has it."""
         mark = Mark(Stamp(*self.mark[:2]), *self.mark[2:]) if self.mark else None
-        return Request(Stamp(self.generation, self.stamp), self.t, mark)
+        return Request(Stamp(self.generation, self.stamp), self.t, mark, broadcast)
 
 
 def flat(mark: Mark | None) -> list[int]:
@@ -79,17 +87,41 @@ def flat(mark: Mark | None) -> list[int]:
     return [*mark.stamp, mark.incarnation, mark.digest] if mark else []
 
 
-def packed(x: NDArray[np.float32], whole: bytes) -> ArrayRecord:
-    """The model as it travels."""
-    arrays = {"x": Array(x)}
-    if whole:
-        arrays["whole"] = Array(np.frombuffer(whole, np.uint8))
-    return ArrayRecord(arrays)
+class Body(NamedTuple):
+    """What leads a client to the model: the broadcast, or x itself, and what travels whole."""
+
+    broadcast: bytes
+    whole: bytes
+
+    def pack(self) -> bytes:
+        """Return one row of bytes."""
+        return _LENGTH.pack(len(self.broadcast)) + self.broadcast + self.whole
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Body:
+        """Return the parts of a row; InputError if it is cut short."""
+        start = _LENGTH.size
+        end = start + _LENGTH.unpack_from(data)[0] if len(data) >= start else math.inf
+        if end > len(data):
+            raise InputError("the request is damaged: its body is cut short")
+        return cls(data[start : int(end)], data[int(end) :])
 
 
-def ordered(content: RecordDict, model: ArrayRecord, order: Order) -> RecordDict:
-    """What goes to a client: all that the user's strategy wanted to send, with the model packed."""
-    made = RecordDict({name: model if name == order.arrays else record for name, record in content.items()})
+class Load:
+    """The body of requests, made once for all clients that get the same."""
+
+    def __init__(self, body: Body) -> None:
+        data = body.pack()
+        self.size = len(data)
+        self.within = data if len(data) <= SHORT else b""
+        self.arrays = None if self.within else ArrayRecord({"body": Array(np.frombuffer(data, np.uint8))})
+
+
+def ordered(content: RecordDict, load: Load, order: Order) -> RecordDict:
+    """What goes to a client: all that the user's strategy wanted to send, with a body for the model."""
+    made = RecordDict({name: record for name, record in content.items() if name != order.arrays})
+    if load.arrays is not None:
+        made[order.arrays] = load.arrays
     made[OURS] = ConfigRecord(asdict(order))
     return made
 
@@ -104,15 +136,36 @@ def order_of(message: Message) -> Order | None:
     return Order(**dict(record))  # type: ignore[arg-type]
 
 
-def opened(content: RecordDict, order: Order, form: Form) -> tuple[NDArray[np.float32], bytes]:
-    """Puts the model's own arrays where the packed ones were, as the client app knows them."""
-    record = content.array_records[order.arrays]
-    x = record["x"].numpy()
-    whole = record["whole"].numpy().tobytes() if "whole" in record else b""
-    arrays = {name: Array(np.array(array)) for name, array in form.join(x, whole).items()}
-    content[order.arrays] = ArrayRecord(arrays)
+def body_of(content: RecordDict, order: Order) -> Body:
+    """Return the body of a request, wherever it travelled; InputError if it is damaged."""
+    if order.body:
+        return Body.unpack(order.body)
+    record: Mapping[str, Array] = content.array_records.get(order.arrays, {})
+    if set(record) != {"body"}:
+        raise InputError("the request is damaged: it has no body")
+    return Body.unpack(record["body"].numpy().tobytes())
+
+
+def open_model(content: RecordDict, order: Order, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Put the model's own arrays into a request, as the client app knows them, and take our record out."""
+    content[order.arrays] = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
     del content[OURS]
-    return x, whole
+
+
+def tell_version(reply: Message, version: Version) -> None:
+    """Say in a reply which version of the copy this node holds."""
+    reply.content[OURS] = ConfigRecord({"version": list(version)})
+
+
+def take_version(reply: Message) -> Version | None:
+    """Take the version out of a reply, for the strategy knows nothing of it; None if it says none."""
+    record: Mapping[str, Any] = {} if reply.has_error() else reply.content.config_records.get(OURS, {})
+    if not reply.has_error() and OURS in reply.content:
+        del reply.content[OURS]
+    match record.get("version"):
+        case [int(generation), int(round), int(hash)]:
+            return Version(generation, round, hash)
+    return None
 
 
 class Answer(NamedTuple):

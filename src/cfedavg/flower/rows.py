@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from cfedavg.federation.versions import Version
+from cfedavg.flower.averaging import Outcome, Round
+from cfedavg.flower.loads import NodeDownload
 from cfedavg.flower.nodes import Node
 from cfedavg.flower.parcel import number
 from cfedavg.flower.state import FederationState, note_of
@@ -14,15 +17,6 @@ from cfedavg.flower.taking import Taken
 from cfedavg.metrics import Record, summarise
 
 _UNITS = 1074  # every float is a whole number of 2^-1074
-
-
-class Outcome(NamedTuple):
-    """What came of a request: replied, late, lost, or the cause of a rejection; when, in how many bytes."""
-
-    what: str
-    why: str
-    seconds: float | None
-    bytes: int
 
 
 class Residuals:
@@ -78,39 +72,51 @@ def _unknown(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def download_columns(downloads: Sequence[NodeDownload], up_bytes: int, gap2: float | None) -> Record:
+    """The columns of what came down, as in a simulation; `gap2` is |x - w|^2, None without a copy."""
+    down = sum(each.bytes for each in downloads)
+    found: Record = {"downlink_bytes": down, "total_bytes": up_bytes + down}
+    if gap2 is None:
+        return found
+    return found | {
+        "first_download_bytes": sum(each.bytes for each in downloads if each.is_first),
+        "downlink_messages": sum(each.messages for each in downloads),
+        "whole_downloads": sum(each.kind == "whole" for each in downloads),
+        "copy_gap_norm2": gap2,
+    }
+
+
 def node_rows(
-    t: int,
-    nodes: Iterable[Node],
-    outcomes: Mapping[str, Outcome],
-    taken: Mapping[str, Taken],
-    after: FederationState,
+    t: int, now: Round, versions: Mapping[str, Version | None], after: FederationState
 ) -> list[Record]:
-    """A line for each node that was asked; `age` is for how many rounds nothing of it went into the model."""
-    rows = []
-    for node in nodes:
-        outcome, reply = outcomes[node.identity], taken.get(node.identity)
-        known = after.clients.get(node.identity)
-        note = note_of(known) if known else None
-        rows.append(
-            {
-                "round": t,
-                "node": node.name,
-                "number": node.number,
-                "identity": node.identity[:16],
-                "outcome": outcome.what,
-                "why": outcome.why,
-                "applied": reply is not None,
-                "seconds": outcome.seconds,
-                "up_bytes": outcome.bytes,
-                "K": reply.K if reply else None,
-                "residual_norm": None
-                if note is None or note.residual2 is None
-                else math.sqrt(note.residual2),
-                "age": None if note is None else t - note.heard,
-                "incarnation": known.incarnations if known else 0,
-            }
-        )
-    return rows
+    """A line for each node that was asked to train."""
+    return [_node_row(t, node, now, versions[node.identity], after) for node in now.nodes.values()]
+
+
+def _node_row(t: int, node: Node, now: Round, version: Version | None, after: FederationState) -> Record:
+    """`age` is for how many rounds nothing of the node went into the model."""
+    outcome, reply = now.outcomes[node.identity], now.taken.get(node.identity)
+    known, downloads = after.clients.get(node.identity), now.downloads[node.id]
+    note = note_of(known) if known else None
+    residual2 = note.residual2 if note else None
+    return {
+        "round": t,
+        "node": node.name,
+        "number": node.number,
+        "identity": node.identity[:16],
+        "outcome": outcome.what,
+        "why": outcome.why,
+        "applied": reply is not None,
+        "seconds": outcome.seconds,
+        "up_bytes": outcome.bytes,
+        "down_bytes": sum(each.bytes for each in downloads),
+        "download": " + ".join(each.kind for each in downloads),
+        "version": None if version is None else str(version),
+        "K": reply.K if reply else None,
+        "residual_norm": None if residual2 is None else math.sqrt(residual2),
+        "age": None if note is None else t - note.heard,
+        "incarnation": known.incarnations if known else 0,
+    }
 
 
 def columns_of(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record:

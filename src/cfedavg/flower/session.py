@@ -14,19 +14,24 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import NDArray
 
+from cfedavg.arrays import norm2
 from cfedavg.errors import InputError
+from cfedavg.federation.primary import Primary
+from cfedavg.federation.replica import advance
 from cfedavg.flower import inner as memory
 from cfedavg.flower import norms
 from cfedavg.flower.asking import Asking
-from cfedavg.flower.averaging import Averaging, Model, Round
+from cfedavg.flower.averaging import Averaging, Model, Outcome, Round
 from cfedavg.flower.books import Books
+from cfedavg.flower.channels import Channels
 from cfedavg.flower.evaluation import EvaluateFunction, Evaluation
-from cfedavg.flower.nodes import Numbers, exchange, online
+from cfedavg.flower.nodes import Numbers, online
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import CAUSES, MODS, REFUSED, size_of
-from cfedavg.flower.rows import Outcome, Residuals, node_rows, round_row
-from cfedavg.flower.state import FederationState, Note, note_of
+from cfedavg.flower.rows import Residuals, download_columns, node_rows, round_row
+from cfedavg.flower.state import FederationState, Note, RoundRows, note_of
 from cfedavg.flower.taking import (
     FAILED,
     TOO_LARGE,
@@ -36,7 +41,6 @@ from cfedavg.flower.taking import (
     kind_of,
     unlike_most,
 )
-from cfedavg.flower.uplink import UplinkOptions
 from cfedavg.metrics import Record
 
 
@@ -58,21 +62,22 @@ class Session:
         state: FederationState,
         *,
         policy: RoundPolicy,
-        uplink: UplinkOptions,
+        channels: Channels,
         averaging: Averaging,
         inner: Strategy | None,
         max_norm: float | None,
         app: AppConfig,
     ) -> None:
         self.grid, self.books, self.form, self.state = grid, books, books.form, state
-        self.policy, self.uplink, self.averaging, self.inner = policy, uplink, averaging, inner
+        self.policy, self.channels, self.averaging, self.inner = policy, channels, averaging, inner
+        self.downlink = channels.downlink(self.form.layout)
         self.max_norm, self.train_config, self.result = max_norm, app.train_config, Result()
-        self.door = Door(self.form, uplink.compressor, max_norm, averaging.by_samples)
+        self.door = Door(self.form, channels.compressor, max_norm, averaging.by_samples)
         notes = {who: note_of(known) for who, known in state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, state.lent)
         self.residuals = Residuals(note.residual2 for note in notes.values())
         self.ahead, self.in_step = set[str](), set[str]()  # nodes, by whether they know later rounds
-        self.asking = Asking(grid, self.form, books.federation, self.numbers, policy, uplink)
+        self.asking = Asking(grid, self.form, books.federation, self.numbers, policy, channels)
         self.evaluation = Evaluation(app.evaluate_fn, app.evaluate_config, self.asking, self.result)
         self._at_first = memory.attributes(inner) if inner else {}
         if inner and state.inner is not None:
@@ -83,17 +88,24 @@ class Session:
         if t:
             log(INFO, "resuming after round %d of %d", t, num_rounds)
         else:
-            self.evaluation.evaluate_here(0, self._arrays())
+            self.evaluation.evaluate_here(0, self._held_arrays())
         while self.state.server.t < num_rounds:
             self._round()
             log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, _in_words(self.books.rows[-1]))
         self.books.close(self.state)
-        self.result.arrays = self._arrays()
+        self.result.arrays = self._held_arrays()
         return self.result
 
     def _arrays(self) -> ArrayRecord:
-        """The model as the app knows it."""
-        arrays = self.form.join(self.state.server.x, self.state.whole)
+        """The server's model, which a strategy works with, as the app knows it."""
+        return self._as_app_knows(self.state.server.x)
+
+    def _held_arrays(self) -> ArrayRecord:
+        """The model that the clients hold."""
+        return self._as_app_knows(self.books.held_model(self.state))
+
+    def _as_app_knows(self, x: NDArray[np.float32]) -> ArrayRecord:
+        arrays = self.form.join(x, self.state.whole)
         return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
 
     def _round(self) -> None:
@@ -106,15 +118,29 @@ class Session:
         if not self.policy.has_quorum(len(now.taken), now.needed):
             now.is_void(self.policy.explain_void(len(now.taken), now.needed))
         self._aggregate(now)
-        tested = self.evaluation.evaluate_here(now.server_round, self._arrays())
-        if self.inner:
-            tested |= self.evaluation.ask_clients(self.inner, now, self._arrays(), self.state)
-        residuals = self.residuals.columns(max(1, len(self.numbers)))
-        row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, residuals)
-        row |= {"downlink_bytes": now.down_bytes, **tested, "seconds": time.monotonic() - now.began}
-        nodes = node_rows(t, now.nodes.values(), now.outcomes, now.taken, self.state)
+        tested = self.evaluation.evaluate_here(now.server_round, self._held_arrays())
         state = replace(self.state, lent=dict(self.numbers.lent))
-        self.state = self.books.end_round(state, row, nodes)
+        if self.inner:
+            # What clients are asked to evaluate must not be lost: a restart would make another model.
+            self.books.store_round(state, *self._rows(now, tested))
+            tested |= self.evaluation.ask_clients(self.inner, now, self._arrays(), self.state)
+        self.state = self.books.end_round(state, *self._rows(now, tested))
+
+    def _rows(self, now: Round, tested: Record) -> RoundRows:
+        """The rows of a round that has ended, as far as it is known what came of it."""
+        t, residuals = now.server_round - 1, self.residuals.columns(max(1, len(self.numbers)))
+        row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, residuals)
+        downloads = [each for of_node in now.downloads.values() for each in of_node]
+        row |= download_columns(downloads, row["uplink_bytes"], self._gap2())
+        row |= {**tested, "seconds": time.monotonic() - now.began}
+        versions = {who.identity: self.asking.held(self.state, who.identity) for who in now.nodes.values()}
+        return RoundRows(row, node_rows(t, now, versions, self.state))
+
+    def _gap2(self) -> float | None:
+        """|x - w|^2, where clients hold a copy."""
+        if self.state.server.primary is None:
+            return None
+        return norm2(self.state.server.x - self.books.held_model(self.state))
 
     def _max_norm(self) -> float:
         """It is known before anyone is asked, and from what is durable: a restart finds the same."""
@@ -147,8 +173,7 @@ class Session:
         """Takes what comes before the deadline, until there is enough."""
         asked = {node.identity for node in now.nodes.values()}
         door = replace(self.door, max_norm=now.max_norm, most_whole=self._most_whole())
-        for node_id, reply in exchange(self.grid, messages, self.policy.deadline):
-            node = now.nodes[node_id]
+        for node, reply in self.asking.answers(now, messages, self.state):
             facts = time.monotonic() - now.began, size_of(reply)
             try:
                 taken = door.take(reply, node, self.state.server, asked, now.taken)
@@ -225,8 +250,8 @@ class Session:
             self.result.train_metrics_clientapp[now.server_round] = now.train_metrics
         marks = {who: taken.mark for who, taken in now.taken.items()}
         self.state = replace(
-            self.state.end_round(marks, model.x, self._notes(now)),
-            whole=model.whole,
+            self.state.end_round(marks, model.x, self._notes(now), self._primary_after(model)),
+            whole=self._whole_after(model),
             memory=model.memory,
             norms=norms.remembered([taken.norm for taken in now.in_order], self.state.norms),
             claims=now.claims.join(now.before),
@@ -234,12 +259,24 @@ class Session:
         )
         self.numbers.settle(now.taken, now.online)
 
+    def _primary_after(self, model: Model) -> Primary | None:
+        """The copy that clients will hold, after the broadcast that ends a round."""
+        primary = self.state.server.primary
+        if primary is None or self.downlink is None:
+            return None
+        return advance(primary, model.x, self.downlink, self.channels.seed)
+
+    def _whole_after(self, model: Model) -> bytes:
+        """What travels whole, as clients will have it: running statistics are rounded as the copy is."""
+        rounds = self.downlink is not None and self.downlink.rounds
+        return self.form.lengthen(self.form.shorten(model.whole)) if rounds else model.whole
+
     def _notes(self, now: Round) -> dict[str, Note]:
         """What is kept of those who are in the model now."""
         notes = {}
         for who, taken in now.taken.items():
             known = self.state.clients.get(who)
-            residual2 = taken.memory2 if self.uplink.feedback.keeps_client_memory else None
+            residual2 = taken.memory2 if self.channels.feedback.keeps_client_memory else None
             self.residuals.change(note_of(known).residual2 if known else None, residual2)
             notes[who] = Note(taken.node.number, now.server_round - 1, residual2)
         return notes
@@ -248,7 +285,7 @@ class Session:
 def _in_words(row: Record) -> str:
     parts = [f"{row['clients'] - row['lost']} of {row['clients']} taken"]
     parts += [f"{cause} {count}" for cause, count in row["outcomes"].items() if cause != "replied"]
-    parts.append(f"{row['uplink_bytes']:,} bytes up")
+    parts.append(f"{row['uplink_bytes']:,} bytes up, {row['downlink_bytes']:,} down")
     if "test_accuracy" in row:
         parts.append(f"accuracy {row['test_accuracy']:.2%}")
     return ", ".join(parts)

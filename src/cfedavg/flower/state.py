@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from cfedavg.algorithm import ServerMemory
 from cfedavg.federation import checks
+from cfedavg.federation.primary import Primary
 from cfedavg.federation.protocol import Mark
+from cfedavg.federation.replica import ModelReplica
 from cfedavg.federation.server import Server
 from cfedavg.federation.server_store import Known, Served
 from cfedavg.federation.state_file import as_array
@@ -65,6 +67,7 @@ class FixedOptions:
 
     inner: str | None  # the names of the classes of a wrapped strategy
     compressor: str
+    compressor_down: str
     feedback: str
     update: str
     server_optimiser: str
@@ -89,10 +92,17 @@ class FederationState:
     last: RoundRows | None = None  # None before the first round ends
 
     def end_round(
-        self, taken: Mapping[str, Mark], x_next: NDArray[np.float32], notes: Mapping[str, Note]
+        self,
+        taken: Mapping[str, Mark],
+        x_next: NDArray[np.float32],
+        notes: Mapping[str, Note],
+        primary_next: Primary | None = None,
     ) -> FederationState:
-        """Return the state after a round with these answers in x_next; each of their clients has a note."""
-        after = Served(self.server, self.clients).ended(taken, x_next, notes)
+        """Return the state after a round with these answers in x_next; each of their clients has a note.
+
+        With a compressed broadcast, `primary_next` is the copy that it leads to.
+        """
+        after = Served(self.server, self.clients).ended(taken, x_next, notes, primary_next)
         return replace(self, server=after.server, clients=after.clients)
 
     def check_whole(self, form: Form) -> None:
@@ -101,6 +111,14 @@ class FederationState:
             raise ValueError(f"what travels whole must have {form.whole_bytes} bytes, got {len(self.whole)}")
         if not form.is_finite(self.whole):
             raise ValueError("what travels whole holds NaN or Inf")
+
+    def check_copy(self, replica: ModelReplica | None) -> None:
+        """Raise ValueError unless there is a copy where broadcasts are compressed, and it is finite."""
+        primary = self.server.primary
+        if (primary is None) != (replica is None):
+            raise ValueError("the copy of the model is missing or one too many")
+        if primary and replica and not np.isfinite(replica.model(primary.w)).all():
+            raise ValueError("the copy of the model holds NaN or Inf")
 
     def check_memory(self, like: ServerMemory) -> None:
         """Raise ValueError unless the server remembers what a server of these options does."""

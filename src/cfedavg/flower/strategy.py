@@ -24,13 +24,13 @@ from cfedavg.errors import InputError
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower.averaging import Alone, Averaging, Rate, Through
 from cfedavg.flower.books import Books
+from cfedavg.flower.channels import Channels
 from cfedavg.flower.evaluation import EvaluateFunction
 from cfedavg.flower.form import STATISTICS, Form
 from cfedavg.flower.inner import name_of
 from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.session import AppConfig, Session
 from cfedavg.flower.state import FederationState, FixedOptions
-from cfedavg.flower.uplink import UplinkOptions
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerOptimiser
 
 _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
@@ -50,8 +50,10 @@ class CFedAvg(Strategy):
     one, CFedAvg averages, `weighting` "uniform" or by "samples", and its `server_optimiser` steps with the
     global rate `eta`: a number, or a function of the round, counted from 0; by default that of the optimiser.
 
-    `compressor`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The clients are told,
-    so the mod needs no options. `whole`: patterns of the names of arrays that are not compressed.
+    `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The
+    clients are told, so the mod needs no options. `whole`: patterns of the names of arrays that are not
+    compressed. With a `compressor_down` the clients train, and `evaluate_fn` and the result get, the copy
+    that all clients hold; a strategy within sees the server's own model.
 
     `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. With a
     strategy within, which samples itself, only its quorum and deadline have an effect.
@@ -67,7 +69,8 @@ class CFedAvg(Strategy):
         self,
         inner: Strategy | None = None,
         *,
-        compressor: str = "topk(0.99) >> bf16",
+        compressor: str = Config.compressor,
+        compressor_down: str = Config.compressor_down,
         feedback: str = "ef",
         update: str = "sum",
         server_optimiser: str = "sgd",
@@ -87,11 +90,19 @@ class CFedAvg(Strategy):
         self.resume, self.from_backup = resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         self._check(out is not None)
-        given = {"compressor": compressor, "feedback": feedback, "update": update, "seed": seed}
-        given |= {"server_optimiser": server_optimiser, "weighting": weighting}
+        given: dict[str, Any] = {
+            "compressor": compressor,
+            "compressor_down": compressor_down,
+            "feedback": feedback,
+            "update": update,
+            "server_optimiser": server_optimiser,
+            "weighting": weighting,
+            "seed": seed,
+        }
         self.config = self._configured(config, given)
-        self.uplink = UplinkOptions(parse(compressor), FEEDBACKS.parse(feedback), update, seed)
-        self.aggregator = Aggregator(self.uplink.feedback, SERVER_OPTIMISERS.parse(server_optimiser))
+        down = parse(compressor_down, "compressor_down")
+        self.channels = Channels(parse(compressor), down, FEEDBACKS.parse(feedback), update, seed)
+        self.aggregator = Aggregator(self.channels.feedback, SERVER_OPTIMISERS.parse(server_optimiser))
         self._check_update()
         self._check_feedback()
 
@@ -153,7 +164,7 @@ class CFedAvg(Strategy):
 
     def _check_feedback(self) -> None:
         """Refuse a feedback that this federation cannot keep."""
-        feedback = self.uplink.feedback
+        feedback = self.channels.feedback
         if feedback.broadcasts or feedback.moves_start:
             raise InputError(
                 f"`feedback` must leave the broadcast model as it is in a federation, got {feedback}. "
@@ -181,9 +192,10 @@ class CFedAvg(Strategy):
 
     def summary(self) -> None:
         where = f"{self.out.resolve()} on {socket.gethostname()}"
-        parts = f"{self.uplink.compressor}, feedback {self.uplink.feedback}"
+        parts = f"{self.channels.compressor} up, {self.channels.compressor_down} down"
+        parts += f", feedback {self.channels.feedback}"
         parts += "" if self.inner else f", server optimiser {self._optimiser}"
-        log(INFO, "CFedAvg: %s, update %s; metrics in %s", parts, self.uplink.update, where)
+        log(INFO, "CFedAvg: %s, update %s; metrics in %s", parts, self.channels.update, where)
         if self.inner is not None:
             self.inner.summary()
 
@@ -205,10 +217,12 @@ class CFedAvg(Strategy):
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"`num_rounds` must be a whole number of 1 or more, got {num_rounds!r}")
         config = self.config.replace(rounds=num_rounds)
-        books = Books(self.out, config, form, self._fixed_options, self._also(policy))
+        replica = self.channels.replica(form.layout)
+        books = Books(self.out, config, form, replica, self._fixed_options, self._also(policy))
         app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
         with books.kept():
             x, whole = form.split(arrays)
+            whole = form.lengthen(form.shorten(whole)) if replica and replica.rounds else whole
             memory = ServerMemory() if self.inner else self.aggregator.init(x)
             state = books.begin(x, whole, memory, resume=self.resume, from_backup=self.from_backup)
             session = self._session(grid, books, state, policy, app)
@@ -233,7 +247,7 @@ class CFedAvg(Strategy):
             books,
             state,
             policy=policy,
-            uplink=self.uplink,
+            channels=self.channels,
             averaging=self._averaging(books.form),
             inner=self.inner,
             max_norm=self.max_norm,
@@ -242,20 +256,21 @@ class CFedAvg(Strategy):
 
     @property
     def _fixed_options(self) -> FixedOptions:
-        uplink = self.uplink
+        channels = self.channels
         return FixedOptions(
             inner=name_of(self.inner) if self.inner else None,
-            compressor=str(uplink.compressor),
-            feedback=str(uplink.feedback),
-            update=uplink.update,
+            compressor=str(channels.compressor),
+            compressor_down=str(channels.compressor_down),
+            feedback=str(channels.feedback),
+            update=channels.update,
             server_optimiser=str(self._optimiser),
-            seed=uplink.seed,
+            seed=channels.seed,
         )
 
     def _averaging(self, form: Form) -> Averaging:
         if self.inner is not None:
             return Through(form, self.inner)
-        by_steps, by_samples = self.uplink.update == "mean", self.config.weighting == "samples"
+        by_steps, by_samples = self.channels.update == "mean", self.config.weighting == "samples"
         return Alone(form, self.aggregator, self.eta, by_steps, by_samples)
 
     def _also(self, policy: RoundPolicy) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from cfedavg.federation.server import Server, objection
 from cfedavg.flower import records
 from cfedavg.flower.form import Form
 from cfedavg.flower.nodes import Node, in_a_line
-from cfedavg.flower.parcel import MOST_FACTS, number, unpack
+from cfedavg.flower.parcel import MOST_FACTS, Parcel, number, unpack
 from cfedavg.flower.records import CAUSES, Answer, answer_of, size_of
 from cfedavg.metrics import Reply
 from cfedavg.payload import Payload
@@ -122,7 +122,7 @@ class Door:
         if found := objection(server, asked, taken, node.identity, answer.stamp):
             raise Rejected(found, f"its stamp is {answer.stamp}, the round's {server.stamp}")
         try:
-            parcel = unpack(answer.message, most, self.form.whole_bytes)
+            parcel = self._unpack(answer.message, most)
             payload = self._payload(parcel.payload, node, answer)
             facts, metrics = facts_in(parcel.facts), metrics_in(parcel.facts)
             if self.samples and samples_in(metrics) is None:
@@ -134,6 +134,13 @@ class Door:
         name = parcel.facts.get("arrays")
         name = name[:100] if isinstance(name, str) else "arrays"
         return Taken(node, mark, payload, parcel.whole, facts, name, metrics, len(answer.message), norm)
+
+    def _unpack(self, message: bytes, most: int) -> Parcel:
+        """Return the parts of a message, with running statistics as long as the model has them."""
+        if not self.compressor.rounds:
+            return unpack(message, most, self.form.whole_bytes)
+        parcel = unpack(message, most, self.form.short_bytes)
+        return parcel._replace(whole=self.form.lengthen(parcel.whole))
 
     def _answer(self, reply: Message, most: int) -> Answer:
         if reply.has_error():

@@ -47,6 +47,7 @@ def _options(config: Config, plan: Plan) -> dict[str, Any]:
     by_clock = config.deadline is not None  # then every client does its own number of steps: line 11
     return {
         "compressor": config.compressor,
+        "compressor_down": config.compressor_down,
         "feedback": config.feedback,
         "server_optimiser": config.server_optimiser,
         "update": "mean" if by_clock else plan.rates.update,
