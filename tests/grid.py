@@ -271,7 +271,7 @@ class Federation:
     def start(self, rounds: int, inner: Strategy | None = None, **options: Any) -> Result:
         more = {name: options.pop(name) for name in ("evaluate_fn", "train_config") if name in options}
         timeout = options.pop("timeout", 1e-9)  # everything that comes has come by the first pull
-        options = {"compressor": "topk(0.7)", "out": self.out} | options
+        options = {"compressor": "topk(0.7)", "compressor_down": "none", "out": self.out} | options
         strategy = CFedAvg(inner, **options)
         return strategy.start(self.grid, record(self.model), num_rounds=rounds, timeout=timeout, **more)
 

@@ -56,7 +56,7 @@ def in_bytes(served: Served) -> dict[str, Any]:
 
 def with_options(served: Served) -> Served:
     """An old state, with its options by their names of now."""
-    options = asdict(FixedOptions("FedAdam", "topk(0.7)", "ef", "sum", "sgd", 0))
+    options = asdict(FixedOptions("FedAdam", "topk(0.7)", "none", "ef", "sum", "sgd", 0))
     return replace(served, facts={**served.facts, "options": options})
 
 
@@ -96,7 +96,7 @@ def test_an_old_federation_goes_on(tmp_path: Path) -> None:
 # To and fro
 
 
-OPTIONS = FixedOptions(None, "topk(0.9)", "ef", "sum", "adam", 3)
+OPTIONS = FixedOptions(None, "topk(0.9)", "none", "ef", "sum", "adam", 3)
 norms = st.lists(st.floats(0, 1e300))
 names = st.text(max_size=8)
 sums = st.dictionaries(names, st.integers(0, 2**32 - 1))

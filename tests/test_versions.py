@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfedavg.federation.broadcast_format import measure, pack, unpack
-from cfedavg.federation.primary import Primary, choose
+from cfedavg.federation.primary import Primary
 from cfedavg.federation.versions import (
     Broadcast,
     Chain,
@@ -175,43 +175,6 @@ def test_after_a_restore_nobody_follows_but_by_the_whole_model() -> None:
         for broadcast in kinds(after, restored.version):
             found = follow(copy_of(held), broadcast, REPLICA)
             assert found == (copy_of(after) if isinstance(broadcast, Whole) else None)
-
-
-# Which broadcast is the shortest
-
-V = versions_from(first_version(1, 0, 0), [b"a" * 300])
-OVERHEAD = measure(Whole(b"", V[1], 0))
-
-
-def chosen(d: int, whole: int, changed: int, changes: int) -> tuple[str, list[str]]:
-    """Return the kind that is chosen, where the chain has 300 bytes of messages, and what was made for it."""
-    made = list[str]()
-
-    def make(kind: str, value: Any) -> Any:
-        made.append(kind)
-        return value
-
-    found = choose(
-        d,
-        Chain(V[0], (b"a" * 300,), V[1]),
-        lambda: make("whole", Whole(bytes(whole), V[1], 0)),
-        lambda: make("count", changed),
-        lambda: make("changes", Changes(V[:1], bytes(changes), V[1], 0)),
-    )
-    return type(found).__name__, made
-
-
-def test_the_shortest_broadcast_is_chosen() -> None:
-    size = measure(Chain(V[0], (b"a" * 300,), V[1]))
-    assert chosen(4 * size, 1, 1, 1) == ("Chain", [])
-    tried = ["whole", "count", "changes"]
-    assert chosen(4 * size - 1, 10, 1, 20) == ("Whole", tried)
-    assert chosen(400, 20, 300, 10) == ("Changes", tried)
-    assert chosen(400, 20, 301, 10) == ("Whole", tried[:2])
-    assert chosen(400, 400, 300, 400) == ("Chain", tried)
-    whole = Whole(b"", V[1], 0)
-    never: Any = None
-    assert choose(1, None, lambda: whole, never, never) is whole
 
 
 # Bytes

@@ -142,9 +142,12 @@ class Broadcaster:
         return self._made[held]
 
     def _shortest(self, chain: Chain) -> Packed:
+        packed = self._packed(chain)
+        if not chain.messages:  # the client holds the newest version
+            return packed
         return shortest(
             self.replica.layout.d,
-            self._packed(chain),
+            packed,
             lambda: self.whole,
             lambda: self._changes(chain),
             lambda packed: len(packed.data),
