@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cfedavg.federation.primary import Primary
 from cfedavg.federation.versions import Broadcast, Changes, Version, Whole, digest_of
@@ -29,10 +29,11 @@ def unpack_items(message: bytes) -> list[tuple[int, int]]:
 class Coordinates:
     """Adds, sets or replaces coordinates."""
 
-    def apply(self, w: W, message: bytes) -> W:
+    def apply(self, w: W, messages: Sequence[bytes]) -> W:
         after = list(w)
-        for index, value in unpack_items(message):
-            after[index] += value
+        for message in messages:
+            for index, value in unpack_items(message):
+                after[index] += value
         return tuple(after)
 
     def change(self, w: W, message: bytes) -> W:
@@ -58,7 +59,7 @@ def draw_message(chance: random.Random) -> bytes:
 
 
 def advance(primary: Primary, message: bytes, most: int = 64) -> Primary:
-    return primary.advance(message, REPLICA.apply(primary.w, message), most=most)
+    return primary.advance(message, REPLICA.apply(primary.w, [message]), most=most)
 
 
 def whole_of(primary: Primary) -> Whole:

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,7 +227,7 @@ def follows_unchecked(copy: Copy | None, broadcast: Broadcast, replica: Replica)
     if isinstance(broadcast, Changes):
         return Copy(version, replica.change(copy.w, broadcast.message))
     missed = broadcast.messages[copy.version.round - first.round :]
-    return Copy(version, reduce(replica.apply, missed, copy.w))
+    return Copy(version, replica.apply(copy.w, missed))
 
 
 def follows_in_any_generation(copy: Copy | None, broadcast: Broadcast, replica: Replica) -> Copy | None:

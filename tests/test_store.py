@@ -10,6 +10,7 @@ import random
 import signal
 import time
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -63,8 +64,10 @@ DOWN = Channel(parse("topk(0.8)"), EF21(), LAYOUT)
 class Vector:
     """Copies as vectors, changed by messages of the wire."""
 
-    def apply(self, w: np.ndarray, message: bytes) -> np.ndarray:
-        return np.asarray(plus(w, decode(message, layout=LAYOUT)))
+    def apply(self, w: np.ndarray, messages: Sequence[bytes]) -> np.ndarray:
+        for message in messages:
+            w = np.asarray(plus(w, decode(message, layout=LAYOUT)))
+        return w
 
     def change(self, w: np.ndarray, message: bytes) -> np.ndarray:
         raise NotImplementedError
@@ -179,7 +182,7 @@ def assert_law(root: Path) -> None:
             chain = primary.chain(client.copy.version)
             assert chain is not None
             for message in chain.messages:
-                w = VECTOR.apply(w, message)
+                w = VECTOR.apply(w, [message])
             assert np.array_equal(w, primary.w)
     assert np.array_equal(made, served.server.x + owed)
 

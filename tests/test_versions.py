@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -94,9 +95,9 @@ def test_what_was_applied_is_not_applied_again() -> None:
     class Counting(type(REPLICA)):  # type: ignore[misc]
         applied = 0
 
-        def apply(self, w: W, message: bytes) -> W:
-            self.applied += 1
-            return REPLICA.apply(w, message)
+        def apply(self, w: W, messages: Sequence[bytes]) -> W:
+            self.applied += len(messages)
+            return REPLICA.apply(w, messages)
 
     states, replica = history(), Counting()
     chain = states[-1].chain(states[1].version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from cfedavg.arrays import Array, from_bf16, to_bf16
 from cfedavg.compress import values_of
 from cfedavg.downlink import Copies, Downlink, shortest, worth_sending
 from cfedavg.federation.broadcast_format import pack
+from cfedavg.federation.copy_kernels import add_to
 from cfedavg.federation.primary import Primary
 from cfedavg.federation.protocol import Stamp
 from cfedavg.federation.versions import Broadcast, Chain, Changes, Version, Whole, digest_of
@@ -56,9 +58,16 @@ class ModelReplica:
     def _copies(self) -> Copies:
         return Copies(self.rounds)
 
-    def apply(self, w: Array, message: bytes) -> Array:
-        """Return the copy after the message of one round."""
-        return self.keep(self._copies.receive(self.model(w), decode(message, layout=self.layout)))
+    def apply(self, w: Array, messages: Sequence[bytes]) -> Array:
+        """Return the copy after the messages of some rounds."""
+        w_next = np.array(w)
+        for message in messages:
+            payload = decode(message, layout=self.layout)
+            if payload.indices is None:
+                w_next = self.keep(self._copies.receive(self.model(w_next), payload))
+            else:
+                add_to(w_next, payload)
+        return w_next
 
     def change(self, w: Array, message: bytes) -> Array:
         """Return the copy with the values that the message holds."""

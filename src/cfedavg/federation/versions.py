@@ -51,8 +51,8 @@ class Replica(Protocol):
     A message that cannot be decoded raises WireError.
     """
 
-    def apply(self, w: Any, message: bytes) -> Any:
-        """Return w after the message of one round."""
+    def apply(self, w: Any, messages: Sequence[bytes]) -> Any:
+        """Return w after the messages of some rounds."""
 
     def change(self, w: Any, message: bytes) -> Any:
         """Return w with the values that the message holds in place of its own."""
@@ -168,10 +168,8 @@ def _follow_chain(copy: Copy, chain: Chain, replica: Replica) -> Copy | None:
     versions = versions_from(chain.start, chain.messages)
     if versions[-1] != chain.version or copy.version not in versions:
         return None
-    w = copy.w
-    for message in chain.messages[versions.index(copy.version) :]:
-        w = replica.apply(w, message)
-    return Copy(chain.version, w)
+    missed = chain.messages[versions.index(copy.version) :]
+    return Copy(chain.version, replica.apply(copy.w, missed))
 
 
 def _checked(w: Any, broadcast: Changes | Whole, replica: Replica) -> Copy | None:
