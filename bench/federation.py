@@ -1,10 +1,10 @@
 """A real federation, counted at the socket: the quickstart without CFedAvg and with it; Flower's overhead.
 
-    python bench/federation.py --out results/federation
+    python bench/federation.py --out results/federation [--app examples/quickstart]
 
 Every SuperNode reaches the SuperLink through a relay that counts the bytes of its connections, TLS and all.
-First nobody trains for a while, to see what waiting costs; then `examples/quickstart` runs as it is, and
-with `compress.diff`.
+First nobody trains for a while, to see what waiting costs; then the app runs as it is, and with its
+`compress.diff`.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Counted:
         return {"up": up, "down": down, "seconds": time.monotonic() - began}
 
 
-def quickstart(counted: Counted, folder: Path, rounds: int, *, with_us: bool) -> dict[str, Any]:
-    """One run of the example, and what it cost."""
-    shutil.copytree(QUICKSTART, folder)
+def run_app(counted: Counted, app: Path, folder: Path, rounds: int, *, with_us: bool) -> dict[str, Any]:
+    """One run of an app, and what it cost."""
+    shutil.copytree(app, folder)
     if with_us:
         subprocess.run(["patch", "-p1", "-i", "compress.diff"], cwd=folder, check=True, capture_output=True)
     run: Any = None
@@ -99,12 +99,14 @@ def quickstart(counted: Counted, folder: Path, rounds: int, *, with_us: bool) ->
     books = re.search(r"metrics in (\S+)", plain(run.log))
     rows = read_rows(Path(books[1]) / "metrics.jsonl") if books else []
     ledger = {f"ledger_{way}": sum(row[f"{way}link_bytes"] for row in rows) for way in ("up", "down")}
+    ledger["ledger_first"] = sum(row.get("first_download_bytes", 0) for row in rows)
     return found | {"accuracy": [float(each) for _, each in accuracies]} | (ledger if rows else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/federation-bytes"))
+    parser.add_argument("--app", type=Path, default=QUICKSTART)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args()
@@ -115,10 +117,10 @@ def main() -> None:
         print("waiting for a minute", flush=True)
         found["idle"] = counted.during(lambda: time.sleep(60))
         for name, with_us in (("before", False), ("after", True)):
-            print(f"quickstart, {name}", flush=True)
-            found[name] = quickstart(counted, Path(path) / name, given.rounds, with_us=with_us)
+            print(f"{given.app.name}, {name}", flush=True)
+            found[name] = run_app(counted, given.app, Path(path) / name, given.rounds, with_us=with_us)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "quickstart.json").write_text(json.dumps(found, indent=1) + "\n")
+    (given.out / f"{given.app.name}.json").write_text(json.dumps(found, indent=1) + "\n")
     show(found)
 
 
@@ -136,7 +138,12 @@ def show(found: dict[str, Any]) -> None:
             f"accuracy {run['accuracy'][-1]:.4f}; {run['seconds']:.0f} s"
         )
         if "ledger_up" in run:
-            print(f"  ledger: {run['ledger_up'] / turns:,.0f} up, {run['ledger_down'] / turns:,.0f} down")
+            print(
+                f"  ledger: {run['ledger_up'] / turns:,.0f} up, {run['ledger_down'] / turns:,.0f} down, "
+                f"of it first downloads {run['ledger_first'] / turns:,.0f}"
+            )
+    total = {name: found[name]["up"] + found[name]["down"] for name in ("before", "after")}
+    print(f"total: {total['before'] / total['after']:.1f} times fewer bytes")
 
 
 if __name__ == "__main__":
