@@ -28,19 +28,15 @@ class Loads:
     def __init__(self, form: Form, channels: Channels, state: FederationState) -> None:
         replica, primary = channels.replica(form.layout), state.server.primary
         rounds = replica is not None and replica.rounds
-        self._x, self._whole = state.server.x, form.shorten(state.whole) if rounds else state.whole
+        self._whole = form.shorten(state.whole) if rounds else state.whole
         self._broadcaster = Broadcaster(primary, replica) if primary and replica else None
+        self._model = Packed("whole", 0, b"" if self._broadcaster else state.server.x.tobytes())
         self._made: dict[Packed, Load] = {}
 
     def load_for(self, held: Version | None, *, is_first: bool) -> NodeDownload:
         """Return what a node downloads that holds this version; None: the whole model."""
-        packed = self._packed(held)
+        packed = self._broadcaster.broadcast_to(held) if self._broadcaster else self._model
         if packed not in self._made:
             self._made[packed] = Load(Body(packed.data, self._whole))
         load = self._made[packed]
         return NodeDownload(load, packed.kind, packed.messages, load.size, is_first)
-
-    def _packed(self, held: Version | None) -> Packed:
-        if self._broadcaster is None:
-            return Packed("whole", 0, self._x.tobytes())
-        return self._broadcaster.broadcast_to(held)
