@@ -22,7 +22,7 @@ from cfedavg.feedback import EF21
 from cfedavg.layout import Layout
 from cfedavg.payload import Floats, Payload
 
-_FLOATS = {"float32": "fp32", "float64": "fp64"}
+_FLOATS, _BYTES = {"float32": "fp32", "float64": "fp64"}, {"float32": 4, "float64": 8}
 T = TypeVar("T")
 
 
@@ -46,6 +46,10 @@ class Copies:
     def first(self, x: Array) -> Array:
         """Return the first copy of a model, which every client downloads whole."""
         return round_to_bf16(x) if self.rounds else copy(x)
+
+    def size(self, w: Array) -> int:
+        """Return the bytes that a copy takes on a disk."""
+        return len(w) * (2 if self.rounds else _BYTES[dtype_of(w)])
 
     def receive(self, w: Array, payload: Payload) -> Array:
         """Return the next copy, after a broadcast."""

@@ -23,13 +23,13 @@ from cfedavg.downlink import Downlink, shortest, worth_sending
 from cfedavg.payload import Payload
 from cfedavg.wire import measure
 
-KEPT = 1024  # versions from which a client can catch up; one that was away for longer gets the whole model
+KEPT = 1024  # messages, at the most; a client that has missed others gets the whole model
 
 
 class Download(NamedTuple):
     """What one client downloads: which of the three, and in how many messages and bytes."""
 
-    kind: str  # "chain", "changed" or "whole"
+    kind: str  # "chain", "changes" or "whole"
     messages: int
     bytes: int
 
@@ -51,10 +51,15 @@ class Downloads:
         """Return what is known before the first round: nobody holds a copy."""
         return cls(cast(0 * w, "int32"))
 
-    def after(self, t: int, w: Array, w_next: Array, length: int, replied: Iterable[int]) -> Downloads:
-        """Return what is known after round t, whose message has this length, with these replies."""
+    def after(
+        self, t: int, w: Array, w_next: Array, length: int, replied: Iterable[int], most: int
+    ) -> Downloads:
+        """Return what is known after round t, whose message has this length, with these replies.
+
+        The last messages are kept, up to `most` bytes, which is what a copy takes: a longer chain never pays.
+        """
         changed = module_of(w).where(w_next == w, self.changed, t + 1)
-        lengths = (*self.lengths[1 - KEPT :], length)
+        lengths = _last((*self.lengths[1 - KEPT :], length), most)
         return Downloads(cast(changed, "int32"), lengths, {**self.held, **dict.fromkeys(replied, t)})
 
     def count(
@@ -80,7 +85,21 @@ class Downloads:
         at = columns((self.changed > held)[None])
         if not worth_sending(len(at), len(w)):
             return None
-        return Download("changed", 0, _length(downlink.changed(w, at), downlink))
+        return Download("changes", 0, _length(downlink.changed(w, at), downlink))
+
+
+def _last(lengths: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return as many of the last lengths as have `most` bytes together, and at least one.
+
+    >>> _last((5, 3, 4), 8)
+    (3, 4)
+    """
+    total = sum(lengths)
+    for first, length in enumerate(lengths):
+        if total <= most:
+            return lengths[first:]
+        total -= length
+    return lengths[-1:]
 
 
 def _length(payload: Payload, downlink: Downlink) -> int:

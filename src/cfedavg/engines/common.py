@@ -175,7 +175,8 @@ def next_state(plan: Plan, vectors: Vectors, state: State, ended: Ended, residua
     assert state.downloads is not None
     made = downlink.send(ended.x, state.w, plan.broadcast_key(state.t), state.t)
     length = measure(made.payload.numpy(), vectors.layout)[0]
-    downloads = state.downloads.after(state.t, state.w, made.memory, length, ended.arrived)
+    most = downlink.size(state.w)
+    downloads = state.downloads.after(state.t, state.w, made.memory, length, ended.arrived, most)
     return replace(after, w=made.memory, downloads=downloads)
 
 
