@@ -110,7 +110,7 @@ def _narrow(lines: list[list[str]]) -> Table:
     table = Table(Column(header[0], overflow="fold"), box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(header[1:], 1):
         texts = [*name.split(), *(row[i] for row in rows)]
-        table.add_column(name, justify="right", width=max(map(len, texts)))
+        table.add_column(Text(name), justify="right", width=max(map(len, texts)))
     for row in rows:
         table.add_row(*map(Text, row))  # labels hold what a configuration says: no markup
     return table
