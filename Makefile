@@ -27,9 +27,10 @@ lock: install  ## the hashes of the versions in constraints.txt; add those of to
 	$(LOCK) --no-emit-package torch --output-file bench/peers/constraints.lock bench/peers/constraints.txt
 	grep '^torch==' constraints.txt | $(LOCK) --output-file constraints.torch.lock -
 
-demo: install  ## top-k 0.99 with error feedback beside uncompressed FedAvg, on the MNIST subset
+demo: install  ## both directions compressed beside uncompressed FedAvg, on the MNIST subset
 	rm -rf runs/demo
-	$(BIN)/cfedavg sweep --config configs/demo.toml --vary "compressor=none|topk(0.99) >> bf16" --out runs/demo
+	$(BIN)/cfedavg sweep --config configs/demo.toml --out runs/demo \
+		--vary "compressor,compressor_down=none|topk(0.97, least=10000) >> int3(256)"
 
 # One thread for each of the test workers: small tensors gain nothing from more.
 test: lint  ## what CI runs

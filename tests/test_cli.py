@@ -60,10 +60,11 @@ def test_every_field_is_an_option_and_a_toml_key(cfedavg: Command, monkeypatch: 
 
 def test_sweep_and_report(cfedavg: Command, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    grid = ["--vary", "compressor=none|topk(0.9)", "--vary", "seed=0|1"]
+    grid = ["--vary", "compressor,compressor-down=none|topk(0.9)", "--vary", "seed=0|1"]
     outcome = cfedavg("sweep", *SMALL, *grid, "--out", out)
     assert outcome.code == 0
     assert "±" in outcome.out
+    assert outcome.out.count("in total, of which") == 2  # whole models come down once a client
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == [
         "none-seed0", "none-seed1", "topk0.9-seed0", "topk0.9-seed1",
     ]  # fmt: skip
@@ -275,6 +276,8 @@ def test_bad_grid(text: str) -> None:
         cells(Config(), [text])
     with pytest.raises(InputError, match="seed is given twice"):
         cells(Config(), ["seed=0|1", "seed=2|3"])
+    with pytest.raises(InputError, match="must be field=value"):
+        cells(Config(), ["compressor,compress=none"])
 
 
 # Files and folders of a stranger

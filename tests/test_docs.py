@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import both_ways_tables
 
 from cfedavg.config import Config, read_config
 from cfedavg.reproduce import archive, claims, studies
@@ -152,6 +153,23 @@ def test_cells_of_small_studies_come_out_again(name: str) -> None:
     module = importlib.import_module(f"cfedavg.reproduce.{name.partition('-')[0]}")
     again = module.measure(entry.settings, lambda text: None)
     assert list(numbers(again)) == pytest.approx(list(numbers(entry.values)), rel=0.01)
+
+
+@pytest.mark.parametrize("name", both_ways_tables.TABLES)
+def test_tables_of_both_directions(name: str) -> None:
+    assert both_ways_tables.TABLES[name]() in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_the_readme_has_the_totals() -> None:
+    """Of its first table: up, down and total, and the accuracy of what clients hold."""
+    readme = (ROOT / "README.md").read_text()
+    _, _, accuracy, *_ = both_ways_tables.accuracy_table().splitlines()
+    percents = accuracy.split(" | ")[2:4]
+    _, _, *sent = both_ways_tables.bytes_table().splitlines()
+    for line, percent in zip(sent[:2], percents, strict=True):
+        up, down, _, total, ratio, _, later = line.removesuffix(" |").split(" | ")[2:]
+        assert f"| {up} | {down} | {total} | {percent}% |" in readme
+        assert (ratio, later) == ("1", "1") or f"{ratio} of the bytes, and {later} without" in readme
 
 
 def test_tables_of_the_parts() -> None:

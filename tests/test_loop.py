@@ -157,8 +157,8 @@ def test_folder_holds_what_it_promises(tmp_path: Path) -> None:
     row = rows_without_time(tmp_path / "r")[0]
     promised = {
         "round", "test_accuracy", "test_loss", "train_loss", "uplink_bytes", "downlink_bytes",
-        "coordinates_sent", "model_sizes_sent", "delta_norm2", "error_norm2", "delta_norm", "error_norm",
-        "alpha", "snr_min", "snr_mean",
+        "total_bytes", "coordinates_sent", "model_sizes_sent", "delta_norm2", "error_norm2", "delta_norm",
+        "error_norm", "alpha", "snr_min", "snr_mean",
         "local_steps_min", "local_steps_mean", "local_steps_max", "clients", "lost", "simulated_seconds",
     }  # fmt: skip
     assert promised <= set(row)
@@ -289,6 +289,7 @@ def test_resume_refuses_changed_rows(whole: Path) -> None:
 
 NO_ROWS = [
     {"uplink_bytes": "many"}, {"uplink_bytes": None}, {"uplink_bytes": 10**400}, {"seconds": True},
+    {"downlink_bytes": None}, {"first_download_bytes": "few"},
     {"rate_conditions": []}, {"rate_conditions": {"a": {}}}, {"rate_conditions": {"a": {"holds": 1}}},
 ]  # fmt: skip
 

@@ -668,7 +668,8 @@ def test_how_the_command_ends(
 def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run that goes on had before is not shown again; a node that ends is reported once."""
     row: dict[str, Any] = dict.fromkeys(("snr_min", "delta_norm2", "error_norm2"))
-    lines = [as_line({"round": t, "uplink_bytes": 1000, "lost": 0, **row}) for t in range(4)]
+    row |= {"uplink_bytes": 1000, "downlink_bytes": 2000, "lost": 0}
+    lines = [as_line({"round": t, **row}) for t in range(4)]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(lines[0])
 
@@ -694,7 +695,7 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = captured.get()
     assert "resuming after round 1 of 4" in text
     assert [line.split("  ")[:2] for line in text.splitlines() if line.startswith("round")] == [
-        [f"round {t}/4", f"sent {t} kB"] for t in (2, 3, 4)
+        [f"round {t}/4", f"{3 * t} kB ({t} kB up)"] for t in (2, 3, 4)
     ]
     assert text.count("node7 has ended") == 1
 

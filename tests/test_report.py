@@ -51,9 +51,12 @@ def row(t: int, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
+SENT = {"compressor": "topk(0.99) >> bf16", "compressor_down": "none"}
+
+
 def make_run(folder: Path, rows: list[dict[str, Any]], **config: Any) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(Config(**config).to_toml(), encoding="utf-8")
+    (folder / "config.toml").write_text(Config(**SENT | config).to_toml(), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     return folder
 
@@ -173,7 +176,8 @@ def test_seeds_are_one_group_with_mean_and_deviation(tmp_path: Path) -> None:
     assert line.final.mean == pytest.approx(0.85)
     assert line.final.std == pytest.approx(0.05)  # sqrt((0.0025 + 0.0025 + 0) / 2)
     assert line.final.n == 3
-    assert (line.uplink_bytes, line.downlink_bytes, line.simulated_seconds) == (2000, 8000, 4)
+    assert (line.uplink_bytes, line.downlink_bytes, line.total_bytes) == (2000, 8000, 10_000)
+    assert (line.first_download_bytes, line.simulated_seconds) == (None, 4)
     assert line.rounds == (2, 2)
     (text,) = as_text([line])[1:]
     assert "85.0 ± 5.0%" in text
@@ -189,7 +193,7 @@ def test_the_curve_is_the_mean_and_the_band_lowest_to_highest(tmp_path: Path) ->
     assert line.mean.tolist() == [2, 3]
     assert line.low.tolist() == [1, 2]
     assert line.high.tolist() == [3, 4]
-    assert curve(group, "uplink_bytes", "alpha").x.tolist() == [20, 40]
+    assert curve(group, "total_bytes", "alpha").x.tolist() == [4020, 8040]
 
 
 def test_the_same_seed_twice_is_not_a_second_draw(tmp_path: Path) -> None:
@@ -233,8 +237,8 @@ def test_labels_say_what_differs_and_are_unique(tmp_path: Path) -> None:
 def test_bytes_are_compared_with_the_uncompressed_twin(tmp_path: Path) -> None:
     runs = [
         read_run(
-            make_run(tmp_path / f"{name}{p}", rounds(2, uplink_bytes=size * p), compressor=name,
-                     classes_per_client=p)
+            make_run(tmp_path / f"{name}{p}", rounds(2, uplink_bytes=size * p, downlink_bytes=0),
+                     compressor=name, classes_per_client=p)
         )
         for name, size in (("rd(0.9)", 10), ("none", 100))
         for p in (1, 2)
@@ -247,23 +251,51 @@ def test_bytes_are_compared_with_the_uncompressed_twin(tmp_path: Path) -> None:
 
 
 def test_without_an_uncompressed_run_the_first_is_the_baseline(tmp_path: Path) -> None:
-    a = make_run(tmp_path / "a", rounds(2, uplink_bytes=50), compressor="rd(0.9)")
-    b = make_run(tmp_path / "b", rounds(2, uplink_bytes=100), compressor="rd(0.8)")
+    a = make_run(tmp_path / "a", rounds(2, uplink_bytes=46_000), compressor="rd(0.9)")
+    b = make_run(tmp_path / "b", rounds(2, uplink_bytes=96_000), compressor="rd(0.8)")
     first, second = summary([read_run(a), read_run(b)])
     assert (first.ratio, second.ratio, second.against) == (1, 0.5, "rd(0.9)")
 
 
+def test_totals_of_both_directions(tmp_path: Path) -> None:
+    """A run of version 0.5 has no total, and its broadcast is whole; both are compared."""
+    old = make_run(tmp_path / "old", rounds(2), compressor="none")
+    config = (old / "config.toml").read_text().splitlines(keepends=True)
+    (old / "config.toml").write_text("".join(line for line in config if "compressor_down" not in line))
+    rows = [row(t, downlink_bytes=300 - 200 * t, first_download_bytes=300 - 300 * t) for t in range(2)]
+    both = {"compressor": "sign", "compressor_down": "sign"}
+    new = make_run(tmp_path / "new", [each | {"total_bytes": 5000} for each in rows], **both)
+    plain, signs = summary([read_run(old), read_run(new)])
+    assert (plain.total_bytes, plain.first_download_bytes, signs.ratio) == (10_000, None, 1)
+    assert as_text([plain, signs]) == [
+        ["run", "test accuracy", "total", "vs. baseline", "up", "down", "first downloads", "rounds", "best",
+         "simulated time", "seeds"],
+        ["none", "28.0%", "10 kB", "baseline", "2 kB", "8 kB", "–", "2", "28.0%", "4 s", "n = 1 (0)"],
+        ["sign", "28.0%", "10 kB", "the same", "2 kB", "400 B", "300 B", "2", "28.0%", "4 s", "n = 1 (0)"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("most", "scale"), [(5000, "linear"), (50_000, "log")])
+def test_bytes_have_a_log_axis_where_runs_differ_much(tmp_path: Path, most: int, scale: str) -> None:
+    runs = [make_run(tmp_path / f"{n}", rounds(3, uplink_bytes=n), seed=n) for n in (1000, most)]
+    groups = [group for run in runs for group in group_runs([read_run(run)])]
+    (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "metric-total"]
+    axes = new_figure(4, 3).subplots()
+    finish_axes(axes, panel, draw_lines(axes, panel, groups, [Pen("black"), Pen("red")]))
+    assert axes.get_xscale() == scale
+
+
 def test_the_headline_is_the_outcome_in_words(tmp_path: Path) -> None:
-    plain = [row(0, test_accuracy=0.976, uplink_bytes=46_000)]
-    near = [row(0, test_accuracy=0.971, uplink_bytes=1000)]
-    poor = [row(0, test_accuracy=0.5, uplink_bytes=10)]
+    plain = [row(0, test_accuracy=0.976, downlink_bytes=45_000)]
+    near = [row(0, test_accuracy=0.971, downlink_bytes=0)]
+    poor = [row(0, test_accuracy=0.5, uplink_bytes=10, downlink_bytes=0)]
     runs = [
         read_run(make_run(tmp_path / "none", plain, compressor="none")),
         read_run(make_run(tmp_path / "topk", near, compressor="topk(0.99)")),
         read_run(make_run(tmp_path / "rd", poor, compressor="rd(0.999)")),
     ]
-    assert headline(summary(runs)) == "topk(0.99): 97.1% with 46× fewer uplink bytes than none (97.6%)"
-    assert headline(summary(runs[1:2])) == "topk(0.99): 97.1% after 1 round and 1 kB uplink"
+    assert headline(summary(runs)) == "topk(0.99): 97.1% with 46× fewer bytes than none (97.6%)"
+    assert headline(summary(runs[1:2])) == "topk(0.99): 97.1% after 1 round and 1 kB up and down"
     longer = read_run(make_run(tmp_path / "long", [*plain, row(1, test_accuracy=0.98)], compressor="none"))
     assert headline(summary([longer, runs[1]])).endswith("(98.0%), in 1 against 2 rounds")
 
@@ -281,7 +313,7 @@ def test_another_metric_and_the_best_of_a_loss(tmp_path: Path) -> None:
 
 def test_a_total_with_an_unknown_part_is_unknown(tmp_path: Path) -> None:
     (line,) = summary([read_run(make_run(tmp_path / "a", [row(0), row(1, uplink_bytes=None)]))])
-    assert line.uplink_bytes is None
+    assert (line.uplink_bytes, line.total_bytes) == (None, None)
     assert line.ratio is None
 
 
@@ -321,19 +353,22 @@ def read_page(path: Path) -> tuple[str, Page]:
 
 def test_a_report_of_several_runs(tmp_path: Path) -> None:
     folders = [
-        make_run(tmp_path / f"{i}-{seed}", rounds(12, uplink_bytes=size + seed), compressor=name, seed=seed)
+        make_run(
+            tmp_path / f"{i}-{seed}", rounds(12, uplink_bytes=size + seed, downlink_bytes=size),
+            compressor=name, seed=seed,
+        )
         for i, (name, size) in enumerate([("none", 10_000), ("topk(0.99) >> bf16", 200)])
         for seed in (0, 1)
-    ]
+    ]  # fmt: skip
     out = tmp_path / "deep" / "out"
     report = write_report(folders, out)
-    names = {"metric-rounds", "metric-uplink", "metric-time", "loss", "norms", "snr", "alpha", "report"}
+    names = {"metric-rounds", "metric-total", "metric-time", "loss", "norms", "snr", "alpha", "report"}
     assert {path.name for path in out.iterdir()} == {f"{name}.png" for name in names} | {"report.html"}
     for name in names:
         check_png(out / f"{name}.png")
     text, page = read_page(report.page)
     assert page.tags.count("img") == len(names) - 1
-    assert "50× fewer uplink bytes than none" in text
+    assert "50× fewer bytes than none" in text
     assert "cfedavg run --config config.toml" in text
     assert text.count('class="differs"') == 2  # the compressor, in each of two groups
     assert str(tmp_path) not in text
@@ -402,7 +437,7 @@ def test_panels_without_numbers_are_left_out(tmp_path: Path) -> None:
     names = [
         p.name for p in panels_for(group_runs([read_run(make_run(tmp_path / "a", rows))]), "test_accuracy")
     ]
-    assert names == ["metric-rounds", "metric-uplink", "loss", "norms", "alpha"]
+    assert names == ["metric-total", "metric-rounds", "loss", "norms", "alpha"]
 
 
 def test_many_runs_keep_their_own_colours(tmp_path: Path) -> None:
@@ -618,9 +653,9 @@ def test_nothing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     nobody = [node_row(t, 0, "lost", residual_norm=None) for t in range(3)]
     below = drawn(nobody, monkeypatch).axes[1]
     assert [text.get_text() for text in below.texts] == ["nobody has said anything"]
-    folder = make_run(tmp_path / "a", [row | {"uplink_bytes": 0} for row in rounds(3)])
+    folder = make_run(tmp_path / "a", rounds(3, uplink_bytes=0, downlink_bytes=0))
     groups = group_runs([read_run(folder)])
-    (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "metric-uplink"]
+    (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "metric-total"]
     axes = new_figure(4, 3).subplots()
     finish_axes(axes, panel, draw_lines(axes, panel, groups, [Pen("black")]))
     assert axes.get_xlim() == (0, 1)

@@ -367,7 +367,8 @@ def test_time_is_given_in_minutes(mine: str, tmp_path: Path, monkeypatch: pytest
 
 def test_the_time_of_earlier_calls_counts(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resumed(settings: Any, work: Path, how: Any, watch: Watch) -> dict[str, Any]:
-        row = {"uplink_bytes": 1, "snr_min": None, "delta_norm2": None, "error_norm2": None, "lost": 0}
+        row = dict.fromkeys(("uplink_bytes", "downlink_bytes", "lost"), 0)
+        row |= dict.fromkeys(("snr_min", "delta_norm2", "error_norm2"))
         watch.begin([Record(row | {"seconds": 100.0, "round": 0})])
         watch.row(Record(row | {"seconds": 20.0, "round": 1}))
         return {"test_accuracy": [0.1, 0.2]}

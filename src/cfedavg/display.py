@@ -21,7 +21,7 @@ class Display(Observer):
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
         self.console, self.rounds, self.title = console, rounds, title
-        self._uplink, self._spoken, self._metric = 0, 0.0, ""
+        self._up, self._down, self._first, self._spoken, self._metric = 0, 0, 0, 0.0, ""
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (
@@ -46,7 +46,9 @@ class Display(Observer):
             self._progress.stop()
 
     def begin(self, rows: list[Record]) -> None:
-        self._uplink = sum(row["uplink_bytes"] for row in rows)
+        self._up, self._down, self._first = 0, 0, 0
+        for row in rows:
+            self._count(row)
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -59,7 +61,7 @@ class Display(Observer):
             self.say(text)
 
     def row(self, row: Record) -> None:
-        self._uplink += row["uplink_bytes"]
+        self._count(row)
         if "test_accuracy" in row:  # not in every row: the last one known stays on show
             self._metric = f"accuracy {row['test_accuracy']:.2%}"
         line = self._line(row)
@@ -70,8 +72,20 @@ class Display(Observer):
             self._spoken = time.monotonic()
             self.say(f"round {done}/{self.rounds}  {line}")
 
+    def say_total(self) -> None:
+        """Say what all rounds have sent."""
+        up, down, total, first = map(in_bytes, (self._up, self._down, self._up + self._down, self._first))
+        whole = f", of which {first} are the clients' first downloads" if self._first else ""
+        self.say(f"sent {up} up and {down} down, {total} in total{whole}")
+
+    def _count(self, row: Record) -> None:
+        self._up += row["uplink_bytes"]
+        self._down += row["downlink_bytes"]
+        self._first += row.get("first_download_bytes") or 0
+
     def _line(self, row: Record) -> str:
-        parts = [self._metric] * bool(self._metric) + [f"sent {in_bytes(self._uplink)}"]
+        total = f"{in_bytes(self._up + self._down)} ({in_bytes(self._up)} up)"
+        parts = [self._metric] * bool(self._metric) + [total]
         if row["snr_min"] is not None:
             parts.append(f"SNR {row['snr_min']:.3g}")
         if row["delta_norm2"] and row["error_norm2"]:

@@ -175,12 +175,13 @@ def _is_usable(row: Record) -> bool:
     return (
         all(is_number(row.get(name, "")) for name in (*_TOTALS, "snr_min", "alpha"))
         and all(row[name] is not None for name in _TOTALS)
+        and is_number(row.get("first_download_bytes"))
         and isinstance(conditions, dict)
         and all(isinstance(each, dict) and _is_condition(each) for each in conditions.values())
     )
 
 
-_TOTALS = ("uplink_bytes", CLOCK)
+_TOTALS = ("uplink_bytes", "downlink_bytes", CLOCK)
 
 
 def _is_condition(found: Record) -> bool:

@@ -304,7 +304,7 @@ class Loop:
         last, tested = state_next.t == self.config.rounds, Record()
         if last or state_next.t % self.config.eval_every == 0:
             tested = self._tested(state_next)
-        if not math.isfinite(tested.get("test_loss", 0.0)):
+        if not all(math.isfinite(tested.get(name, 0.0)) for name in ("test_loss", "server_test_loss")):
             raise Diverged(state.t, [], "the test loss")
         began, self._ended = self._ended, time.perf_counter()
         return state_next, partial(self._row, state.t, finish, tested, self._ended - began)

@@ -122,13 +122,20 @@ class Plan:
         return (
             f"{self.clients_per_round} of {self.m} clients a round, {steps} local steps, "
             f"update {self.rates.update}, eta_local {self.rates.eta_local(0):.4g}, eta {self.rates.eta:.4g}; "
-            f"{layout.d:,} parameters, {self.compressor} (gamma {self.compressor.gamma(layout):.5g})"
+            f"{layout.d:,} parameters, {self._sent(layout)}"
             + "".join(f", {name.replace('_', ' ')} {part}" for name, part in self._unusual().items())
         )
 
+    def _sent(self, layout: Layout) -> str:
+        """What each direction sends, with the SNR that it guarantees."""
+        up, down = (
+            f"{each} (gamma {each.gamma(layout):.5g})" for each in (self.compressor, self.compressor_down)
+        )
+        return f"{up} both ways" if up == down else f"{up} up, {down} down"
+
     def _unusual(self) -> dict[str, str]:
         """The other parts, where they are not the paper's."""
-        names = ("compressor_down", "feedback", "local_optimiser", "server_optimiser")
+        names = ("feedback", "local_optimiser", "server_optimiser")
         found = {name: getattr(self.config, name) for name in names}
         return {name: text for name, text in found.items() if text != getattr(Config, name)}
 

@@ -1,4 +1,4 @@
-"""A grid of configurations from texts like `seed=0|1|2`."""
+"""A grid of configurations from texts like `seed=0|1|2` and `compressor,compressor_down=none|sign`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from cfedavg.schedule import build_schedule
 def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
     """Every combination, under a name that can be a folder's.
 
-    >>> list(cells(Config(), ["compressor=none|topk(0.99) >> bf16", "seed=0|1"]))
+    >>> grid = cells(Config(), ["compressor,compressor_down=none|topk(0.99) >> bf16", "seed=0|1"])
+    >>> list(grid)
     ['none-seed0', 'none-seed1', 'topk0.99-bf16-seed0', 'topk0.99-bf16-seed1']
+    >>> grid["none-seed0"].compressor_down
+    'none'
     """
     axes = [_axis(text) for text in vary]
-    names = [name for name, _ in axes]
-    for name in names:
-        if names.count(name) > 1:
+    every = [name for names, _ in axes for name in names]
+    for name in every:
+        if every.count(name) > 1:
             raise InputError(f"`vary`: {name} is given twice; put all its values into one")
     grid: dict[str, Config] = {}
     for choice in itertools.product(*(values for _, values in axes)):
-        changes = dict(zip(names, choice, strict=True))
-        name = "-".join(_slug(field, value) for field, value in changes.items())
+        chosen = [(names, value) for (names, _), value in zip(axes, choice, strict=True)]
+        changes = {name: value for names, value in chosen for name in names}
+        name = "-".join(_slug(names[0], value) for names, value in chosen)
         if name in grid:
             raise InputError(f"`vary`: two cells of the grid would be named {name!r}")
         grid[name] = base.replace(**changes)
@@ -38,13 +42,14 @@ def cells(base: Config, vary: Sequence[str]) -> dict[str, Config]:
     return grid
 
 
-def _axis(text: str) -> tuple[str, list[Any]]:
-    name, equals, values = text.partition("=")
-    name = name.strip().lstrip("-").replace("-", "_")
+def _axis(text: str) -> tuple[list[str], list[Any]]:
+    """The fields that get one value in each cell, and their values."""
+    left, equals, values = text.partition("=")
+    names = [name.strip().lstrip("-").replace("-", "_") for name in left.split(",")]
     known = kinds()
-    if not equals or name not in known:
-        raise InputError(f"`vary`: {text!r} must be field=value|value, with a field of the configuration")
-    return name, [_value(part.strip(), known[name]) for part in values.split("|")]
+    if not equals or any(name not in known for name in names):
+        raise InputError(f"`vary`: {text!r} must be field=value|value, with fields of the configuration")
+    return names, [_value(part.strip(), known[names[0]]) for part in values.split("|")]
 
 
 def _value(text: str, kind: Any) -> Any:

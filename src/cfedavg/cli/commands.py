@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Communication-efficient federated learning: local steps, error feedback, about 1% sent.",
+    help="Communication-efficient federated learning: local steps, error feedback, about 1% of the bytes.",
 )
 
 

@@ -66,6 +66,7 @@ def federate_up(
         fail(str(error))
         raise typer.Exit(1) from None
     if trained:
+        display.say_total()
         console.print(
             f"\nwritten to {out}: curves.png, nodes.png, report.html, metrics.jsonl, nodes.jsonl", **PLAIN
         )

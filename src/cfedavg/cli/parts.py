@@ -59,8 +59,11 @@ def _compressors(console: Console, d: int) -> Table:
     from cfedavg.parts import first_sentence
     from cfedavg.units import in_bytes
 
-    title = f"{flag('compressor')}: selector >> quantiser, for d = {d:,}; E|C(p) - p|² <= |p|²/gamma"
-    table = _table(title, "what it does", "gamma", "bytes (estimate)")
+    title = (
+        f"{flag('compressor')} (up) and {flag('compressor_down')}: selector >> quantiser, for d = {d:,}; "
+        "E|C(p) - p|² <= |p|²/gamma"
+    )
+    table = _table(title, "what it does", "gamma", "bytes of a message, up or down (estimate)")
     with console.status("encoding a message with each"):
         for text in EXAMPLES:
             compressor = parse(text)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -30,7 +31,8 @@ def run(
 ) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
-    With no options: the MNIST subset inside the package, 10 clients of 2 classes each, top-k 0.99.
+    With no options: the MNIST subset inside the package, 10 clients of 2 classes each, both directions
+    compressed to 3% of the numbers in 3 bits.
     """
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     if resume and not config and exists(out / "config.toml"):
@@ -48,13 +50,19 @@ def train(
 
     with Display(OptionConsole(), config.rounds, title) as display:
         run_loop(config, out=out, resume=resume, observer=display, messages=messages)
+    display.say_total()
 
 
 @takes_config()
 def sweep(
     given: dict[str, Any],
     vary: Annotated[
-        list[str], typer.Option("--vary", help='field=value|value|..., for instance "seed=0|1|2"; repeatable')
+        list[str],
+        typer.Option(
+            "--vary",
+            help='field=value|value|..., for instance "seed=0|1|2"; field,field=... gives fields one value; '
+            "repeatable",
+        ),
     ],
     out: Out = None,
     resume: Resume = False,
@@ -63,7 +71,7 @@ def sweep(
 ) -> None:
     """Run a small grid and compare: mean and spread over the seeds, and one page.
 
-    For instance: cfedavg sweep --vary "compressor=none|topk(0.99) >> bf16" --vary "seed=0|1|2"
+    For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
     """
     from cfedavg.sweep import cells
 
@@ -91,10 +99,18 @@ def _report(runs: list[Path], out: Path) -> None:
 
     made = write_report(runs, out)
     console = OptionConsole()
-    header, *rows = made.table()
-    shown = [i for i, name in enumerate(header) if name not in ("best", "downlink", "seeds")]
-    table = Table(*(Column(Text(header[i]), overflow="fold") for i in shown))
-    for row in rows:
-        table.add_row(*(Text(row[i]) for i in shown))  # labels hold what a configuration says: no markup
-    console.print(table)
+    console.print(_narrow(made.table()))
     console.print(f"{made.headline}\n{made.page}  {made.picture}", **PLAIN)
+
+
+def _narrow(lines: list[list[str]]) -> Table:
+    """The table for a terminal: without what the page alone has room for, and with room for labels."""
+    shown = [i for i, name in enumerate(lines[0]) if name not in ("rounds", "best", "seeds")]
+    header, *rows = ([line[i] for i in shown] for line in lines)
+    table = Table(Column(header[0], overflow="fold"), box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(header[1:], 1):
+        texts = [*name.split(), *(row[i] for row in rows)]
+        table.add_column(Text(name), justify="right", width=max(map(len, texts)))
+    for row in rows:
+        table.add_row(*map(Text, row))  # labels hold what a configuration says: no markup
+    return table

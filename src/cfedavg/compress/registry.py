@@ -22,6 +22,7 @@ EXAMPLES = (
     "topk(0.97, least=10000)", "rd(0.9)", "threshold(0.9)",
     "proportional(0.99)", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)",
     "topk(0.99) >> bf16", "topk(0.99) >> int8(256)", "topk(0.99) >> sign", "topk(0.99) >> qsgd(16)",
+    "topk(0.97, least=10000) >> int3(256)",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from cfedavg.engines.statistics import Statistics
 from cfedavg.errors import Diverged, InputError
 from cfedavg.keys import Purpose, key, signed
 from cfedavg.local import Vectors
-from cfedavg.metrics import Record
+from cfedavg.metrics import Record, finite
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.residuals import Residuals
@@ -223,7 +223,7 @@ def download_columns(broadcast: Broadcast | None, downloads: Mapping[int, Downlo
         "first_download_bytes": sum(each.bytes for i, each in downloads.items() if i not in broadcast.held),
         "downlink_messages": sum(each.messages for each in downloads.values()),
         "whole_downloads": sum(each.kind == "whole" for each in downloads.values()),
-        "copy_gap_norm2": broadcast.gap2,
+        "copy_gap_norm2": finite(broadcast.gap2),
     }
 
 

@@ -24,12 +24,12 @@ from cfedavg.units import in_bytes, in_time, time_unit
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
 _SENT: dict[str, tuple[str, Callable[[float], str]]] = {
-    "uplink_bytes": ("uplink bytes of all clients so far", in_bytes),
+    "total_bytes": ("bytes of all clients so far, up and down", in_bytes),
     "client_bytes": ("bytes that a client has sent so far", in_bytes),
     "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
 }
 _STEPS = [1, 2, 5, 10]
-_FAR = 6.0  # how much longer the slowest run may take on a linear axis of time
+_FAR = 6.0  # how much more the largest run may take on a linear axis of time or of total bytes
 _TIMES = [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30] + [
     unit * n
     for unit, ns in ((60, (1, 3, 10, 30)), (3600, (1, 3, 10)), (86_400, (1, 3, 10, 30, 100)))
@@ -90,10 +90,10 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=_STEPS))
     elif x in _SENT:
         name, text = _SENT[x]
-        if low > 0:
+        if low > 0 and (x != "total_bytes" or _is_far(drawn)):
             axes.set_xscale("log")
             _log_ticks(axes.xaxis, low, high, text)
-        else:  # a federation whose first replies were all lost
+        else:
             axes.set_xlim(0, max(1.03 * high, 1))
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
@@ -102,16 +102,22 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
     axes.set_xlabel(name, fontsize=9, color=MUTED)
 
 
+def _is_far(drawn: Sequence[Curve]) -> bool:
+    """Whether the largest run would squeeze the others together on a linear axis."""
+    totals = [line.x[-1] for line in drawn]
+    return bool(max(totals) > _FAR * min(totals))
+
+
 def _time_ticks(axes: Axes, drawn: Sequence[Curve]) -> str:
     """Marks, and their unit where it is not in them."""
-    low, totals = min(line.x[0] for line in drawn), [line.x[-1] for line in drawn]
-    if low > 0 and max(totals) / min(totals) > _FAR:  # else the slowest squeezes the others together
+    low, high = min(line.x[0] for line in drawn), max(line.x[-1] for line in drawn)
+    if low > 0 and _is_far(drawn):
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * max(totals)]))
+        axes.xaxis.set_major_locator(FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_time(value)))
         return ""
-    size, unit = time_unit(max(totals))
+    size, unit = time_unit(high)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=_STEPS))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
     return f" ({unit})"

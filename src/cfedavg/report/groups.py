@@ -33,7 +33,7 @@ class Group:
 
     def is_plain(self) -> bool:
         """Whether it sends everything, and so is what others are measured against."""
-        return self.config.compressor.strip() == "none"
+        return self.config.compressor.strip() == self.config.compressor_down.strip() == "none"
 
 
 class Curve(NamedTuple):
@@ -113,7 +113,7 @@ def _task(config: Config) -> tuple[str, ...]:
 
 
 def _uncompressed(config: Config) -> Config:
-    return dataclasses.replace(config, compressor="none", feedback="ef", seed=0)
+    return dataclasses.replace(config, compressor="none", compressor_down="none", feedback="ef", seed=0)
 
 
 def curve(group: Group, x: str, y: str) -> Curve:

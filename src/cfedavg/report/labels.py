@@ -12,8 +12,8 @@ from cfedavg.config import OWN, Config
 
 _LONGEST = 44
 _MANY = 5  # parts
+_SENT = ("compressor", "compressor_down", "feedback")
 _PARTS = {
-    "compressor": "{}",
     "clients": "m={}",
     "classes_per_client": "p={}",
     "dirichlet": "Dir({:g})",
@@ -34,7 +34,7 @@ def differences(configs: Sequence[Config]) -> list[str]:
     """The fields, seed aside, that are not the same in all; what is sent comes first."""
     names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
     differing = [name for name in names if len({_said(config, name) for config in configs}) > 1]
-    return sorted(differing, key=lambda name: name not in ("compressor", "feedback"))
+    return sorted(differing, key=lambda name: name not in _SENT)
 
 
 def _said(config: Config, name: str) -> Any:
@@ -45,23 +45,33 @@ def _said(config: Config, name: str) -> Any:
 def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
     """One label for each configuration; the folder's name tells apart what would read the same.
 
-    >>> make_labels([Config(compressor="none"), Config(compressor="rd(0.9)")], ["a", "b"])
-    ['none', 'rd(0.9)']
-    >>> make_labels([Config(), Config(feedback="none")], ["a", "b"])
-    ['topk(0.99) >> bf16', 'topk(0.99) >> bf16 · no feedback']
+    >>> both = [Config(compressor=text, compressor_down=text) for text in ("none", "rd(0.9)")]
+    >>> make_labels([*both, Config(compressor="rd(0.9)", compressor_down="none")], ["a", "b", "c"])
+    ['none', 'rd(0.9)', 'rd(0.9) up, none down']
+    >>> make_labels([both[1], both[1].replace(feedback="none")], ["a", "b"])
+    ['rd(0.9)', 'rd(0.9) · no feedback']
     """
-    names = differences(configs)
-    if "feedback" in names and "compressor" not in names:
-        names = ["compressor", *names]  # "no feedback" alone says too little
-    parts = [_parts(config, names) for config in configs]
+    names, sent = differences(configs), _compressors(configs)
+    # "no feedback" alone says too little.
+    first = [[text] if set(names) & set(_SENT) else [] for text in sent]
+    rest = [name for name in names if name not in ("compressor", "compressor_down")]
+    parts = [[*own, *_parts(config, rest)] for own, config in zip(first, configs, strict=True)]
     if max(map(len, parts), default=0) > _MANY:  # nobody reads as many: what is sent, and the folder
-        sent = [name for name in names if name in ("compressor", "feedback")]
-        parts = [[*_parts(config, sent), _short(name)] for config, name in zip(configs, folders, strict=True)]
-    labels = [
-        " · ".join(own) or _short(config.compressor) for own, config in zip(parts, configs, strict=True)
-    ]
+        rest = [name for name in names if name == "feedback"]
+        parts = [
+            [*own, *_parts(config, rest), _short(name)]
+            for own, config, name in zip(first, configs, folders, strict=True)
+        ]
+    labels = [" · ".join(own) or text for own, text in zip(parts, sent, strict=True)]
     labels = _tell_apart(labels, [f" · {_short(folder)}" for folder in folders])
     return _tell_apart(labels, [f" ({n})" for n in range(1, len(labels) + 1)])
+
+
+def _compressors(configs: Sequence[Config]) -> list[str]:
+    """What each run sends: one text where both directions are alike or all broadcasts are whole."""
+    whole = all(config.compressor_down.strip() == "none" for config in configs)
+    texts = [(_short(config.compressor), _short(config.compressor_down)) for config in configs]
+    return [up if whole or up == down else f"{up} up, {down} down" for up, down in texts]
 
 
 def _parts(config: Config, names: Sequence[str]) -> list[str]:

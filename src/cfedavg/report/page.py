@@ -90,7 +90,11 @@ def _lines(text: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
 
 
 def _table_note(rows: Sequence[Row]) -> str:
-    notes = ["The metric is that of the last evaluation; bytes are those of all clients and rounds."]
+    notes = [
+        "The metric is that of the last evaluation. Bytes are those of all clients and rounds, up and down."
+    ]
+    if any(row.first_download_bytes is not None for row in rows):
+        notes.append("First downloads are a part of down: a new client downloads the whole model.")
     if any(len(row.seeds) > 1 for row in rows):
         notes.append("With several seeds: mean ± sample standard deviation; bytes and times are means.")
     bases = {row.against for row in rows}

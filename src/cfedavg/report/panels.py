@@ -90,7 +90,7 @@ def _has(panel: Panel, series: Series, group: Group) -> bool:
 
 def four_for(metric: str) -> list[Panel]:
     """The four that tell most of one run; those without numbers stay, empty, in their place."""
-    wanted = ("metric-rounds", "metric-uplink", "loss", "norms")
+    wanted = ("metric-total", "metric-rounds", "loss", "norms")
     return [panel for panel in _all(metric) if panel.name in wanted]
 
 
@@ -99,15 +99,15 @@ def _all(metric: str) -> list[Panel]:
     title, line, percent = in_words(metric), (Series(metric, ""),), is_share(metric)
     return [
         Panel(
+            "metric-total", f"{title} over total bytes", line,
+            "What each byte buys, up or down: at the same height, the line further left sends less "
+            "(the axis is logarithmic where runs differ much).",
+            x="total_bytes", percent=percent,
+        ),
+        Panel(
             "metric-rounds", f"{title} over rounds", line,
             "What each round of communication buys: the sooner a line bends, the fewer rounds it needs.",
             percent=percent,
-        ),
-        Panel(
-            "metric-uplink", f"{title} over uplink bytes", line,
-            "What each byte sent by the clients buys: at the same height, the line further left sends less "
-            "(the axis is logarithmic).",
-            x="uplink_bytes", percent=percent,
         ),
         Panel(
             "metric-time", f"{title} over simulated time", line,

@@ -23,9 +23,9 @@ CONFIG, METRICS, NODES = "config.toml", "metrics.jsonl", "nodes.jsonl"
 
 # What pictures and table are made of; a row may hold more, of any type.
 _NUMBERS = {
-    "train_loss", "uplink_bytes", "downlink_bytes", "delta_norm2", "error_norm2", "alpha", "snr_min",
-    "simulated_seconds", "client_accuracy_min", "client_accuracy_mean", "up_bytes", "K", "residual_norm",
-    "age", "incarnation",
+    "train_loss", "uplink_bytes", "downlink_bytes", "total_bytes", "first_download_bytes", "delta_norm2",
+    "error_norm2", "alpha", "snr_min", "simulated_seconds", "client_accuracy_min", "client_accuracy_mean",
+    "up_bytes", "K", "residual_norm", "age", "incarnation",
 }  # fmt: skip
 _LARGEST = 1e100
 
@@ -61,8 +61,18 @@ def read_run(path: Path) -> Run:
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     # A run that resumes from its checkpoint may write a round again: the later one counts.
-    by_round = {row["round"]: row for _, row in _read_rows(path)}
+    by_round = {row["round"]: _with_total(row) for _, row in _read_rows(path)}
     return [by_round[t] for t in sorted(by_round)]
+
+
+def _with_total(row: dict[str, Any]) -> dict[str, Any]:
+    """Add `total_bytes` to a row that lacks it: version 0.5 wrote the two directions only.
+
+    >>> _with_total({"uplink_bytes": 2, "downlink_bytes": 3})["total_bytes"]
+    5
+    """
+    up, down = row.get("uplink_bytes"), row.get("downlink_bytes")
+    return row if up is None or down is None else {"total_bytes": up + down, **row}
 
 
 def _read_nodes(path: Path) -> list[dict[str, Any]]:

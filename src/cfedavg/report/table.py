@@ -22,6 +22,8 @@ from cfedavg.units import (
     lower_is_better,
 )
 
+_AGAINST = "vs. baseline"
+
 
 class Spread(NamedTuple):
     """Mean and sample standard deviation over n seeds; one seed has no deviation."""
@@ -40,9 +42,11 @@ class Row:
     final: Spread | None
     best: Spread | None
     rounds: tuple[int, int]  # fewest and most of the seeds
+    total_bytes: float | None
     uplink_bytes: float | None
     downlink_bytes: float | None
-    ratio: float | None  # uplink bytes of `against` / uplink bytes of this row
+    first_download_bytes: float | None  # a part of downlink_bytes
+    ratio: float | None  # total bytes of `against` / total bytes of this row
     against: str
     simulated_seconds: float | None
     seeds: tuple[int, ...]
@@ -61,16 +65,18 @@ def _row(group: Group, base: Group, metric: str) -> Row:
     values = [v for run in group.runs if len(v := _known(column(run, metric)))]
     best = np.min if lower_is_better(metric) else np.max
     rounds = [len(run.rows) for run in group.runs]
-    uplink, base_uplink = _total(group, "uplink_bytes"), _total(base, "uplink_bytes")
+    total, base_total = _total(group, "total_bytes"), _total(base, "total_bytes")
     return Row(
         label=group.label,
         metric=metric,
         final=_spread([float(v[-1]) for v in values]),
         best=_spread([float(best(v)) for v in values]),
         rounds=(min(rounds), max(rounds)),
-        uplink_bytes=uplink,
+        total_bytes=total,
+        uplink_bytes=_total(group, "uplink_bytes"),
         downlink_bytes=_total(group, "downlink_bytes"),
-        ratio=base_uplink / uplink if base_uplink and uplink else None,
+        first_download_bytes=_total(group, "first_download_bytes"),
+        ratio=base_total / total if base_total and total else None,
         against=base.label,
         simulated_seconds=_total(group, "simulated_seconds"),
         seeds=group.seeds,
@@ -98,11 +104,11 @@ def _total(group: Group, key: str) -> float | None:
 def as_text(rows: Sequence[Row]) -> list[list[str]]:
     """The table for people, a header first; columns in which nothing is known are left out."""
     metric = in_words(rows[0].metric) if rows else "metric"
-    header = ["run", metric, "uplink", "uplink vs. baseline", "rounds", "best", "downlink"]
+    header = ["run", metric, "total", _AGAINST, "up", "down", "first downloads", "rounds", "best"]
     header += ["simulated time", "seeds"]
     lines = [_cells(row) for row in rows]
     if len(rows) == 1:  # nothing to compare with
-        lines[0][header.index("uplink vs. baseline")] = "–"
+        lines[0][header.index(_AGAINST)] = "–"
     kept = [i for i in range(len(header)) if i < 2 or any(line[i] != "–" for line in lines)]
     return [[line[i] for i in kept] for line in [header, *lines]]
 
@@ -112,14 +118,20 @@ def _cells(row: Row) -> list[str]:
     return [
         row.label,
         _metric_text(row, row.final),
-        "–" if row.uplink_bytes is None else in_bytes(row.uplink_bytes),
+        _bytes_text(row.total_bytes),
         "–" if row.ratio is None else "baseline" if row.against == row.label else in_factor(row.ratio),
+        _bytes_text(row.uplink_bytes),
+        _bytes_text(row.downlink_bytes),
+        _bytes_text(row.first_download_bytes),
         str(high) if low == high else f"{low}–{high}",
         _metric_text(row, row.best),
-        "–" if row.downlink_bytes is None else in_bytes(row.downlink_bytes),
         "–" if row.simulated_seconds is None else in_time(row.simulated_seconds),
         f"n = {len(row.seeds)} ({_few(row.seeds)})" if len(row.seeds) > 1 else f"n = 1 ({row.seeds[0]})",
     ]
+
+
+def _bytes_text(value: float | None) -> str:
+    return "–" if value is None else in_bytes(value)
 
 
 def _metric_text(row: Row, value: Spread | None) -> str:
@@ -141,7 +153,7 @@ def headline(rows: Sequence[Row]) -> str:
     row = _pick(compared, {row.label: row for row in rows})
     base = next(other for other in rows if other.label == row.against)
     sent = in_factor(row.ratio or 1)
-    sent = "as many uplink bytes as" if sent == SAME else f"{sent} uplink bytes than"
+    sent = "as many bytes as" if sent == SAME else f"{sent} bytes than"
     theirs = f" ({_value(base)})" if base.final else ""
     rounds = "" if row.rounds == base.rounds else f", in {row.rounds[1]} against {base.rounds[1]} rounds"
     return f"{row.label}: {_value(row)} with {sent} {base.label}{theirs}{rounds}"
@@ -168,7 +180,7 @@ def _alone(rows: Sequence[Row]) -> str:
     row = next((row for row in rows if row.final), None)
     if row is None:
         return "Nothing has been evaluated yet"
-    sent = f" and {in_bytes(row.uplink_bytes)} uplink" if row.uplink_bytes is not None else ""
+    sent = f" and {in_bytes(row.total_bytes)} up and down" if row.total_bytes is not None else ""
     rounds = f"{row.rounds[1]} round{'s' if row.rounds[1] != 1 else ''}"
     return f"{row.label}: {_value(row)} after {rounds}{sent}"
 

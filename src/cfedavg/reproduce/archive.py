@@ -46,7 +46,10 @@ def read(path: Path) -> Entry:
     """The cell in a file; Damaged if it is not as it was written."""
     try:
         table = json.loads(read_file(path))
-        entry = Entry(table["name"], renew(table["settings"]), table["values"], table["made"])
+        settings = table["settings"]
+        if "dataset" in settings:  # those of a run are options; a small study has names of its own
+            settings = renew(settings)
+        entry = Entry(table["name"], settings, table["values"], table["made"])
         whole = table["seal"] == _seal({part: table[part] for part in _PARTS}) and entry.name == path.stem
         whole = whole and _usable(entry)
     except OSError as error:
