@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,8 +18,10 @@ from cfedavg import Config, Layout, decompress, parse, run
 from cfedavg.arrays import round_to_bf16
 from cfedavg.downlink import Downlink, broadcasts_whole
 from cfedavg.downloads import Downloads
+from cfedavg.engines import ReferenceEngine
 from cfedavg.engines.ledger import dense_bytes
 from cfedavg.errors import Diverged
+from cfedavg.metrics import Record
 from cfedavg.payload import Payload
 from cfedavg.plan import Plan
 from cfedavg.state import State
@@ -206,6 +209,28 @@ def test_none_keeps_no_copy() -> None:
     assert (last.w, last.downloads) == (None, None)
     assert flat(result.model).equal(last.x)
     assert flat(result.server_model).equal(last.x)
+
+
+def test_the_clients_model_is_evaluated_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks other than 0 return what they evaluated last."""
+    real, whose = ReferenceEngine.evaluate, list[str]()
+
+    def evaluate(self: ReferenceEngine, state: State) -> Record:
+        whose.append("server" if state.w is None else "clients")
+        return real(self, state)
+
+    monkeypatch.setattr(ReferenceEngine, "evaluate", evaluate)
+    run(Config(rounds=2, local_steps="1", engine="reference"), blobs())
+    assert whose == ["server", "clients"] * 2
+
+
+def test_a_test_loss_of_the_servers_model_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluate(self: ReferenceEngine, state: State) -> Record:
+        return {"test_loss": math.inf if state.w is None else 1.0}
+
+    monkeypatch.setattr(ReferenceEngine, "evaluate", evaluate)
+    with pytest.raises(Diverged, match="round 1: the test loss"):
+        run(Config(rounds=1, local_steps="1", engine="reference"), blobs())
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
