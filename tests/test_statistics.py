@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,7 @@ from torch import Tensor, nn
 
 from cfedavg import Config, Layout, Task, parse
 from cfedavg.arrays import round_to_bf16, to_bf16
-from cfedavg.engines import choose_engine
-from cfedavg.engines.ledger import dense_bytes
+from cfedavg.engines import ReferenceEngine, choose_engine
 from cfedavg.engines.statistics import Statistics
 from cfedavg.payload import Floats, Payload
 from cfedavg.plan import Plan
@@ -112,17 +112,22 @@ def on_grid(b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("engine", ["reference", "sequential", "batched"])
-def test_what_goes_up_is_counted_by_the_compressor_of_that_direction(engine: str) -> None:
-    """`fp32` and `bf16` here differ only in how the values of the same messages are written."""
-    rows = {}
-    for up in ("fp32", "bf16"):
-        config = Config(engine=engine, compressor=up, compressor_down="none", local_steps="1", batch_size=5,
-                        device="cpu", clients=4)  # fmt: skip
-        server = choose_engine(config, Plan(config, normed()), normed())
-        rows[up] = server.round(server.start())[1]()
-        server.close()
-    d = sum(p.numel() for p in normed().model.parameters())
-    assert rows["fp32"]["uplink_bytes"] == 4 * (dense_bytes(torch.ones(d), Layout.flat(d)) + 80 + 4 * 33)
-    least, most = 4 * (80 + d), 4 * (80 + 2 * d + 80 + 2 * 32 + 80 + 4)
-    assert least < rows["bf16"]["uplink_bytes"] <= most
-    assert rows["bf16"]["downlink_bytes"] == rows["fp32"]["downlink_bytes"]
+@pytest.mark.parametrize(("up", "down"), DIRECTIONS)
+def test_replies_count_what_their_direction_sends(engine: str, up: str, down: str, tmp_path: Path) -> None:
+    """Beside the messages, which are kept: the buffers after the local steps."""
+    config = Config(engine=engine, compressor=up, compressor_down=down, local_steps="2", batch_size=5,
+                    device="cpu", clients=4, precision="float64")  # fmt: skip
+    plan = Plan(config, normed())
+    oracle = ReferenceEngine(plan, normed(), torch.device("cpu"))
+    start, wanted = oracle.start(), 0
+    for client in range(4):
+        b = oracle._client(start, client).b
+        if parse(up).rounds:
+            wanted += len(message(b[:32], "bf16")) + len(message(b[32:], "fp64"))
+        else:
+            wanted += len(message(b, "fp64"))
+    server = choose_engine(config, plan, normed(), tmp_path)
+    row = server.round(server.start())[1]()
+    server.close()
+    kept = sum(file.stat().st_size for file in tmp_path.glob("*.cfa"))
+    assert row["uplink_bytes"] == kept + wanted
