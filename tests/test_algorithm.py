@@ -60,7 +60,8 @@ def test_two_rounds_by_hand() -> None:
     Top-k 0.6 sends 2 of 5; eta = 3 makes x_next = x + the sum of what was sent.
     """
     centres = torch.tensor([[4.0, -2, 8, 0, 6], [-4, 2, 0, 8, 2], [0, 0, 4, -4, 2]])
-    config = Config(rounds=2, local_steps="1", eta_local=0.5, eta=3.0, compressor="topk(0.6)", batch_size=1)
+    config = Config(rounds=2, local_steps="1", eta_local=0.5, eta=3.0, compressor="topk(0.6)", batch_size=1,
+                    compressor_down="none")  # fmt: skip
     channel = Channel(parse("topk(0.6)"), ErrorFeedback(), Layout.flat(5))
     keys = torch.zeros(3, dtype=torch.int64)
 
@@ -128,7 +129,7 @@ def test_iterative_step_lemma(compressor: str, participation: float) -> None:
     """x_hat moves as if nothing were compressed, with all clients and with a sampled part of fixed number."""
     task = blobs()
     config = Config(rounds=4, local_steps="3", eta=0.7, compressor=compressor, precision="float64",
-                    participation=participation, clients=6)  # fmt: skip
+                    participation=participation, clients=6, compressor_down="none")  # fmt: skip
     n = round(participation * 6)
     found = states(config, task)
     for now, following in pairwise(found):
@@ -140,7 +141,7 @@ def test_lost_replies_go_back_into_the_residual() -> None:
     """Whatever is lost stays in e: x * arrived + e keeps the books, client by client."""
     task = blobs()
     config = Config(rounds=6, local_steps="2", eta=1.0, drop_rate=0.5, precision="float64", clients=6,
-                    compressor="topk(0.9)", checkpoint_every=0)  # fmt: skip
+                    compressor="topk(0.9)", compressor_down="none", checkpoint_every=0)  # fmt: skip
     plan = Plan(config, task)
     found = states(config, task)
     for now, following in pairwise(found):
@@ -192,14 +193,16 @@ def fedavg(task: Task, rounds: int, K: int, eta_L: float, eta: float, batch_size
 
 @pytest.mark.parametrize("eta", [1.0, 0.5])
 def test_no_compression_is_fedavg_bitwise(eta: float) -> None:
-    config = Config(rounds=3, local_steps="4", eta=eta, eta_local=0.1, compressor="none", batch_size=7)
+    config = Config(rounds=3, local_steps="4", eta=eta, eta_local=0.1, compressor="none", batch_size=7,
+                    compressor_down="none")  # fmt: skip
     assert torch.equal(states(config, blobs())[-1].x, fedavg(blobs(), 3, 4, 0.1, eta, 7))
 
 
 @pytest.mark.parametrize("compressor", ["none", "topk(0.9)", "rd(0.7)"])
 def test_mean_with_equal_K_is_sum_with_eta_divided(compressor: str) -> None:
     """g / K is compressed to C(g) / K by compressors that only select; so eta * K makes up for it."""
-    base = Config(rounds=3, local_steps="4", compressor=compressor, precision="float64")
+    base = Config(rounds=3, local_steps="4", compressor=compressor, precision="float64",
+                  compressor_down="none")  # fmt: skip
     by_sum = states(base.replace(update="sum", eta=2.0 / 4), blobs())[-1]
     by_mean = states(base.replace(update="mean", eta=2.0), blobs())[-1]
     torch.testing.assert_close(by_sum.x, by_mean.x, rtol=1e-12, atol=1e-14)

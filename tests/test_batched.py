@@ -793,7 +793,8 @@ def test_blocks_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_updates_that_do_not_fit_are_compressed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, config, said, pieces = blobs(m=7), Config(compressor="topk(0.9)", drop_rate=0.3), [], []
+    config = Config(compressor="topk(0.9)", compressor_down="none", drop_rate=0.3)
+    task, said, pieces = blobs(m=7), [], []
     expected = trained(config, task, [])
     real = Channel.send
 
@@ -1041,7 +1042,8 @@ def test_channels_last_steps_are_plain_steps() -> None:
 def test_half_precision_on_a_cpu_stays_near_single(engine: str) -> None:
     """Products of bf16 numbers: each is off by 2^-8, their sums by less; the weights stay in float32."""
     task = blobs(m=3)
-    config = Config(clients=3, engine=engine, device="cpu", local_steps="5", batch_size=8, compressor="none")
+    config = Config(clients=3, engine=engine, device="cpu", local_steps="5", batch_size=8, compressor="none",
+                    compressor_down="none")  # fmt: skip
     change = []
     for precision in ("float32", "bf16"):
         one = config.replace(precision=precision)

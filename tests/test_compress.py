@@ -832,6 +832,29 @@ def test_numbers_of_numpy_are_written_as_numbers() -> None:
     assert str(TopK(np.float64(0.9)) >> QSGD(4, 16)) == "topk(0.9) >> qsgd(4, block=16)"
 
 
+def test_least_by_hand() -> None:
+    """3 of 10 where 10% would be 1; with `per_tensor` 3 of each tensor, or all of a smaller one."""
+    p = np.array([5.0, 1, -4, 0, 3, 2, -6, 1, 0, 7], np.float32)
+    layout = Layout(("a", "b", "c"), ((4,), (2,), (4,)), ("float32",) * 3)
+    assert parse("topk(0.9)").compress(p, 0, layout).indices.tolist() == [9]
+    assert parse("topk(0.9, least=3)").compress(p, 0, layout).indices.tolist() == [0, 6, 9]
+    assert parse("topk(0.4, least=3)").compress(p, 0, layout).indices.tolist() == [0, 2, 4, 5, 6, 9]
+    assert parse("topk(0.9, least=99)").compress(p, 0, layout).indices.tolist() == list(range(10))
+    each = parse("topk(0.9, per_tensor=true, least=3)")
+    assert each.compress(p, 0, layout).indices.tolist() == [0, 1, 2, 4, 5, 6, 7, 9]
+    assert each.gamma(layout) == 4 / (4 - 3)
+    assert each.selector.most(layout) == 3 + 2 + 3
+
+
+@given(st.integers(1, 60), st.integers(1, 80), st.floats(0, 0.99))
+def test_least_changes_k_and_nothing_else(d: int, least: int, comp: float) -> None:
+    p = np.random.default_rng(d).standard_normal(d)
+    k = max(min(least, d), round((1 - comp) * d))
+    payload = TopK(comp, least=least).select(p[None], np.zeros(1), Layout.flat(d), 0)
+    assert payload.indices.tolist() == np.sort(np.argsort(-abs(p), kind="stable")[:k]).tolist()  # type: ignore[union-attr]
+    assert TopK(comp, least=least).most(Layout.flat(d)) == k
+
+
 BAD_STAGES = [
     "what(1)", "topk", "topk()", "topk(1)", "topk(1.0)", "topk(-0.1)", "topk(1.5)", "topk('x')",
     "topk(comp='x')", "topk(0.9, snr=2)", "topk(snr=0.5)", "topk(snr='x')", "topk(snr=1e999)",
@@ -843,6 +866,9 @@ BAD_STAGES = [
     "qsgd(1.5)", "qsgd(40000)", "qsgd(16, 0)", "qsgd(16, 1, 2)", "math:pi", "math:sqrt(4)",
     "no_such_module_:Thing(1)", "math:no_such_thing", "", ">>", "topk(0.9) >>", ">> bf16",
     "qsgd(1, true)", "int8(true)", "threshold(1e-320)", f"topk(snr={10**400})", "topk(true)",
+    "topk(0.9, least=0)", "topk(0.9, least=-3)", "topk(0.9, least=2.5)", "topk(0.9, least=true)",
+    "topk(0.9, least='x')", "topk(0.9, least=None)", f"topk(0.9, least={2**53 + 1})", "topk(least=5)",
+    "topk(snr=2, least=5)",
 ]  # fmt: skip
 BAD_ORDERS = [
     "bf16 >> topk(0.9)", "bf16 >> sign", "topk(0.9) >> topk(0.9)", "topk(0.9) >> none",

@@ -52,6 +52,8 @@ def agree(task: Task, engine: str, device: str, **options: Any) -> None:
     torch.testing.assert_close(found.x, expected.x, **close)
     torch.testing.assert_close(found.b, expected.b, **close)
     torch.testing.assert_close(found.memory.vectors(), expected.memory.vectors(), **close)
+    torch.testing.assert_close(found.broadcast, expected.broadcast, **close)
+    assert_same_downloads(found, expected)
     assert sorted(found.residuals.norms2) == sorted(expected.residuals.norms2)
     for client in expected.residuals.norms2:
         e = (state.residuals.get(client, state.x) for state in (found, expected))
@@ -61,6 +63,15 @@ def agree(task: Task, engine: str, device: str, **options: Any) -> None:
         for name, value in reference.items():
             close_to = pytest.approx(value, rel=slack(name, reference)) if isinstance(value, float) else value
             assert row[name] == close_to, name
+
+
+def assert_same_downloads(found: State, expected: State) -> None:
+    """The server of each engine knows the same of its clients' copies."""
+    assert (found.downloads is None) == (expected.downloads is None)
+    if found.downloads and expected.downloads:
+        assert found.downloads.changed.tolist() == expected.downloads.changed.tolist()
+        assert found.downloads.lengths == expected.downloads.lengths
+        assert found.downloads.held == expected.downloads.held
 
 
 def slack(name: str, reference: dict[str, Any]) -> float:
@@ -313,6 +324,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str, engine: str, device: str) -> None:
     agree(blobs(), engine, device, **{"compressor": "topk(0.9)", "batch_size": 8} | SETTINGS[name])
+
+
+DOWN = ["topk(0.9)", "topk(0.8) >> int3(16)", "rd(0.7) >> bf16", "qsgd(4)", "topk(0.8) >> sign", "sign"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("compressor", DOWN)
+def test_broadcasts(compressor: str, engine: str, device: str) -> None:
+    """With lost replies and partial participation, so that clients miss messages."""
+    options: dict[str, Any] = {"participation": 0.5, "drop_rate": 0.3, "local_steps": "3", "batch_size": 8}
+    agree(blobs(), engine, device, compressor="topk(0.8)", compressor_down=compressor, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,7 +17,9 @@ from tests.conftest import blobs
 
 @pytest.mark.parametrize("compressor", ["none", "topk(0.9) >> bf16", "rd(0.9)", "qsgd(16)"])
 def test_bytes_are_those_of_the_messages(compressor: str, tmp_path: Path) -> None:
-    config = Config(rounds=3, compressor=compressor, local_steps="2", participation=0.5)
+    config = Config(
+        rounds=3, compressor=compressor, compressor_down="none", local_steps="2", participation=0.5
+    )
     counted = run(config, blobs()).rows
     rows = run(config, blobs(), messages=tmp_path).rows
     for row, other in zip(rows, counted, strict=True):
@@ -36,7 +38,7 @@ def test_what_travels_as_it_is_need_not_move(engine: str, monkeypatch: pytest.Mo
     def moved(payload: Payload) -> Payload:
         raise AssertionError
 
-    config = Config(rounds=2, compressor="none", local_steps="2", engine=engine)
+    config = Config(rounds=2, compressor="none", compressor_down="none", local_steps="2", engine=engine)
     wanted = run(config, blobs()).rows
     monkeypatch.setattr(Payload, "numpy", moved)
     for room in ("statistics", "common"):
@@ -49,7 +51,7 @@ def test_messages_hold_what_was_sent(tmp_path: Path) -> None:
     """Applying them by hand gives the model."""
     task = blobs()
     start = torch.cat([p.detach().reshape(-1) for p in task.model.parameters()])
-    config = Config(rounds=1, compressor="topk(0.5)", local_steps="2")
+    config = Config(rounds=1, compressor="topk(0.5)", compressor_down="none", local_steps="2")
     model = run(config, task, messages=tmp_path).model
     layout = Layout.of(model)
     sent = []

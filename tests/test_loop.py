@@ -37,6 +37,7 @@ BASE = Config(
     participation=0.7,
     drop_rate=0.2,
     compressor="topk(0.8) >> qsgd(4)",
+    compressor_down="topk(0.9) >> int3(16)",
     checkpoint_every=3,
     schedule="decaying(a=2)",
     sample_iterate=True,
@@ -50,7 +51,8 @@ def rows_without_time(path: Path) -> list[dict[str, Any]]:
 
 def assert_same_run(a: Path, b: Path) -> None:
     """Bitwise: the checkpoint's bytes, the model's bytes, every metric but the clock's."""
-    for name in ("checkpoint.safetensors", "model.safetensors", "iterate.safetensors"):
+    for name in ("checkpoint", "model", "server_model", "iterate"):
+        name += ".safetensors"
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
     assert rows_without_time(a) == rows_without_time(b)
 
@@ -161,7 +163,13 @@ def test_folder_holds_what_it_promises(tmp_path: Path) -> None:
         "error_norm", "alpha", "snr_min", "snr_mean",
         "local_steps_min", "local_steps_mean", "local_steps_max", "clients", "lost", "simulated_seconds",
     }  # fmt: skip
+    promised |= {
+        "total_bytes", "first_download_bytes", "downlink_messages", "whole_downloads", "copy_gap_norm2",
+        "server_test_accuracy", "server_test_loss",
+    }  # fmt: skip
     assert promised <= set(row)
+    saved = load_file(tmp_path / "r" / "server_model.safetensors")
+    assert all(torch.equal(saved[name], each) for name, each in result.server_model.state_dict().items())
     assert not list((tmp_path / "r").glob(".*"))
 
 
@@ -231,13 +239,13 @@ def holds(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> A
 
 
 FORGED = {
-    "t is large": (says(t=10**9), "does not hold rounds 0 to 999999999"),
+    "t is large": (says(t=10**9), "a table of downloads has another length"),
     "t is huge": (says(t=10**30), "t must be a whole number from 0 to 2\\^53"),
     "t is a fraction": (says(t=2.5), "t must be a whole number .* got 2.5"),
     "t is a truth": (says(t=True), "t must be a whole number .* got True"),
     "t is negative": (says(t=-1), "t must be a whole number .* got -1"),
     "t is text": (says(t="7"), "t must be a whole number .* got '7'"),
-    "t is too small": (says(t=3), "metrics.jsonl was changed after the checkpoint"),
+    "t is too small": (says(t=3), "a table of downloads has another length"),
     "rates are not known": (says(eta_sum="nan"), "eta_sum must be finite"),
     "rates are infinite": (says(eta_sum="0x1p+9999"), "is damaged"),
     "rates are negative": (says(eta_sum="-0x1p+0"), "eta_sum must be finite and 0 or more"),

@@ -313,7 +313,7 @@ def test_ef21_memories_may_not_be_rounded() -> None:
 def test_what_a_feedback_shares_is_counted() -> None:
     """CAFe's broadcast is twice as long as that of the model alone."""
     down = {
-        text: run(Config(rounds=1, feedback=text), blobs()).final["downlink_bytes"]
+        text: run(Config(rounds=1, feedback=text, compressor_down="none"), blobs()).final["downlink_bytes"]
         for text in ("none", f"{OWN}:CAFe")
     }
     assert down[f"{OWN}:CAFe"] == 2 * down["none"]

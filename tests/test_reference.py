@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def with_model(model: nn.Module, task: Task) -> Task:
 def test_batchnorm_buffers_travel_and_are_averaged() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     task = with_model(model, blobs(m=3))
-    engine = make(Config(rounds=1, local_steps="2", batch_size=8), task)
+    config = Config(rounds=1, local_steps="2", batch_size=8, compressor="topk(0.9)", compressor_down="none")
+    engine = make(config, task)
     start = engine.start()
     sent = [engine._client(start, i) for i in range(3)]
     after, finish = engine.round(start)
@@ -43,9 +45,7 @@ def test_batchnorm_buffers_travel_and_are_averaged() -> None:
     torch.testing.assert_close(after.b, sum(s.b for s in sent) / 3)  # type: ignore[arg-type]
     trained = engine.model_at(after.x, after.b)
     assert int(trained[1].num_batches_tracked) == 2  # type: ignore[index]
-    plain = make(
-        Config(rounds=1, local_steps="2"), with_model(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3)), task)
-    )
+    plain = make(config, with_model(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3)), task))
     assert row["uplink_bytes"] > plain.round(plain.start())[1]()["uplink_bytes"] + 3 * 9 * 4
 
 
@@ -165,9 +165,10 @@ def test_a_round_in_which_all_abstain_changes_nothing() -> None:
     engine = make(config, quadratic(torch.eye(3)))
     t = next(t for t in range(99) if engine.plan.sampled(t) != [2])
     start = engine.start()
-    after, finish = engine.round(State(t, start.x, start.b))
+    after, finish = engine.round(replace(start, t=t))
     row = finish()
     assert torch.equal(after.x, start.x)
+    assert torch.equal(after.broadcast, start.broadcast)
     assert row["train_loss"] is None
     assert row["delta_norm2"] is None
 

@@ -313,8 +313,8 @@ def test_bounds_are_of_the_rates_and_steps_that_were_run(theorem: int, m: int) -
     task = Bowl.of(s).task()
     config = Config(
         rounds=T, local_steps=",".join(map(str, K)), batch_size=1, eta_local=eta_L, eta=eta,
-        compressor="topk(0.5)", update="mean" if theorem == 3 else "sum", seed=0, device="cpu", workers=1,
-        schedule="decaying(a=1024)" if theorem == 2 else "constant",
+        compressor="topk(0.5)", compressor_down="none", update="mean" if theorem == 3 else "sum", seed=0,
+        schedule="decaying(a=1024)" if theorem == 2 else "constant", device="cpu", workers=1,
     )  # fmt: skip
     rows = run(config, task, draw=False).rows
     rates = [eta_L / math.sqrt(1 + t / 1024) if theorem == 2 else eta_L for t in range(T)]

@@ -91,6 +91,40 @@ print("done")
     assert found == "done\n"
 
 
+def test_a_copy_of_the_broadcast_is_kept() -> None:
+    """By the message, by the values that changed, and whole."""
+    found = run_without_torch(
+        """
+import numpy as np
+from cfedavg.compress import parse
+from cfedavg.downlink import Downlink
+from cfedavg.downloads import Downloads
+from cfedavg.layout import Layout
+from cfedavg.wire import decode, encode
+
+layout, draw = Layout.flat(300), np.random.default_rng(0).standard_normal
+for text in ("topk(0.9)", "topk(0.9) >> int3(64)", "rd(0.9) >> bf16"):
+    downlink = Downlink(parse(text), layout)
+    w = downlink.first(draw(300).astype(np.float32))
+    made = downlink.send(w + draw(300).astype(np.float32), w, key=7)
+    message = encode(made.payload, layout)
+    known = Downloads.none(w).after(0, w, made.memory, len(message), [0])
+    at = np.flatnonzero(known.changed)
+    ways = [
+        downlink.receive(w, decode(message, layout=layout)),
+        downlink.change(w, decode(encode(downlink.changed(made.memory, at), layout), layout=layout)),
+        downlink.change(0 * w, decode(encode(downlink.whole(made.memory), layout), layout=layout)),
+    ]
+    assert {each.tobytes() for each in ways} == {made.memory.tobytes()} != {w.tobytes()}, text
+    counted = known.count(1, [0, 1], made.memory, downlink, lambda count: count)
+    assert counted[1]().kind == "whole" and 0 < counted[0]().bytes <= len(message)
+assert "torch" not in sys.modules
+print("done")
+"""
+    )
+    assert found == "done\n"
+
+
 @pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
 def test_the_flower_mod_loads() -> None:
     found = run_without_torch(

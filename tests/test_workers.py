@@ -60,6 +60,7 @@ BASE = Config(
     local_optimiser="sgd(momentum=0.9)",
     weighting="samples",
     compressor="topk(0.8) >> qsgd(4)",
+    compressor_down="topk(0.9) >> int3(16)",
     schedule="decaying(a=2)",
     sample_iterate=True,
     checkpoint_every=2,
@@ -857,7 +858,7 @@ def test_ranks_with_other_options_refuse_to_train(tmp_path: Path) -> None:
     assert [code for code, _, _ in ends] == [2, 2]
     assert ends[0][2].startswith(
         'error: rank 1 differs from rank 0: --eta-local is 0.3 instead of 0.1, --compressor is "none" '
-        'instead of "topk(0.99) >> bf16", --seed is 5 instead of 0, '
+        'instead of "topk(0.97, least=10000) >> int3(256)", --seed is 5 instead of 0, '
     )
     assert not (tmp_path / "r").exists()
 

@@ -5,8 +5,8 @@ copies are equal bit for bit, and x - w is what could not be sent: the server's 
 the model x in the place of an update, so a Channel sends it (Gruntkowska et al., 2023, call it EF21-P).
 
 A compressor that rounds values keeps w on the grid of bf16. A client then stores and downloads w in 2 bytes
-a number; the rounding stays in x - w, and so is sent later. Where no value is
-rounded, w has the precision of x.
+a number; the rounding stays in x - w, and so is sent later. Where no value is rounded, w has the precision
+of x. A copy never holds -0: copies that compare equal then have equal bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ class Copying(EF21):
     rounds: bool = False
 
     def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
-        w = plus(memory, sent)
-        return round_to_bf16(w) if self.rounds else w
+        return _on_grid(plus(memory, sent), self.rounds)
+
+
+def _on_grid(w: Array, rounds: bool) -> Array:
+    """Return w, rounded to bf16 if asked for, with 0 in the place of -0."""
+    return (round_to_bf16(w) if rounds else w) + 0
 
 
 class Copies:
@@ -45,7 +49,7 @@ class Copies:
 
     def first(self, x: Array) -> Array:
         """Return the first copy of a model, which every client downloads whole."""
-        return round_to_bf16(x) if self.rounds else copy(x)
+        return _on_grid(x, self.rounds)
 
     def size(self, w: Array) -> int:
         """Return the bytes that a copy takes on a disk."""

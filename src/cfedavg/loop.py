@@ -51,7 +51,7 @@ class Result:
     """What a run gives: one row of metrics a round, the trained model, and where it was written.
 
     `model` is what the clients hold at the end. `server_model` is the server's own; the two differ by what a
-    compressed broadcast has not sent yet.
+    compressed broadcast has not sent yet. Of the ranks of torchrun, only rank 0 knows the server's.
     """
 
     config: Config
@@ -310,12 +310,14 @@ class Loop:
         return state_next, partial(self._row, state.t, finish, tested, self._ended - began)
 
     def _tested(self, state: State) -> Record:
-        """The test columns of the model that clients hold; where the server's is another, of that too."""
-        found = self.engine.evaluate(state)
+        """The test columns of the model that clients hold; where the server's is another, of that too.
+
+        The clients' comes last: other ranks end with the model that they evaluated last.
+        """
         if state.w is None:
-            return found
+            return self.engine.evaluate(state)
         servers = self.engine.evaluate(replace(state, w=None))
-        return found | {
+        return self.engine.evaluate(state) | {
             f"server_{name}": value for name, value in servers.items() if name.startswith("test_")
         }
 

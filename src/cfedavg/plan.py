@@ -134,7 +134,7 @@ class Plan:
         return f"{up} both ways" if up == down else f"{up} up, {down} down"
 
     def _unusual(self) -> dict[str, str]:
-        """The other parts, where they are not the paper's."""
+        """The other parts, where they are not the default."""
         names = ("feedback", "local_optimiser", "server_optimiser")
         found = {name: getattr(self.config, name) for name in names}
         return {name: text for name, text in found.items() if text != getattr(Config, name)}

@@ -22,11 +22,13 @@ def renew(table: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> renew({"rounds": 5, "error_feedback": False, "momentum": 0.0})
     {'rounds': 5, 'local_optimiser': 'sgd', 'server_optimiser': 'sgd', 'feedback': 'none'}
-    >>> renew({"compressor": "topk(0.99)"})  # of a time when the whole model was broadcast
-    {'compressor': 'topk(0.99)', 'compressor_down': 'none'}
+    >>> renew({"dataset": "mnist", "compressor": "rd(0.9)"})  # when the whole model was broadcast
+    {'dataset': 'mnist', 'compressor': 'rd(0.9)', 'compressor_down': 'none'}
+
+    Settings that name no data set are not those of a run: they stay as they are.
     """
     found = {name: value for name, value in table.items() if name not in RETIRED}
-    if "compressor" in table:
+    if {"dataset", "compressor"} <= table.keys():
         found.setdefault("compressor_down", "none")
     return found | _parts(table) if RETIRED.keys() & table.keys() else found
 

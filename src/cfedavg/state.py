@@ -120,6 +120,12 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
             raise InputError(
                 f"cannot resume: {path} was written by another version ({reprlib.repr(about['format'])})"
             )
+        if ("w" in tensors) != (like.w is not None):
+            raise InputError(
+                f"cannot resume: {path} holds {'a' if 'w' in tensors else 'no'} copy of the model, as runs "
+                f"with{'out' if 'w' not in tensors else ''} a compressed broadcast do; "
+                "`compressor_down` must stay as it was"
+            )
         if about["identity"] != identity or not _fits(tensors, like):
             raise InputError(
                 f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ"

@@ -17,7 +17,7 @@ from cfedavg.arrays import norm2
 from cfedavg.downloads import Count, Download, Downloads, Start
 from cfedavg.engines.ledger import dense_bytes
 from cfedavg.engines.statistics import Statistics
-from cfedavg.errors import Diverged, InputError
+from cfedavg.errors import Diverged, InputError, NotFinite
 from cfedavg.keys import Purpose, key, signed
 from cfedavg.local import Vectors
 from cfedavg.metrics import Record, finite
@@ -173,7 +173,10 @@ def next_state(plan: Plan, vectors: Vectors, state: State, ended: Ended, residua
         return after
     assert state.w is not None
     assert state.downloads is not None
-    made = downlink.send(ended.x, state.w, plan.broadcast_key(state.t), state.t)
+    try:
+        made = downlink.send(ended.x, state.w, plan.broadcast_key(state.t), state.t)
+    except NotFinite:  # x and w are finite, and so far apart that x - w is not
+        raise Diverged(state.t, ended.arrived, "the broadcast x - w") from None
     length = measure(made.payload.numpy(), vectors.layout)[0]
     most = downlink.size(state.w)
     downloads = state.downloads.after(state.t, state.w, made.memory, length, ended.arrived, most)

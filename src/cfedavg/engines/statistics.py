@@ -37,9 +37,14 @@ class Statistics:
         if not self.rounds or not len(b):
             return dense_bytes(b, self.layout)
         is_float = self._is_float.to(b.device)
-        values, counters = b[is_float], b[~is_float]
-        coded = Payload(
-            len(values), torch.tensor([0, len(values)]), None, Floats(to_bf16(values.float()), "bf16")
-        )
-        counted = dense_bytes(counters, Layout.flat(len(counters)))
-        return measure(coded.numpy(), Layout.flat(len(values)))[0] + counted
+        counters = b[~is_float]
+        return _coded_bytes(b[is_float]) + dense_bytes(counters, Layout.flat(len(counters)))
+
+
+def _coded_bytes(values: Tensor) -> int:
+    """The bytes of values in bf16; none where there are none."""
+    n = len(values)
+    if not n:
+        return 0
+    payload = Payload(n, torch.tensor([0, n]), None, Floats(to_bf16(values.float()), "bf16"))
+    return measure(payload.numpy(), Layout.flat(n))[0]
