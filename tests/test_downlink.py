@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 
 from cfedavg import Config, Layout, decompress, parse, run
 from cfedavg.arrays import round_to_bf16
-from cfedavg.downlink import Downlink, broadcasts_whole
+from cfedavg.downlink import Downlink, downlink_of
 from cfedavg.downloads import Downloads
 from cfedavg.engines import ReferenceEngine
 from cfedavg.engines.ledger import dense_bytes
@@ -66,8 +66,10 @@ def test_what_the_grid_cuts_off_is_sent_later() -> None:
 
 
 def test_only_none_broadcasts_the_model_itself() -> None:
-    assert broadcasts_whole(parse("none"))
-    assert not any(broadcasts_whole(parse(text)) for text in [*COMPRESSORS, "fp32", "topk(0)"])
+    layout = Layout.flat(D)
+    assert downlink_of(parse("none"), layout) is None
+    for text in [*COMPRESSORS, "fp32", "topk(0)"]:
+        assert downlink_of(parse(text), layout) == Downlink(parse(text), layout)
 
 
 # --- copies -------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def test_every_way_to_the_copy_gives_the_same_bits(
     known = Downloads.none(copies[0])
     for t, x in enumerate(xs[1:]):
         made = downlink.send(x.astype(dtype), copies[-1], key=t, t=t)
-        known = known.after(t, copies[-1], made.memory, 0, [])
+        known = known.after(t, copies[-1], made.memory, 0, [], most=0)
         copies.append(made.memory)
         chains.append(made.payload)
     w, held = copies[-1], data.draw(st.integers(0, len(chains)))

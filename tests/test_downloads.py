@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cfedavg import Config, Layout, parse, run
-from cfedavg.downlink import Downlink
-from cfedavg.downloads import Count, Download, Downloads, cheapest
+from cfedavg.downlink import Downlink, shortest
+from cfedavg.downloads import Count, Download, Downloads
 from cfedavg.metrics import Record
 from cfedavg.plan import Plan
 from cfedavg.state import State
@@ -47,17 +47,24 @@ class Play:
         bits = np.stack([w.view(np.uint32) for w in self.copies[version:]])
         return np.flatnonzero((bits[1:] != bits[:-1]).any(0))
 
+    def first_kept(self) -> int:
+        """The oldest version from which the server still has all messages: they have the bytes of a copy."""
+        first, size = 0, self.downlink.size(self.copies[-1])
+        while sum(map(len, self.messages[first:])) > size and first < len(self.messages) - 1:
+            first += 1
+        return first
+
     def options(self, client: int) -> dict[str, list[bytes]]:
         """What the rule compares, in its order."""
         d, w = self.downlink.layout.d, self.copies[-1]
         whole = {"whole": [self.pack(self.downlink.whole(w))]}
-        if client not in self.held:
+        if client not in self.held or self.held[client] < self.first_kept():
             return whole
         chain = {"chain": self.messages[self.held[client] :]}
         if sum(map(len, chain["chain"])) <= d / 4:
             return chain
         at = self.changed_since(self.held[client])
-        changed = {"changed": [self.pack(self.downlink.changed(w, at))]} if len(at) <= 3 * d / 4 else {}
+        changed = {"changes": [self.pack(self.downlink.changed(w, at))]} if len(at) <= 3 * d / 4 else {}
         return chain | whole | changed
 
     def download(self, client: int) -> Download:
@@ -114,7 +121,7 @@ def test_every_copy_of_a_hundred_rounds(up: str, down: str) -> None:
         play.end(server.plan, state, after)
         seen.update(each.kind for each in downloads.values())
         state = after
-    assert min(seen[kind] for kind in ("chain", "changed", "whole")) > 5
+    assert min(seen[kind] for kind in ("chain", "changes", "whole")) > 5
 
 
 # --- the ledger ---------------------------------------------------------------------------------------
@@ -123,7 +130,7 @@ D = 400
 DOWNLINK = Downlink(parse("topk(0.9)"), Layout.flat(D))
 
 
-def ledger(*rounds: tuple[int, list[int]]) -> tuple[Downloads, np.ndarray]:
+def ledger(*rounds: tuple[int, list[int]], most: int = 10**6) -> tuple[Downloads, np.ndarray]:
     """What is known after rounds with messages of these lengths and replies of these clients.
 
     Round t changes coordinate t.
@@ -133,7 +140,7 @@ def ledger(*rounds: tuple[int, list[int]]) -> tuple[Downloads, np.ndarray]:
     for t, (length, replied) in enumerate(rounds):
         w_next = w.copy()
         w_next[t] += 1
-        known, w = known.after(t, w, w_next, length, replied), w_next
+        known, w = known.after(t, w, w_next, length, replied, most), w_next
     return known, w
 
 
@@ -167,7 +174,7 @@ def test_a_long_chain_gives_way_to_what_is_shorter() -> None:
     known, w = ledger((5000, [0]), (5000, [1]), (5000, []))
     for client, at in ((0, [0, 1, 2]), (1, [1, 2])):
         message = encode(DOWNLINK.changed(w, np.array(at)), DOWNLINK.layout)
-        assert counted(known, 3, client, w) == ("changed", 0, len(message))
+        assert counted(known, 3, client, w) == ("changes", 0, len(message))
     assert decode(message, layout=DOWNLINK.layout).indices.tolist() == [1, 2]
 
 
@@ -178,7 +185,7 @@ def test_values_that_changed_nearly_everywhere_are_not_looked_at(monkeypatch: py
     monkeypatch.setattr(Downlink, "changed", looked)
     w = np.ones(D, np.float32)
     w_next = np.where(np.arange(D) <= 3 * D / 4, 2, w).astype(np.float32)
-    known = Downloads.none(w).after(0, w, w_next, 5000, [0])
+    known = Downloads.none(w).after(0, w, w_next, 5000, [0], most=0)
     assert counted(known, 1, 0, w_next).kind == "whole"
 
 
@@ -191,6 +198,18 @@ def test_a_client_that_was_away_for_too_long(monkeypatch: pytest.MonkeyPatch) ->
     assert counted(known, 4, 0, w).kind == "whole"
 
 
+def test_messages_are_kept_up_to_the_bytes_of_a_copy() -> None:
+    known, w = ledger((10, [0]), (10, [1]), (10, [2]), (10, []), most=29)
+    assert known.lengths == (10, 10)
+    assert counted(known, 4, 2, w) == ("chain", 2, 20)
+    assert counted(known, 4, 1, w).kind == "whole"
+    assert ledger((10, []), (50, []), most=29)[0].lengths == (50,)  # the last one stays
+
+
+def length_of(download: Download) -> int:
+    return download.bytes
+
+
 def made(kind: str, length: int) -> Count:
     return lambda: Download(kind, 0, length)
 
@@ -199,18 +218,18 @@ def made(kind: str, length: int) -> Count:
     ("chain", "whole", "changed", "wanted"),
     [
         (101, 300, 200, "chain"),
-        (201, 300, 200, "changed"),
+        (201, 300, 200, "changes"),
         (301, 300, 310, "whole"),
         (500, 300, None, "whole"),
-        (None, 300, 299, "changed"),
+        (None, 300, 299, "changes"),
         (200, 200, 200, "chain"),
         (201, 200, 200, "whole"),
     ],
 )
 def test_the_shortest_is_chosen(chain: int | None, whole: int, changed: int | None, wanted: str) -> None:
     messages = None if chain is None else Download("chain", 1, chain)
-    other: Any = made("changed", changed) if changed is not None else lambda: None
-    assert cheapest(messages, D, made("whole", whole), other).kind == wanted
+    other: Any = made("changes", changed) if changed is not None else lambda: None
+    assert shortest(D, messages, made("whole", whole), other, length_of).kind == wanted
 
 
 def test_a_short_chain_is_not_compared() -> None:
@@ -220,9 +239,9 @@ def test_a_short_chain_is_not_compared() -> None:
         raise AssertionError
 
     chain = Download("chain", 3, D // 4)
-    assert cheapest(chain, D, encoded, encoded) == chain
+    assert shortest(D, chain, encoded, encoded, length_of) == chain
     with pytest.raises(AssertionError):
-        cheapest(chain._replace(bytes=D // 4 + 1), D, encoded, encoded)
+        shortest(D, chain._replace(bytes=D // 4 + 1), encoded, encoded, length_of)
 
 
 def test_clients_of_one_version_are_counted_once() -> None:

@@ -239,13 +239,13 @@ def holds(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> A
 
 
 FORGED = {
-    "t is large": (says(t=10**9), "a table of downloads has another length"),
+    "t is large": (says(t=10**9), "does not hold rounds 0 to 999999999, which the checkpoint needs"),
     "t is huge": (says(t=10**30), "t must be a whole number from 0 to 2\\^53"),
     "t is a fraction": (says(t=2.5), "t must be a whole number .* got 2.5"),
     "t is a truth": (says(t=True), "t must be a whole number .* got True"),
     "t is negative": (says(t=-1), "t must be a whole number .* got -1"),
     "t is text": (says(t="7"), "t must be a whole number .* got '7'"),
-    "t is too small": (says(t=3), "a table of downloads has another length"),
+    "t is too small": (says(t=3), "its downloads is out of range"),
     "rates are not known": (says(eta_sum="nan"), "eta_sum must be finite"),
     "rates are infinite": (says(eta_sum="0x1p+9999"), "is damaged"),
     "rates are negative": (says(eta_sum="-0x1p+0"), "eta_sum must be finite and 0 or more"),

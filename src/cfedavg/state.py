@@ -175,7 +175,7 @@ def _check_downloads(t: int, tensors: dict[str, Tensor], m: int) -> None:
     lengths, changed = tensors["downloads.length"], tensors["downloads.changed"]
     if {each.dtype for each in (clients, versions, lengths)} != {torch.int64} or clients.dim() != 1:
         raise ValueError("a table of downloads is of another dtype")
-    if clients.shape != versions.shape or lengths.dim() != 1 or len(lengths) > min(t, KEPT):
+    if clients.shape != versions.shape or lengths.dim() != 1 or not min(t, 1) <= len(lengths) <= min(t, KEPT):
         raise ValueError("a table of downloads has another length")
     if not _increase_below(sorted(clients.tolist()), m):
         raise ValueError(f"its downloads must be of clients from 0 to {m - 1}, each once")
