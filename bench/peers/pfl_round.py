@@ -20,7 +20,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import BATCH, EVALUATION_BATCH, RATE, Settings, Work, memory, moved, now, report, settings, spread
+from common import (
+    BATCH,
+    EVALUATION_BATCH,
+    RATE,
+    Settings,
+    Work,
+    leave,
+    memory,
+    moved,
+    now,
+    report,
+    settings,
+    spread,
+)
 from common import work as build
 from torch import Tensor, nn
 
@@ -132,3 +145,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

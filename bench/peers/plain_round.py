@@ -8,7 +8,7 @@ fixed order, as in pfl; precision is PyTorch's default (on a GPU: TF32 in convol
 from __future__ import annotations
 
 import torch
-from common import join, local_sgd, memory, moved, now, report, right, settings, spread, work
+from common import join, leave, local_sgd, memory, moved, now, report, right, settings, spread, work
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
@@ -47,3 +47,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()
