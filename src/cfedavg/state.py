@@ -120,12 +120,7 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
             raise InputError(
                 f"cannot resume: {path} was written by another version ({reprlib.repr(about['format'])})"
             )
-        if ("w" in tensors) != (like.w is not None):
-            raise InputError(
-                f"cannot resume: {path} holds {'a' if 'w' in tensors else 'no'} copy of the model, as runs "
-                f"with{'out' if 'w' not in tensors else ''} a compressed broadcast do; "
-                "`compressor_down` must stay as it was"
-            )
+        _check_broadcast(path, has_copy="w" in tensors, needs_copy=like.w is not None)
         if about["identity"] != identity or not _fits(tensors, like):
             raise InputError(
                 f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
@@ -140,6 +135,17 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
     except UNREADABLE as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise CannotResume(f"the checkpoint {path} is damaged ({why}); start again") from None
+
+
+def _check_broadcast(path: Path, *, has_copy: bool, needs_copy: bool) -> None:
+    """Raise InputError if a run would begin, or stop, to compress its broadcast."""
+    if has_copy == needs_copy:
+        return
+    found = "a copy of the model, as runs with" if has_copy else "no copy of the model, as runs without"
+    raise InputError(
+        f"cannot resume: {path} holds {found} a compressed broadcast do; "
+        "`compressor_down` must stay as it was"
+    )
 
 
 def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, like: State) -> None:
