@@ -45,7 +45,8 @@ def _widen(bits: np.ndarray, made: np.ndarray) -> None:
 @kernel
 def _add(w: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
     for i in range(len(at)):
-        w[at[i]] += values[i]
+        total = w[at[i]] + values[i]
+        w[at[i]] = total if total != 0 else np.float32(0)  # no -0
 
 
 @kernel
@@ -57,4 +58,5 @@ def _add_to_bf16(bits: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
         word[0] = np.uint32(np.uint16(bits[at[i]])) << np.uint32(16)
         number[0] = min(max(number[0] + values[i], -_TOP_BF16), _TOP_BF16)
         upper = word[0] + ((word[0] >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
-        bits[at[i]] = np.int16(np.uint16(upper >> np.uint32(16)))
+        rounded = np.uint16(upper >> np.uint32(16))
+        bits[at[i]] = np.int16(rounded if rounded != 0x8000 else 0)  # no -0
