@@ -61,7 +61,16 @@ class Federation:
 
     @property
     def model(self) -> torch.Tensor:
-        found = load_file(self.out / "model.safetensors")
+        """The model that the clients hold."""
+        return self._read_model("model.safetensors")
+
+    @property
+    def server_model(self) -> torch.Tensor:
+        """The server's own model, from which broadcasts are made."""
+        return self._read_model("server_model.safetensors")
+
+    def _read_model(self, name: str) -> torch.Tensor:
+        found = load_file(self.out / name)
         return torch.cat([found[name].reshape(-1) for name in self.layout.names])
 
     def sent(self, node: int, t: int) -> Any:
@@ -100,13 +109,13 @@ class Federation:
         return ClientStore(root, about["federation"], about["identity"], self.layout).load()
 
     def check_model(self) -> None:
-        """The model is what the applied payloads make of the first one, bit for bit."""
+        """The server's model is what the applied payloads make of the first one, bit for bit."""
         vectors = [p.detach().reshape(-1) for p in build_task(self.config).model.parameters()]
         x = torch.cat(vectors).numpy()
         for t in range(self.config.rounds):
             of_round = [self.sent(node, each) for each, node in self.applied() if each == t]
             x = x + average(x, ((payload, [1.0]) for payload in of_round))[0]
-        assert np.array_equal(x, self.model.numpy())
+        assert np.array_equal(x, self.server_model.numpy())
 
 
 @pytest.fixture
@@ -126,15 +135,16 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         assert not each.machine.processes.left()
 
 
-def simulated(config: Config) -> torch.Tensor:
-    """The same in one process, with one thread, as the nodes have."""
+def simulated(config: Config) -> list[torch.Tensor]:
+    """Both models of the same in one process, with one thread, as the nodes have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = run(config.replace(engine="reference", device="cpu")).model
+        made = run(config.replace(engine="reference", device="cpu"))
     finally:
         torch.set_num_threads(threads)
-    return torch.cat([each.reshape(-1) for each in model.state_dict().values()])
+    models = (made.model, made.server_model)
+    return [torch.cat([each.reshape(-1) for each in model.state_dict().values()]) for model in models]
 
 
 def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federation]) -> None:
@@ -152,7 +162,10 @@ def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federa
         machine.nodes[2].start(limit=3.0)
     assert training.wait(2 * LIMIT).text == "finished:completed"
     assert [row["outcomes"] for row in it.lines("metrics.jsonl")] == [{"replied": 2}] * 2
-    assert torch.equal(it.model, expected)
+    w, x = expected
+    assert torch.equal(it.model, w)
+    assert torch.equal(it.server_model, x)
+    assert not torch.equal(w, x)
     it.check_model()
     for node in range(2):
         it.check_law(node)
