@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import random
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
 from flwr.serverapp.strategy import FedAvg
 from safetensors.numpy import load_file
 
+from cfedavg import InputError, tensors
 from cfedavg.arrays import round_to_bf16
 from cfedavg.federation.broadcast_format import unpack
 from cfedavg.federation.replica import ModelReplica
@@ -29,6 +32,7 @@ from tests.grid import (
     Disks,
     Federation,
     LocalNode,
+    Summing,
     arrays_of,
     error,
     record,
@@ -36,6 +40,7 @@ from tests.grid import (
     same,
     travelled,
 )
+from tests.test_flower_books import refuses
 from tests.test_flower_inner import INNER, sized
 
 pytestmark = pytest.mark.usefixtures("without_waiting")
@@ -119,7 +124,7 @@ def test_a_node_that_was_away(tmp_path: Path) -> None:
     it = Watched(tmp_path, Adding())
     away, found, t, options = it.nodes[2], [], 1, {"compressor_down": "topk(0.99) >> bf16"}
     it.run(t, **options)
-    for rounds in (1, 3, 20, 60):
+    for rounds in (1, 2, 20, 60):
         away.online = False
         it.run(t + rounds, **options)
         away.online = True
@@ -129,7 +134,7 @@ def test_a_node_that_was_away(tmp_path: Path) -> None:
         assert it.outcomes[-1] == {"replied": 3}
     assert [each["node2"] for each in found] == ["chain", "chain", "changes", "whole"]
     assert {each["node0"] for each in found} == {"chain"}
-    assert [row["downlink_messages"] for row in it.rows[1:7]] == [2, 2 + 2, 2, 2, 2, 2 + 4]
+    assert [row["downlink_messages"] for row in it.rows[1:6]] == [2, 2 + 2, 2, 2, 2 + 3]
 
 
 # Disks
@@ -479,3 +484,198 @@ def test_around_a_strategy(name: str, tmp_path: Path) -> None:
     assert last.tobytes() == it.disks.server().x.tobytes()
     assert not same(calls[0][3], calls[-1][3])
     assert not same(it.model, it.disks.form.join(it.w[4], b""))
+
+
+# Bad input: one sentence each, and nothing is lost
+
+
+def test_a_compressor_that_does_not_parse(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="compressor_down") as caught:
+        Watched(tmp_path, Adding()).run(1, compressor_down="topk(0.9) >> nonsense")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("before", [DOWN, "topk(0.8)", "none"])
+@pytest.mark.parametrize("other", ["none", "topk(0.9) >> bf16", "topk(0.95)"])
+def test_a_resume_with_another_compressor(before: str, other: str, tmp_path: Path) -> None:
+    if before == other:
+        return
+    it = Watched(tmp_path, Adding())
+    it.start(2, compressor_down=before, compressor="topk(0.9)")
+    refuses(
+        it, rf"compressor_down is '{re.escape(other)}', but", compressor_down=other, compressor="topk(0.9)"
+    )
+    it.start(3, resume=True, compressor_down=before, compressor="topk(0.9)")
+    assert it.outcomes == [{"replied": 3}] * 3
+
+
+def meddle(it: Watched, change: Callable[[Message], None], at: int = 2) -> None:
+    """Change what node 1 gets in a round."""
+
+    def request(node: LocalNode, message: Message) -> Message | None:
+        if node.partition == 1 and message.metadata.group_id == str(at):
+            change(message)
+        return node.answer(message)
+
+    it.grid.on_request = request
+
+
+def disk(node: LocalNode) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in node.disk.rglob("*.safetensors")}
+
+
+def check_one_request_lost(it: Watched, app: Adding, cause: str, why: str) -> None:
+    """Node 1 says why in one sentence and keeps its disk; in the next round it goes on as if nothing was."""
+    before = disk(it.nodes[1])
+    it.run(2, Summing())
+    row = next(row for row in it.of_nodes if (row["round"], row["node"]) == (1, "node1"))
+    assert (row["outcome"], row["why"]) == (cause, why)
+    assert disk(it.nodes[1]) == before
+    it.run(3, Summing())
+    assert it.outcomes[2] == {"replied": 3}
+    assert it.of_nodes[-1]["incarnation"] == 1
+    assert it.downloads(2)["node1"] in ("chain", "changes")
+
+
+def remove_fields(message: Message) -> None:
+    for name in ("copy", "body"):
+        del message.content.config_records["cfedavg"][name]
+
+
+def add_field(message: Message) -> None:
+    message.content.config_records["cfedavg"]["later"] = 1
+
+
+@pytest.mark.parametrize("change", [remove_fields, add_field])
+def test_a_server_of_another_version(change: Any, tmp_path: Path) -> None:
+    it = Watched(tmp_path, app := Adding())
+    it.run(1, Summing())
+    meddle(it, change)
+    why = "the server has another version of cfedavg than this node: install the same on both"
+    check_one_request_lost(it, app, "another version", why)
+
+
+class Order:
+    """An order as version 0.5 had it."""
+
+    def __init__(
+        self, federation: Any, client: Any, number: Any, generation: Any, stamp: Any, t: Any, mark: Any,
+        form: Any, arrays: Any, compressor: Any, feedback: Any, update: Any, seed: Any,
+    ) -> None: ...  # fmt: skip
+
+
+Order.__init__.__qualname__ = "Order.__init__"
+
+
+def test_a_node_of_version_05(tmp_path: Path) -> None:
+    it = Watched(tmp_path, app := Adding())
+    it.run(1, Summing())
+    meddle(it, lambda message: None)
+    real = it.grid.on_request
+
+    def old(node: LocalNode, message: Message) -> Message | None:
+        if node.partition != 1 or message.metadata.group_id != "2":
+            return real(node, message)
+        try:
+            Order(**message.content.config_records["cfedavg"])
+        except TypeError as raised:
+            return error(2, f"{type(raised)}:<'{raised}'>", message)
+        raise AssertionError
+
+    it.grid.on_request = old
+    why = "the node has an older version of cfedavg than the server: install the same on both"
+    check_one_request_lost(it, app, "another version", why)
+
+
+@pytest.mark.parametrize("short", [32_768, 0])
+def test_a_damaged_body(short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut anywhere or with any bit changed, in the order or in an array, for a model and for statistics."""
+    model = LARGE | {"n.running_mean": np.ones(6, np.float32)}
+    monkeypatch.setattr("cfedavg.flower.records.SHORT", short)
+    it = Watched(tmp_path, app := Adding(), model=model)
+    it.run(1, Summing())
+    before, draw, answers = disk(it.nodes[1]), random.Random(0), list[Message]()
+
+    def damage_body(node: LocalNode, message: Message) -> Message | None:
+        if node.partition != 1 or message.metadata.group_id != "2":
+            return node.answer(message)
+        for i in range(40):
+            broken = travelled(message)
+            spoil_body(broken, cut=i % 2 == 0, draw=draw)
+            answers.append(node.answer(broken))
+            assert disk(node) == before
+        return answers[-1]
+
+    it.grid.on_request = damage_body
+    it.run(2, Summing())
+    assert len(answers) == 40
+    assert {reply.has_error() for reply in answers} == {True}
+    assert all(reply.error.reason.startswith("the request is damaged: ") for reply in answers)
+    assert it.outcomes[1] == {"replied": 2, "state": 1}
+    assert (1, 2) not in app.calls
+    it.run(3, Summing())
+    assert it.outcomes[2] == {"replied": 3}
+
+
+def spoil_body(message: Message, *, cut: bool, draw: random.Random) -> None:
+    """Cut the body of a request short, or change one of its bits."""
+    config = message.content.config_records["cfedavg"]
+    within = config["body"]
+    data = bytearray(within or message.content["arrays"]["body"].numpy().tobytes())
+    if cut:
+        del data[draw.randrange(len(data)) :]
+    else:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    if within:
+        config["body"] = bytes(data)
+    else:
+        message.content["arrays"] = record({"body": np.frombuffer(bytes(data), np.uint8)})
+
+
+def test_a_body_of_another_length(tmp_path: Path) -> None:
+    """It is well formed, but the statistics or the model that travel whole are those of another model."""
+    for down, body in ((DOWN, Body(b"", b"12")), ("none", Body(b"1234", b""))):
+        it = Watched(tmp_path / down, Adding(), dtype="float32" if down == "none" else "int16")
+        it.start(1, Summing(), **ROUNDED | {"compressor_down": down})
+
+        def swap(message: Message, body: Body = body) -> None:
+            message.content.config_records["cfedavg"]["body"] = body.pack()
+
+        meddle(it, swap)
+        it.start(2, Summing(), resume=True, **ROUNDED | {"compressor_down": down})
+        assert it.outcomes[1] == {"replied": 2, "state": 1}
+        assert "the request is damaged: " in it.of_nodes[4]["why"]
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_disk_is_full(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent, and the copy is as it was: the next broadcast brings it up to date."""
+    it = Watched(tmp_path, Adding())
+    real, full = tensors.save_file, [False]
+
+    def save(found: Any, path: Path, metadata: Any = None) -> None:
+        if full[0] and it.nodes[1].disk in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(found, path, metadata)
+
+    def request(node: LocalNode, message: Message) -> Message | None:
+        order = (message.metadata.message_type, message.metadata.group_id)
+        before, full[0] = disk(node), order == (kind, "2")
+        reply = node.answer(message)
+        assert not (full[0] and node.partition == 1) or disk(node) == before
+        refused = reply.has_error() and "No space left on device" in reply.error.reason
+        assert refused is (full[0] and node.partition == 1)
+        full[0] = False
+        return reply
+
+    it.grid.on_request = request
+    monkeypatch.setattr("cfedavg.tensors.save_file", save)
+    it.run(3, FedAvg())
+    lost = {"replied": 2, "state": 1} if kind == "train" else {"replied": 3}
+    assert it.outcomes == [{"replied": 3}, lost, {"replied": 3}]
+    versions = {(row["round"], row["node"]): row["version"] for row in it.of_nodes}
+    assert versions[1, "node1"] == ("1.2" if kind == "train" else "1.1")
+    assert versions[1, "node0"] == "1.2"
+    assert set(it.downloads(2).values()) == {"chain + chain"}
+    assert all("client_total" in row for row in it.rows)
