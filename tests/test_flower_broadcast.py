@@ -633,19 +633,26 @@ def spoil_body(message: Message, *, cut: bool, draw: random.Random) -> None:
         message.content["arrays"] = record({"body": np.frombuffer(bytes(data), np.uint8)})
 
 
-def test_a_body_of_another_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("down", "more", "why"),
+    [
+        (DOWN, Body(b"", b"12"), "0 bytes must travel whole, 2 do"),
+        ("none", Body(b"1234", b""), "its model has another length"),
+    ],
+)
+def test_a_body_of_another_length(down: str, more: Body, why: str, tmp_path: Path) -> None:
     """It is well formed, but the statistics or the model that travel whole are those of another model."""
-    for down, body in ((DOWN, Body(b"", b"12")), ("none", Body(b"1234", b""))):
-        it = Watched(tmp_path / down, Adding(), dtype="float32" if down == "none" else "int16")
-        it.start(1, Summing(), **ROUNDED | {"compressor_down": down})
+    it = Watched(tmp_path, Adding(), dtype="float32" if down == "none" else "int16")
 
-        def swap(message: Message, body: Body = body) -> None:
-            message.content.config_records["cfedavg"]["body"] = body.pack()
+    def lengthen(message: Message) -> None:
+        config = message.content.config_records["cfedavg"]
+        body = Body.unpack(bytes(config["body"]))  # type: ignore[arg-type]
+        config["body"] = Body(body.broadcast + more.broadcast, body.whole + more.whole).pack()
 
-        meddle(it, swap)
-        it.start(2, Summing(), resume=True, **ROUNDED | {"compressor_down": down})
-        assert it.outcomes[1] == {"replied": 2, "state": 1}
-        assert "the request is damaged: " in it.of_nodes[4]["why"]
+    meddle(it, lengthen)
+    it.start(2, Summing(), **ROUNDED | {"compressor_down": down})
+    assert it.outcomes == [{"replied": 3}, {"replied": 2, "state": 1}]
+    assert it.of_nodes[4]["why"] == f"the request is damaged: {why}"
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
