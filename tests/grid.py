@@ -6,6 +6,7 @@ place, take nodes away, and break off the server at any of its pushes and pulls.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import shutil
 from collections.abc import Callable, Iterable
@@ -45,7 +46,6 @@ from cfedavg.federation.uplink import Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed
 from cfedavg.flower.form import Form
-from cfedavg.flower.nodes import Numbers, online
 from cfedavg.flower.parcel import Packing
 from cfedavg.folder import read_rows
 
@@ -308,8 +308,8 @@ Vector = np.ndarray[Any, Any]
 class Disks:
     """Looks at the files of a federation, as nobody in it can."""
 
-    def __init__(self, it: Federation) -> None:
-        self.it, self.form = it, Form.of(it.model)
+    def __init__(self, it: Federation, copy_dtype: str = "float32") -> None:
+        self.it, self.form, self.copy_dtype = it, Form.of(it.model), copy_dtype
 
     @property
     def zero(self) -> Vector:
@@ -320,18 +320,20 @@ class Disks:
         return (self.it.out / "federation.txt").read_text()
 
     def identity(self, node: LocalNode) -> str:
-        found = {each.id: each.identity for each in online(self.it.grid, Numbers())}
-        return found[node.id]
+        """Return what the server calls a node, online or not."""
+        return hashlib.sha256(node.info.public_key).hexdigest()
 
     def store(self, node: LocalNode) -> ClientStore:
-        return ClientStore(node.disk, self.federation, self.identity(node), self.form.layout)
+        identity, layout = self.identity(node), self.form.layout
+        return ClientStore(node.disk, self.federation, identity, layout, self.copy_dtype)
 
     def client(self, node: LocalNode) -> Client | None:
         store = self.store(node)
         return store.load() if (store.folder / FILE).exists() else None
 
     def server(self) -> Server:
-        served = ServerStore(self.it.out / "state", self.federation, self.form.layout).load()
+        store = ServerStore(self.it.out / "state", self.federation, self.form.layout, self.copy_dtype)
+        served = store.load()
         assert served is not None
         return served.server
 

@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 
 from cfedavg import Config, InputError, run
 from cfedavg.algorithm import average
-from cfedavg.compress import decompress
+from cfedavg.compress import decompress, parse
 from cfedavg.data.tasks import build_task
+from cfedavg.downlink import Downlink
 from cfedavg.federation.client_store import ClientStore
+from cfedavg.federation.replica import ModelReplica, advance, begin
 from cfedavg.flower import up
 from cfedavg.flower.app.settings import DEFAULT, config_of
 from cfedavg.flower.machine import Machine
@@ -61,7 +63,16 @@ class Federation:
 
     @property
     def model(self) -> torch.Tensor:
-        found = load_file(self.out / "model.safetensors")
+        """The model that the clients hold."""
+        return self._read_model("model.safetensors")
+
+    @property
+    def server_model(self) -> torch.Tensor:
+        """The server's own model, from which broadcasts are made."""
+        return self._read_model("server_model.safetensors")
+
+    def _read_model(self, name: str) -> torch.Tensor:
+        found = load_file(self.out / name)
         return torch.cat([found[name].reshape(-1) for name in self.layout.names])
 
     def sent(self, node: int, t: int) -> Any:
@@ -97,16 +108,41 @@ class Federation:
         (state,) = root.glob("*/*/state.safetensors")
         _, about = read_tensors(state)
         assert about["federation"] == (self.out / "federation.txt").read_text()
-        return ClientStore(root, about["federation"], about["identity"], self.layout).load()
+        dtype = self.replica.dtype
+        return ClientStore(root, about["federation"], about["identity"], self.layout, dtype).load()
+
+    @property
+    def replica(self) -> ModelReplica:
+        return ModelReplica(self.layout, parse(self.config.compressor_down).rounds)
+
+    def check_copies(self) -> None:
+        """Every node's copy is the server's w of its version, bit for bit.
+
+        The server keeps only its last w. The payloads that are in the model lead to all of them again.
+        """
+        vectors = [p.detach().reshape(-1) for p in build_task(self.config).model.parameters()]
+        x = torch.cat(vectors).numpy()
+        downlink = Downlink(parse(self.config.compressor_down), self.layout)
+        copies = [begin(x, self.replica, generation=1, t=0)]
+        for t in range(self.config.rounds):
+            of_round = [self.sent(node, each) for each, node in self.applied() if each == t]
+            x = x + average(x, ((payload, [1.0]) for payload in of_round))[0] if of_round else x
+            copies.append(advance(copies[-1], x, downlink, self.config.seed))
+        assert np.array_equal(self.replica.model(copies[-1].w), self.model.numpy())
+        for node in range(len(self.machine.nodes)):
+            copy = self._client(self.machine.folder / "nodes" / str(node) / "state").copy
+            server = copies[copy.version.round]
+            assert copy.version == server.version
+            assert copy.w.tobytes() == server.w.tobytes()
 
     def check_model(self) -> None:
-        """The model is what the applied payloads make of the first one, bit for bit."""
+        """The server's model is what the applied payloads make of the first one, bit for bit."""
         vectors = [p.detach().reshape(-1) for p in build_task(self.config).model.parameters()]
         x = torch.cat(vectors).numpy()
         for t in range(self.config.rounds):
             of_round = [self.sent(node, each) for each, node in self.applied() if each == t]
             x = x + average(x, ((payload, [1.0]) for payload in of_round))[0]
-        assert np.array_equal(x, self.model.numpy())
+        assert np.array_equal(x, self.server_model.numpy())
 
 
 @pytest.fixture
@@ -126,15 +162,16 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         assert not each.machine.processes.left()
 
 
-def simulated(config: Config) -> torch.Tensor:
-    """The same in one process, with one thread, as the nodes have."""
+def simulated(config: Config) -> list[torch.Tensor]:
+    """Both models of the same in one process, with one thread, as the nodes have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = run(config.replace(engine="reference", device="cpu")).model
+        made = run(config.replace(engine="reference", device="cpu"))
     finally:
         torch.set_num_threads(threads)
-    return torch.cat([each.reshape(-1) for each in model.state_dict().values()])
+    models = (made.model, made.server_model)
+    return [torch.cat([each.reshape(-1) for each in model.state_dict().values()]) for model in models]
 
 
 def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federation]) -> None:
@@ -152,17 +189,36 @@ def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federa
         machine.nodes[2].start(limit=3.0)
     assert training.wait(2 * LIMIT).text == "finished:completed"
     assert [row["outcomes"] for row in it.lines("metrics.jsonl")] == [{"replied": 2}] * 2
-    assert torch.equal(it.model, expected)
+    w, x = expected
+    assert torch.equal(it.model, w)
+    assert torch.equal(it.server_model, x)
+    assert not torch.equal(w, x)
     it.check_model()
     for node in range(2):
         it.check_law(node)
 
 
+def stay_away(it: Federation, node: int, rounds: int) -> None:
+    """Kill a node and start it again some rounds later."""
+    it.machine.nodes[node].kill()
+    it.await_round(len(it.lines("metrics.jsonl")) + rounds)
+    it.machine.nodes[node].start()
+
+
 @pytest.mark.slow
 def test_a_federation_survives(federation: Callable[..., Federation]) -> None:
-    """A node is killed and comes back, one is too slow, the SuperLink is killed and the run resumed."""
+    """Two nodes are killed, one of them for several rounds; one is too slow; the SuperLink is killed.
+
+    The run is resumed. Both directions are compressed, and all copies are the server's at the end.
+    """
     config = Config(
-        clients=4, rounds=10, compressor="topk(0.99)", classes_per_client=5, local_steps="25", seed=1
+        clients=4,
+        rounds=12,
+        compressor="topk(0.99)",
+        compressor_down="topk(0.97) >> bf16",
+        classes_per_client=5,
+        local_steps="25",
+        seed=1,
     )
     it = federation(config, 4, min_nodes=2, round_timeout=50.0, quorum=0.5)
     machine = it.machine
@@ -171,26 +227,34 @@ def test_a_federation_survives(federation: Callable[..., Federation]) -> None:
     it.await_round(1)
     machine.nodes[1].kill()
     back = threading.Thread(target=machine.nodes[1].start)
+    away = threading.Thread(target=stay_away, args=(it, 3, 3))
     back.start()
+    away.start()
     it.await_round(3)
     slow = machine.folder / "nodes" / "2" / "witness" / "slow"
     slow.touch()
     it.await_round(4)
     slow.unlink()
     back.join(120)
+    away.join(240)
     assert machine.nodes[1].running
-    it.await_round(5)
+    assert machine.nodes[3].running
+    it.await_round(7)
     machine.link.kill()
     machine.link.start()
     training = it.run(resume=True)
     assert training.wait(4 * LIMIT).text == "finished:completed"
     rows = it.lines("metrics.jsonl")
-    assert [row["round"] for row in rows] == list(range(10))
-    fates = {(row["node"], row["outcome"]) for row in it.lines("nodes.jsonl")}
-    assert ("node1", "replied") in fates
+    assert [row["round"] for row in rows] == list(range(12))
+    nodes = it.lines("nodes.jsonl")
+    fates = {(row["node"], row["outcome"]) for row in nodes}
+    assert {("node1", "replied"), ("node2", "late"), ("node3", "replied")} <= fates
     assert fates & {("node1", "lost"), ("node1", "late")}
-    assert ("node2", "late") in fates
+    # Nobody lost a disk: each node downloaded the whole model once, and after that what it missed.
+    later = [row["download"] for row in nodes if row["round"] > 0]
+    assert set(later) <= {"chain", "changes"}
     it.check_model()
+    it.check_copies()
     for node in range(4):
         it.check_law(node)
     quiet = run(config).final["test_accuracy"]

@@ -317,13 +317,22 @@ def test_an_older_copy_is_noticed_among_new_nodes(tmp_path: Path) -> None:
         it.start(3, resume=True)
 
 
-def test_a_client_without_the_mod(tmp_path: Path) -> None:
+def test_a_client_without_the_mod(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short body travels in the order, so the app misses its model; a long one is no model of its own."""
     it = Federation(tmp_path, Adding().app, 4)
     plain = Adding([])
     it.nodes[1].app = plain.app
-    it.start(2)
-    assert it.outcomes == [{"not compressed": 1, "replied": 3}] * 2
-    assert "the client app needs mods=[cfedavg.flower.compressed]" in it.of_nodes[1]["why"]
+    it.start(1)
+    assert it.outcomes == [{"app failed": 1, "replied": 3}]
+    hint = "has its client app mods=[cfedavg.flower.compressed]?"
+    assert it.of_nodes[1]["why"].endswith(f"; {hint}")
+    assert f"node1: app failed ({it.of_nodes[1]['why']})" in caplog.text
+    monkeypatch.setattr("cfedavg.flower.records.SHORT", 0)
+    it.start(2, resume=True)
+    assert it.outcomes[1] == {"not compressed": 1, "replied": 3}
+    assert "the client app needs mods=[cfedavg.flower.compressed]" in it.of_nodes[5]["why"]
     it.nodes[2].app = ClientApp()
     it.start(3, resume=True)
     assert it.outcomes[2] == {"app failed": 1, "not compressed": 1, "replied": 2}

@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from cfedavg.errors import InputError
 from cfedavg.federation import checks
 from cfedavg.federation.primary import Primary
 from cfedavg.federation.state_file import APART, FORMATS, as_array
 from cfedavg.federation.versions import Copy, Version, digest_of, versions_from
 
 _W, _MESSAGES = "w", "messages"  # tensors of a server
+_DTYPES = ("float32", "int16")  # of a copy: numbers, or the bits of bf16
+
+
+class OtherCopy(InputError):
+    """A state whose copy is kept in another dtype, since its broadcasts were compressed otherwise."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,17 @@ class CopyForm:
     def read_primary(
         self, tensors: dict[str, np.ndarray], about: dict[str, Any], now: tuple[int, int]
     ) -> Primary | None:
-        """Take a server's primary out of its tensors; ValueError if no server of this round stored it."""
+        """Take a server's primary out of its tensors.
+
+        ValueError if no server of this round stored it, OtherCopy if one did that keeps w in another dtype.
+        """
         if _is_earlier(about) or about["primary"] is None:
             return None
         stored = checks.table("primary", about["primary"])
-        w = checks.vector("w", tensors.pop(_W), self.dtype, self.d)
+        w = tensors.pop(_W)
+        if w.dtype in _DTYPES and w.dtype != self.dtype:
+            raise OtherCopy(f"w must be a vector of {self.d} {self.dtype}, got one of {w.dtype}")
+        checks.vector("w", w, self.dtype, self.d)
         if w.dtype.kind == "f" and not np.isfinite(w).all():
             raise ValueError("w holds NaN or Inf")
         data = checks.vector("messages", tensors.pop(_MESSAGES), "uint8").tobytes()

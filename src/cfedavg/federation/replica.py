@@ -96,15 +96,16 @@ class ModelReplica:
 
     def changes(self, primary: Primary, chain: Chain) -> Changes | None:
         """Return a broadcast of what a chain changes; None where that is most of the model."""
-        changed = np.zeros(self.layout.d, bool)
+        changed, w = np.zeros(self.layout.d, bool), self.model(primary.w)
         for message in chain.messages:
             payload = decode(message, layout=self.layout)
             at = slice(None) if payload.indices is None else payload.indices
-            changed[at] |= values_of(payload) != 0
+            # A value of 0 changes nothing but -0.0, of which it makes 0.0.
+            changed[at] |= (values_of(payload) != 0) | (w[at] == 0)
         at = np.flatnonzero(changed)
         if not worth_sending(len(at), self.layout.d):
             return None
-        payload = self._copies.changed(self.model(primary.w), at)
+        payload = self._copies.changed(w, at)
         message = self.encode(payload, primary.version)
         return primary.changes(chain.start, message, self.digest(primary.w))
 

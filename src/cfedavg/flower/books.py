@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from cfedavg.algorithm import ServerMemory
 from cfedavg.config import APP, Config
 from cfedavg.errors import Busy, InputError
+from cfedavg.federation.copy_state import OtherCopy
 from cfedavg.federation.replica import ModelReplica
 from cfedavg.federation.replica import begin as begin_copy
 from cfedavg.federation.server import Server, restored
@@ -176,6 +177,12 @@ class Books:
             served = self.store.load()
         except OtherModel as error:
             raise InputError(f"{error}; if the model is the same, `whole` is another") from None
+        except OtherCopy:
+            which = "does not round" if self.replica and self.replica.rounds else "rounds"
+            raise InputError(
+                f"compressor_down is {self.options.compressor_down!r}, but the federation in {self.out} "
+                f"has one that {which} values"
+            ) from None
         if served is None:
             return None
         with self.store.naming_damage():

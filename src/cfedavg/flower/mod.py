@@ -7,7 +7,6 @@ disk, since every message is a process of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Collection
@@ -44,8 +43,9 @@ from cfedavg.federation.replica import ModelReplica
 from cfedavg.federation.uplink import Uplink
 from cfedavg.federation.versions import Broadcast
 from cfedavg.feedback import FEEDBACKS, Feedback
+from cfedavg.flower.app_reply import object_to_metrics, object_to_model, read_facts
 from cfedavg.flower.form import Form
-from cfedavg.flower.parcel import MOST_METRICS, Packing, number
+from cfedavg.flower.parcel import Packing
 from cfedavg.flower.records import (
     BAD_METRICS,
     BAD_STATE,
@@ -69,8 +69,6 @@ from cfedavg.flower.records import (
 )
 from cfedavg.parts import Part
 from cfedavg.wire import WireError
-
-STEPS = "local-steps"  # the metric by which a client reports K_i
 
 
 def compressed(
@@ -123,11 +121,22 @@ class _Request:
     def __init__(self, message: Message, context: Context, order: Order, own: Collection[type[Part]]) -> None:
         self.message, self.context, self.order, self.own = message, context, order, own
         self.form = Form.from_text(order.form)
-        self.body = body_of(message.content, order)
         self.replica = ModelReplica(self.form.layout, rounds=order.copy == "int16")
+        self.body = body_of(message.content, order)
+        self._check_body()
         self.store = ClientStore(
             state_folder(context), order.federation, order.client, self.form.layout, self.replica.dtype
         )
+
+    def _check_body(self) -> None:
+        """Raise InputError unless the parts of the body have the lengths that the model asks for."""
+        whole = self.form.short_bytes if self.replica.rounds else self.form.whole_bytes
+        if len(self.body.whole) != whole:
+            raise InputError(
+                f"the request is damaged: {whole} bytes must travel whole, {len(self.body.whole)} do"
+            )
+        if not self.order.copy and len(self.body.broadcast) != 4 * self.form.layout.d:
+            raise InputError("the request is damaged: its model has another length")
 
     def reply(self, call_next: ClientAppCallable) -> Message:
         """Return what goes back. InputError is of the disk or of the request; the app's own is another."""
@@ -157,8 +166,7 @@ class _Request:
 
     def _open(self, x: Array) -> None:
         """Give the app its model: x, and what travels whole."""
-        rounds = self.order.copy == "int16"
-        whole = self.form.lengthen(self.body.whole) if rounds else self.body.whole
+        whole = self.form.lengthen(self.body.whole) if self.replica.rounds else self.body.whole
         open_model(self.message.content, self.order, self.form.join(x, whole))
         self.x = x
 
@@ -230,10 +238,10 @@ class _Request:
 
     def _sent(self, client: Client, trained: Message) -> Message:
         """The answer after the local work: stored first, then sent."""
-        facts = self._facts(trained)
-        if why := self._objection(trained):
+        facts = read_facts(trained)
+        if why := object_to_model(trained, self.form):
             return refused(OTHER_MODEL, why, self.message)
-        if why := self._complaint(facts):
+        if why := object_to_metrics(facts, self.order.update):
             return refused(BAD_METRICS, why, self.message)
         ((name, record),) = trained.content.array_records.items()
         x_K, whole = self.form.split({name: array.numpy() for name, array in record.items()})
@@ -267,28 +275,3 @@ class _Request:
 
     def _answer(self, client: Client, sent: bytes) -> Message:
         return answered(Answer(self.request.stamp, client.incarnation, sent), self.message)
-
-    def _objection(self, trained: Message) -> str:
-        """Why a reply cannot be compressed; empty if it can."""
-        records = list(trained.content.array_records.values())
-        if len(records) != 1:
-            return f"the client app replied with {len(records)} ArrayRecords: exactly one is needed"
-        arrays = {name: array.numpy() for name, array in records[0].items()}
-        if found := self.form.difference(arrays):
-            return f"the client app replied with another model: {found}"
-        return ""
-
-    def _complaint(self, facts: dict[str, Any]) -> str:
-        """What is wrong with the metrics of a reply; empty if nothing is."""
-        if self.order.update == "mean" and not (facts["K"] or 0) > 0:
-            return f"update = 'mean' needs the metric {STEPS!r}, the number of local steps, above 0"
-        if (size := len(json.dumps(facts["metrics"]))) > MOST_METRICS:
-            return f"the metrics of the client app take {size:,} bytes: at most {MOST_METRICS:,} travel"
-        return ""
-
-    def _facts(self, trained: Message) -> dict[str, Any]:
-        """What the app reports, and what of it we know by name."""
-        records = {name: dict(record) for name, record in trained.content.metric_records.items()}
-        merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
-        loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)
-        return {"metrics": records, "K": number(merged.get(STEPS)), "loss": number(loss)}

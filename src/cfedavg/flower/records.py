@@ -7,7 +7,6 @@ longer than what a client sends back; but a long row is stored once for all node
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -32,7 +31,8 @@ MODS = "mods=[cfedavg.flower.compressed]"
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
 UNKNOWN_PART, FORGED, OTHER_VERSION, NEED_WHOLE = 1008, 1009, 1010, 1011
 SHORT = 32_768  # bytes of a body that travels within the order
-_LENGTH = struct.Struct("<Q")  # of the broadcast in a body; running statistics and the like are the rest
+# Of a body: the CRC-32 of all that follows, and the length of the broadcast; what travels whole is the rest.
+_CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -95,16 +95,19 @@ class Body(NamedTuple):
 
     def pack(self) -> bytes:
         """Return one row of bytes."""
-        return _LENGTH.pack(len(self.broadcast)) + self.broadcast + self.whole
+        data = _LENGTH.pack(len(self.broadcast)) + self.broadcast + self.whole
+        return _CHECKSUM.pack(zlib.crc32(data)) + data
 
     @classmethod
     def unpack(cls, data: bytes) -> Body:
-        """Return the parts of a row; InputError if it is cut short."""
-        start = _LENGTH.size
-        end = start + _LENGTH.unpack_from(data)[0] if len(data) >= start else math.inf
+        """Return the parts of a row; InputError if it is not as it was sent."""
+        at, start = _CHECKSUM.size, _CHECKSUM.size + _LENGTH.size
+        if len(data) < start or _CHECKSUM.unpack_from(data)[0] != zlib.crc32(memoryview(data)[at:]):
+            raise InputError("the request is damaged: the checksum of its body is wrong")
+        end = start + _LENGTH.unpack_from(data, at)[0]
         if end > len(data):
-            raise InputError("the request is damaged: its body is cut short")
-        return cls(data[start : int(end)], data[int(end) :])
+            raise InputError("the request is damaged: its body is too short for what it lists")
+        return cls(data[start:end], data[end:])
 
 
 class Load:

@@ -29,8 +29,9 @@ from cfedavg.flower.channels import Channels
 from cfedavg.flower.evaluation import EvaluateFunction, Evaluation
 from cfedavg.flower.nodes import Numbers, online
 from cfedavg.flower.policy import RoundPolicy
-from cfedavg.flower.records import CAUSES, MODS, REFUSED, size_of
+from cfedavg.flower.records import MODS, size_of
 from cfedavg.flower.rows import Residuals, download_columns, node_rows, round_row
+from cfedavg.flower.server_age import ServerAge
 from cfedavg.flower.state import FederationState, Note, RoundRows, note_of
 from cfedavg.flower.taking import (
     FAILED,
@@ -76,7 +77,7 @@ class Session:
         notes = {who: note_of(known) for who, known in state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, state.lent)
         self.residuals = Residuals(note.residual2 for note in notes.values())
-        self.ahead, self.in_step = set[str](), set[str]()  # nodes, by whether they know later rounds
+        self.age = ServerAge()
         self.asking = Asking(grid, self.form, books.federation, self.numbers, policy, channels)
         self.evaluation = Evaluation(app.evaluate_fn, app.evaluate_config, self.asking, self.result)
         self._at_first = memory.attributes(inner) if inner else {}
@@ -218,22 +219,8 @@ class Session:
             now.leave_out(who, "metrics", why)
 
     def _check_age(self, now: Round) -> None:
-        """Numbers of an older copy have been used since, and must not be again without a new generation.
-
-        In an older copy, every node that took part later refuses; a node that did not, or is new, replies.
-        One node may be wrong, or lie, also under a new name each round. So it takes two nodes that are still
-        there, and more than have replied since the start, among those of which something is in the model.
-        All nodes are counted in the same way, but only while none of the model has replied: a new name
-        proves nothing against it.
-        """
-        said = {who: outcome.what for who, outcome in now.outcomes.items()}
-        self.in_step |= {who for who, what in said.items() if what == "replied"}
-        refused = {who for who, what in said.items() if what == CAUSES[REFUSED]}
-        self.ahead = (refused | self.ahead & now.online) - self.in_step
-        known = {who for who in self.ahead | self.in_step if who in self.state.clients}
-        groups = [known] if known & self.in_step else [known, self.ahead | self.in_step]
-        least = min(2, len(self.numbers))
-        if any(len(group & self.ahead) >= max(least, len(group & self.in_step) + 1) for group in groups):
+        """Numbers of an older copy have been used since, and must not be again without a new generation."""
+        if self.age.is_older(now.outcomes, now.online, self.state.clients, len(self.numbers)):
             raise InputError(
                 f"the nodes have answered later rounds than the {now.server_round - 1} of {self.books.out}: "
                 "it is an older copy of the federation, to be resumed with from_backup"

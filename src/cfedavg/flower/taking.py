@@ -43,6 +43,9 @@ _BOUNDS = {
 }
 MOST_NAME = 100  # characters of the name of a metric
 SAMPLES = "num-examples"  # the metric by which a client reports how many it has
+# How a node of version 0.5 fails at an order of now.
+_OLDER = "Order.__init__() got an unexpected keyword"
+_INSTALL = "the node has an older version of cfedavg than the server: install the same on both"
 FAILED = "app failed"  # the cause of which only the app knows more
 TOO_LARGE = CAUSES[records.TOO_LARGE]
 Who = TypeVar("Who")
@@ -144,8 +147,10 @@ class Door:
 
     def _answer(self, reply: Message, most: int) -> Answer:
         if reply.has_error():
-            code = reply.error.code
-            raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, FAILED), reason(reply))))
+            code, why = reply.error.code, reason(reply)
+            if code not in CAUSES and _OLDER in why:
+                raise Rejected(CAUSES[records.OTHER_VERSION], _INSTALL)
+            raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, FAILED), why)))
         if (size := size_of(reply)) > most + MOST_FACTS + self.form.whole_bytes:
             raise Rejected("malformed", f"a message of {size:,} bytes is longer than any of this model")
         try:

@@ -13,7 +13,8 @@ from cfedavg.engines.common import reproducible, seed_generators
 from cfedavg.errors import InputError
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower.app.settings import config_of
-from cfedavg.flower.mod import STEPS, compressed
+from cfedavg.flower.app_reply import STEPS
+from cfedavg.flower.mod import compressed
 from cfedavg.local import after, batches, clock, local_steps
 from cfedavg.plan import Plan
 
