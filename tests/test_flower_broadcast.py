@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import random
 import re
 import shutil
@@ -41,7 +42,7 @@ from tests.grid import (
     travelled,
 )
 from tests.test_flower_books import refuses
-from tests.test_flower_inner import INNER, sized
+from tests.test_flower_inner import INNER, Misshapen, sized
 
 pytestmark = pytest.mark.usefixtures("without_waiting")
 
@@ -686,3 +687,21 @@ def test_a_disk_is_full(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert versions[1, "node0"] == "1.2"
     assert set(it.downloads(2).values()) == {"chain + chain"}
     assert all("client_total" in row for row in it.rows)
+
+
+@pytest.mark.parametrize("down", [DOWN, "topk(0.9)", "int4(64)"])
+def test_a_model_too_large_to_broadcast(down: str, tmp_path: Path) -> None:
+    """It is finite, but its copy or the way to it is not: the round is void, and the run goes on."""
+    signs = iter((1, -1, 1))
+    inner = Misshapen(lambda arrays: {**arrays, "b": np.full(24, next(signs) * 3.4e38, np.float32)})
+    it = Watched(tmp_path, Adding())
+    found = it.start(3, inner, compressor="topk(0.9)", compressor_down=down, max_norm=math.inf)
+    assert same(found.arrays, it.model)
+    why = "the model made from the replies holds 3.4e+38, above 1e+36: lower the rate, or set max_norm"
+    assert {row["why"] for row in it.of_nodes} == {why}
+
+
+def test_a_first_model_too_large_to_broadcast(tmp_path: Path) -> None:
+    it = Watched(tmp_path, Adding(), model=LARGE | {"b": np.full(24, -3.4e38, np.float32)})
+    with pytest.raises(InputError, match=r"initial_arrays: 'b' must not hold a number above 1e\+36"):
+        it.run(1)

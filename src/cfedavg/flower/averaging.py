@@ -26,7 +26,8 @@ from cfedavg.flower.taking import Taken, with_samples
 from cfedavg.payload import Payload
 
 Rate = float | Callable[[int], float]
-_NOT_FINITE = "the model made from the replies is NaN or infinite: lower the rate, or set max_norm"
+_REMEDY = "lower the rate, or set max_norm"
+LARGEST = 1e36  # of a model's numbers: a copy of it, and the way from one model to another, stay finite
 
 
 class Outcome(NamedTuple):
@@ -100,6 +101,16 @@ class Round:
         self.outcomes[who] = self.outcomes[who]._replace(what=cause, why=why)
 
 
+def _object_to(x: NDArray[np.float32], whole: bytes, form: Form) -> str:
+    """Return why a model cannot be the next one; empty if it can."""
+    if not np.isfinite(x).all() or not form.is_finite(whole):
+        return f"the model made from the replies is NaN or infinite: {_REMEDY}"
+    largest = float(np.abs(x).max(initial=0))
+    if largest > LARGEST:
+        return f"the model made from the replies holds {largest:.3g}, above {LARGEST:g}: {_REMEDY}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Alone:
     """Lines 17 to 19 of Algorithm 1."""
@@ -119,8 +130,8 @@ class Alone:
         pairs = ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True))
         x_next, memory = self._step(now, model, pairs, everyone)
         whole_next = self.form.mean_whole([each.whole for each in taken], weights)
-        if not np.isfinite(x_next).all() or not self.form.is_finite(whole_next):
-            now.is_void(_NOT_FINITE)
+        if why := _object_to(x_next, whole_next, self.form):
+            now.is_void(why)
             return model
         if not all(np.isfinite(each).all() for each in memory.vectors().values()):
             now.is_void("the server optimiser or the feedback would remember NaN or Inf")
@@ -181,8 +192,8 @@ class Through:
         if wrong := self.form.difference(found, kinds=False):
             raise InputError(f"the inner strategy made another model: {wrong}")
         x_next, whole_next = self.form.split(found)
-        if not np.isfinite(x_next).all() or not self.form.is_finite(whole_next):
-            now.is_void(_NOT_FINITE)
+        if why := _object_to(x_next, whole_next, self.form):
+            now.is_void(why)
             return None
         return x_next, whole_next
 

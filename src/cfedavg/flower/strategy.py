@@ -22,7 +22,7 @@ from cfedavg.compress import parse
 from cfedavg.config import APP, Config
 from cfedavg.errors import InputError
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.flower.averaging import Alone, Averaging, Rate, Through
+from cfedavg.flower.averaging import LARGEST, Alone, Averaging, Rate, Through
 from cfedavg.flower.books import Books
 from cfedavg.flower.channels import Channels
 from cfedavg.flower.evaluation import EvaluateFunction
@@ -234,6 +234,8 @@ class CFedAvg(Strategy):
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
+            if array.dtype == np.float32 and np.abs(array).max(initial=0) > LARGEST:
+                raise InputError(f"initial_arrays: {name!r} must not hold a number above {LARGEST:g}")
         form = Form.of(arrays, self.whole)
         if form.whole_bytes > 4 * form.layout.d:
             log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
