@@ -108,7 +108,7 @@ for text in ("topk(0.9)", "topk(0.9) >> int3(64)", "rd(0.9) >> bf16"):
     w = downlink.first(draw(300).astype(np.float32))
     made = downlink.send(w + draw(300).astype(np.float32), w, key=7)
     message = encode(made.payload, layout)
-    known = Downloads.none(w).after(0, w, made.memory, len(message), [0])
+    known = Downloads.none(w).after(0, w, made.memory, len(message), [0], 100)
     at = np.flatnonzero(known.changed)
     ways = [
         downlink.receive(w, decode(message, layout=layout)),

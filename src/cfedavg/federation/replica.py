@@ -100,8 +100,7 @@ class ModelReplica:
         for message in chain.messages:
             payload = decode(message, layout=self.layout)
             at = slice(None) if payload.indices is None else payload.indices
-            # A value of 0 changes nothing but -0.0, of which it makes 0.0.
-            changed[at] |= (values_of(payload) != 0) | (w[at] == 0)
+            changed[at] |= values_of(payload) != 0  # a copy holds no -0, of which a 0 would make 0
         at = np.flatnonzero(changed)
         if not worth_sending(len(at), self.layout.d):
             return None

@@ -179,6 +179,7 @@ class FederationState:
 def _read_options(stored: Any) -> FixedOptions:
     table = renew(checks.table("options", stored))
     table.pop("local_optimiser", None)  # of a state that was stored before the server optimiser was an option
+    table.setdefault("compressor_down", "none")  # and before the broadcast was compressed
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:
         raise ValueError(f"it has one option too many, {reprlib.repr(min(table))}")
