@@ -23,7 +23,7 @@ from cfedavg.downlink import Downlink, shortest, worth_sending
 from cfedavg.payload import Payload
 from cfedavg.wire import measure
 
-KEPT = 1024  # messages, at the most; a client that has missed others gets the whole model
+KEPT = 1024  # messages that a server keeps, at the most; who has missed others gets the whole model
 
 
 class Download(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cfedavg.downloads import KEPT
 from cfedavg.federation.versions import (
     Chain,
     Changes,
@@ -14,7 +15,6 @@ from cfedavg.federation.versions import (
     next_version,
 )
 
-MOST_MESSAGES = 1024
 MOST_BYTES = 2**26
 
 
@@ -37,7 +37,7 @@ class Primary:
         return self.versions[-1]
 
     def advance(
-        self, message: bytes, w_next: Any, *, most: int = MOST_MESSAGES, most_bytes: int = MOST_BYTES
+        self, message: bytes, w_next: Any, *, most: int = KEPT, most_bytes: int = MOST_BYTES
     ) -> Primary:
         """Return the copy after a round's message, which leads to w_next.
 
