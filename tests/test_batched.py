@@ -7,6 +7,7 @@ import platform
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -704,6 +705,26 @@ def test_weight_grad_splits_long_sums() -> None:
     assert torch.equal(*found)
     exact = ops.weight_grad(x.double(), dy.double(), shape, "ieee")
     assert (found[0] - exact).abs().max() < 2**-16 * exact.abs().max()
+
+
+@pytest.mark.gpu
+def test_other_threads_use_the_gpu_while_a_step_is_recorded() -> None:
+    """The engine counts downloads in threads, which wait for the GPU while the next round is recorded."""
+    said: list[str] = []
+    recorder = Recorder(Step(mlp(), F.cross_entropy, SGD()), torch.device("cuda"), said.append)
+    mask = torch.tensor([True, False, True], device="cuda")
+    total = torch.zeros(1, device="cuda")
+    counts: list[int] = []
+
+    def step(inputs: list[Tensor]) -> None:
+        total.add_(inputs[0])
+        with ThreadPoolExecutor(1) as pool:
+            counts.append(pool.submit(lambda: len(mask.nonzero())).result())
+
+    play = recorder._recorded(step, [torch.ones(1, device="cuda")])
+    for _ in range(3):
+        play([torch.full((1,), 2.0, device="cuda")])
+    assert (total.item(), counts, said) == (6.0, [2], [])
 
 
 # What the engines fall back on

@@ -151,7 +151,8 @@ class Recorder:
         inputs = [each.clone() for each in given]
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # Threads that count bytes go on using the GPU. The default mode forbids them to wait for it.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run(inputs)
         except torch.OutOfMemoryError:
             raise
