@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cfedavg.compress import parse
 from cfedavg.downlink import Copies
-from cfedavg.federation.replica import ModelReplica
+from cfedavg.federation import copy_kernels
+from cfedavg.federation.replica import TOGETHER, ModelReplica
 from cfedavg.layout import Layout
 from cfedavg.wire import encode
 
@@ -44,3 +45,20 @@ def test_the_kernels_add_as_copies_do(text: str, rounds: bool, x: np.ndarray, p:
     twice = replica.apply(kept, [encode(payload, LAYOUT)] * 2)
     again = copies.receive(copies.receive(w, payload), payload)
     assert twice.tobytes() == replica.keep(again).tobytes()
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_chain_is_added_tile_by_tile(monkeypatch: pytest.MonkeyPatch, rounds: bool) -> None:
+    """Tiles that end inside blocks of a scale, and more messages than are decoded at once."""
+    monkeypatch.setattr(copy_kernels, "TILE", 7)
+    rng, layout, copies = np.random.default_rng(5), Layout.flat(100), Copies(rounds)
+    replica, texts = ModelReplica(layout, rounds), ["topk(0.6) >> int3(16)", "int8(32)", "topk(0.9) >> bf16"]
+    payloads = [
+        parse(texts[i % 3 if i < 6 else 0]).compress(rng.normal(size=100).astype(np.float32), i, layout)
+        for i in range(TOGETHER + 5)
+    ]
+    w = expected = copies.first(rng.normal(size=100).astype(np.float32))
+    for payload in payloads:
+        expected = copies.receive(expected, payload)
+    found = replica.apply(replica.keep(w), [encode(payload, layout) for payload in payloads])
+    assert found.tobytes() == replica.keep(expected).tobytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from cfedavg.arrays import Array, from_bf16, to_bf16
 from cfedavg.compress import values_of
 from cfedavg.downlink import Copies, Downlink, shortest, worth_sending
 from cfedavg.federation.broadcast_format import pack
-from cfedavg.federation.copy_kernels import add_to
+from cfedavg.federation.copy_kernels import add_all
 from cfedavg.federation.primary import Primary
 from cfedavg.federation.protocol import Stamp
 from cfedavg.federation.versions import Broadcast, Chain, Changes, Version, Whole, digest_of
@@ -21,6 +22,8 @@ from cfedavg.keys import Purpose, key
 from cfedavg.layout import Layout
 from cfedavg.payload import Payload
 from cfedavg.wire import WireError, decode, encode
+
+TOGETHER = 10  # messages that are decoded before they are added: a node has room for these
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,18 @@ class ModelReplica:
 
     def apply(self, w: Array, messages: Sequence[bytes]) -> Array:
         """Return the copy after the messages of some rounds."""
-        w_next = np.array(w)
-        for message in messages:
-            payload = decode(message, layout=self.layout)
-            if payload.indices is None:
-                w_next = self.keep(self._copies.receive(self.model(w_next), payload))
-            else:
-                add_to(w_next, payload)
-        return w_next
+        for first in range(0, len(messages), TOGETHER):
+            payloads = [decode(each, layout=self.layout) for each in messages[first : first + TOGETHER]]
+            for listed, group in groupby(payloads, lambda payload: payload.indices is not None):
+                add = add_all if listed else self._add_dense
+                w = add(w, list(group))
+        return w
+
+    def _add_dense(self, w: Array, payloads: Sequence[Payload]) -> Array:
+        """Return the copy after payloads that list no coordinates."""
+        for payload in payloads:
+            w = self.keep(self._copies.receive(self.model(w), payload))
+        return w
 
     def change(self, w: Array, message: bytes) -> Array:
         """Return the copy with the values that the message holds."""
