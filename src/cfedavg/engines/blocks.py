@@ -1,7 +1,7 @@
 """The fast engine: local work by a trainer, in blocks of clients; clients shared out among ranks.
 
 What a round does is what the reference engine does, client by client; here blocks go through the same
-functions of `algorithm`, residuals stay on the device, and bytes are counted while the device goes on.
+functions of `algorithm`, residuals stay on the device, and bytes are counted while the device trains.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -36,6 +35,7 @@ from cfedavg.engines.common import (
     reproducible,
     seed_generators,
 )
+from cfedavg.engines.counters import Counters
 from cfedavg.engines.crew import Crew, serve
 from cfedavg.engines.ledger import Ledger
 from cfedavg.engines.probes import takes_channels_last
@@ -80,7 +80,7 @@ class BlockEngine:
         self.ledger = Ledger(self.layout, messages, owner=self.ranks.rank == 0)
         self.trainer = make_trainer(self.vectors, self._prepare)
         # A GPU leaves the processor free to count; a CPU has better things to do at the same time.
-        self._counters = ThreadPoolExecutor(COUNTERS) if device.type == "cuda" else None
+        self._counters = Counters(COUNTERS) if device.type == "cuda" else None
         self.behind = 1 if self._counters else 0
         self.crew = Crew(self.ranks)
         self.channel = plan.channel(self.layout)
@@ -106,12 +106,14 @@ class BlockEngine:
         return after, partial(record, plan, self.up, self.layout.d, parts, broadcast_of(state, after), counts)
 
     def _begin_count(self, count: Count) -> Count:
-        """Have downloads counted at once where the processor is free, else when the result is asked for."""
-        return cache(count) if self._counters is None else self._counters.submit(count).result
+        """Have downloads counted by threads, or when the result is asked for."""
+        return cache(count) if self._counters is None else self._counters.hand_in(count)
 
     def _part(self, state: State) -> tuple[Residuals, Sent]:
         """The round of the clients of this rank, and its residuals after it."""
         plan, t, sent = self.plan, state.t, Sent()
+        if self._counters:
+            self._counters.begin()
         busy = (i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
         mine = self.ranks.mine(busy)
         kept: dict[int, Tensor] = {}
@@ -202,13 +204,14 @@ class BlockEngine:
         sent.buffers += list(b_sent)
 
     def _have_counted(self, t: int, each: list[tuple[int, Payload]], sent: Sent) -> None:
-        """At once, or by others while this thread goes on."""
+        """At once, or by threads while the next round trains."""
         if self._counters is None:
             sent.counts.append(self._count(t, each))
             return
-        share = -(-len(each) // COUNTERS)
+        share = -(-len(each) // self._counters.threads)
         for start in range(0, len(each), share):
-            sent.counts.append(self._counters.submit(self._count, t, each[start : start + share]))
+            part = partial(self._count, t, each[start : start + share])
+            sent.counts.append(self._counters.hand_in(part))
 
     def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
         return [n for client, one in each for n in self.ledger.replies(t, [client], one)]
@@ -288,7 +291,7 @@ class BlockEngine:
             self.crew.dismiss()
         finally:
             if self._counters:
-                self._counters.shutdown()
+                self._counters.close()
 
     def serve(self) -> State:
         """What a rank other than 0 does, until it is sent home; the last state that it saw."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,14 +36,14 @@ class Sent:
     payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # with whose they are
     buffers: list[Tensor] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)  # without bytes
-    counts: list[Future[list[int]] | list[int]] = field(default_factory=list)
+    counts: list[Callable[[], list[int]] | list[int]] = field(default_factory=list)
     g_sum: Tensor | None = None
     norms2: list[float] = field(default_factory=list)  # of all residuals of this rank
     diverged: list[int] = field(default_factory=list)
 
     def bytes(self) -> list[int]:
         """Of every client, in order; waits for those that are still being counted."""
-        found = [each.result() if isinstance(each, Future) else each for each in self.counts]
+        found = [each() if callable(each) else each for each in self.counts]
         return [n for block in found for n in block]
 
 
