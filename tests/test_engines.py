@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.engines import choose_engine
+from cfedavg.engines.counters import Counters
 from cfedavg.errors import Diverged
 from cfedavg.plan import Plan
 from cfedavg.stack.recorder import Recorder
@@ -344,3 +346,19 @@ def test_broadcasts(compressor: str, engine: str, device: str) -> None:
 @pytest.mark.parametrize("feedback", ["ef", "none"])
 def test_compressors(compressor: str, feedback: str, engine: str, device: str) -> None:
     agree(blobs(), engine, device, compressor=compressor, feedback=feedback, batch_size=8)
+
+
+def test_counters_begin_when_told_or_when_asked() -> None:
+    counters, begun = Counters(2), threading.Event()
+
+    def fail() -> int:
+        begun.set()
+        raise ValueError("no length")
+
+    length = counters.hand_in(lambda: 7)
+    failing = counters.hand_in(fail)
+    assert not begun.is_set()
+    assert length() == 7
+    with pytest.raises(ValueError, match="no length"):
+        failing()
+    counters.close()
