@@ -5,7 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 MISSING = find_spec("flwr") is None
-NEED_IT = ["tests/test_flower*.py", "tests/grid.py", "tests/witness.py", "src/cfedavg/flower"]
+NEED_IT = [
+    "tests/flower/test_*.py",
+    "tests/grid.py",
+    "tests/witness.py",
+    "src/cfedavg/flower",
+    "src/cfedavg/launch",
+]
 
 collect_ignore_glob = NEED_IT * MISSING
 

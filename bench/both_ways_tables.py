@@ -16,9 +16,9 @@ from typing import Any
 
 from bench.both_ways import METHODS
 
-from cfedavg.config import Config
-from cfedavg.keys import Purpose, key, permutation
-from cfedavg.units import in_bytes
+from cfedavg.core.config import Config
+from cfedavg.core.keys import Purpose, key, permutation
+from cfedavg.core.units import in_bytes
 
 RESULTS = Path(__file__).parents[1] / "results" / "both-ways"
 ROUNDS = (8, 20, 40)

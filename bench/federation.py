@@ -23,10 +23,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cfedavg.flower.machine import Machine
-from cfedavg.flower.ports import HOST
-from cfedavg.flower.services import plain
-from cfedavg.folder import read_rows
+from cfedavg.core.run_files import read_rows
+from cfedavg.launch.local_federation import Machine
+from cfedavg.launch.ports import HOST
+from cfedavg.launch.services import plain
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 LIMIT = 900.0  # seconds for a run

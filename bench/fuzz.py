@@ -32,8 +32,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from cfedavg.layout import Layout
-from cfedavg.payload import Floats, Payload, blocks
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Floats, Payload, blocks
 from cfedavg.wire import WireError, decode, encode
 from cfedavg.wire.header import CHECKSUM, SIZE
 

@@ -22,8 +22,8 @@ from rich.progress import track
 from torch import nn
 
 from cfedavg import Config, Task
-from cfedavg.engines import choose_engine
-from cfedavg.plan import Plan
+from cfedavg.simulate.engines import choose_engine
+from cfedavg.simulate.plan import Plan
 
 FEATURES, CLASSES, SAMPLES, REPEATS = 64, 10, 60, 5
 Rounds = Callable[[], None]

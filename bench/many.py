@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from cfedavg import Config, run
-from cfedavg.loop import Observer
+from cfedavg.simulate.run import Observer
 
 CLIENTS, A_ROUND = 10_000, 100
 

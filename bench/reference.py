@@ -20,9 +20,9 @@ from rich.table import Table
 
 from cfedavg import Config, Task
 from cfedavg.data.tasks import build_task
-from cfedavg.engines import ReferenceEngine
-from cfedavg.local import batches
-from cfedavg.plan import Plan
+from cfedavg.simulate.engines import ReferenceEngine
+from cfedavg.simulate.local import batches
+from cfedavg.simulate.plan import Plan
 
 CLIENTS, K, BATCH, REPEATS = 4, 10, 64, 9
 FLOOR = "plain PyTorch"

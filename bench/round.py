@@ -27,9 +27,9 @@ import cfedavg
 from cfedavg import Config
 from cfedavg.channel import Channel
 from cfedavg.data.tasks import build_task
-from cfedavg.engines import BlockEngine, choose_engine, sent
-from cfedavg.loop import Observer
-from cfedavg.plan import Plan
+from cfedavg.simulate.engines import BlockEngine, choose_engine, sent
+from cfedavg.simulate.plan import Plan
+from cfedavg.simulate.run import Observer
 
 
 def parsed(words: list[str]) -> Config:

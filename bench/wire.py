@@ -26,12 +26,12 @@ from rich.table import Table
 
 from cfedavg import Config, Layout, decode, decompress, encode, parse
 from cfedavg.compress.largest import largest
+from cfedavg.core.payload import Floats, Payload
 from cfedavg.data.tasks import build_task
-from cfedavg.engines import ReferenceEngine
-from cfedavg.federation.replica import ModelReplica
+from cfedavg.federate.replica import ModelReplica
 from cfedavg.models import cnn, resnet18
-from cfedavg.payload import Floats, Payload
-from cfedavg.plan import Plan
+from cfedavg.simulate.engines import ReferenceEngine
+from cfedavg.simulate.plan import Plan
 from cfedavg.wire.explain import entropy_bound
 from cfedavg.wire.header import read_header
 

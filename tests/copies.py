@@ -6,8 +6,8 @@ import random
 import struct
 from collections.abc import Iterable, Sequence
 
-from cfedavg.federation.primary import Primary
-from cfedavg.federation.versions import Broadcast, Changes, Version, Whole, digest_of
+from cfedavg.federate.primary import Primary
+from cfedavg.federate.versions import Broadcast, Changes, Version, Whole, digest_of
 from cfedavg.wire import WireError
 
 D = 5

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import cfedavg
-from cfedavg.folder import Folder
+from cfedavg.simulate.folder import Folder
 
 SOURCE = str(Path(cfedavg.__file__).parent)
 Place = tuple[tuple[str, int], ...]  # lines of the package, each called by the next
@@ -134,11 +134,11 @@ class Disk:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        places = [("cfedavg.tensors.save_file", self.save_file), ("os.fsync", self.fsync)]
+        places = [("cfedavg.core.tensors.save_file", self.save_file), ("os.fsync", self.fsync)]
         places += [(f"pathlib.Path.{name}", getattr(self, name)) for name in
                    ("write_bytes", "replace", "unlink", "mkdir")]  # fmt: skip
-        places += [("cfedavg.folder.Folder.append", self.append)]
-        places += [("cfedavg.federation.journal.append", self.append_bytes)]
+        places += [("cfedavg.simulate.folder.Folder.append", self.append)]
+        places += [("cfedavg.federate.journal.append", self.append_bytes)]
         places += [("os.getpid", lambda real: real() + self.number)]  # no process is another
         with pytest.MonkeyPatch.context() as patch:
             for place, mine in places:

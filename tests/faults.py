@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from cfedavg.federation.broadcast_format import pack, unpack
-from cfedavg.federation.client import (
+from cfedavg.federate.broadcast_format import pack, unpack
+from cfedavg.federate.client import (
     Client,
     Evaluate,
     NeedWhole,
@@ -30,10 +30,10 @@ from cfedavg.federation.client import (
     catch_up,
     receive,
 )
-from cfedavg.federation.primary import Primary
-from cfedavg.federation.protocol import NEVER, Mark, Request, Stamp, mark_of
-from cfedavg.federation.server import Server, ended, held_version, objection, request_of, restored
-from cfedavg.federation.versions import Broadcast, Chain, Copy, Version, Whole, follow
+from cfedavg.federate.primary import Primary
+from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, mark_of
+from cfedavg.federate.server import Server, ended, held_version, objection, request_of, restored
+from cfedavg.federate.versions import Broadcast, Chain, Copy, Version, Whole, follow
 from tests.copies import REPLICA, ZERO, advance, changes_of, draw_message, pack_items, whole_of
 
 D, KEPT = 6, 2
@@ -204,7 +204,7 @@ class World:
         return Client(self.incarnations, 0)
 
     def run(self) -> World:
-        with mock.patch("cfedavg.federation.client.follow", self.rules.follow):
+        with mock.patch("cfedavg.federate.client.follow", self.rules.follow):
             for self.now in range(ROUNDS):
                 self.round()
             self.settle()

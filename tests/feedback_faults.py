@@ -13,13 +13,13 @@ import numpy as np
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Channel
-from cfedavg.federation.client import Client
-from cfedavg.federation.protocol import Request
-from cfedavg.federation.server import Server
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Floats, Payload
+from cfedavg.federate.client import Client
+from cfedavg.federate.protocol import Request
+from cfedavg.federate.server import Server
 from cfedavg.feedback import Books, Feedback
-from cfedavg.layout import Layout
 from cfedavg.optimise.server import ServerSGD
-from cfedavg.payload import Floats, Payload
 from tests.faults import CLIENTS, KEPT, RATES, Broken, D, Fate, Model, World
 
 OF_DISKS = ("disk gone", "old disk", "server from backup")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cfedavg import keys
-from cfedavg.layout import Layout
-from cfedavg.payload import Floats, Levels, Mask, Payload, blocks
+from cfedavg.core import keys
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
 from cfedavg.wire import encode
 
 FOLDER = Path(__file__).parent / "golden"

@@ -36,18 +36,18 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
-from cfedavg.federation.client import Client
-from cfedavg.federation.client_store import ClientStore
-from cfedavg.federation.protocol import mark_of
-from cfedavg.federation.server import Server
-from cfedavg.federation.server_store import ServerStore
-from cfedavg.federation.state_file import FILE
-from cfedavg.federation.uplink import Uplink
+from cfedavg.core.run_files import read_rows
+from cfedavg.federate.client import Client
+from cfedavg.federate.client_store import ClientStore
+from cfedavg.federate.protocol import mark_of
+from cfedavg.federate.server import Server
+from cfedavg.federate.server_store import ServerStore
+from cfedavg.federate.state_file import FILE
+from cfedavg.federate.uplink import Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed
-from cfedavg.flower.form import Form
-from cfedavg.flower.parcel import Packing
-from cfedavg.folder import read_rows
+from cfedavg.flower.array_layout import Form
+from cfedavg.flower.client_message import Packing
 
 # Outside a task of Flower's no Message can be made.
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from bench import both_ways_tables
 
-from cfedavg.config import Config, read_config
+from cfedavg.core.config import Config, read_config
+from cfedavg.core.units import in_bytes
 from cfedavg.reproduce import archive, claims, studies
 from cfedavg.reproduce.command import of_scale
 from cfedavg.reproduce.command import page as page_of
 from cfedavg.reproduce.grid import CELLS
 from cfedavg.reproduce.tables import as_markdown
-from cfedavg.units import in_bytes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

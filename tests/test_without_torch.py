@@ -51,12 +51,12 @@ from pathlib import Path
 import numpy as np
 from cfedavg import Aggregator, Channel, Layout, parse
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.federation.client import Train, answer, receive
-from cfedavg.federation.protocol import Request, Stamp
-from cfedavg.federation.client_store import ClientStore
-from cfedavg.federation.server import Server
-from cfedavg.federation.server_store import Served, ServerStore
-from cfedavg.federation.uplink import Uplink
+from cfedavg.federate.client import Train, answer, receive
+from cfedavg.federate.protocol import Request, Stamp
+from cfedavg.federate.client_store import ClientStore
+from cfedavg.federate.server import Server
+from cfedavg.federate.server_store import Served, ServerStore
+from cfedavg.federate.uplink import Uplink
 from cfedavg.optimise import SERVER_OPTIMISERS
 from cfedavg.wire import decode
 
@@ -98,8 +98,8 @@ def test_a_copy_of_the_broadcast_is_kept() -> None:
 import numpy as np
 from cfedavg.compress import parse
 from cfedavg.downlink import Downlink
-from cfedavg.downloads import Downloads
-from cfedavg.layout import Layout
+from cfedavg.simulate.downloads import Downloads
+from cfedavg.core.layout import Layout
 from cfedavg.wire import decode, encode
 
 layout, draw = Layout.flat(300), np.random.default_rng(0).standard_normal

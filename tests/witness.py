@@ -14,10 +14,10 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
-from cfedavg.files import replacing, write_atomic
-from cfedavg.flower.app import client
+from cfedavg.core.files import replacing, write_atomic
 from cfedavg.flower.mod import compressed
 from cfedavg.flower.records import answer_of, order_of
+from cfedavg.launch.app import client
 
 
 def _folder(context: Context) -> Path:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from cfedavg.algorithm import Aggregator, average, local_update
     from cfedavg.channel import Channel
     from cfedavg.compress import Compressor, Quantiser, Selector, decompress, parse
-    from cfedavg.config import Config
-    from cfedavg.errors import InputError
+    from cfedavg.core.config import Config
+    from cfedavg.core.errors import InputError
+    from cfedavg.core.layout import Layout
+    from cfedavg.core.payload import Payload
     from cfedavg.feedback import Feedback
-    from cfedavg.layout import Layout
-    from cfedavg.loop import Result, run
     from cfedavg.optimise.local import GradientChange, LocalOptimiser
     from cfedavg.optimise.server import ServerOptimiser
-    from cfedavg.payload import Payload
+    from cfedavg.simulate.run import Result, run
     from cfedavg.task import Task
     from cfedavg.wire import WireError, decode, encode
 
@@ -28,12 +28,12 @@ _HOME = {
     "algorithm": ("Aggregator", "average", "local_update"),
     "channel": ("Channel",),
     "compress": ("Compressor", "Quantiser", "Selector", "decompress", "parse"),
-    "config": ("Config",),
-    "errors": ("InputError",),
+    "core.config": ("Config",),
+    "core.errors": ("InputError",),
     "feedback": ("Feedback",),
-    "layout": ("Layout",),
-    "payload": ("Payload",),
-    "loop": ("Result", "run"),
+    "core.layout": ("Layout",),
+    "core.payload": ("Payload",),
+    "simulate.run": ("Result", "run"),
     "optimise.local": ("GradientChange", "LocalOptimiser"),
     "optimise.server": ("ServerOptimiser",),
     "task": ("Task",),

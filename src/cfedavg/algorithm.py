@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cfedavg.arrays import Array, add_in_order, cast_like, place, zeros
 from cfedavg.compress import client_of_value, values_of
+from cfedavg.core.arrays import Array, add_in_order, cast_like, place, zeros
+from cfedavg.core.payload import Payload
 from cfedavg.feedback import Feedback, Weights
 from cfedavg.optimise import ServerOptimiser
-from cfedavg.payload import Payload
 
 
 def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:

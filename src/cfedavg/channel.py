@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cfedavg.arrays import Array, cast_like, norm2
 from cfedavg.compress import Compressor, minus, values_of
+from cfedavg.core.arrays import Array, cast_like, norm2
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Payload
 from cfedavg.feedback import Feedback
-from cfedavg.layout import Layout
-from cfedavg.payload import Payload
 
 SPIKE = 1024  # times the bound: from what is larger, float32 could not subtract what is sent
 

@@ -15,15 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cfedavg.arrays import Array, arange, cast, cast_like, copy, dtype_of, round_to_bf16, to_bf16
 from cfedavg.channel import Channel, Outgoing
 from cfedavg.compress import Compressor, Everything, plus, values_of
+from cfedavg.core.arrays import Array, arange, cast, cast_like, copy, dtype_of, round_to_bf16, to_bf16
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Floats, Payload
 from cfedavg.feedback import EF21
-from cfedavg.layout import Layout
-from cfedavg.payload import Floats, Payload
 
 _FLOATS, _BYTES = {"float32": "fp32", "float64": "fp64"}, {"float32": 4, "float64": 8}
 T = TypeVar("T")
+KEPT = 1024  # messages that a server keeps, at the most; who has missed others gets the whole model
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from cfedavg.arrays import Array
 from cfedavg.compress import minus, plus
-from cfedavg.errors import InputError
-from cfedavg.parts import Part, Registry
-from cfedavg.payload import Payload
+from cfedavg.core.arrays import Array
+from cfedavg.core.errors import InputError
+from cfedavg.core.parts import Part, Registry
+from cfedavg.core.payload import Payload
 
 
 class Weights(NamedTuple):
@@ -134,7 +134,7 @@ class ErrorFeedback(Feedback):
     >>> import numpy as np
     >>> from cfedavg.compress import parse
     >>> from cfedavg.channel import Channel
-    >>> from cfedavg.layout import Layout
+    >>> from cfedavg.core.layout import Layout
     >>> channel = Channel(parse("topk(0.6)"), ErrorFeedback(), Layout.flat(3))
     >>> sent = channel.send(np.array([1.0, -3.0, 0.5]), np.array([0.5, 0.0, 0.0]), key=0)
     >>> sent.payload.indices.tolist(), sent.payload.values.data.tolist(), sent.memory.tolist()
@@ -176,7 +176,7 @@ class EF21(Feedback):
     >>> import numpy as np
     >>> from cfedavg.compress import parse
     >>> from cfedavg.channel import Channel
-    >>> from cfedavg.layout import Layout
+    >>> from cfedavg.core.layout import Layout
     >>> channel = Channel(parse("topk(0.5)"), EF21(), Layout.flat(2))
     >>> sent = channel.send(np.array([4.0, 1.0]), np.array([3.0, 3.0]), key=0)
     >>> sent.payload.values.data.tolist(), sent.memory.tolist()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cfedavg.errors import InputError
-from cfedavg.keys import Purpose, key, signed
-from cfedavg.spec import load
+from cfedavg.core.errors import InputError
+from cfedavg.core.keys import Purpose, key, signed
+from cfedavg.core.spec import load
 
 Shape = tuple[int, ...]
 

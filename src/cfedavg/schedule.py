@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cfedavg.config import Config
-from cfedavg.errors import InputError
-from cfedavg.keys import Purpose, key, uniform
+from cfedavg.core.config import Config
+from cfedavg.core.errors import InputError
+from cfedavg.core.keys import Purpose, key, uniform
+from cfedavg.core.spec import Range, build
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
-from cfedavg.spec import Range, build
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from cfedavg.errors import InputError, NotFinite, first_line
-from cfedavg.fingerprint import data_print, model_print
+from cfedavg.core.errors import InputError, NotFinite, first_line
+from cfedavg.core.fingerprint import data_print, model_print
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]

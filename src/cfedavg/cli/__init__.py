@@ -11,7 +11,7 @@ import signal
 import sys
 
 from cfedavg.cli.outlet import outlets
-from cfedavg.interrupts import leave, listening
+from cfedavg.core.interrupts import leave, listening
 
 __all__ = ["main"]
 
@@ -29,7 +29,7 @@ def main() -> None:
         except KeyboardInterrupt:
             code = interrupted
     code = request.code if code == interrupted else code
-    ranks = sys.modules.get("cfedavg.engines.ranks")  # not imported for this: it takes long
+    ranks = sys.modules.get("cfedavg.simulate.engines.ranks")  # not imported for this: it takes long
     if ranks and ranks.Ranks.under_torchrun:
         leave(code)
     sys.exit(code)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
+from cfedavg.cli.console import fail, first_rank_only
 from cfedavg.cli.federate import federation
-from cfedavg.cli.looking import data, inspect_message
+from cfedavg.cli.inspect import data, inspect_message
 from cfedavg.cli.paper import claims, reproduce
 from cfedavg.cli.parts import parts
 from cfedavg.cli.training import report, run, sweep
-from cfedavg.cli.voice import fail, first_rank_only
-from cfedavg.errors import InputError
+from cfedavg.core.errors import InputError
 
 # The base class of click's errors, wherever this version of typer has its click.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]

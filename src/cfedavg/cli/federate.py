@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from cfedavg.cli.console import PLAIN, OptionConsole, fail
 from cfedavg.cli.options import Out, Resume, Trust, config_from, folder, takes_config
-from cfedavg.cli.voice import PLAIN, OptionConsole, fail
-from cfedavg.config import fields_where
-from cfedavg.files import exists
-from cfedavg.flower.app.settings import DEFAULT
+from cfedavg.core.config import fields_where
+from cfedavg.core.files import exists
+from cfedavg.launch.app.settings import DEFAULT
 
 federation = typer.Typer(
     no_args_is_help=True, help="Train with Flower: real clients, real messages, faults survived."
@@ -42,9 +42,9 @@ def federate_up(
 
     A Flower SuperLink and a SuperNode for each client, with TLS and a key for every node, on 127.0.0.1.
     """
-    from cfedavg.display import Display
-    from cfedavg.flower.control import RunFailed
-    from cfedavg.flower.up import up
+    from cfedavg.cli.progress import Display
+    from cfedavg.launch.control import RunFailed
+    from cfedavg.launch.up import up
 
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     old = out / "config.toml"

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cfedavg.config import OPTIONS, Config, kinds, read_config, refuse_code
-from cfedavg.errors import InputError
+from cfedavg.core.config import OPTIONS, Config, kinds, read_config, refuse_code
+from cfedavg.core.errors import InputError
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on where the run in --out stopped")]

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from cfedavg.cli.console import OptionConsole, ranks
 from cfedavg.cli.options import flag
-from cfedavg.cli.voice import OptionConsole, ranks
-from cfedavg.errors import InputError
+from cfedavg.core.errors import InputError
 
 # What --draw has no use for.
 _TRAINING = {"resume", "minutes", "rounds", "data_dir", "device", "precision"}

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from cfedavg.cli.console import OptionConsole
 from cfedavg.cli.options import flag
-from cfedavg.cli.voice import OptionConsole
-from cfedavg.errors import InputError
+from cfedavg.core.errors import InputError
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -53,11 +53,11 @@ def parts(
 
 def _compressors(console: Console, d: int) -> Table:
     """With the guaranteed SNR, and bytes of a message of Gaussian noise: a run counts its own messages."""
+    from cfedavg.cli.inspect_message import estimated_bytes
     from cfedavg.compress import EXAMPLES, parse
-    from cfedavg.inspection import estimated_bytes
-    from cfedavg.layout import Layout
-    from cfedavg.parts import first_sentence
-    from cfedavg.units import in_bytes
+    from cfedavg.core.layout import Layout
+    from cfedavg.core.parts import first_sentence
+    from cfedavg.core.units import in_bytes
 
     title = (
         f"{flag('compressor')} (up) and {flag('compressor_down')}: selector >> quantiser, for d = {d:,}; "
@@ -74,8 +74,8 @@ def _compressors(console: Console, d: int) -> Table:
 
 
 def _feedbacks(console: Console, d: int) -> Table:
+    from cfedavg.core.parts import first_sentence
     from cfedavg.feedback import FEEDBACKS
-    from cfedavg.parts import first_sentence
 
     table = _table(flag("feedback"), "what it does", "law under lost replies", "remembers")
     for text in FEEDBACKS.examples():
@@ -89,8 +89,8 @@ def _feedbacks(console: Console, d: int) -> Table:
 def _local_optimisers(console: Console, d: int) -> Table:
     import torch
 
+    from cfedavg.core.parts import first_sentence
     from cfedavg.optimise.local import LOCAL_OPTIMISERS, parse_local_optimiser
-    from cfedavg.parts import first_sentence
 
     title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
     table, parameter = _table(title, "what it does", "remembers for a round"), torch.zeros(2)
@@ -106,8 +106,8 @@ def _local_optimisers(console: Console, d: int) -> Table:
 def _server_optimisers(console: Console, d: int) -> Table:
     import numpy as np
 
+    from cfedavg.core.parts import first_sentence
     from cfedavg.optimise.server import SERVER_OPTIMISERS
-    from cfedavg.parts import first_sentence
 
     table = _table(flag("server_optimiser"), "what it does", f"{flag('eta')} by default", "remembers")
     for text in SERVER_OPTIMISERS.examples():

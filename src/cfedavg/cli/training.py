@@ -10,11 +10,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 from rich.text import Text
 
+from cfedavg.cli.console import PLAIN, OptionConsole, ranks
 from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, folder, takes_config
-from cfedavg.cli.voice import PLAIN, OptionConsole, ranks
-from cfedavg.config import Config
-from cfedavg.errors import InputError
-from cfedavg.files import exists
+from cfedavg.core.config import Config
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import exists
 
 
 @takes_config()
@@ -45,8 +45,8 @@ def train(
     config: Config, out: Path, *, resume: bool, title: str = "training", messages: Path | None = None
 ) -> None:
     """One run with its display."""
-    from cfedavg.display import Display
-    from cfedavg.loop import run as run_loop
+    from cfedavg.cli.progress import Display
+    from cfedavg.simulate.run import run as run_loop
 
     with Display(OptionConsole(), config.rounds, title) as display:
         run_loop(config, out=out, resume=resume, observer=display, messages=messages)
@@ -73,7 +73,7 @@ def sweep(
 
     For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
     """
-    from cfedavg.sweep import cells
+    from cfedavg.simulate.sweep import cells
 
     if ranks() > 1:
         raise InputError("start `cfedavg run` with torchrun; sweep uses --workers")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from cfedavg import keys as keyed
-from cfedavg.arrays import Array, arange, cast, module_of, zeros
 from cfedavg.compress.sums import client_of_value, offsets_of
+from cfedavg.core import keys as keyed
+from cfedavg.core.arrays import Array, arange, cast, module_of, zeros
 
 
 class Blocks:

@@ -21,15 +21,15 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from cfedavg import keys as keyed
-from cfedavg.arrays import Array, cast, cast_like, columns, copy, dtype_of, from_bf16, place, zeros
 from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.sums import INFINITE, check_finite, client_of_value, offsets_of
-from cfedavg.errors import InputError
-from cfedavg.keys import Purpose
-from cfedavg.layout import Layout
-from cfedavg.parts import Part
-from cfedavg.payload import Floats, Levels, Mask, Payload
+from cfedavg.core import keys as keyed
+from cfedavg.core.arrays import Array, cast, cast_like, columns, copy, dtype_of, from_bf16, place, zeros
+from cfedavg.core.errors import InputError
+from cfedavg.core.keys import Purpose
+from cfedavg.core.layout import Layout
+from cfedavg.core.parts import Part
+from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 _FLOATS = {"float32": "fp32", "float64": "fp64"}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cfedavg.kernel import Int, kernel
+from cfedavg.core.kernel import Int, kernel
 
 BINS = 13  # leading bits by which entries are counted
 LINE = 16  # entries that are sampled together: a line of the cache

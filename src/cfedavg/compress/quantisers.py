@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
 from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.compressor import Quantiser
 from cfedavg.compress.sums import check_block, is_whole, row_sums, unit_of
-from cfedavg.errors import InputError
-from cfedavg.payload import Floats, Levels
+from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
+from cfedavg.core.errors import InputError
+from cfedavg.core.payload import Floats, Levels
 
 # A single value is its scale, which float32 rounds; 2 bits to spare for the arithmetic around it.
 ONE_SCALE = 2.0**46

@@ -9,8 +9,8 @@ from typing import Any
 from cfedavg.compress.compressor import Compressor, Quantiser, Selector, Stage
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Sign
 from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Threshold, TopK
-from cfedavg.errors import InputError
-from cfedavg.parts import Registry
+from cfedavg.core.errors import InputError
+from cfedavg.core.parts import Registry
 
 SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}
 QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, Sign, QSGD)}

@@ -7,15 +7,25 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg import keys as keyed
-from cfedavg.arrays import Array, arange, ascending, cast, dtype_of, gather, kth_largest, module_of, place
 from cfedavg.compress.compressor import Selection, Selector
 from cfedavg.compress.largest import largest
 from cfedavg.compress.sums import INFINITE, check_comp, is_whole, prefix_sums, row_sums, unit_of
-from cfedavg.draws import drawn
-from cfedavg.errors import InputError, NotFinite
-from cfedavg.layout import Layout
-from cfedavg.payload import Mask
+from cfedavg.core import keys as keyed
+from cfedavg.core.arrays import (
+    Array,
+    arange,
+    ascending,
+    cast,
+    dtype_of,
+    gather,
+    kth_largest,
+    module_of,
+    place,
+)
+from cfedavg.core.draws import drawn
+from cfedavg.core.errors import InputError, NotFinite
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Mask
 
 _LARGE = 1e100  # its square, and the product with any norm, are still finite
 

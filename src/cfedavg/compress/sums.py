@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from cfedavg.arrays import Array, cast, copy, extremes, module_of, repeat, zeros
-from cfedavg.errors import InputError, NotFinite
+from cfedavg.core.arrays import Array, cast, copy, extremes, module_of, repeat, zeros
+from cfedavg.core.errors import InputError, NotFinite
 
 INFINITE = math.inf
 

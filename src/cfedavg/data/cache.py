@@ -14,10 +14,10 @@ from uuid import uuid4
 
 import numpy as np
 
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import check_regular, read_file
 from cfedavg.data.decode import VERSION
 from cfedavg.data.images import ImageData, Images
-from cfedavg.errors import InputError
-from cfedavg.files import check_regular, read_file
 
 _DAY = 86_400.0
 

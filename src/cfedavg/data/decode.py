@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import check_regular
 from cfedavg.data.images import histogram, mean_std
-from cfedavg.errors import InputError
-from cfedavg.files import check_regular
 
 VERSION = 1  # of the files that `decode` writes; a cache of another version is decoded again
 SPLITS = ("train", "test")

@@ -1,6 +1,6 @@
 """Who holds which samples: p classes per client, Dirichlet shares, or random shares.
 
-All draws are keyed (`cfedavg.keys`): a partition is a function of the labels and the seed.
+All draws are keyed (`cfedavg.core.keys`): a partition is a function of the labels and the seed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cfedavg.errors import InputError
-from cfedavg.keys import Purpose, bits, bits53, key, permutation, signed
+from cfedavg.core.errors import InputError
+from cfedavg.core.keys import Purpose, bits, bits53, key, permutation, signed
 
 # Streams of Purpose.PARTITION, in the place of the round. In the place of the client: a client or a class.
 _ASSIGN, _TRAIN, _TEST, _BOOST, _GAMMA = range(5)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import exists
 from cfedavg.data.cache import cache_folder, cached
 from cfedavg.data.decode import decode
 from cfedavg.data.images import ImageData, Images, histogram, mean_std
-from cfedavg.errors import InputError
-from cfedavg.files import exists
 
 __all__ = ["HUB", "ImageData", "Images", "load"]
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfedavg.config import OWN, Config
+from cfedavg.core.config import OWN, Config
+from cfedavg.core.errors import InputError
 from cfedavg.data.images import ImageData, Images
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
 from cfedavg.data.sources import load
-from cfedavg.errors import InputError
 from cfedavg.models import build_model
 from cfedavg.task import Task
 

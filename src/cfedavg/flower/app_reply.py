@@ -8,8 +8,8 @@ from typing import Any
 
 from flwr.app import Message
 
-from cfedavg.flower.form import Form
-from cfedavg.flower.parcel import MOST_METRICS, number
+from cfedavg.flower.array_layout import Form
+from cfedavg.flower.client_message import MOST_METRICS, number
 
 STEPS = "local-steps"  # the metric by which a client reports K_i
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.compress import decompress
-from cfedavg.errors import InputError, first_line
-from cfedavg.flower import inner as memory
-from cfedavg.flower.form import Form
+from cfedavg.core.errors import InputError, first_line
+from cfedavg.core.payload import Payload
+from cfedavg.flower import strategy_state as memory
+from cfedavg.flower.array_layout import Form
 from cfedavg.flower.loads import Loads, NodeDownload
 from cfedavg.flower.nodes import Node
 from cfedavg.flower.norms import Claims
-from cfedavg.flower.taking import Taken, with_samples
-from cfedavg.payload import Payload
+from cfedavg.flower.reply_validation import Taken, with_samples
 
 Rate = float | Callable[[int], float]
 _REMEDY = "lower the rate, or set max_norm"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cfedavg.compress import Compressor
+from cfedavg.core.layout import Layout
 from cfedavg.downlink import Downlink, downlink_of
-from cfedavg.federation.replica import ModelReplica
+from cfedavg.federate.replica import ModelReplica
 from cfedavg.feedback import Feedback
-from cfedavg.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp.strategy import Result, Strategy
 
-from cfedavg.errors import first_line
-from cfedavg.flower.asking import Asking
+from cfedavg.core.errors import first_line
+from cfedavg.core.metrics import Record
 from cfedavg.flower.averaging import Round
+from cfedavg.flower.dispatch import Asking
+from cfedavg.flower.federation_state import FederationState
 from cfedavg.flower.nodes import Node
 from cfedavg.flower.records import take_version
+from cfedavg.flower.reply_validation import check_metrics, kind_of, reason, unlike_most
 from cfedavg.flower.rows import columns_of
-from cfedavg.flower.state import FederationState
-from cfedavg.flower.taking import check_metrics, kind_of, reason, unlike_most
-from cfedavg.metrics import Record
 from cfedavg.wire import WireError
 
 EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cfedavg.federation.replica import Broadcaster, Packed
-from cfedavg.federation.versions import Version
+from cfedavg.federate.replica import Broadcaster, Packed
+from cfedavg.federate.versions import Version
+from cfedavg.flower.array_layout import Form
 from cfedavg.flower.channels import Channels
-from cfedavg.flower.form import Form
+from cfedavg.flower.federation_state import FederationState
 from cfedavg.flower.records import Body, Load
-from cfedavg.flower.state import FederationState
 
 
 class NodeDownload(NamedTuple):

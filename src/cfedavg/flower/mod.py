@@ -21,12 +21,13 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.logger import log
 
 from cfedavg.algorithm import local_update
-from cfedavg.arrays import Array, norm2
 from cfedavg.channel import Channel, TooLarge
 from cfedavg.compress import Stage, parse
-from cfedavg.errors import Busy, InputError, NotFinite
-from cfedavg.federation.broadcast_format import unpack
-from cfedavg.federation.client import (
+from cfedavg.core.arrays import Array, norm2
+from cfedavg.core.errors import Busy, InputError, NotFinite
+from cfedavg.core.parts import Part
+from cfedavg.federate.broadcast_format import unpack
+from cfedavg.federate.client import (
     Client,
     Evaluate,
     NeedWhole,
@@ -37,15 +38,15 @@ from cfedavg.federation.client import (
     catch_up,
     receive,
 )
-from cfedavg.federation.client_store import ClientStore
-from cfedavg.federation.protocol import Request, Stamp, forged
-from cfedavg.federation.replica import ModelReplica
-from cfedavg.federation.uplink import Uplink
-from cfedavg.federation.versions import Broadcast
+from cfedavg.federate.client_store import ClientStore
+from cfedavg.federate.protocol import Request, Stamp, forged
+from cfedavg.federate.replica import ModelReplica
+from cfedavg.federate.uplink import Uplink
+from cfedavg.federate.versions import Broadcast
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower.app_reply import object_to_metrics, object_to_model, read_facts
-from cfedavg.flower.form import Form
-from cfedavg.flower.parcel import Packing
+from cfedavg.flower.array_layout import Form
+from cfedavg.flower.client_message import Packing
 from cfedavg.flower.records import (
     BAD_METRICS,
     BAD_STATE,
@@ -67,7 +68,6 @@ from cfedavg.flower.records import (
     refused,
     tell_version,
 )
-from cfedavg.parts import Part
 from cfedavg.wire import WireError
 
 

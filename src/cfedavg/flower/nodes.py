@@ -14,8 +14,8 @@ from flwr.app import Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from cfedavg.errors import InputError
-from cfedavg.flower.policy import RoundPolicy
+from cfedavg.core.errors import InputError
+from cfedavg.flower.round_policy import RoundPolicy
 
 POLL = 0.3  # seconds between two looks for replies
 PATIENCE = 1.0  # seconds between two looks for nodes

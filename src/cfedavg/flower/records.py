@@ -19,9 +19,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from flwr.common.logger import log
 from numpy.typing import NDArray
 
-from cfedavg.errors import InputError
-from cfedavg.federation.protocol import Mark, Request, Stamp
-from cfedavg.federation.versions import Broadcast, Version
+from cfedavg.core.errors import InputError
+from cfedavg.federate.protocol import Mark, Request, Stamp
+from cfedavg.federate.versions import Broadcast, Version
 from cfedavg.wire import WireError
 
 OURS = "cfedavg"  # the name of our record, in both directions

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cfedavg.federation.versions import Version
+from cfedavg.core.metrics import Record, summarise
+from cfedavg.federate.versions import Version
 from cfedavg.flower.averaging import Outcome, Round
+from cfedavg.flower.client_message import number
+from cfedavg.flower.federation_state import FederationState, note_of
 from cfedavg.flower.loads import NodeDownload
 from cfedavg.flower.nodes import Node
-from cfedavg.flower.parcel import number
-from cfedavg.flower.state import FederationState, note_of
-from cfedavg.flower.taking import Taken
-from cfedavg.metrics import Record, summarise
+from cfedavg.flower.reply_validation import Taken
 
 _UNITS = 1074  # every float is a whole number of 2^-1074
 

@@ -16,33 +16,25 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
-from cfedavg.arrays import norm2
-from cfedavg.errors import InputError
-from cfedavg.federation.primary import Primary
-from cfedavg.federation.replica import advance
-from cfedavg.flower import inner as memory
+from cfedavg.core.arrays import norm2
+from cfedavg.core.errors import InputError
+from cfedavg.core.metrics import Record
+from cfedavg.federate.primary import Primary
+from cfedavg.federate.replica import advance
 from cfedavg.flower import norms
-from cfedavg.flower.asking import Asking
+from cfedavg.flower import strategy_state as memory
 from cfedavg.flower.averaging import Averaging, Model, Outcome, Round
-from cfedavg.flower.books import Books
 from cfedavg.flower.channels import Channels
+from cfedavg.flower.dispatch import Asking
 from cfedavg.flower.evaluation import EvaluateFunction, Evaluation
+from cfedavg.flower.federation_folder import Books
+from cfedavg.flower.federation_state import FederationState, Note, RoundRows, note_of
 from cfedavg.flower.nodes import Numbers, online
-from cfedavg.flower.policy import RoundPolicy
 from cfedavg.flower.records import MODS, size_of
+from cfedavg.flower.reply_validation import FAILED, TOO_LARGE, Door, Rejected, above, kind_of, unlike_most
+from cfedavg.flower.round_policy import RoundPolicy
 from cfedavg.flower.rows import Residuals, download_columns, node_rows, round_row
 from cfedavg.flower.server_age import ServerAge
-from cfedavg.flower.state import FederationState, Note, RoundRows, note_of
-from cfedavg.flower.taking import (
-    FAILED,
-    TOO_LARGE,
-    Door,
-    Rejected,
-    above,
-    kind_of,
-    unlike_most,
-)
-from cfedavg.metrics import Record
 
 
 class AppConfig(NamedTuple):

@@ -19,18 +19,18 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.compress import parse
-from cfedavg.config import APP, Config
-from cfedavg.errors import InputError
+from cfedavg.core.config import APP, Config
+from cfedavg.core.errors import InputError
 from cfedavg.feedback import FEEDBACKS
+from cfedavg.flower.array_layout import STATISTICS, Form
 from cfedavg.flower.averaging import LARGEST, Alone, Averaging, Rate, Through
-from cfedavg.flower.books import Books
 from cfedavg.flower.channels import Channels
 from cfedavg.flower.evaluation import EvaluateFunction
-from cfedavg.flower.form import STATISTICS, Form
-from cfedavg.flower.inner import name_of
-from cfedavg.flower.policy import RoundPolicy
+from cfedavg.flower.federation_folder import Books
+from cfedavg.flower.federation_state import FederationState, FixedOptions
+from cfedavg.flower.round_policy import RoundPolicy
 from cfedavg.flower.session import AppConfig, Session
-from cfedavg.flower.state import FederationState, FixedOptions
+from cfedavg.flower.strategy_state import name_of
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerOptimiser
 
 _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes

@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfedavg.errors import InputError
+from cfedavg.core.errors import InputError
+from cfedavg.core.parts import Part, Registry
 from cfedavg.optimise.server import check_share
-from cfedavg.parts import Part, Registry
 
 Tensors = Sequence[Tensor]
 State = Mapping[str, list[Tensor]]

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cfedavg.arrays import Array, module_of, sqrt
-from cfedavg.errors import InputError
-from cfedavg.parts import Part, Registry
+from cfedavg.core.arrays import Array, module_of, sqrt
+from cfedavg.core.errors import InputError
+from cfedavg.core.parts import Part, Registry
 
 State = Mapping[str, Array]
 

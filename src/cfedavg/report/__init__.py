@@ -15,8 +15,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from cfedavg.errors import InputError
-from cfedavg.files import make_folder, write_atomic
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import make_folder, write_atomic
 from cfedavg.report.groups import Group, group_runs
 from cfedavg.report.page import make_page
 from cfedavg.report.panels import four_for, panels_for

@@ -18,9 +18,9 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
+from cfedavg.core.units import in_bytes, in_time, time_unit
 from cfedavg.report.groups import Curve
 from cfedavg.report.panels import Panel
-from cfedavg.units import in_bytes, in_time, time_unit
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
 _SENT: dict[str, tuple[str, Callable[[float], str]]] = {

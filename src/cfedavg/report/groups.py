@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cfedavg.config import APP, OWN, Config
+from cfedavg.core.config import APP, OWN, Config
 from cfedavg.report.labels import make_labels
 from cfedavg.report.read import Run, column
 

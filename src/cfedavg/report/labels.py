@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-from cfedavg.config import OWN, Config
+from cfedavg.core.config import OWN, Config
 
 _LONGEST = 44
 _MANY = 5  # parts

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from cfedavg.core.units import in_bytes
 from cfedavg.report.pens import BLUE, ORANGE, PLAIN, SKY, VERMILION
-from cfedavg.units import in_bytes
 
 Record = dict[str, Any]
 

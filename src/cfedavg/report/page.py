@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from cfedavg import __version__
-from cfedavg.config import OWN, Config
+from cfedavg.core.config import OWN, Config
 from cfedavg.report import nodes
 from cfedavg.report.groups import Group
 from cfedavg.report.labels import differences, task_text

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cfedavg.core.units import in_words, is_share
 from cfedavg.report.groups import Group, curve
 from cfedavg.report.pens import Pen
 from cfedavg.report.read import best_of, evaluated
-from cfedavg.units import in_words, is_share
 
 _CLIENTS = ("client_accuracy_mean", "client_accuracy_min")  # of a simulation, which asks each of them
 

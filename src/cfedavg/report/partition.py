@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from cfedavg.errors import InputError
-from cfedavg.files import write_atomic
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import write_atomic
 from cfedavg.report.axes import INK, MUTED, drawable
 from cfedavg.report.figures import as_png, default_settings, new_figure
 

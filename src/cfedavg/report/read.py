@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cfedavg.config import Config, read_config
-from cfedavg.errors import InputError
-from cfedavg.files import exists, read_file
-from cfedavg.metrics import is_number
-from cfedavg.units import is_share
+from cfedavg.core.config import Config, read_config
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import exists, read_file
+from cfedavg.core.metrics import is_number
+from cfedavg.core.units import is_share
 
 CONFIG, METRICS, NODES = "config.toml", "metrics.jsonl", "nodes.jsonl"
 

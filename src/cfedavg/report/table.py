@@ -9,9 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cfedavg.report.groups import Group, baseline, group_runs
-from cfedavg.report.read import Run, column, metric_name
-from cfedavg.units import (
+from cfedavg.core.units import (
     SAME,
     in_bytes,
     in_factor,
@@ -21,6 +19,8 @@ from cfedavg.units import (
     is_share,
     lower_is_better,
 )
+from cfedavg.report.groups import Group, baseline, group_runs
+from cfedavg.report.read import Run, column, metric_name
 
 _AGAINST = "vs. baseline"
 

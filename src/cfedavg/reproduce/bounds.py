@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 
 from cfedavg import Config, run
 from cfedavg.compress import parse
-from cfedavg.layout import Layout
-from cfedavg.metrics import Record, finite
+from cfedavg.core.layout import Layout
+from cfedavg.core.metrics import Record, finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
 from cfedavg.report.grid import framed

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import DATASETS, MARKS, Claim, Finding
+from cfedavg.reproduce.claim_catalogue import CLAIMS
 from cfedavg.reproduce.results import Results
-from cfedavg.reproduce.said import CLAIMS
 
 __all__ = [
     "CLAIMS", "LITTLE_POWER", "RULES", "Claim", "Finding", "Judged", "Results", "as_markdown", "judge_all",

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cfedavg.errors import InputError
-from cfedavg.files import read_file, write_atomic
-from cfedavg.option import any_of
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import read_file, write_atomic
+from cfedavg.core.option import any_of
+from cfedavg.core.units import in_time
 from cfedavg.reproduce import archive, claims, studies
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import SCALES
 from cfedavg.reproduce.grid import CELLS, MANY, Grid
-from cfedavg.units import in_time
 
 
 def show_all(console: Console) -> None:

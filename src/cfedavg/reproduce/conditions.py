@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from torch import nn
 
 from cfedavg import Config, Task, run
+from cfedavg.core.metrics import finite
 from cfedavg.data.tasks import build_task
-from cfedavg.metrics import finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
 from cfedavg.report.grid import framed

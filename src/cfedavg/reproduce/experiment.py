@@ -12,12 +12,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cfedavg.config import EXCLUSIVE, Config, refuse_code
-from cfedavg.errors import InputError
-from cfedavg.files import read_file
-from cfedavg.plan import parse_parts
+from cfedavg.core.config import EXCLUSIVE, Config, refuse_code
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import read_file
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.training import COLUMNS
+from cfedavg.simulate.plan import parse_parts
 
 SCALES = ("smoke", "small", "paper")
 DRAWINGS = ("curves", "budget", "norms")

@@ -9,7 +9,8 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from cfedavg.config import Config
+from cfedavg.core.config import Config
+from cfedavg.core.units import in_words, is_share
 from cfedavg.report.groups import Group
 from cfedavg.report.panels import Cell, Frame, Panel, Series
 from cfedavg.report.pens import BLUE, COLOURS, GREEN, ORANGE, PINK, PLAIN, SKY, VERMILION, Pen
@@ -17,7 +18,6 @@ from cfedavg.report.read import Run
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import Experiment, Found, Line
 from cfedavg.reproduce.results import diverged
-from cfedavg.units import in_words, is_share
 
 Pair = tuple[int | None, Line]
 

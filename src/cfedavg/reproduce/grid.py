@@ -17,17 +17,17 @@ import torch
 from rich.console import Console
 
 from cfedavg import __version__
-from cfedavg.display import Display
-from cfedavg.errors import InputError
-from cfedavg.files import make_folder, write_atomic
-from cfedavg.metrics import Record
+from cfedavg.cli.progress import Display
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import make_folder, write_atomic
+from cfedavg.core.metrics import Record
+from cfedavg.core.units import in_time
 from cfedavg.reproduce import archive
 from cfedavg.reproduce.archive import Damaged, Entry
 from cfedavg.reproduce.experiment import MACHINE
 from cfedavg.reproduce.studies import Settings, Study, begins, same
 from cfedavg.reproduce.tables import as_markdown
 from cfedavg.reproduce.training import rounds_done
-from cfedavg.units import in_time
 
 CELLS, WORK = "cells", "work"
 MANY = 20  # seeds that a figure shows, if there are as many

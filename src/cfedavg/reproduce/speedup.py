@@ -17,14 +17,14 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from cfedavg import Config, run
-from cfedavg.loop import Result
-from cfedavg.metrics import finite
+from cfedavg.core.metrics import finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
 from cfedavg.report.grid import framed
 from cfedavg.report.panels import Frame
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
+from cfedavg.simulate.run import Result
 
 TITLE = "Linear speedup: rounds to a fixed gradient norm, over the number of clients"
 VALUES = ("horizon", "tried", "alpha", "condition3")  # of a cell

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from cfedavg.errors import InputError
-from cfedavg.loop import Observer
+from cfedavg.core.errors import InputError
 from cfedavg.report.figures import default_settings
 from cfedavg.report.panels import Frame
 from cfedavg.reproduce import bounds, conditions, experiment, figures, speedup, tables, training, variance
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import MACHINE, Experiment
+from cfedavg.simulate.run import Observer
 
 Settings = dict[str, Any]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from cfedavg.core.units import in_bytes
 from cfedavg.reproduce import results
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import number, percent, points
 from cfedavg.reproduce.experiment import Experiment, Found
 from cfedavg.reproduce.results import Missing, Sample, Undecided
-from cfedavg.units import in_bytes
 
 _BUDGETS = (0.1, 1.0, 10.0, 100.0)
 _NOTHING = "–"

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cfedavg.config import Config
-from cfedavg.errors import CannotResume, Diverged
-from cfedavg.folder import METRICS, read_rows
-from cfedavg.loop import Observer, run
-from cfedavg.metrics import Record
+from cfedavg.core.config import Config
+from cfedavg.core.errors import CannotResume, Diverged
+from cfedavg.core.metrics import Record
+from cfedavg.core.run_files import METRICS, read_rows
 from cfedavg.reproduce.archive import rounded
+from cfedavg.simulate.run import Observer, run
 
 # The columns that figures and claims are made of; bytes and counts are whole numbers and stay exact.
 COLUMNS = (

@@ -18,8 +18,7 @@ from matplotlib.axes import Axes
 
 from cfedavg import Config, run
 from cfedavg.compress import parse
-from cfedavg.layout import Layout
-from cfedavg.loop import Result
+from cfedavg.core.layout import Layout
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
 from cfedavg.report.grid import framed
@@ -27,6 +26,7 @@ from cfedavg.report.panels import Frame
 from cfedavg.report.pens import Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
+from cfedavg.simulate.run import Result
 from cfedavg.theory import h, rate_conditions
 
 TITLE = "The variance that compression adds, over local steps, clients and heterogeneity"

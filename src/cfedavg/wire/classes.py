@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from cfedavg.kernel import Int, kernel
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.wire.coder import Coder, new_contexts, put_bit, take_bit
 
 # Class 0 sends nothing. The mean of the others divides them: below half of it, below it, below twice it.

@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from cfedavg.kernel import Int, kernel
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.wire.header import WireError
 
 Coder = tuple[Int, Int, Int]

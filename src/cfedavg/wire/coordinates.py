@@ -6,8 +6,8 @@ import struct
 
 import numpy as np
 
-from cfedavg.draws import draw
-from cfedavg.payload import Mask, Payload
+from cfedavg.core.draws import draw
+from cfedavg.core.payload import Mask, Payload
 from cfedavg.wire.coder import check_end, to_bytes, to_words
 from cfedavg.wire.header import Header, Where, WireError
 from cfedavg.wire.indices import BEYOND, OTHER_NUMBER, decode_indices, encode_indices

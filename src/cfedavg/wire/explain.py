@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cfedavg.layout import Layout
-from cfedavg.payload import Payload
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Payload
 from cfedavg.wire.format import sections_of
 from cfedavg.wire.header import CHECKSUM, SIZE, Header, Kind, Where, read_header
 

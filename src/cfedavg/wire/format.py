@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from cfedavg.kernel import is_compiled
-from cfedavg.layout import Layout
-from cfedavg.payload import Floats, Levels, Payload, blocks
+from cfedavg.core.kernel import is_compiled
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import KEY_AND_KEEP, pack_coordinates, unpack_coordinates, where_of
 from cfedavg.wire.header import CHECKSUM, SIZE, Coding, Header, Where, WireError, may_be_plain, read_header
 from cfedavg.wire.indices import are_increasing, encode_indices

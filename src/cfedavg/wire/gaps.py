@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.kernel import Int, kernel
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.wire.coder import Coder, put_number, take_number
 from cfedavg.wire.table import FIRST, SEEN, make, make_jumps, put_symbol, renew, take_symbol
 

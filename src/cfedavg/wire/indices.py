@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.kernel import Int, kernel
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.wire.classes import (
     BY_COLUMNS,
     BY_ROWS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.kernel import Int, kernel
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.wire.coder import (
     finish,
     new_contexts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.kernel import Int, kernel
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.wire.coder import Coder, narrow, widen
 
 BITS = 16

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cfedavg.layout import Layout
+from cfedavg.core.layout import Layout
 from cfedavg.wire.header import WireError
 
 

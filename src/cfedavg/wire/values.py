@@ -11,7 +11,7 @@ import struct
 
 import numpy as np
 
-from cfedavg.payload import Floats, Levels, Payload, blocks
+from cfedavg.core.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coder import check_end, to_bytes, to_words
 from cfedavg.wire.header import Coding, Header, Kind, Where, WireError, may_be_plain
 from cfedavg.wire.numbers import FINE, MAGNITUDE, MASK, decode_numbers, encode_numbers

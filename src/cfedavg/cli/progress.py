@@ -1,0 +1,95 @@
+"""A run as it goes, in the terminal: one live line with rich, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cfedavg.core.metrics import Record
+from cfedavg.core.units import in_bytes
+from cfedavg.simulate.run import Observer
+
+PLAIN_EVERY = 2.0  # seconds between plain lines
+
+
+class Display(Observer):
+    """Shows accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
+
+    def __init__(self, console: Console, rounds: int, title: str) -> None:
+        self.console, self.rounds, self.title = console, rounds, title
+        self._up, self._down, self._first, self._spoken, self._metric = 0, 0, 0, 0.0, ""
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}", markup=False),
+                TimeRemainingColumn(compact=True),
+            )
+            self._progress = Progress(*columns, console=console)
+            self._bar = self._progress.add_task(title, total=rounds, line="")
+
+    def __enter__(self) -> Self:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def begin(self, rows: list[Record]) -> None:
+        self._up, self._down, self._first = 0, 0, 0
+        for row in rows:
+            self._count(row)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def now(self, text: str) -> None:
+        """What is being waited for, until the next row."""
+        if self._progress:
+            self._progress.update(self._bar, line=text)
+        else:
+            self.say(text)
+
+    def row(self, row: Record) -> None:
+        self._count(row)
+        if "test_accuracy" in row:  # not in every row: the last one known stays on show
+            self._metric = f"accuracy {row['test_accuracy']:.2%}"
+        line = self._line(row)
+        done = row["round"] + 1
+        if self._progress:
+            self._progress.update(self._bar, completed=done, line=line)
+        elif done == self.rounds or time.monotonic() - self._spoken >= PLAIN_EVERY:
+            self._spoken = time.monotonic()
+            self.say(f"round {done}/{self.rounds}  {line}")
+
+    def say_total(self) -> None:
+        """Say what all rounds have sent."""
+        up, down, total, first = map(in_bytes, (self._up, self._down, self._up + self._down, self._first))
+        whole = f", of which {first} are the clients' first downloads" if self._first else ""
+        self.say(f"sent {up} up and {down} down, {total} in total{whole}")
+
+    def _count(self, row: Record) -> None:
+        self._up += row["uplink_bytes"]
+        self._down += row["downlink_bytes"]
+        self._first += row.get("first_download_bytes") or 0
+
+    def _line(self, row: Record) -> str:
+        total = f"{in_bytes(self._up + self._down)} ({in_bytes(self._up)} up)"
+        parts = [self._metric] * bool(self._metric) + [total]
+        if row["snr_min"] is not None:
+            parts.append(f"SNR {row['snr_min']:.3g}")
+        if row["delta_norm2"] and row["error_norm2"]:
+            parts.append(f"|e|²/|g|² {row['error_norm2'] / row['delta_norm2']:.3g}")
+        if row["lost"]:
+            parts.append(f"lost {row['lost']}")
+        return "  ".join(parts)

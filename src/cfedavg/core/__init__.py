@@ -1,0 +1,1 @@
+"""What every room uses: arrays, keys, layouts, payloads, options, files and errors."""

@@ -1,0 +1,387 @@
+"""One frozen, typed configuration. The command's options and the TOML file's keys are its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import read_file
+from cfedavg.core.option import Option, option
+from cfedavg.core.retired import RETIRED, renew, replacement
+from cfedavg.core.spec import Range
+
+DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
+    "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
+)  # fmt: skip
+
+# In each direction 3% of the numbers, and at least 10,000, in 3 bits. docs/benchmarks.md has the grid.
+BOTH_WAYS = "topk(0.97, least=10000) >> int3(256)"
+APP = "(a Flower app)"  # stands for a model and data that are the app's, which its server cannot know
+OWN = "(a task from Python"  # begins what stands for a model and data that no text names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides the result of a run.
+
+    >>> Config(clients=10, rounds=5).compressor
+    'topk(0.97, least=10000) >> int3(256)'
+    """
+
+    dataset: str = option(
+        "embedded", DATA,
+        "embedded, mnist, fashion_mnist, cifar10, or owner/name@revision of the Hugging Face hub",
+        server="always",
+    )  # fmt: skip
+    data_dir: str | None = option(
+        None, DATA, "a folder with train-*.parquet and test-*.parquet files", may_change=True, in_task=True
+    )
+    clients: int = option(
+        10, DATA, "number of clients, m", low=1, server="always",
+        federated=False,  # a federation has one client per node
+    )  # fmt: skip
+    classes_per_client: int | None = option(
+        None, DATA, "p classes per client, equal counts", low=1, in_task=True,
+        exclusive="partition", otherwise=2,
+    )  # fmt: skip
+    dirichlet: float | None = option(
+        None, DATA, "instead: class shares drawn from Dirichlet(alpha)", above=0, in_task=True,
+        exclusive="partition",
+    )  # fmt: skip
+    iid: bool = option(
+        False, DATA, "instead: every client gets a random share", in_task=True, exclusive="partition"
+    )
+
+    model: str = option(
+        "cnn", MODEL, "cnn, resnet18, resnet18_gn, mlp, linear, or module:factory of your own",
+        is_part=True, server="always",
+    )  # fmt: skip
+
+    local_steps: str | None = option(
+        None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client",
+        per_client=True, whole=True, low=1, exclusive="local work", otherwise="10",
+    )  # fmt: skip
+    local_epochs: int | None = option(
+        None, LOCAL, "instead: passes over the client's data", low=1, exclusive="local work"
+    )
+    deadline: float | None = option(
+        None, LOCAL, "instead: seconds; K_i is what the client manages", above=0, exclusive="local work"
+    )
+    batch_size: int = option(20, LOCAL, "samples of one local step", low=1)
+    eta_local: float = option(0.1, LOCAL, "local learning rate", above=0)
+    schedule: str = option(
+        "constant", LOCAL,
+        "constant, decaying(a=1), or a corollary's rates: corollary1, corollary2(a=1), corollary3",
+        is_part=True,
+    )  # fmt: skip
+    smoothness: float | None = option(
+        None, LOCAL, "the constant L: for the corollaries and the rate conditions", above=0
+    )
+    local_optimiser: str = option(
+        "sgd", LOCAL, "sgd(momentum=0.9), clip(1.0) >> adamw(0.1), prox(0.01) >> sgd; see `cfedavg parts`",
+        is_part=True,
+    )  # fmt: skip
+
+    rounds: int = option(20, ROUND, "communication rounds, T", low=1, may_change=True, server="always")
+    participation: float = option(
+        1.0, ROUND, "share of the clients sampled each round", above=0, high=1, server="alone"
+    )
+    drop_rate: float = option(
+        0.0, ROUND, "share of replies lost; their update goes back into the residual", low=0, below=1,
+        federated=False,
+    )  # fmt: skip
+    update: str = option(
+        "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K are equal",
+        choices=("auto", "sum", "mean"), server="always",
+    )  # fmt: skip
+    server_optimiser: str = option(
+        "sgd", ROUND, "sgd, momentum(0.9), nesterov, adam, adagrad or yogi; see `cfedavg parts`",
+        is_part=True, server="alone",
+    )  # fmt: skip
+    eta: float | None = option(
+        None, ROUND, "global learning rate", above=0, server="alone",
+        shown="the server optimiser's; of sgd: 1, or the mean K with mean",
+    )  # fmt: skip
+    weighting: str = option(
+        "uniform", ROUND, "how replies are averaged: uniform, or by samples",
+        choices=("uniform", "samples"), server="alone",
+    )  # fmt: skip
+    sample_iterate: bool = option(
+        False, ROUND, "keep the iterate z of Theorem 2, drawn in proportion to eta_local", federated=False
+    )
+
+    compressor: str = option(
+        BOTH_WAYS, SENT, "of the clients' updates: selector >> quantiser; see `cfedavg parts`",
+        is_part=True, server="always",
+    )  # fmt: skip
+    compressor_down: str = option(
+        BOTH_WAYS, SENT, "of the broadcast, likewise; none sends the whole model in every round",
+        is_part=True, server="always",
+    )  # fmt: skip
+    feedback: str = option(
+        "ef", SENT, "what is remembered of what could not be sent: ef, ef(decay=0.95), ef21 or none",
+        is_part=True, server="always",
+    )  # fmt: skip
+
+    steps_per_second: str | None = option(
+        None, LINK, "speed of a client: 20, or 5..50, or 3,5,8 per client",
+        per_client=True, above=0, federated=False,
+    )  # fmt: skip
+    uplink: str | None = option(
+        None, LINK, "bit/s from a client: 1e6, or 1e5..1e7, or one per client",
+        per_client=True, above=0, federated=False,
+    )  # fmt: skip
+    downlink: str | None = option(
+        None, LINK, "bit/s to a client, likewise", per_client=True, above=0, federated=False
+    )
+    latency: str | None = option(
+        None, LINK, "seconds one way, likewise", per_client=True, low=0, federated=False
+    )
+
+    seed: int = option(
+        0, RUN, "decides every random draw", low=0, high=2**63 - 1, bounds="from 0 to 2^63 - 1",
+        server="always",
+    )  # fmt: skip
+    device: str = option("auto", RUN, "auto, cpu, cuda, cuda:1, ...", may_change=True, federated=False)
+    engine: str = option(
+        "auto", RUN, "who runs the clients: auto, batched (many at once), sequential, or reference",
+        choices=("auto", "batched", "sequential", "reference"), federated=False,
+    )  # fmt: skip
+    workers: int = option(
+        0, RUN, "processes that share the clients; 0: one per core where it pays", low=0, high=1024,
+        may_change=True, federated=False,
+    )  # fmt: skip
+    precision: str = option(
+        "float32", RUN, "of the local steps: float32, float64, or bf16 or tf32 products on a GPU",
+        choices=("float32", "float64", "tf32", "bf16"), federated=False,
+    )  # fmt: skip
+    residuals: str = option(
+        "auto", RUN, "auto, memory, or disk: where the clients' residuals live",
+        choices=("auto", "memory", "disk"), may_change=True, federated=False,
+    )  # fmt: skip
+    residual_precision: str = option(
+        "full", RUN, "full: as the model; bf16: half the memory, rounded at random",
+        choices=("full", "bf16"), federated=False,
+    )  # fmt: skip
+    eval_every: int = option(1, RUN, "rounds between evaluations on the test set", low=1)
+    checkpoint_every: int = option(
+        10, RUN, "rounds between checkpoints; 0: only at the end and on Ctrl-C", low=0, may_change=True,
+        federated=False,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds().items():
+            object.__setattr__(self, name, _typed(name, getattr(self, name), kind))
+        self._check_exclusive()
+        for name, known in OPTIONS.items():
+            if not known.per_client:
+                known.check(name, getattr(self, name))
+            elif values := self.per_client(name):
+                known.check(name, values.low)
+                known.check(name, values.high)
+
+    def _check_exclusive(self) -> None:
+        for group in EXCLUSIVE:
+            given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
+            if len(given) > 1:
+                raise InputError(f"{' and '.join(given)} exclude each other: give one")
+            if not given:
+                object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
+
+    def per_client(self, name: str) -> Range | None:
+        """The value of a field that may differ between clients, parsed."""
+        text = getattr(self, name)
+        return None if text is None else Range.parse(text, name, whole=OPTIONS[name].whole)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it names model and data; in place of those from Python or an app stands a remark."""
+        return not self.dataset.startswith("(")
+
+    @property
+    def names_code(self) -> bool:
+        """Whether a field names a `module:Class`, which a run would import."""
+        return any(_names_code(getattr(self, name)) for name in PARTS)
+
+    def says(self, name: str) -> bool:
+        """Whether a field says something of the run: of a Flower app, only what its server decides.
+
+        Of a task from Python, not how data would have been dealt out.
+        """
+        known = OPTIONS[name]
+        if self.dataset.startswith(OWN):
+            return not known.in_task
+        if self.dataset != APP or known.server == "always":
+            return True
+        return self.model == APP and known.server == "alone"
+
+    def for_task(self, name: str, model: str, prints: tuple[str, str], clients: int) -> Config:
+        """The same for a task from Python: names and fingerprints of its model and data stand in it.
+
+        >>> Config(iid=True).for_task("digits", "Net", ("3fa9", "77fe"), 8).dataset
+        '(a task from Python: digits, 77fe)'
+        """
+        of_model, of_data = prints
+        changes: dict[str, Any] = {
+            own: getattr(Config, own) for own in fields_where(lambda known: known.in_task)
+        }
+        changes["dataset"] = f"{OWN}: {name}, {of_data})"
+        changes["model"] = f"{OWN}: {model}, {of_model})"
+        return dataclasses.replace(self, **changes, clients=clients)
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with other values; giving one of an exclusive group takes the others back."""
+        for group in EXCLUSIVE:
+            if any(_is_given(changes.get(name)) for name in group):
+                changes = {name: getattr(Config, name) for name in group} | changes
+        return dataclasses.replace(self, **changes)
+
+    def to_toml(self) -> str:
+        """All that it says, with help as comments; `from_toml` reads it back to an equal Config."""
+        lines: list[str] = []
+        group = ""
+        for name, known in OPTIONS.items():
+            if not self.says(name):
+                continue
+            if known.group != group:
+                group = known.group
+                lines += ["", f"# {group}"]
+            value = getattr(self, name)
+            text = f"{name} = {toml_value(value)}" if value is not None else f"# {name} ="
+            lines.append(f"{text:<40} # {known.help}")
+        return "\n".join(lines).lstrip() + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "the configuration", *, trust: bool = False) -> Config:
+        """Read a TOML text. Without `trust`, it may not name a `module:Class`, which a run would import."""
+        return cls.from_dict(parse_toml(text, where), where, trust=trust)
+
+    @classmethod
+    def from_dict(
+        cls, table: Mapping[str, Any], where: str = "the configuration", *, trust: bool = False
+    ) -> Config:
+        """Make a Config of its fields' values. `trust` is as in `from_toml`."""
+        for name in table:
+            if name in RETIRED:
+                raise InputError(f"{where}: {name} is no longer an option; write {replacement(name, table)}")
+            if name not in OPTIONS:
+                known = ", ".join(sorted(OPTIONS))
+                raise InputError(f"{where} has an unknown key {name!r}; known are {known}")
+        if not trust:
+            refuse_code(table, where, "pass trust=True if you trust it")
+        return cls(**table)
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Read a TOML text; one sentence says what is wrong."""
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
+        raise InputError(f"{where} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{where} is not valid TOML: brackets within brackets, too deep") from None
+
+
+OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dataclasses.fields(Config)}
+
+
+def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
+    """The names of the fields of which something is known.
+
+    >>> fields_where(lambda known: known.in_task)
+    ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
+    """
+    return tuple(name for name, known in OPTIONS.items() if holds(known))
+
+
+def _exclusive() -> tuple[tuple[str, ...], ...]:
+    groups: dict[str, list[str]] = {}
+    for name in fields_where(lambda known: known.exclusive != ""):
+        groups.setdefault(OPTIONS[name].exclusive, []).append(name)
+    return tuple(map(tuple, groups.values()))
+
+
+PARTS = fields_where(lambda known: known.is_part)
+PER_CLIENT = fields_where(lambda known: known.per_client)
+EXCLUSIVE = _exclusive()  # of each group at most one is given; without any, the first has a value
+
+
+def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
+    """Refuse fields that name a `module:Class`: a run would import the module, whoever wrote it."""
+    for name in PARTS:
+        if _names_code(text := str(table.get(name))):
+            raise InputError(f"{where}: `{name}` {text[:80]!r} would import Python code; {remedy}")
+
+
+def _names_code(text: str) -> bool:
+    """Whether a part's text names a module; the remark of a task or an app is in brackets and names none."""
+    return ":" in text and not text.startswith((f"{OWN}: ", APP[:-1]))
+
+
+def _is_given(value: object) -> bool:
+    """Whether a field of an exclusive group is given; a 0 is, and is refused by its bounds."""
+    return value is not None and value is not False
+
+
+@cache
+def kinds() -> dict[str, Any]:
+    """The type of every field."""
+    return get_type_hints(Config)
+
+
+def read_config(path: Path, *, written: bool = True) -> Config:
+    """The configuration in a TOML file. To read it runs nothing; see `refuse_code` before it is run.
+
+    A file that a run has `written` may be of version 0.5; in one of the user's, old names are refused.
+    """
+    try:
+        text = read_file(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path} ({getattr(error, 'strerror', error)})") from None
+    try:
+        table = parse_toml(text, str(path))
+        return Config.from_dict(renew(table) if written else table, str(path), trust=True)
+    except InputError as error:
+        named = str(error).startswith(str(path))
+        raise InputError(str(error) if named else f"{path}: {error}") from None
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """The value as the field's type: a whole number may stand for a float, and a number for a Range."""
+    kinds = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
+    if value is None and type(None) in kinds:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in kinds and number:
+        value = _as_float(value)
+    if name in PER_CLIENT and number:
+        value = str(value)
+    if isinstance(value, str) and not value.isprintable():
+        raise InputError(f"`{name}` must be printable text, got {value!r}")
+    if type(value) not in kinds:
+        wanted = " or ".join(words for k, words in _WORDS.items() if k in kinds)
+        raise InputError(f"`{name}` must be {wanted}, got {value!r}")
+    return value
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def toml_value(value: Any) -> str:
+    """A number, text or truth as TOML writes it."""
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

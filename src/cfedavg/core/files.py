@@ -1,0 +1,147 @@
+"""Files that are whole or not there: written to a temporary name, synced, renamed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, cast
+
+from cfedavg.core.errors import Busy, InputError
+
+# `.tmpA1b2C3` is what safetensors calls its own, which versions up to 0.5 left behind when they were killed.
+_TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe|tmp[A-Za-z0-9]{6})")
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends well.
+
+    If not `durable`, the file is whole for other processes, but a power cut may undo it until it is synced.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            yield temporary
+            if durable:
+                sync(temporary)
+            temporary.replace(path)
+            if durable:
+                sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)  # may fail as well, where the folder is not one
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror or error})") from None
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Puts `data` into the file at once: after a crash it holds the old bytes or the new ones."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Adds `data` to the end of the file. What a crash leaves of it is for the caller to tell."""
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror or error})") from None
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a regular file holds; anything else raises OSError.
+
+    Somebody else's folder may hold a pipe under this name, and opening that would wait for ever.
+    """
+    with open_regular(path, "rb") as file:
+        return file.read()
+
+
+def open_regular(path: Path, mode: str) -> IO[bytes]:
+    """Open a file for bytes as `open` does; anything but a regular file raises OSError."""
+    return cast(IO[bytes], open(path, mode, opener=_open_regular))
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless the path is a regular file, for readers that open it by its name."""
+    os.close(_open_regular(path, os.O_RDONLY))
+
+
+def _open_regular(path: str | Path, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return handle
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is what a killed process left."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at the path; a path that cannot even be asked for is not there."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def check_no_file(path: Path, option: str) -> None:
+    """That nothing but a folder is there, if anything is."""
+    if exists(path) and not path.is_dir():
+        raise InputError(f"{option}: {path} is a file, not a folder")
+
+
+def make_folder(path: Path, option: str) -> None:
+    """Makes a folder, durably, and checks that files can be written there."""
+    check_no_file(path, option)
+    try:
+        new = [each for each in (path, *path.parents) if not each.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for each in new:  # a power cut would take the folder back, and all that is in it
+            sync(each.parent)
+        probe = path / f".{os.getpid()}.probe"
+        probe.touch()
+        probe.unlink(missing_ok=True)  # whoever holds the folder may have tidied up
+    except OSError as error:
+        raise InputError(f"{option}: cannot write to the folder {path} ({error.strerror or error})") from None
+
+
+@contextmanager
+def locked(folder: Path, sentence: str) -> Iterator[None]:
+    """One process at a time; another one that holds the folder makes it Busy, with this sentence."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(sentence) from None
+        tidy(folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def tidy(folder: Path) -> None:
+    """Removes what a process left that was killed while it wrote; what cannot be removed hurts nobody."""
+    for path in folder.glob(".*"):
+        if is_temporary(path.name):
+            with suppress(OSError):
+                path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Asks the disk to keep what was written to a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,166 @@
+"""Fingerprints of models and data: short texts that are equal for the same task, in any process.
+
+Weights do not count, since they may come from the seed. Tensors are hashed whole where they are small, else
+some rows of every client are; of other data some rows are, unless they are drawn at random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from cfedavg.core.generators import unseen_draws, where_they_stand
+from cfedavg.core.layout import Layout
+
+_BYTES = 2**26  # of all data sets together; beyond that, rows are left out
+_LEAST = 4  # rows of a data set
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def model_print(model: nn.Module, *functions: Callable[..., Any]) -> str:
+    """Hash a model's layout, its printed structure, and the names of functions such as the loss."""
+    structure = _ADDRESS.sub("", repr(model))
+    return _digest([Layout.of(model).text, structure, *map(_name, functions)])
+
+
+def data_print(data: Sequence[Any], version: str = "") -> str:
+    """Hash data sets (see Samples); where a version is given, only that and their number."""
+    if version:
+        return _digest([version, str(len(data))])
+    return _digest(part for samples in data for part in _parts(samples, _BYTES // len(data)))
+
+
+def _parts(data: Any, most: int) -> Iterator[str | bytes]:
+    """Size, shapes, dtypes and contents of a data set, as far as they are known without side effects."""
+    if hasattr(data, "batch"):
+        yield f"{type(data).__qualname__} {len(data)}"
+        rows = _some(len(data), _LEAST)
+        if getattr(data, "fixed", False):
+            yield from _rows_of(data.batch(rows), most)
+        else:
+            yield from _unless_drawn(lambda: data.batch(rows), most)
+    elif isinstance(data, Dataset):
+        yield f"{len(data)}"  # type: ignore[arg-type]
+        yield from _of_dataset(data, most)
+    else:
+        yield from _rows_of(data, most)
+
+
+def _of_dataset(dataset: Any, most: int) -> Iterator[str | bytes]:
+    yield type(dataset).__qualname__
+    inner = dataset
+    while isinstance(inner, Subset):
+        yield np.asarray(inner.indices, np.int64).tobytes()
+        inner = inner.dataset
+        yield type(inner).__qualname__
+    if isinstance(inner, TensorDataset):
+        yield from _rows_of(inner.tensors, most)
+    else:
+        rows = _some(len(dataset), _LEAST)
+        yield from _unless_drawn(lambda: [dataset[int(row)] for row in rows], most)
+
+
+def _unless_drawn(read: Callable[[], Any], most: int) -> list[str | bytes]:
+    """What is read, if it is the same twice and moves no generator; else nothing, as of augmented data.
+
+    To compare alone would not do: a rare change may happen in neither of two reads, and in a later one.
+    """
+    with unseen_draws(torch.device("cpu")):
+        try:
+            before = where_they_stand()
+            first, second = (list(_rows_of(read(), most)) for _ in range(2))
+            drawn = where_they_stand() != before
+        except Exception:  # the run meets it too, and says for which client
+            return []
+    return [] if drawn or first != second else first
+
+
+def _rows_of(tree: Any, most: int) -> Iterator[str | bytes]:
+    leaves, structure = tree_flatten(tree)
+    yield str(structure)
+    for leaf in leaves:
+        if isinstance(leaf, bool | int | float | complex | str | bytes):
+            yield repr(leaf)
+        elif isinstance(leaf, Tensor | np.ndarray | np.generic):
+            tensor = torch.as_tensor(leaf)
+            yield f"{tensor.dtype} {list(tensor.shape)}"
+            yield _bytes(tensor, most // len(leaves))
+
+
+def _bytes(tensor: Tensor, most: int) -> bytes:
+    """The numbers of a tensor, or of rows spread over it if there are too many."""
+    tensor = tensor[None] if not tensor.dim() else tensor
+    rows = max(_LEAST, most * len(tensor) // max(1, tensor.nbytes))
+    if rows < len(tensor):
+        tensor = tensor[torch.from_numpy(_some(len(tensor), rows)).to(tensor.device)]
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _some(n: int, rows: int) -> np.ndarray:
+    """Rows from the first to the last, evenly spread."""
+    return np.unique(np.linspace(0, n - 1, min(n, rows)).astype(np.int64))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """The name of a function, with the plain values bound to it; a lambda, which has none, by its code."""
+    if isinstance(function, partial):
+        return f"partial {_name(function.func)} {_plain(function.args)} {_plain(function.keywords.items())}"
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return name
+    if "<lambda>" in name:
+        name += " " + _digest(_code(code))
+    keywords = getattr(function, "__kwdefaults__", None) or {}
+    bound = [*(getattr(function, "__defaults__", None) or ()), *keywords.items(), *_closure(function)]
+    return f"{name} {_plain(bound)}" if bound else name
+
+
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it has no value yet
+            yield None
+
+
+def _plain(values: Iterable[Any]) -> str:
+    """Numbers and texts as they are, all else by its type."""
+    return ", ".join(map(_plainly, values))
+
+
+def _plainly(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({_plain(value)})"
+    return type(value).__qualname__
+
+
+def _code(code: CodeType) -> Iterator[str | bytes]:
+    """What a function does, wherever it stands; another version of Python writes it differently."""
+    yield code.co_code
+    yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount))
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _code(value)
+        else:
+            yield repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def _digest(parts: Any) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        text = part.encode() if isinstance(part, str) else part
+        found.update(f"{len(text)} ".encode() + text)
+    return found.hexdigest()[:12]

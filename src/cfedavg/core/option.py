@@ -1,0 +1,104 @@
+"""Option: what is known of one field of a configuration, besides its type and its default."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Concatenate, Literal, ParamSpec
+
+from cfedavg.core.errors import InputError
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of a field. Its readers are Config, the command, resumed runs and federations.
+
+    A number must lie within the bounds; of a `per_client` field, each of its numbers.
+
+    >>> Option("Local work", "local learning rate", above=0).check("eta_local", -3)
+    Traceback (most recent call last):
+    cfedavg.core.errors.InputError: `eta_local` must be above 0, got -3
+    """
+
+    group: str  # of fields that belong together in a file and in the help
+    help: str
+    _: KW_ONLY
+    shown: str = ""  # the default in words, where None stands for it
+    low: float = -math.inf
+    above: float = -math.inf
+    high: float = math.inf
+    below: float = math.inf
+    bounds: str = ""  # in words, where those made of the numbers would read badly
+    choices: tuple[str, ...] = ()
+    may_change: bool = False  # a resumed run may have another value
+    federated: bool = True  # a federation of real clients uses it
+    server: Literal["", "alone", "always"] = ""  # a Flower app's server decides it; alone: if it averages
+    in_task: bool = False  # a task from Python decides it
+    per_client: bool = False  # a text with one number for all, a range, or one number per client
+    whole: bool = False  # of those numbers
+    is_part: bool = False  # a text that may name a module:Class
+    exclusive: str = ""  # a name that fields share of which at most one may be given
+    otherwise: Any = None  # the value, where none of those fields is given
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value of the field `name` that is out of bounds or no choice."""
+        if self.choices and value not in self.choices:
+            raise InputError(f"`{name}` must be {any_of(self.choices)}, got {value!r}")
+        if isinstance(value, int | float):
+            self._check_number(name, value)
+
+    def _check_number(self, name: str, value: float) -> None:
+        got = repr(value).removesuffix(".0") if _fits(value) or isinstance(value, float) else "a larger one"
+        if not _fits(value):
+            raise InputError(f"`{name}` must be a finite number below 1.8e308, got {got}")
+        if not (self.low <= value <= self.high and self.above < value < self.below):
+            raise InputError(f"`{name}` must be {self.rule}, got {got}")
+
+    @property
+    def rule(self) -> str:
+        """The bounds in words.
+
+        >>> Option("Rounds", "share of replies lost", low=0, below=1).rule
+        '0 or more and below 1'
+        """
+        if self.bounds:
+            return self.bounds
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            return f"from {self.low} to {self.high}"
+        words = {"or more": self.low, "above": self.above, "at most": self.high, "below": self.below}
+        return " and ".join(
+            f"{number} {word}" if word == "or more" else f"{word} {number}"
+            for word, number in words.items()
+            if math.isfinite(number)
+        )
+
+
+def any_of(choices: tuple[str, ...]) -> str:
+    """List what may be chosen.
+
+    >>> any_of(("auto", "sum", "mean"))
+    'auto, sum or mean'
+    """
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _fits(value: float) -> bool:
+    """Whether a float can hold the number; a whole number may have any number of digits."""
+    return abs(value) <= sys.float_info.max
+
+
+def _with_default(make: Callable[P, Option]) -> Callable[Concatenate[Any, P], Any]:
+    """Return `option`, whose arguments a type checker knows from those of Option."""
+
+    def option(default: Any, /, *arguments: P.args, **known: P.kwargs) -> Any:
+        return field(default=default, metadata={"option": make(*arguments, **known)})
+
+    return option
+
+
+option = _with_default(Option)  # a field of a dataclass: its default, then what is known of it

@@ -1,0 +1,138 @@
+"""Tensors in files, whole or not there, with a checksum; the memory that is left for them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from cfedavg.core.arrays import Array, dtype_of, module_of
+from cfedavg.core.files import check_regular, replacing
+
+# As safetensors names them, in the order in which it writes them.
+_NAMES = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def save_tensors(
+    tensors: Mapping[str, Array], path: Path, about: dict[str, Any] | None = None, *, durable: bool = True
+) -> None:
+    """A safetensors file that is whole or not there; one that is not `durable` awaits its sync."""
+    with replacing(path, durable=durable) as temporary:
+        save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
+
+
+def save_file(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, to the byte as safetensors does, which writes to a name of its own first.
+
+    That name would stay behind, with a whole checkpoint, if the process were killed. Only one tensor at a
+    time is copied, and only if it is not contiguous or not on the CPU.
+    """
+    for name, tensor in tensors.items():
+        if dtype_of(tensor) not in _NAMES:
+            raise OSError(f"a safetensors file cannot hold {name!r}, which is of {dtype_of(tensor)}")
+    order = list(_NAMES)
+    names = sorted(tensors, key=lambda name: (order.index(dtype_of(tensors[name])), name.encode()))
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for name in names:
+        tensor = tensors[name]
+        dtype, shape = _NAMES[dtype_of(tensor)], list(tensor.shape)
+        end = start + math.prod(shape) * tensor.dtype.itemsize
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in names:
+            file.write(_bytes(tensors[name]))
+
+
+def _bytes(array: Array) -> memoryview:
+    """The bytes of an array, without a copy where they lie side by side on the CPU."""
+    if not math.prod(array.shape):  # of nothing there is no view
+        return memoryview(b"")
+    if module_of(array) is np:
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    flat: np.ndarray = array.detach().cpu().contiguous().reshape(-1).view(module_of(array).uint8).numpy()
+    return flat.data
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `save_tensors` wrote, as torch's tensors. What is wrong with a file shows as one of UNREADABLE."""
+    return _read(path, "pt")
+
+
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The same as arrays of NumPy, which has no bf16."""
+    return _read(path, "np")
+
+
+def _read(path: Path, library: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    check_regular(path)
+    with safe_open(path, framework=library) as file:
+        about = json.loads((file.metadata() or {})["cfedavg"])
+        if not isinstance(about, dict):
+            raise ValueError("its description is not a table")
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - no mapping
+
+
+UNREADABLE = (
+    OSError,
+    SafetensorError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
+    """CRC-32 over names, shapes, dtypes, bytes and what is said of them: a disk's mistake shows."""
+    found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found = zlib.crc32(f"{name} torch.{dtype_of(tensor)} {list(tensor.shape)}".encode(), found)
+        found = zlib.crc32(_bytes(tensor), found)
+    return found
+
+
+def free_memory(device: Any) -> int:
+    """Bytes that are free where tensors of this device of torch live."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,282 @@
+"""A federation's folder: the same config.toml and metrics.jsonl as a simulation's, nodes.jsonl, the state.
+
+A round's rows are part of the state that ends it, so that after a kill at any moment the files can be
+brought in step with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import reprlib
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cfedavg.algorithm import ServerMemory
+from cfedavg.core.config import APP, Config
+from cfedavg.core.errors import Busy, InputError
+from cfedavg.core.files import exists, make_folder, read_file, sync, tidy, write_atomic
+from cfedavg.core.metrics import Record
+from cfedavg.core.run_files import (
+    CONFIG,
+    FEDERATION,
+    METRICS,
+    MODEL,
+    SERVER_MODEL,
+    as_line,
+    checksum_of,
+    read_rows,
+)
+from cfedavg.core.tensors import save_tensors
+from cfedavg.federate.copy_state import OtherCopy
+from cfedavg.federate.replica import ModelReplica
+from cfedavg.federate.replica import begin as begin_copy
+from cfedavg.federate.server import Server, restored
+from cfedavg.federate.server_store import ServerStore, new_generation
+from cfedavg.federate.state_file import FILE, OtherModel
+from cfedavg.flower.array_layout import Form
+from cfedavg.flower.federation_state import FederationState, FixedOptions, RoundRows
+
+NODES, STATE = "nodes.jsonl", "state"
+HANDOVER = 20.0  # seconds: after its SuperLink has died, a ServerApp lives on for up to nine
+
+
+class Books:
+    """One server at a time keeps them: it holds a lock for as long as the `with` lasts."""
+
+    def __init__(
+        self,
+        out: Path,
+        config: Config,
+        form: Form,
+        replica: ModelReplica | None,
+        options: FixedOptions,
+        also: Mapping[str, Any],
+    ) -> None:
+        """`also`: the options besides `config` that a reader wants to know."""
+        self.out, self.config, self.options, self.also = out, config, options, also
+        self.form, self.replica = form, replica
+        self.rows: list[Record] = []
+        self._read: dict[str, list[Record]] = {}  # what `begin` has read, for `open` to write
+
+    @contextmanager
+    def kept(self) -> Iterator[Books]:
+        """Makes the folder and takes the lock; waits a while for a server that is about to end."""
+        if not exists(self.out / STATE / FILE) and read_rows(self.out / METRICS):
+            raise InputError(
+                f"`out`: {self.out / METRICS} is of a run that is no federation, or whose state is gone; "
+                "give another folder"
+            )
+        make_folder(self.out, "`out`")
+        with ExitStack() as stack:
+            self._lock(stack)
+            tidy(self.out)
+            self.federation = self._name()  # under the lock: it gets one name only
+            dtype = self.replica.dtype if self.replica else "float32"
+            self.store = ServerStore(self.out / STATE, self.federation, self.form.layout, dtype)
+            yield self
+
+    def _name(self) -> str:
+        """Return the federation's name, by which the nodes know it; a new federation gets one."""
+        path = self.out / FEDERATION
+        if not path.is_symlink() and not exists(path):
+            if exists(self.out / STATE / FILE):
+                raise InputError(f"`out`: {path} is missing, and the state beside it needs it: put it back")
+            write_atomic(path, secrets.token_hex(16).encode())
+        try:
+            name = read_file(path).decode(errors="replace")
+        except OSError as error:
+            raise InputError(f"`out`: cannot read {path} ({error.strerror})") from None
+        if not re.fullmatch("[0-9a-f]{32}", name):
+            raise InputError(
+                f"`out`: {path} must hold the federation's name, 32 digits and letters from a to f, "
+                f"got {reprlib.repr(name)}; put it back"
+            )
+        return name
+
+    def _lock(self, stack: ExitStack) -> None:
+        end = time.monotonic() + HANDOVER
+        while True:
+            try:
+                stack.enter_context(ServerStore(self.out / STATE, "", self.form.layout).locked())
+                return
+            except Busy:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.5)
+
+    def begin(
+        self, x: NDArray[np.float32], whole: bytes, memory: ServerMemory, *, resume: bool, from_backup: bool
+    ) -> FederationState:
+        """Return the state to go on from, checked; `memory` is that of a new server.
+
+        Nothing is written before `open`.
+        """
+        state = self._load()
+        if state is None:
+            rows, server = _row_checksums({METRICS: [], NODES: []}), Server(x)
+            if self.replica:
+                primary = begin_copy(x, self.replica, server.stamp.generation, server.t)
+                server = replace(server, primary=primary)
+            state = FederationState(server, self._form_hash, self.options, whole, rows, memory=memory)
+        elif not resume:
+            raise InputError(f"`out`: {self.out} holds a federation; resume it, or give another folder")
+        else:
+            self._check(state, memory)
+            if from_backup:
+                state = replace(state, server=self._restored(state.server))
+        self._read = self._read_rows(state)
+        return state
+
+    def _restored(self, server: Server) -> Server:
+        digest = self.replica.digest(server.primary.w) if self.replica and server.primary else None
+        return restored(server, new_generation(server), digest)
+
+    @property
+    def _form_hash(self) -> str:
+        return hashlib.sha256(self.form.text.encode()).hexdigest()
+
+    def _check(self, state: FederationState, memory: ServerMemory) -> None:
+        """Raise InputError unless the state is of this model, these options and these rounds."""
+        if state.form != self._form_hash:
+            raise InputError(f"{self.out / STATE} is of another model: what is not compressed differs")
+        if state.server.t > self.config.rounds:
+            raise InputError(
+                f"num_rounds is {self.config.rounds}, but the federation in {self.out} has done "
+                f"{state.server.t}"
+            )
+        for name in (item.name for item in fields(FixedOptions)):
+            before, now = getattr(state.options, name), getattr(self.options, name)
+            if before != now:
+                was = reprlib.repr(before)
+                raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {was}")
+        with self.store.naming_damage():
+            state.check_whole(self.form)
+            state.check_memory(memory)
+            state.check_copy(self.replica)
+
+    def open(self, state: FederationState) -> None:
+        """Bring the files in step with the state of `begin`, and make it durable before anything is sent."""
+        self.rows = self._read[METRICS]
+        for name, rows in self._read.items():
+            write_atomic(self.out / name, "".join(map(as_line, rows)).encode())
+        self._read = {}
+        self.meet(state)
+
+    def _load(self) -> FederationState | None:
+        try:
+            served = self.store.load()
+        except OtherModel as error:
+            raise InputError(f"{error}; if the model is the same, `whole` is another") from None
+        except OtherCopy:
+            which = "does not round" if self.replica and self.replica.rounds else "rounds"
+            raise InputError(
+                f"compressor_down is {self.options.compressor_down!r}, but the federation in {self.out} "
+                f"has one that {which} values"
+            ) from None
+        if served is None:
+            return None
+        with self.store.naming_damage():
+            return FederationState.from_served(served)
+
+    def meet(self, state: FederationState) -> None:
+        """Makes the state durable, and says how many clients there are, which only their coming tells."""
+        self.store.save(state.to_served())
+        config = self.config
+        if config.dataset == APP:
+            config = config.replace(clients=max(1, len(state.clients) + len(state.lent)))
+        options = "".join(f"# {name}: {value}\n" for name, value in self.also.items() if value is not None)
+        text = f"{config.to_toml()}\n# Of the server\n{options}"
+        write_atomic(self.out / CONFIG, text.encode())
+
+    def _read_rows(self, state: FederationState) -> dict[str, list[Record]]:
+        """Return the rows of both files as of the state: without newer rows, with those of its last round."""
+        t, last = state.server.t, state.last
+        ended = {METRICS: [last.row], NODES: last.nodes} if last else {METRICS: [], NODES: []}
+        before = {name: self._rows_before(self.out / name, t - 1) for name in ended}
+        rows = {name: before[name] + ended[name] for name in ended}
+        if len(rows[METRICS]) != t or any(row["round"] != i for i, row in enumerate(rows[METRICS])):
+            raise InputError(
+                f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
+            )
+        found = _row_checksums(rows)
+        for name in rows:
+            if found[name] != state.checksums.get(name):
+                raise InputError(
+                    f"resume: {self.out / name} was changed after the state was written; "
+                    "put it back, or start another federation"
+                )
+        return rows
+
+    def _rows_before(self, path: Path, t: int) -> list[Record]:
+        """Return the rows of the rounds before t. Stop at the first row of a later round, or of none."""
+        return list(
+            takewhile(lambda row: type(row.get("round")) is int and row["round"] < t, read_rows(path))
+        )
+
+    def store_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
+        """Make the end of a round durable; its rows wait in the state until `end_round` writes them."""
+        sums = _row_checksums({METRICS: [row], NODES: nodes}, state.checksums)
+        state = replace(state, last=RoundRows(row, nodes), checksums=sums)
+        for name in (
+            METRICS,
+            NODES,
+        ):  # of the last round a power cut may take the lines: the state holds them
+            with self._writing(name) as path:
+                sync(path)
+        self.store.save(state.to_served())
+        return state
+
+    def end_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
+        """Make the end of a round durable, and then write its rows where everyone reads them."""
+        state = self.store_round(state, row, nodes)
+        self.rows.append(row)
+        self._append(METRICS, [row])
+        self._append(NODES, nodes)
+        return state
+
+    def _append(self, name: str, rows: list[Record]) -> None:
+        with self._writing(name) as path, path.open("a", encoding="utf-8") as file:
+            file.write("".join(map(as_line, rows)))
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        try:
+            yield self.out / name
+        except OSError as error:
+            raise InputError(f"`out`: cannot write {self.out / name} ({error.strerror})") from None
+
+    def held_model(self, state: FederationState) -> NDArray[np.float32]:
+        """Return the model that the clients hold."""
+        primary = state.server.primary
+        if primary is None or self.replica is None:
+            x: NDArray[np.float32] = state.server.x
+            return x
+        w: NDArray[np.float32] = self.replica.model(primary.w)
+        return w
+
+    def close(self, state: FederationState) -> None:
+        """The model, and pictures, once the last round is over."""
+        from cfedavg.report import write_run_pictures  # matplotlib, only now
+
+        save_tensors(self.form.join(self.held_model(state), state.whole), self.out / MODEL)
+        if state.server.primary:
+            save_tensors(self.form.join(state.server.x, state.whole), self.out / SERVER_MODEL)
+        if self.rows:
+            write_run_pictures(self.out)
+
+
+def _row_checksums(
+    rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return the checksum of each file after these rows, which follow those of the checksums `before`."""
+    return {name: checksum_of(each, (before or {}).get(name, 0)) for name, each in rows.items()}

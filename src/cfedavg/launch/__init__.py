@@ -1,0 +1,1 @@
+"""A whole federation on this machine: credentials, processes, and the app they run."""

@@ -1,0 +1,71 @@
+"""The client: local steps on its own part of the data, until it has done K of them or the time is over."""
+
+from __future__ import annotations
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+
+from cfedavg.compress import parse
+from cfedavg.core.errors import InputError
+from cfedavg.data.tasks import build_task
+from cfedavg.feedback import FEEDBACKS
+from cfedavg.flower.app_reply import STEPS
+from cfedavg.flower.mod import compressed
+from cfedavg.launch.app.settings import config_of
+from cfedavg.simulate.engines.common import reproducible, seed_generators
+from cfedavg.simulate.local import after, batches, clock, local_steps
+from cfedavg.simulate.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def compressed_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """The mod; a request may name the classes that the run's configuration names, and no others."""
+    config = config_of(context.run_config)
+    own = [type(part) for part in (*parse(config.compressor).stages, FEEDBACKS.parse(config.feedback))]
+    return compressed(message, context, call_next, own=own)
+
+
+app = ClientApp(mods=[compressed_as_configured])
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Lines 5 to 9. The number of its part is the node's `partition-id`."""
+    config = config_of(context.run_config)
+    task, client = build_task(config), _part(context, config.clients)
+    plan, t = Plan(config, task), _round(message)
+    task.model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    enough = after(plan.steps.at(t, client)) if config.deadline is None else clock(config.deadline)
+    with reproducible(CPU):
+        seed_generators(CPU, config.seed, t, client)
+        work = local_steps(
+            task.model,
+            task.loss,
+            batches(task.clients[client], config.batch_size, config.seed, t, client),
+            plan.local_optimiser,
+            plan.rates.eta_local(t),
+            enough,
+        )
+    metrics = MetricRecord(
+        {"train_loss": float(work.loss), STEPS: work.K, "num-examples": len(task.clients[client])}
+    )
+    arrays = ArrayRecord(task.model.state_dict())
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+def _round(message: Message) -> int:
+    """Counted from 0; Flower counts from 1."""
+    return int(str(message.content.config_records["config"]["server-round"])) - 1
+
+
+def _part(context: Context, clients: int) -> int:
+    """Which part of the data is this node's."""
+    found = context.node_config.get("partition-id")
+    if not isinstance(found, int) or not 0 <= found < clients:
+        raise InputError(
+            f"--node-config: partition-id must be a whole number from 0 to {clients - 1}, got {found!r}"
+        )
+    return found

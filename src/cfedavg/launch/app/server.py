@@ -1,0 +1,78 @@
+"""The server: CFedAvg with the rates of a Config, and the test set of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+
+from cfedavg.core.config import Config
+from cfedavg.data.tasks import build_task
+from cfedavg.flower.strategy import CFedAvg
+from cfedavg.launch.app.settings import config_of, policy_of
+from cfedavg.simulate.engines.common import reproducible
+from cfedavg.simulate.evaluate import evaluate
+from cfedavg.simulate.plan import Plan
+from cfedavg.task import Task
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """All rounds of the run configuration."""
+    given: Mapping[str, Any] = context.run_config
+    config = config_of(given)
+    task = build_task(config)
+    strategy = CFedAvg(
+        **_options(config, Plan(config, task)),
+        **_federated(given),
+        policy=policy_of(config, given),
+        config=config,
+    )
+    strategy.start(
+        grid,
+        ArrayRecord(task.model.state_dict()),
+        num_rounds=config.rounds,
+        timeout=given.get("round-timeout", 120.0),
+        evaluate_fn=tested(task, config.eval_every, config.rounds),
+    )
+
+
+def _options(config: Config, plan: Plan) -> dict[str, Any]:
+    """What the strategy takes from the configuration of a run."""
+    by_clock = config.deadline is not None  # then every client does its own number of steps: line 11
+    return {
+        "compressor": config.compressor,
+        "compressor_down": config.compressor_down,
+        "feedback": config.feedback,
+        "server_optimiser": config.server_optimiser,
+        "update": "mean" if by_clock else plan.rates.update,
+        "eta": config.eta if by_clock else plan.rates.eta,
+        "weighting": config.weighting,
+        "seed": config.seed,
+    }
+
+
+def _federated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What only a federation has."""
+    names = ("resume", "max-norm", "from-backup")
+    found = {name.replace("-", "_"): given[name] for name in names if name in given}
+    return {**found, "out": given.get("out") or None}
+
+
+def tested(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+    """Evaluates as a simulation does, every so many rounds and at the end."""
+
+    def judge(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if not server_round or (server_round % every and server_round != rounds):
+            return None
+        task.model.load_state_dict(arrays.to_torch_state_dict())
+        cpu = torch.device("cpu")
+        with reproducible(cpu):
+            return MetricRecord(evaluate(task.model, task, cpu, torch.float32))
+
+    return judge

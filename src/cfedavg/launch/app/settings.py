@@ -1,0 +1,44 @@
+"""The run configuration of the app: the fields of Config with dashes, and a few of the federation's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cfedavg.core.config import Config, refuse_code
+from cfedavg.flower.round_policy import RoundPolicy
+
+# Besides those of Config: where the server writes, and which policy its rounds have.
+POLICY = ("quorum", "min-nodes", "over-selection")
+MORE = ("out", "resume", "max-norm", "from-backup", "round-timeout", *POLICY)
+
+# A variable of the environment. A run config comes over the network, so what it names is imported only where
+# the owner of the process has set this; `cfedavg federate up` does for what its user typed.
+TRUST = "CFEDAVG_TRUST"
+
+# Of a few nodes each needs several classes, or some class is nobody's; and a round of real messages takes
+# so long that more local steps cost little.
+DEFAULT = Config(clients=4, classes_per_client=5, local_steps="25")
+
+
+def config_of(run_config: Mapping[str, Any]) -> Config:
+    """The configuration of a run; InputError says which key is not in order."""
+    fields = {name.replace("-", "_"): value for name, value in run_config.items() if name not in MORE}
+    if not os.environ.get(TRUST):
+        refuse_code(fields, "the run config", f"set {TRUST}=1 on this machine if you trust who starts runs")
+    return Config.from_dict(fields, "the run config", trust=True)
+
+
+def policy_of(config: Config, run_config: Mapping[str, Any]) -> RoundPolicy:
+    """Return the policy of a run's rounds. Without `min-nodes`, a round waits for all clients."""
+    given = {name.replace("-", "_"): run_config[name] for name in POLICY if name in run_config}
+    least = int(run_config.get("clients", RoundPolicy.min_nodes))
+    return RoundPolicy(**{"participation": config.participation, "min_nodes": least, **given})
+
+
+def run_config_of(config: Config) -> dict[str, Any]:
+    """The other way round; what is None is left out."""
+    found = {item.name.replace("_", "-"): getattr(config, item.name) for item in dataclasses.fields(config)}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,1 @@
+"""A federation simulated in one process or several: runs, engines, checkpoints."""

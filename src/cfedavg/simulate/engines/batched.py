@@ -1,0 +1,224 @@
+"""Local work of many clients at once: a block of them trains in step, each with its own weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cfedavg.optimise.local import State as OptimiserState
+from cfedavg.simulate.engines.base import Start, Trained, too_large
+from cfedavg.simulate.engines.common import explained, seed_generators
+from cfedavg.simulate.engines.probes import masks_hold, means
+from cfedavg.simulate.local import Vectors, to_device
+from cfedavg.simulate.plan import Plan
+from cfedavg.simulate.vectorised.pool import Pool
+from cfedavg.simulate.vectorised.recorder import Recorder
+from cfedavg.simulate.vectorised.step import Stack, Step
+from cfedavg.simulate.vectorised.timetable import Timetable, Turn, rounded_up
+from cfedavg.task import Batch, Task
+
+_CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
+
+
+class Batched:
+    """Trains clients in blocks, as many at once as memory allows."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        task: Task,
+        vectors: Vectors,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        dots: str | None = None,
+        unused: Collection[str] = (),
+    ) -> None:
+        """`dots` is the precision of our convolutions on a GPU, None for torch's; `unused` as in Step."""
+        self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
+        config = plan.config
+        self.model = copy.deepcopy(vectors.model).train()
+        half, optimiser = config.precision == "bf16", plan.local_optimiser
+        self.step = Step(self.model, task.loss, optimiser, dots=dots, autocast=half, unused=unused)
+        self.recorder = Recorder(self.step, device, say)
+        self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
+        self.pool = Pool(task.clients, device, self.dtype)
+        self.eta = torch.zeros((), device=device, dtype=self.dtype)
+        self.block = plan.clients_per_round
+        if device.type == "cpu":
+            self.block = min(self.block, max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize)))
+        self._stack: Stack | None = None
+        self._masks: dict[int, bool] = {}  # by the width of the batches
+
+    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+        """Block after block; one that does not fit into memory is halved."""
+        left = list(clients)
+        while left:
+            block = left[: self.block]
+            try:
+                trained = self._train(t, start, b, block)
+            except torch.OutOfMemoryError:
+                self.block = len(block)
+                self.shrink()
+                continue
+            yield trained
+            left = left[len(block) :]
+
+    def shrink(self) -> None:
+        n, self.block = self.block, -(-self.block // 2)
+        if n == 1:
+            raise too_large(self.device) from None
+        self._stack = None
+        self.recorder.forget()
+        self.pool.clear()
+        torch.cuda.empty_cache()
+        self.say(
+            f"{n} clients at once do not fit into the memory of {self.device}: going on with {self.block}"
+        )
+
+    def _train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Trained:
+        config, n = self.plan.config, len(clients)
+        steps = np.array([self.plan.steps.at(t, i) for i in clients])
+        order = np.argsort(-steps, kind="stable")  # those who are done first come last, and can be left out
+        # The block is filled up with clients that do nothing, so that few sizes of blocks occur.
+        ordered = [clients[i] for i in order] + [clients[0]] * (rounded_up(n, self.block) - n)
+        samples = np.array([self.plan.samples[i] for i in ordered])
+        some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
+        timetable = Timetable(ordered, samples, some, config.batch_size, config.seed, t)
+        x_0 = start(ordered)
+        stack = self._filled(len(ordered), x_0, b)
+        self.eta.fill_(self.plan.rates.eta_local(t))
+        seed_generators(self.device, config.seed, t, clients[0])
+        self._steps(stack, timetable)
+        back = torch.from_numpy(np.argsort(order)).to(self.device)
+        K = torch.from_numpy(steps).to(self.device)
+        x_K, b_K = self._flat(stack)
+        x_0 = x_0 if x_0.dim() == 1 else x_0[back]
+        return Trained(clients, steps.tolist(), x_0, x_K[back], b_K[back], stack.losses[back] / K)
+
+    def _steps(self, stack: Stack, timetable: Timetable) -> None:
+        source = self.pool.block(list(timetable.clients))
+        rows = timetable.rows(self.device)
+        together = timetable.uniform or self._can_mask(timetable.clients)
+        for turn in timetable.together() if together else timetable.apart():
+            at = rows.at(turn)
+            try:
+                if isinstance(turn.clients, int):
+                    self._play(stack.part(turn.clients), source.gather(at), turn)
+                else:
+                    self._some(stack, source.gather(at, turn.clients), turn)
+            except ValueError as error:
+                first = 0 if isinstance(turn.clients, int) else int(turn.clients[0])
+                raise explained(error, timetable.clients[first]) from None
+
+    def _play(self, stack: Stack, batch: Batch, turn: Turn) -> None:
+        """A turn of the first clients of the block."""
+        n = len(stack.losses)
+        valid = active = None
+        if turn.sizes is not None:
+            sizes = torch.from_numpy(turn.sizes).to(self.device)
+            valid = torch.arange(turn.width, device=self.device) < sizes[:, None]
+        if turn.active < n:
+            active = torch.arange(n, device=self.device) < turn.active
+        self.recorder(stack, batch, valid, active, self.eta)
+
+    def _some(self, stack: Stack, batch: Batch, turn: Turn) -> None:
+        """A turn of some clients, taken out of the block and put back: sizes vary, so nothing is recorded."""
+        rows = torch.as_tensor(turn.clients, device=self.device)
+        part = stack.at(rows)
+        self.step(part, batch, None, None, self.eta)
+        stack.put(rows, part)
+
+    def _filled(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
+        """The stack with every client at its start."""
+        if self._stack is None or len(self._stack.losses) < n:
+            self.recorder.forget()
+            self._stack = self._empty(max(n, self.block))
+        stack = self._stack.part(n)
+        for p, part in zip(stack.parameters, self.vectors.layout.slices(), strict=True):
+            p.copy_(x_0[..., part].reshape(-1, *p.shape[1:]).expand_as(p))
+        for mine, p in zip(stack.start, stack.parameters, strict=bool(stack.start)):
+            mine.copy_(p)
+        stack.losses.zero_()
+        self.vectors.write(x_0.reshape(-1, x_0.shape[-1])[0], b)
+        if stack.state:
+            first = vmap(self.step.optimiser.init)(stack.parameters)
+            for mine, its in zip(tree_leaves(stack.state), tree_leaves(first), strict=True):
+                mine.copy_(its)
+        for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
+            mine.copy_(buffer.expand_as(mine))
+        return stack
+
+    def _empty(self, n: int) -> Stack:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        stacked = [_stacked(p, n, last=self.step.dots is not None) for p in parameters]
+        state = {
+            name: [_like(first, p, n) for first, p in zip(each, stacked, strict=True)]
+            for name, each in self._init().items()
+        }
+        start = [torch.empty_like(p) for p in stacked] if self.step.optimiser.needs_start else []
+        buffers = [_stacked(buffer, n, last=False) for buffer in self.model.buffers()]
+        return Stack(stacked, state, start, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
+
+    def _init(self) -> OptimiserState:
+        """The state of the local optimiser before the first step of one client."""
+        return self.step.optimiser.init(
+            [p.detach() for p in self.vectors.model.parameters() if p.requires_grad]
+        )
+
+    def _flat(self, stack: Stack) -> tuple[Tensor, Tensor]:
+        """x_K and b_K of every client."""
+        n = len(stack.losses)
+        x_K = torch.cat([p.reshape(n, -1) for p in stack.parameters], 1)
+        names = set(self.vectors.buffer_layout.names)
+        named = zip((name for name, _ in self.model.named_buffers()), stack.buffers, strict=True)
+        b_K = [buffer.reshape(n, -1).to(self.dtype) for name, buffer in named if name in names]
+        return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
+
+    def _can_mask(self, clients: Sequence[int]) -> bool:
+        """Whether rows that do not count leave a step as it is: tried once, in float64, on real samples.
+
+        Not so where a layer mixes the samples of a batch (BatchNorm), or a loss is no mean that we know, or
+        where at the width of the steps there are more means over as many rows: some are over weights, say.
+        """
+        largest = max(clients, key=lambda i: self.plan.samples[i])
+        n = min(self.plan.config.batch_size, self.plan.samples[largest])
+        if n not in self._masks:
+            with torch.random.fork_rng(devices=[]):  # what a round draws does not depend on this
+                batch = self.task.clients[largest].batch(np.arange(n))
+                self._masks[n] = n == 1 or self._holds(batch, n)
+        return self._masks[n]
+
+    def _holds(self, batch: Batch, n: int) -> bool:
+        few, loss = min(4, n), self.task.loss
+        try:
+            small = tree_map(lambda leaf: leaf[:few], batch)
+        except (IndexError, TypeError):  # not a batch of rows
+            return False
+        if not masks_hold(self.model, loss, small, few):
+            return False
+        found = (means(self.model, loss, self._here(each), k) for each, k in ((small, few), (batch, n)))
+        return len(set(found)) == 1
+
+    def _here(self, batch: Batch) -> Batch:
+        return to_device(batch, self.device, self.dtype)
+
+
+def _like(first: Tensor, stacked: Tensor, n: int) -> Tensor:
+    """Room for n of a tensor of the optimiser's state; it lies as its parameter does, if it is as large."""
+    same = first.shape == stacked.shape[1:]
+    return torch.empty_like(stacked) if same else first.new_empty((n, *first.shape))
+
+
+def _stacked(tensor: Tensor, n: int, *, last: bool) -> Tensor:
+    """Room for n of these; a kernel of a convolution lies in the order in which our kernels read it."""
+    shape = (n, *tensor.shape)
+    if last and tensor.dim() == 4:
+        return tensor.new_empty([shape[i] for i in (0, 3, 4, 2, 1)]).permute(0, 4, 3, 1, 2)
+    return tensor.new_empty(shape)

@@ -1,0 +1,231 @@
+"""A few steps of two clients, taken together and one after the other, to see whether the two agree.
+
+What torch.func.vmap and make_fx do to a module is not known from its name: some fail, and some give other
+numbers without a word. So the batched trainer itself is tried, on the device of the run, with real samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cfedavg.core.config import Config
+from cfedavg.core.errors import InputError, first_line
+from cfedavg.core.generators import unseen_draws
+from cfedavg.simulate.engines.base import Trained
+from cfedavg.simulate.engines.batched import Batched
+from cfedavg.simulate.engines.common import PRECISIONS, reproducible, seed_generators
+from cfedavg.simulate.engines.probes import is_one_sample
+from cfedavg.simulate.local import Vectors, after, batches, local_steps, to_device
+from cfedavg.simulate.plan import Plan
+from cfedavg.simulate.vectorised import Steady
+from cfedavg.task import Batch, Samples, Task, Tensors
+
+STEPS = 5  # on a GPU the first runs, the second is recorded, the third is played
+# How far steps may be apart, relatively: float32 and less are there to find what fails, or is far off.
+TOLERANCE = {"float64": 1e-6, "float32": 0.02, "tf32": 0.2, "bf16": 0.5}
+
+
+def cannot_batch(
+    task: Task,
+    config: Config,
+    device: torch.device,
+    *,
+    dots: str | None = None,
+    unused: Collection[str] = (),
+) -> str | None:
+    """Return why clients cannot step together, with the module that it is about; None if they can."""
+    try:
+        with unseen_draws(device):
+            small, trial = _two_clients(task, config)
+            if changed := _changes(small, trial, device):
+                return f"a step changes {changed!r}, of which there is one for all clients"
+            compares = not _draws(small, trial, device)
+            for precision in dict.fromkeys(("float64", config.precision)):
+                lists, at = precision == config.precision, trial.replace(precision=precision)
+                ours = dots if lists else None
+                if not _agree(small, at, device, ours, unused, lists=lists, compares=compares):
+                    return f"{_named(task.model)} learns something else in a step of many clients"
+    except (torch.OutOfMemoryError, MemoryError):
+        return None  # the run makes smaller blocks
+    except Exception as error:
+        return None if is_one_sample(error) else reason(task.model, error)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
+
+
+def reason(model: nn.Module, error: Exception) -> str:
+    """Say which module failed, as far as the traceback shows it, and how."""
+    if isinstance(error, InputError):
+        return str(error)
+    return f"{_culprit(model, error)} fails in a step of many clients ({first_line(error)})"
+
+
+def _culprit(model: nn.Module, error: Exception) -> str:
+    """The innermost module of the traceback, else the model, of which it may hold a copy."""
+    selves = list(_selves(error.__traceback__))
+    root = next((each for each in selves if type(each) is type(model)), model)
+    names = {id(module): name for name, module in root.named_modules()}
+    inner = [each for each in selves if id(each) in names]
+    return _named(inner[-1], names[id(inner[-1])]) if inner else _named(model)
+
+
+def _selves(trace: TracebackType | None) -> Iterator[Any]:
+    while trace is not None:
+        yield trace.tb_frame.f_locals.get("self")
+        trace = trace.tb_next
+
+
+def _named(module: nn.Module, name: str = "") -> str:
+    return f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+
+
+class _Part:
+    """The first samples of a client."""
+
+    fixed = True
+
+    def __init__(self, samples: Samples, size: int) -> None:
+        self.samples, self.size = samples, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        return self.samples.batch(rows)
+
+
+def _part(samples: Samples, size: int) -> Samples:
+    """The first samples of a client; those that may change, as augmented ones do, are asked for once."""
+    if getattr(samples, "fixed", False):
+        return _Part(samples, size)
+    part = Tensors(samples.batch(np.arange(size)))
+    part.fixed = False
+    return part
+
+
+def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
+    """The smallest and the largest client, each with one full and one short batch, as far as it has them."""
+    sizes = [len(data) for data in task.clients]
+    b, last = config.batch_size, len(sizes) - 1
+    pair = (0, last) if len(set(sizes)) == 1 else (sizes.index(min(sizes)), sizes.index(max(sizes)))
+    parts = [_part(task.clients[i], min(sizes[i], b + sizes[i] % b)) for i in pair]
+    slow = config.eta_local / 10 or config.eta_local  # so that rounding stays what it is
+    trial = Config(
+        clients=2, rounds=1, local_steps=str(STEPS), batch_size=b, eta_local=slow, compressor="none",
+        local_optimiser=config.local_optimiser, precision=config.precision, seed=config.seed,
+    )  # fmt: skip
+
+    def steady(model: nn.Module, batch: Batch) -> Tensor:
+        with Steady():
+            return task.loss(model, batch)
+
+    return replace(task, clients=parts, loss=steady, test=None, test_parts=None), trial
+
+
+def _changes(task: Task, config: Config, device: torch.device) -> str:
+    """The first attribute beside tensors that a step changes: a recorded step would not do so again."""
+    model, batch = _model_and_batch(task, config, device)
+    before = _attributes(model)
+    task.loss(model, batch)
+    now = _attributes(model)
+    return next((name for name in now if name not in before or now[name] != before[name]), "")
+
+
+def _attributes(model: nn.Module) -> dict[str, str]:
+    return {
+        f"{prefix}.{name}".lstrip("."): repr(value)  # as text, since NaN is not equal to itself
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _draws(task: Task, config: Config, device: torch.device) -> bool:
+    """Whether a step draws at random, dropout aside: then two ways to take it cannot be compared."""
+    values = []
+    for seed in (0, 1):
+        model, batch = _model_and_batch(task, config, device)
+        random.seed(seed)
+        np.random.seed(seed)
+        seed_generators(device, seed, 0, 0)
+        values.append(task.loss(model, batch).detach())
+    return not torch.equal(*values)
+
+
+def _model_and_batch(task: Task, config: Config, device: torch.device) -> tuple[nn.Module, Batch]:
+    dtype = PRECISIONS[config.precision]
+    rows = np.arange(min(len(task.clients[0]), config.batch_size))
+    batch = to_device(task.clients[0].batch(rows), device, dtype)
+    return copy.deepcopy(task.model).to(device, dtype).train(), batch
+
+
+def _agree(
+    task: Task,
+    config: Config,
+    device: torch.device,
+    dots: str | None,
+    unused: Collection[str],
+    *,
+    lists: bool,
+    compares: bool,
+) -> bool:
+    """Whether steps taken together end where steps taken one after another do, if that can be compared."""
+    dtype, plan = PRECISIONS[config.precision], Plan(config, task)
+    vectors = Vectors(copy.deepcopy(task.model).to(device, dtype))
+    x, b = vectors.read()
+    with reproducible(device, config.precision):
+        trainer = Batched(plan, task, vectors, device, lambda text: None, dots=dots, unused=unused)
+        trainer.recorder.simplify(lists=lists)
+        blocks = list(trainer.train(0, lambda clients: x, b, [0, 1]))
+        if not compares:
+            return True
+        apart = _apart(plan, task, Vectors(copy.deepcopy(task.model).to(device, dtype)), device)
+    x_K, b_K, loss = (
+        torch.cat([getattr(block, name) for block in blocks]) for name in ("x_K", "b_K", "loss")
+    )
+    pairs = ((x_K - x, apart.x_K - x), (b_K, apart.b_K), (loss, apart.loss))
+    noise = STEPS * torch.finfo(dtype).eps * float(x.double().norm())
+    return all(_close(mine, theirs, TOLERANCE[config.precision], noise) for mine, theirs in pairs)
+
+
+def _apart(plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> Trained:
+    """What the reference engine does."""
+    config = plan.config
+    x, b = vectors.read()
+    found = []
+    for client in (0, 1):
+        vectors.write(x, b)
+        data = batches(task.clients[client], config.batch_size, config.seed, 0, client)
+        half = config.precision == "bf16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+            work = local_steps(
+                vectors.model,
+                task.loss,
+                (to_device(batch, device, x.dtype) for batch in data),
+                plan.local_optimiser,
+                config.eta_local,
+                after(STEPS),
+            )
+        found.append((*vectors.read(), work.loss))
+    x_K, b_K, loss = (torch.stack(each) for each in zip(*found, strict=True))
+    return Trained([0, 1], [STEPS] * 2, x, x_K, b_K, loss)
+
+
+def _close(mine: Tensor, theirs: Tensor, tolerance: float, noise: float) -> bool:
+    """Compared client by client, as whole vectors: single numbers may be nothing but rounding."""
+    mine, theirs = (each.double().reshape(2, -1) for each in (mine, theirs))
+    if not bool(torch.isfinite(theirs).all()):
+        return True  # the run itself says so
+    apart, length = (mine - theirs).norm(dim=1), theirs.norm(dim=1)
+    return bool((apart <= tolerance * length + noise + 1e-12).all())

@@ -1,0 +1,118 @@
+"""Evaluation of a model on the test set, as a whole and client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cfedavg.core.errors import InputError
+from cfedavg.core.metrics import Record
+from cfedavg.simulate.local import to_device
+from cfedavg.task import Batch, Loss, Task, accuracy, check_number, cross_entropy, guarded
+
+EVALUATION_BATCH = {"cpu": 512, "cuda": 2500}
+
+
+class Part(NamedTuple):
+    """Some batches of the test set: where each starts, its loss times its size, the metric of each sample."""
+
+    starts: list[int]
+    losses: list[float]
+    values: list[np.ndarray]
+
+
+def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> Record:
+    """`test_loss`, `test_` and the metric, and the metric's mean and minimum over the clients' parts."""
+    return summary(task, [evaluate_batches(model, task, device, dtype)])
+
+
+@torch.no_grad()
+def evaluate_batches(
+    model: nn.Module,
+    task: Task,
+    device: torch.device,
+    dtype: torch.dtype,
+    first: int = 0,
+    every: int = 1,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Part:
+    """The batches of the test set, or every so many of them, each prepared for the model."""
+    if task.test is None:
+        return Part([], [], [])
+    model.eval()
+    n, size, starts = len(task.test), EVALUATION_BATCH.get(device.type, 512), []
+    losses, metrics = [], []
+    for start in range(first * size, n, every * size):
+        rows = np.arange(start, min(start + size, n))
+        batch = prepare(to_device(task.test.batch(rows), device, dtype))
+        loss, metric = _loss_and_metric(model, task, batch, len(rows))
+        starts.append(start)
+        losses.append(loss.double() * len(rows))
+        metrics.append(metric)
+    if not starts:
+        return Part([], [], [])
+    values = torch.cat(metrics).cpu().numpy()
+    return Part(
+        starts, torch.stack(losses).tolist(), np.split(values, np.cumsum([len(m) for m in metrics])[:-1])
+    )
+
+
+@torch.no_grad()
+def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> None:
+    """Evaluate the first batch of the test set, to see before a run that it can be done."""
+    if task.test is None:
+        return
+    rows = np.arange(min(EVALUATION_BATCH.get(device.type, 512), len(task.test)))
+    batch = guarded(task.test.batch, "Task.test gives no batch")(rows)
+    _loss_and_metric(model.eval(), task, to_device(batch, device, dtype), len(rows))
+
+
+def summary(task: Task, parts: Sequence[Part]) -> Record:
+    """What the batches come to, in the order of the test set, whoever evaluated them."""
+    batches = sorted(
+        (batch for part in parts for batch in zip(*part, strict=True)), key=lambda batch: batch[0]
+    )
+    if not batches:
+        return {}
+    _, losses, each = zip(*batches, strict=True)
+    values = np.concatenate(each)
+    record: Record = {"test_loss": float(torch.tensor(losses, dtype=torch.float64).sum()) / len(values)}
+    record[f"test_{task.metric_name}"] = float(values.mean())
+    if task.test_parts is not None:
+        means = [float(values[rows].mean()) for rows in task.test_parts if len(rows)]
+        if means:
+            record[f"client_{task.metric_name}_mean"] = float(np.mean(means))
+            record[f"client_{task.metric_name}_min"] = min(means)
+    return record
+
+
+def _loss_and_metric(model: nn.Module, task: Task, batch: Batch, n: int) -> tuple[Tensor, Tensor]:
+    """The loss of a batch of n samples, and the metric of each of them."""
+    loss: Loss = guarded(task.loss, "Task.loss fails on a batch of Task.test")
+    metric = guarded(task.metric, "Task.metric fails on a batch of Task.test")
+    if task.loss is cross_entropy and task.metric is accuracy:
+        # One forward pass serves both: what the two ask the model next, it has answered already.
+        answer = guarded(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
+        answered: Any = partial(lambda answer, _: answer, answer)
+        return loss(answered, batch), _per_sample(metric(answered, batch), n)
+    value = loss(model, batch)
+    check_number(value)
+    return value, _per_sample(metric(model, batch), n)
+
+
+def _per_sample(found: Any, n: int) -> Tensor:
+    """A metric as one number for each of n samples; one for the batch counts for each."""
+    try:
+        values = torch.as_tensor(found).double()
+        return values.expand(n)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
+        raise InputError(
+            f"Task.metric must return a number for each of the {n} samples or one for the batch, "
+            f"got {type(found).__name__}{shape}"
+        ) from None

@@ -1,0 +1,145 @@
+"""The folder of a simulation: config.toml, metrics.jsonl, a checkpoint, and residuals that live on disk.
+
+They are in step with each other whatever happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from cfedavg.core.config import Config, read_config
+from cfedavg.core.errors import CannotResume, InputError
+from cfedavg.core.files import locked, make_folder, sync, write_atomic
+from cfedavg.core.metrics import Record
+from cfedavg.core.run_files import (
+    CHECKPOINT,
+    CONFIG,
+    FEDERATION,
+    METRICS,
+    MODEL,
+    RESIDUALS,
+    are_usable,
+    as_line,
+    check_options,
+    check_same,
+    checksum_of,
+    fixed_options,
+    read_rows,
+)
+from cfedavg.simulate.residuals import InMemory, OnDisk, sweep
+from cfedavg.simulate.state import State, Vouched, load, save
+
+
+class Folder:
+    """Rows are appended as rounds end; a checkpoint vouches for the rows before it, and only for those.
+
+    One run at a time writes to a folder: it holds a lock for as long as the `with` lasts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.residuals = path, path / RESIDUALS
+        self._lock = ExitStack()
+        self._rows, self._options = 0, dict[str, Any]()
+
+    def __enter__(self) -> Folder:
+        make_folder(self.path, "`out`")
+        self._lock.enter_context(locked(self.path, f"`out`: another run is writing to {self.path} right now"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def begin(
+        self, config: Config, identity: int, start: State, *, resume: bool
+    ) -> tuple[State, list[Record]]:
+        """Where to start from: the last checkpoint if there is one to resume, else `start` with no rows."""
+        begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
+        if (self.path / FEDERATION).exists():
+            raise InputError(f"`out`: {self.path} holds a federation: choose another folder for a simulation")
+        if begun and not resume:
+            raise InputError(f"`out`: {self.path} holds a run already; set `resume` or choose another folder")
+        state, rows = start, list[Record]()
+        if begun:
+            if not (self.path / CONFIG).exists():
+                raise CannotResume(f"{self.path / CONFIG} is missing, so the run cannot go on")
+            old = _config_of(self.path)
+            check_same(old, config, self.path)
+            self._check_checkpoint(old)
+        if begun and (self.path / CHECKPOINT).exists():
+            state, rows = self._restore(config, identity, start)
+            if state.t > config.rounds:
+                raise InputError(
+                    f"cannot resume: `rounds` is {config.rounds}, "
+                    f"but the run in {self.path} has done {state.t}"
+                )
+        # Nothing was changed up to here, so that a refused resume leaves everything as it was.
+        sweep(self.residuals, state.residuals)
+        residuals = start.residuals.adopted(state.residuals, start.x)
+        write_atomic(self.path / CONFIG, config.to_toml().encode())
+        self.rewrite(rows)
+        self._options = fixed_options(config)
+        return dataclasses.replace(state, residuals=residuals), rows
+
+    def _check_checkpoint(self, config: Config) -> None:
+        """A run that has got far enough has one; started again, it would lose what it has."""
+        done, every = len(read_rows(self.path / METRICS)), config.checkpoint_every
+        far = (self.path / MODEL).exists() or 0 < every < done
+        if far and not (self.path / CHECKPOINT).exists():
+            raise CannotResume(
+                f"{self.path / CHECKPOINT} is missing, so the run of {done} rounds cannot go on; "
+                "choose another folder to start again"
+            )
+
+    def _restore(self, config: Config, identity: int, like: State) -> tuple[State, list[Record]]:
+        """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
+        state, vouched = load(self.path / CHECKPOINT, identity, like, self.residuals, config.clients)
+        if vouched:
+            check_options(vouched.options, config, self.path / CONFIG)
+        if isinstance(state.residuals, OnDisk):
+            state.residuals.check()
+        rows = read_rows(self.path / METRICS)[: state.t]
+        if len(rows) != state.t or any(row.get("round") != t for t, row in enumerate(rows)):
+            raise CannotResume(
+                f"{self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
+                "which the checkpoint needs; start again"
+            )
+        if not are_usable(rows) or (vouched and vouched.rows != checksum_of(rows)):
+            raise CannotResume(
+                f"{self.path / METRICS} was changed after the checkpoint was written; "
+                "put it back, or start again in another folder"
+            )
+        return state, rows
+
+    def append(self, row: Record) -> None:
+        try:
+            with (self.path / METRICS).open("a", encoding="utf-8") as file:
+                file.write(as_line(row))
+            self._rows = checksum_of([row], self._rows)
+        except OSError as error:
+            raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
+
+    def rewrite(self, rows: list[Record]) -> None:
+        write_atomic(self.path / METRICS, "".join(map(as_line, rows)).encode())
+        self._rows = checksum_of(rows)
+
+    def checkpoint(self, state: State, identity: int) -> None:
+        # The rows and residuals first, then the checkpoint that vouches for them.
+        try:
+            sync(self.path / METRICS)
+        except OSError as error:
+            raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
+        state.residuals.flush()
+        save(state, self.path / CHECKPOINT, identity, Vouched(self._rows, self._options))
+        state.residuals.settled()
+        if isinstance(state.residuals, InMemory):
+            sweep(self.residuals, state.residuals)  # of a run that was on disk until its last checkpoint
+
+
+def _config_of(path: Path) -> Config:
+    try:
+        return read_config(path / CONFIG)
+    except InputError as error:
+        raise CannotResume(str(error)) from None

@@ -1,0 +1,113 @@
+"""The clients' samples where the engine computes: copied there once, read in any order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cfedavg.core.errors import ShapesDiffer, first_line
+from cfedavg.core.tensors import free_memory
+from cfedavg.simulate.local import to_device
+from cfedavg.task import Batch, Samples
+
+_SHARE = 4  # samples may take up a quarter of the memory that is free
+
+
+class Source(Protocol):
+    """The samples of the clients of a block."""
+
+    def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
+        """The batches of some clients of the block, or of the first: `rows` (n, b) are of their own data."""
+
+
+class Resident:
+    """Samples that lie on the device, of all clients in one row."""
+
+    def __init__(self, tree: Any, starts: Tensor) -> None:
+        self.tree, self.starts = tree, starts
+
+    def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
+        starts = self.starts[: len(rows)] if clients is None else self.starts[torch.from_numpy(clients)]
+        at = (rows + starts[:, None]).reshape(-1)
+        return tree_map(lambda leaf: leaf.index_select(0, at).unflatten(0, tuple(rows.shape)), self.tree)
+
+
+class Hosted:
+    """Samples that are made anew for every batch, one client after another: augmented ones, say."""
+
+    def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
+        self.clients, self.device, self.dtype = clients, device, dtype
+
+    def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
+        some = np.arange(len(rows)) if clients is None else clients
+        each = [self.clients[c].batch(at) for c, at in zip(some, rows.cpu().numpy(), strict=True)]
+        return to_device(_joined(torch.stack, each), self.device, self.dtype)
+
+
+class Pool:
+    """All clients' samples. Those that never change stay on the device; if memory is short, the last used.
+
+    Samples say that they never change by an attribute `fixed`.
+    """
+
+    def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
+        self.clients, self.device, self.dtype = clients, device, dtype
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._bytes, self._room = 0, free_memory(device) // _SHARE
+        self._last: tuple[list[int], Source] | None = None
+
+    def block(self, clients: list[int]) -> Source:
+        """The samples of some clients, in this order."""
+        if self._last is None or self._last[0] != clients:
+            self._last = None
+            self._last = (clients, self._source(clients))
+        return self._last[1]
+
+    def _source(self, clients: list[int]) -> Source:
+        if not all(getattr(self.clients[i], "fixed", False) for i in clients):
+            return Hosted([self.clients[i] for i in clients], self.device, self.dtype)
+        trees = [self._resident(i) for i in clients]
+        sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
+        starts = torch.from_numpy(np.cumsum(sizes)).to(self.device)
+        return Resident(_joined(torch.cat, trees), starts)
+
+    def _resident(self, client: int) -> Any:
+        if client in self._kept:
+            self._kept.move_to_end(client)
+            return self._kept[client]
+        tree = whole(self.clients[client], self.device, self.dtype)
+        self._kept[client] = tree
+        self._bytes += _size(tree)
+        while self._bytes > self._room and len(self._kept) > 1:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+        return tree
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self._kept.clear()
+        self._bytes, self._last = 0, None
+
+
+def _joined(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
+    """The data of several clients in one tree; clients must have the same structure and shapes."""
+    try:
+        return tree_map(lambda *leaves: join(list(leaves)), *trees)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ShapesDiffer(f"the clients' batches differ in shape ({first_line(error)})") from None
+
+
+def whole(samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
+    """All samples as one batch on the device."""
+    return to_device(samples.batch(np.arange(len(samples))), device, dtype)
+
+
+def _size(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree))

@@ -1,0 +1,174 @@
+"""A step written down once for each shape of its inputs, then played again and again.
+
+`make_fx` lists the operators of the batched step. On a GPU the list is compiled, and from the second time
+on recorded as a CUDA graph, which one launch plays. Where one of these fails, what there is runs as it is.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cfedavg.core.errors import first_line
+from cfedavg.simulate.vectorised.step import Stack, Step
+from cfedavg.task import Batch
+
+Play = Callable[[list[Tensor]], Any]
+_COMPILED: dict[Any, Any] = {}
+
+
+class Recorder:
+    """Plays steps of stacks that stay where they are in memory."""
+
+    compiling = True  # on a GPU; tests of many small models switch it off
+
+    def __init__(self, step: Step, device: torch.device, say: Callable[[str], None]) -> None:
+        self.step, self.device, self.say = step, device, say
+        self.lists, self.records = True, device.type == "cuda"
+        self.compiles = self.records and self.compiling
+        self._plays: dict[Any, Play] = {}
+
+    def simplify(self, *, lists: bool) -> None:
+        """Compile nothing, and without `lists` write nothing down: for a few steps it does not pay."""
+        self.compiles, self.lists, self.records = False, lists, self.records and lists
+
+    def __call__(
+        self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
+    ) -> None:
+        """One step of the clients of the stack."""
+        leaves, tree = tree_flatten(batch)
+        options = [each for each in (valid, active) if each is not None]
+        inputs = [*leaves, *options, eta]
+        kind = (valid is None, active is None, tree, *((i.shape, i.dtype) for i in [*leaves, stack.losses]))
+        if kind not in self._plays:
+            self._plays[kind] = self._first(stack, inputs, len(leaves), tree, kind)
+        self._plays[kind](inputs)
+
+    def forget(self) -> None:
+        """The stack moves, or its memory is needed."""
+        self._plays.clear()
+
+    def _first(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Play:
+        """What to do the first time: run, so that everything is loaded; the second time is recorded."""
+        tensors = stack.tensors()
+        listed = self._list(stack, inputs, leaves, tree, kind)
+        n, width = inputs[0].shape[:2]
+        step = f"the step of {n} clients on batches of {width}"
+        run = self._compiled(listed, step) if self.compiles else listed
+        if not self.records:
+            return lambda given: run(*tensors, *given)
+
+        def first(given: list[Tensor]) -> None:
+            run(*tensors, *given)
+            self._plays[kind] = second
+
+        def second(given: list[Tensor]) -> None:
+            play = lambda inputs: run(*tensors, *inputs)  # noqa: E731
+            self._plays[kind] = self._recorded(play, given) if self.records else play
+            self._plays[kind](given)
+
+        return first
+
+    def _list(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Any:
+        """The operators of the step, for tensors of these shapes; the step itself if it cannot be listed."""
+        mine, structure = tree_flatten(stack.tree)
+        whole, partial = kind[:2]
+
+        def flat(*tensors: Tensor) -> None:
+            again = Stack(*tree_unflatten(tensors[: len(mine)], structure))
+            rest = list(tensors[len(mine) :])
+            batch = tree_unflatten([rest.pop(0) for _ in range(leaves)], tree)
+            valid = None if whole else rest.pop(0)
+            active = None if partial else rest.pop(0)
+            self.step(again, batch, valid, active, rest.pop(0))
+
+        if not self.lists:
+            return flat
+        before = _python_generators()
+        try:
+            # Frozen parameters and tensors that the loss brings along become constants of the list.
+            fake = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
+            listed = fake(*stack.tensors(), *inputs)
+        except (torch.OutOfMemoryError, ValueError):  # a ValueError is BatchNorm's, of a batch of one sample
+            raise
+        except Exception as error:
+            self.say(f"the step cannot be written down ({first_line(error)}): it runs as it is, slower")
+            self.compiles = False
+            return flat
+        if _python_generators() != before:  # a list would draw once and for all
+            self.say("the model draws with Python's or NumPy's generator: its step runs as it is, slower")
+            self.compiles = self.records = False
+            return flat
+        return listed
+
+    def _compiled(self, listed: Any, step: str) -> Any:
+        run: Any = None
+
+        def compiled(*tensors: Tensor) -> None:
+            nonlocal run
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the compiler, about itself
+                    if run is None:
+                        run = self._shared(listed, tensors, step)
+                    run(*tensors)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if run is listed:
+                    raise
+                self.say(f"the step cannot be compiled ({first_line(error)}): it runs as it is, slower")
+                _COMPILED.clear()  # whoever comes next shall try for himself
+                run, self.compiles = listed, False
+                run(*tensors)
+
+        return compiled
+
+    def _shared(self, listed: Any, tensors: tuple[Tensor, ...], step: str) -> Any:
+        """The list compiled; one of the same operators, of a run before in this process, serves again."""
+        constants = any(node.op == "get_attr" for node in listed.graph.nodes)  # which the text does not show
+        key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+        if not constants and key in _COMPILED:
+            return _COMPILED[key]
+        self.say(f"compiling {step}, once: half a minute or more")
+        # Else the compiler times several kernels for a sum and takes the fastest, which may be another one
+        # after its cache is lost: a resumed run would then round differently.
+        made = torch.compile(listed, fullgraph=True, dynamic=False, options={"deterministic": True})
+        if not constants:
+            _COMPILED[key] = made
+        return made
+
+    def _recorded(self, run: Play, given: list[Tensor]) -> Play:
+        """A CUDA graph of the step with inputs of its own, into which those given are copied."""
+        inputs = [each.clone() for each in given]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Threads that count bytes go on using the GPU. The default mode forbids them to wait for it.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                run(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.say(f"the step cannot be recorded ({first_line(error)}): it is launched piece by piece")
+            self.records = False
+            return run
+
+        def play(given: list[Tensor]) -> None:
+            for mine, theirs in zip(inputs, given, strict=True):
+                mine.copy_(theirs)
+            graph.replay()
+
+        return play
+
+
+def _python_generators() -> tuple[Any, ...]:
+    words: Any = np.random.get_state()
+    return random.getstate(), words[1].tobytes(), *words[2:]

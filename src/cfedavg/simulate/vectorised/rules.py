@@ -1,0 +1,138 @@
+"""Functions that a batched step computes in its own way, for any module that calls them.
+
+A step trains many clients at once through `torch.func.vmap`. Three kinds of functions are caught on their
+way from the user's module or loss to torch: convolutions, for which vmap's own rule is slow; norms, pooling
+and attention, which are written out so that a compiler can fuse them; and means over the batch, which must
+not see the rows that only fill up the batch of a client with fewer samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from cfedavg.simulate.vectorised.convolution import convolve
+from cfedavg.simulate.vectorised.operators import (
+    attention,
+    batch_norm,
+    group_norm,
+    max_pool,
+    mean_pool,
+    multi_head,
+)
+
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+# Losses whose "mean" is the mean of what they give with reduction="none".
+ELEMENTWISE = {
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits,
+    F.binary_cross_entropy, F.soft_margin_loss, F.poisson_nll_loss,
+}  # fmt: skip
+MEANS = {torch.mean, Tensor.mean}
+
+ATTENTION: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    F.multi_head_attention_forward: F.multi_head_attention_forward,
+}
+RULES: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: batch_norm,
+    F.group_norm: group_norm,
+    F.max_pool2d: max_pool,
+    F.adaptive_avg_pool2d: mean_pool,
+    F.scaled_dot_product_attention: attention,
+    F.multi_head_attention_forward: multi_head,
+}
+
+
+class Rules(TorchFunctionMode):
+    """In force while one client's loss is computed.
+
+    `valid` marks the rows of the batch that count, None if all do. `dots` says in which precision the
+    convolutions of a GPU multiply, None for torch's own.
+    """
+
+    def __init__(self, valid: Tensor | None = None, dots: str | None = None) -> None:
+        super().__init__()
+        self.valid, self.dots = valid, dots
+        self.means = 0  # that were taken over the rows that count
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found: Any = NotImplemented
+        if func is torch.conv2d:
+            found = convolve(self.dots, *args, **kwargs)
+        elif func in RULES:
+            found = RULES[func](*args, **kwargs)
+        elif self.valid is not None:
+            found = self._mean(func, args, kwargs)
+        return func(*args, **kwargs) if found is NotImplemented else found
+
+    def _mean(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The mean over the rows that count, where `func` takes one over all rows."""
+        assert self.valid is not None
+        if func in MEANS:
+            plain = len(args) == 1 and not kwargs and self._spans(args[0])
+            return self._mean_of(args[0]) if plain else NotImplemented
+        if func not in ELEMENTWISE and func not in (F.cross_entropy, F.nll_loss):
+            return NotImplemented
+        given = _bound(func, args, kwargs)
+        if given["reduction"] != "mean" or not self._spans(given["input"]):
+            return NotImplemented
+        legacy = dict.fromkeys({"size_average", "reduce"} & given.keys())
+        each = func(**given | legacy | {"reduction": "none"})
+        if func in ELEMENTWISE:
+            return self._mean_of(each)
+        return self._mean_of(each, _class_weights(given))
+
+    def _spans(self, x: Tensor) -> bool:
+        """Whether x has a row for each of the batch."""
+        assert self.valid is not None
+        return x.dim() > 0 and len(x) == len(self.valid)
+
+    def _mean_of(self, each: Tensor, weights: Tensor | None = None) -> Tensor:
+        """sum(each) / sum(weights) over the rows that count; both have one entry for each term."""
+        assert self.valid is not None
+        self.means += 1
+        counts = self.valid.view(-1, *[1] * (each.dim() - 1)).expand(each.shape)
+        terms = torch.where(counts, each, 0.0)
+        shares = counts.to(each.dtype) if weights is None else torch.where(counts, weights, 0.0)
+        return terms.sum() / shares.sum()
+
+
+class Steady(TorchFunctionMode):
+    """Switches dropout off, so that two ways to take a step can be compared; all else is as it is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in ATTENTION:
+            args, kwargs = (), _bound(ATTENTION[func], args, kwargs) | {"dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+def _bound(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, with the defaults of those not given."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _class_weights(given: dict[str, Any]) -> Tensor | None:
+    """What each term of a cross entropy counts in the mean: its class's weight, nothing if it is ignored."""
+    target, weight = given["target"], given["weight"]
+    if target.is_floating_point():  # probabilities of classes: the mean is over samples, whatever the weights
+        return None
+    kept: Tensor = target != given["ignore_index"]
+    if weight is None:
+        return kept.to(given["input"].dtype)
+    return torch.where(kept, weight[torch.where(kept, target, 0)], 0.0)

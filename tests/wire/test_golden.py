@@ -1,0 +1,35 @@
+"""The bytes of versions 1 and 2, pinned: a message that changes without a new version fails here."""
+
+from __future__ import annotations
+
+import pytest
+
+from cfedavg.wire import decode, measure, read_header
+from cfedavg.wire.header import Coding, Kind, Where
+from tests.core.test_payload import assert_same
+from tests.golden_cases import FOLDER, cases, message, whole_float_cases
+
+CASES = {f"v1-{name}": case for name, *case in cases()} | {
+    f"v2-{name}": case for name, *case in whole_float_cases()
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name: str) -> None:
+    layout, payload = CASES[name]
+    coded = name.startswith("v2")
+    pinned = (FOLDER / f"{name}.cfa").read_bytes()
+    assert message(payload, layout, code_floats=coded) == pinned
+    assert_same(decode(pinned, layout=layout, client=2**40 + 3, sequence=77), payload)
+    assert measure(payload, layout, code_floats=coded) == [len(pinned)]
+    assert f"v{pinned[4]}" == name[:2]
+
+
+def test_every_kind_is_pinned() -> None:
+    headers = {path.stem: read_header(path.read_bytes()) for path in FOLDER.glob("v*.cfa")}
+    assert headers.keys() == CASES.keys()
+    first = [h for name, h in headers.items() if name.startswith("v1")]
+    assert {(h.where, h.kind) for h in first} == {(w, k) for w in Where for k in Kind}
+    assert {h.coding for h in first} == set(Coding)
+    second = {(h.where, h.kind, h.coding) for name, h in headers.items() if name.startswith("v2")}
+    assert second == {(Where.ALL, kind, Coding.CODED) for kind in (Kind.FP32, Kind.FP64)}
