@@ -23,7 +23,7 @@ SOURCE = Path(package.__file__).parent
 
 # Real command lines, which are right to have options: file, option.
 COMMAND_LINES = {
-    ("flower/services.py", "--port"),  # Flower's own commands
+    ("launch/services.py", "--port"),  # Flower's own commands
     ("report/page.py", "--config"),  # the page says how to run again
     ("report/page.py", "--engine"),
     ("reproduce/command.py", "--scale"),  # how to make a cell
