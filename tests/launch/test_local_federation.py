@@ -695,7 +695,7 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("cfedavg.cli.progress.PLAIN_EVERY", 0.0)
     with Console(width=200).capture() as captured, Display(captured._console, 4, "training") as display:
         fake: Any = SimpleNamespace(nodes=[Gone()], link=SimpleNamespace(running=False))
-        _follow(Growing(), fake, metrics, display)
+        _follow(Growing(), fake, metrics, 4, display)
     text = captured.get()
     assert "resuming after round 1 of 4" in text
     assert [line.split("  ")[:2] for line in text.splitlines() if line.startswith("round")] == [

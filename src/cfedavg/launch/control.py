@@ -136,7 +136,7 @@ class Run:
         status = self.wait(SETTLED)
         if status.text == DONE:
             return
-        raised = re.findall(r"^cfedavg\.errors\.(\w+): (.*)$", plain(self.log), re.MULTILINE)
+        raised = re.findall(r"^cfedavg\.core\.errors\.(\w+): (.*)$", plain(self.log), re.MULTILINE)
         found = getattr(errors, raised[-1][0], None) if raised else None  # a log may name anything
         if isinstance(found, type) and issubclass(found, InputError):
             raise InputError(raised[-1][1])
