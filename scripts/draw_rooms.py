@@ -6,21 +6,16 @@ out: `cli` may import `core`, which is plain since everything may.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
-
-from tests.test_house import MAY_IMPORT, SOURCE
+from tests.test_house import MAY_IMPORT
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "rooms.svg"
-WIDTH, HEIGHT = 2.6, 1.25  # of a place in the picture
 
 
 def table() -> dict[str, set[str]]:
@@ -61,43 +56,36 @@ def layers() -> list[list[str]]:
     return found
 
 
-def size(room: str) -> str:
-    """Return how many modules and lines a room has."""
-    path = SOURCE / room
-    files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
-    lines = sum(file.read_text().count("\n") for file in files)
-    return f"{len(files)} modules, {lines:,} lines" if len(files) > 1 else f"{lines:,} lines"
-
-
-def about(room: str) -> str:
-    """Return what a room says of itself: the first line of its docstring, up to the first full stop or colon."""
-    path = SOURCE / room
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+def places() -> dict[str, tuple[float, int]]:
+    """Return where each room stands: in a layer, below the middle of the rooms that import it."""
+    rows, found = layers(), dict[str, tuple[float, int]]()
+    for level in reversed(range(len(rows))):
+        above = {room: [found[by][0] for by, used in arrows() if used == room] for room in rows[level]}
+        row = sorted(rows[level], key=lambda room: sum(above[room]) / max(1, len(above[room])))
+        found |= {room: ((i + 0.5) / len(row), level) for i, room in enumerate(row)}
+    return found
 
 
 def main() -> None:
     """Write the picture."""
-    plt.rcParams |= {"svg.hashsalt": "rooms", "svg.fonttype": "none", "font.family": "sans-serif"}
-    rows = layers()
-    widest = max(map(len, rows))
-    figure, axes = plt.subplots(figsize=(WIDTH * widest, HEIGHT * len(rows)))
-    place = {
-        room: ((widest - len(row)) / 2 + column, level)
-        for level, row in enumerate(rows)
-        for column, room in enumerate(row)
-    }
+    figure, place = Figure(figsize=(9, 6.5)), places()
+    axes = figure.subplots()
     for room, used in arrows():
         (x, y), (to_x, to_y) = place[room], place[used]
-        arrow = FancyArrowPatch((x, y - 0.27), (to_x, to_y + 0.27), arrowstyle="-|>", mutation_scale=10)
-        arrow.set(color="0.6", linewidth=0.9, shrinkA=0, shrinkB=0)
-        axes.add_patch(arrow)
+        curve = f"arc3,rad={0.12 * (y - to_y > 1) * (1 if to_x >= x else -1)}"
+        look = {"arrowstyle": "-|>", "mutation_scale": 11, "color": "0.55", "linewidth": 0.9}
+        axes.add_patch(
+            FancyArrowPatch(
+                (x, y - 0.2), (to_x, to_y + 0.2), connectionstyle=curve, shrinkA=0, shrinkB=0, **look
+            )
+        )
+    box = {"boxstyle": "round,pad=0.4", "facecolor": "#eef3fb", "edgecolor": "#4a6fa5"}
     for room, (x, y) in place.items():
-        box = {"boxstyle": "round,pad=0.45", "facecolor": "#eef3fb", "edgecolor": "#4a6fa5"}
-        axes.text(x, y, f"$\\bf{{{room}}}$\n{size(room)}", ha="center", va="center", fontsize=9, bbox=box)
-    axes.set(xlim=(-0.6, widest - 0.4), ylim=(-0.5, len(rows) - 0.5))
+        axes.text(x, y, room, ha="center", va="center", fontsize=11, bbox=box)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.4, len(layers()) - 0.6))
     axes.axis("off")
-    figure.savefig(PICTURE, bbox_inches="tight", metadata={"Date": None, "Description": fingerprint()})
+    with matplotlib.rc_context({"svg.hashsalt": "rooms", "svg.fonttype": "none"}):
+        figure.savefig(PICTURE, bbox_inches="tight", metadata={"Date": None, "Description": fingerprint()})
 
 
 if __name__ == "__main__":
