@@ -97,7 +97,7 @@ def test_a_copy_of_the_broadcast_is_kept() -> None:
         """
 import numpy as np
 from cfedavg.compress import parse
-from cfedavg.downlink import Downlink
+from cfedavg.channel import Downlink
 from cfedavg.simulate.downloads import Downloads
 from cfedavg.core.layout import Layout
 from cfedavg.wire import decode, encode

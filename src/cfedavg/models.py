@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, signed
-from cfedavg.core.spec import load
+from cfedavg.core.parts import load
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,8 @@ from typing import Any
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, uniform
-from cfedavg.core.spec import Range, build
+from cfedavg.core.option import Range
+from cfedavg.core.parts import build
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 
 

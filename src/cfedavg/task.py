@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from cfedavg.core.errors import InputError, NotFinite, first_line
-from cfedavg.core.fingerprint import data_print, model_print
+from cfedavg.core.errors import InputError, NotFinite, summarise_error
+from cfedavg.core.fingerprint import fingerprint_data, fingerprint_model
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -111,7 +111,7 @@ class Task:
     @cached_property
     def prints(self) -> tuple[str, str]:
         """The fingerprints of the model (with loss and metric) and of the data, the same in any process."""
-        return model_print(self.model, self.loss, self.metric), content_print(self, self.version)
+        return fingerprint_model(self.model, self.loss, self.metric), fingerprint_content(self, self.version)
 
     @property
     def fingerprint(self) -> str:
@@ -171,10 +171,10 @@ def as_samples(data: Any, where: str = "a data set") -> Samples:
     return Tensors(data, where)
 
 
-def content_print(task: Task, version: str = "") -> str:
+def fingerprint_content(task: Task, version: str = "") -> str:
     """The fingerprint of a task's data; where a version is given, that stands for them."""
     samples = [*task.clients, *([task.test] if task.test is not None else [])]
-    read = guarded(data_print, "Task.clients: the data cannot be read")
+    read = wrap_errors(fingerprint_data, "Task.clients: the data cannot be read")
     return read([_content(each) for each in samples], version)
 
 
@@ -185,7 +185,7 @@ def _content(samples: Samples) -> Any:
     return samples.tree if isinstance(samples, Tensors) else samples
 
 
-def guarded(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
+def wrap_errors(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
     """The same function, whose errors become an InputError that begins with `what`."""
 
     def tried(*args: Given.args, **kwargs: Given.kwargs) -> Found:
@@ -194,7 +194,7 @@ def guarded(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
         except (InputError, NotFinite, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            raise InputError(f"{what} ({first_line(error)})") from error
+            raise InputError(f"{what} ({summarise_error(error)})") from error
 
     return tried
 

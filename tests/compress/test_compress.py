@@ -41,8 +41,7 @@ from cfedavg.compress import (
     plus,
     values_of,
 )
-from cfedavg.compress.blocks import Blocks
-from cfedavg.compress.sums import prefix_sums, row_sums
+from cfedavg.compress.sums import Blocks, prefix_sums, row_sums
 from cfedavg.core import keys as keyed
 from cfedavg.core.arrays import arange, from_bf16, module_of, to_bf16
 from cfedavg.core.errors import InputError, NotFinite

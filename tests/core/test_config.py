@@ -14,9 +14,8 @@ import cfedavg as package
 from cfedavg import Config, InputError, run
 from cfedavg.cli.console import _options, with_options
 from cfedavg.cli.options import flag
-from cfedavg.core.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, kinds, read_config
+from cfedavg.core.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, field_types, read_config, renew
 from cfedavg.core.option import any_of
-from cfedavg.core.retired import renew
 from tests.conftest import Command, blobs
 
 SOURCE = Path(package.__file__).parent
@@ -54,7 +53,9 @@ def typed(name: str, value: float) -> Any:
     return str(value) if name in PER_CLIENT else value
 
 
-NUMBERS = [name for name, kind in kinds().items() if {int, float} & {kind, *getattr(kind, "__args__", ())}]
+NUMBERS = [
+    name for name, kind in field_types().items() if {int, float} & {kind, *getattr(kind, "__args__", ())}
+]
 OUTSIDE = [(name, value) for name in (*NUMBERS, *PER_CLIENT) for value in outside(name)]
 CHOICES = [name for name, known in OPTIONS.items() if known.choices]
 
@@ -122,8 +123,8 @@ def test_one_of_an_exclusive_group_has_a_value(group: tuple[str, ...]) -> None:
 
 
 def test_parts_are_texts() -> None:
-    assert {kinds()[name] for name in PARTS} == {str}
-    assert {kinds()[name] for name in PER_CLIENT} == {str | None}
+    assert {field_types()[name] for name in PARTS} == {str}
+    assert {field_types()[name] for name in PER_CLIENT} == {str | None}
 
 
 def test_the_command_names_options() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cfedavg.core.errors import Busy
-from cfedavg.core.files import check_regular, locked, make_folder, read_file, tidy
+from cfedavg.core.files import check_regular, lock_folder, make_folder, read_file, remove_temporaries
 from cfedavg.simulate.residuals import InMemory, sweep
 
 
@@ -16,12 +16,12 @@ def test_only_who_holds_a_folder_tidies_it(tmp_path: Path) -> None:
     """What another one is writing right now stays, and so does a file of the user's."""
     live, own = tmp_path / ".state.1.tmp", tmp_path / ".keep"
     own.touch()
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         live.touch()
-        with pytest.raises(Busy, match="busy"), locked(tmp_path, "busy"):
+        with pytest.raises(Busy, match="busy"), lock_folder(tmp_path, "busy"):
             pass
         assert live.exists()
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         assert list(tmp_path.iterdir()) == [own]
 
 
@@ -33,7 +33,7 @@ def test_what_older_versions_left_is_swept(tmp_path: Path) -> None:
     (tmp_path / ".tmpYEFxwI").touch()
     (tmp_path / ".tmp-of-mine").touch()
     sweep(folder, InMemory())
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         assert list(tmp_path.iterdir()) == [tmp_path / ".tmp-of-mine"]
 
 
@@ -54,7 +54,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
     (tmp_path / ".a.1.tmp").mkdir()
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         pass
     assert (tmp_path / ".a.1.tmp").exists()
 
@@ -65,7 +65,7 @@ def test_a_probe_may_be_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def and_tidied(path: Path) -> None:
         touch(path)
-        tidy(path.parent)
+        remove_temporaries(path.parent)
 
     monkeypatch.setattr(Path, "touch", and_tidied)
     make_folder(tmp_path / "new", "out")

@@ -15,7 +15,15 @@ import pytest
 
 from cfedavg.cli.outlet import Outlet
 from cfedavg.core import interrupts
-from cfedavg.core.interrupts import STOPS, StopRequest, deaf, held, insisting, listening, uninterrupted
+from cfedavg.core.interrupts import (
+    STOPS,
+    StopRequest,
+    defer_stops,
+    handle_stops,
+    ignore_stops,
+    mute_stops,
+    watch_second_stop,
+)
 from cfedavg.core.run_files import read_rows
 from cfedavg.core.tensors import read_tensors
 
@@ -43,7 +51,7 @@ def heard() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("block", [deaf, uninterrupted, held])
+@pytest.mark.parametrize("block", [ignore_stops, mute_stops, defer_stops])
 def test_handlers_change_while_signals_wait(
     block: Callable[[], Any], heard: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,10 +78,10 @@ def test_a_signal_waits_for_the_end_of_a_block(heard: list[int]) -> None:
         inside.extend(heard)
         raise ValueError("an error")
 
-    with pytest.raises(ValueError, match="an error"), held():
+    with pytest.raises(ValueError, match="an error"), defer_stops():
         fail()
     assert (inside, heard) == ([], [signal.SIGHUP])
-    with uninterrupted():
+    with mute_stops():
         signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGHUP]
 
@@ -83,7 +91,7 @@ def test_a_command_hears_one_signal_and_leaves_ignored_ones(monkeypatch: pytest.
     monkeypatch.setattr(interrupts, "end_at_once", ended.append)
     before = {number: signal.getsignal(number) for number in STOPS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    with listening() as request:
+    with handle_stops() as request:
         signal.raise_signal(signal.SIGHUP)
         assert request.number is None
         with pytest.raises(KeyboardInterrupt):
@@ -102,7 +110,7 @@ def test_a_second_signal_is_heard_by_everyone_who_listens(
 ) -> None:
     monkeypatch.setattr(interrupts, "TOGETHER", -1.0)
     inner, outer = threading.Event(), threading.Event()
-    with insisting(lambda number: outer.set()), insisting(lambda number: inner.set()):
+    with watch_second_stop(lambda number: outer.set()), watch_second_stop(lambda number: inner.set()):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert inner.wait(LIMIT)

@@ -16,7 +16,7 @@ from safetensors.torch import _TYPES, load_file, save
 
 from cfedavg.core.arrays import norm2, norms2, rows_norms2
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import locked
+from cfedavg.core.files import lock_folder
 from cfedavg.core.tensors import checksum, read_tensors, save_file, save_tensors
 
 NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32)
@@ -98,7 +98,7 @@ def test_a_kill_in_the_midst_of_a_save_leaves_only_what_is_swept(tmp_path: Path)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "file")])
     assert killed.returncode == -signal.SIGXFSZ
     assert len(list(tmp_path.iterdir())) == 2
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         assert list(tmp_path.iterdir()) == [tmp_path / "file"]
     assert read_tensors(tmp_path / "file")[1] == {"t": 0}
 

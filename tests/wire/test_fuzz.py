@@ -87,8 +87,8 @@ def indices_in_another_order(patch: pytest.MonkeyPatch) -> None:
         indices[:] = indices[::-1].copy()
         return n
 
-    drawn = coordinates.draw
-    patch.setattr(coordinates, "draw", draw)
+    drawn = coordinates.draw_into
+    patch.setattr(coordinates, "draw_into", draw)
 
 
 @pytest.mark.parametrize(

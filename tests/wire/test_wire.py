@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cfedavg import Layout, decode, encode, parse
 from cfedavg.compress import EXAMPLES
 from cfedavg.core import keys
-from cfedavg.core.draws import draw, drawn
+from cfedavg.core.keys import draw_coordinates, draw_into
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.models import cnn
 from cfedavg.wire import measure, read_header
@@ -62,21 +62,21 @@ def test_lossless_in_float64(text: str) -> None:
 
 
 @st.composite
-def sets(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
+def sets(draw_into: st.DrawFn) -> tuple[Layout, np.ndarray]:
     """A layout of any shapes, and indices that crowd or do not."""
-    shapes = draw(st.lists(st.lists(st.integers(0, 12), max_size=4).map(tuple), min_size=1, max_size=5))
+    shapes = draw_into(st.lists(st.lists(st.integers(0, 12), max_size=4).map(tuple), min_size=1, max_size=5))
     layout = Layout(tuple(map(str, range(len(shapes)))), tuple(shapes), ("float32",) * len(shapes))
-    chance = draw(st.sampled_from([0.01, 0.2, 0.5, 0.99]))
-    run = draw(st.integers(1, 40))
-    draws = np.random.default_rng(draw(st.integers(0, 2**32)))
+    chance = draw_into(st.sampled_from([0.01, 0.2, 0.5, 0.99]))
+    run = draw_into(st.integers(1, 40))
+    draws = np.random.default_rng(draw_into(st.integers(0, 2**32)))
     kept = np.repeat(draws.random(layout.d // run + 1) < chance, run)[: layout.d]
     return layout, np.flatnonzero(kept)
 
 
 @given(sets())
 @settings(max_examples=150)
-def test_any_set_of_any_layout(drawn: tuple[Layout, np.ndarray]) -> None:
-    layout, indices = drawn
+def test_any_set_of_any_layout(draw_coordinates: tuple[Layout, np.ndarray]) -> None:
+    layout, indices = draw_coordinates
     values = Floats((np.arange(len(indices)) % 0x7F80).astype(np.int16), "bf16")  # 0x7F80 is infinite
     payload = Payload(layout.d, np.array([0, len(indices)]), indices, values)
     assert_same(decode(encode(payload, layout), layout=layout), payload)
@@ -193,9 +193,9 @@ def test_the_mask_is_that_of_the_keys(key: int) -> None:
     for keep in (0, 1, 2**53 // 7, 2**53 - 1, 2**53):
         expected = np.flatnonzero(keys.bits53(key, np.arange(5000)) < keep)
         indices = np.empty(5000, np.int64)
-        assert draw(key, keep, 5000, indices) == len(expected)
+        assert draw_into(key, keep, 5000, indices) == len(expected)
         np.testing.assert_array_equal(indices[: len(expected)], expected)
-        np.testing.assert_array_equal(drawn(key, keep, 5000), expected)
+        np.testing.assert_array_equal(draw_coordinates(key, keep, 5000), expected)
 
 
 def test_a_mask_that_is_larger_than_expected() -> None:
@@ -203,7 +203,7 @@ def test_a_mask_that_is_larger_than_expected() -> None:
     keep = 2**53 // 100
     lucky = [key for key in range(20_000) if all(keys.bits53(key, np.arange(2)) < keep)]
     assert lucky
-    assert [drawn(key, keep, 2).tolist() for key in lucky] == [[0, 1]] * len(lucky)
+    assert [draw_coordinates(key, keep, 2).tolist() for key in lucky] == [[0, 1]] * len(lucky)
 
 
 def test_random_dropping_sends_no_indices() -> None:

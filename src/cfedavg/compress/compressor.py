@@ -21,8 +21,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from cfedavg.compress.blocks import Blocks
-from cfedavg.compress.sums import INFINITE, check_finite, client_of_value, offsets_of
+from cfedavg.compress.sums import INFINITE, Blocks, check_finite, client_of_value, offsets_of
 from cfedavg.core import keys as keyed
 from cfedavg.core.arrays import Array, cast, cast_like, columns, copy, dtype_of, from_bf16, place, zeros
 from cfedavg.core.errors import InputError

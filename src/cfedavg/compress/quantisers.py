@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.compressor import Quantiser
-from cfedavg.compress.sums import check_block, is_whole, row_sums, unit_of
+from cfedavg.compress.sums import Blocks, check_block, is_whole, row_sums, unit_of
 from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
 from cfedavg.core.errors import InputError
 from cfedavg.core.payload import Floats, Levels

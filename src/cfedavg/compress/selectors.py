@@ -14,16 +14,16 @@ from cfedavg.core import keys as keyed
 from cfedavg.core.arrays import (
     Array,
     arange,
-    ascending,
     cast,
     dtype_of,
     gather,
     kth_largest,
     module_of,
     place,
+    sort_rows,
 )
-from cfedavg.core.draws import drawn
 from cfedavg.core.errors import InputError, NotFinite
+from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Mask
 
@@ -123,7 +123,7 @@ class TopK(Selector):
         if self.comp is not None:
             k = self._k(p.shape[1])
             return _at_least(magnitude, kth_largest(magnitude, k), k)
-        sorted_ = ascending(magnitude)
+        sorted_ = sort_rows(magnitude)
         lost = prefix_sums(module_of(p).square(unit_of(sorted_)))
         assert self.snr is not None
         drop = (lost * self.snr <= lost[:, -1:]).sum(-1)[:, None]
@@ -157,7 +157,7 @@ class RandomDropping(Selector):
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
         keep = self._keep_53()
         if _on_cpu(p):
-            found = _picked(p, [drawn(key, keep, p.shape[1]) for key in keys.tolist()])
+            found = _picked(p, [draw_coordinates(key, keep, p.shape[1]) for key in keys.tolist()])
         else:
             found = super().select(p, keys, layout, t)
         return found._replace(mask=Mask(keys, keep))
@@ -213,8 +213,8 @@ class Proportional(Selector):
     def probabilities(self, magnitude: Array) -> Array:
         """q for magnitudes (n, d): the c largest are certain, for the smallest c at which the rest fits."""
         (n, d), xp = magnitude.shape, module_of(magnitude)
-        descending = xp.flip(ascending(magnitude), (-1,))
-        rest = xp.flip(prefix_sums(ascending(magnitude)), (-1,))
+        descending = xp.flip(sort_rows(magnitude), (-1,))
+        rest = xp.flip(prefix_sums(sort_rows(magnitude)), (-1,))
         left = (1 - self.comp) * d - cast(arange(d, magnitude), "float64")
         fits = (left * descending <= rest) | (left <= 0)
         certain = cast(fits, "int8").argmax(axis=-1)[:, None]

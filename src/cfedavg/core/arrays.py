@@ -76,7 +76,7 @@ def sqrt(array: Array) -> Array:
     return place(np.sqrt(array.numpy()), array)
 
 
-def ascending(array: Array) -> Array:
+def sort_rows(array: Array) -> Array:
     """Return the last axis sorted."""
     return np.sort(array, -1) if module_of(array) is np else array.sort(-1).values
 

@@ -14,9 +14,7 @@ from typing import Any, get_type_hints
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
-from cfedavg.core.option import Option, option
-from cfedavg.core.retired import RETIRED, renew, replacement
-from cfedavg.core.spec import Range
+from cfedavg.core.option import Option, Range, option
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -178,7 +176,7 @@ class Config:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, kind in kinds().items():
+        for name, kind in field_types().items():
             object.__setattr__(self, name, _typed(name, getattr(self, name), kind))
         self._check_exclusive()
         for name, known in OPTIONS.items():
@@ -332,7 +330,7 @@ def _is_given(value: object) -> bool:
 
 
 @cache
-def kinds() -> dict[str, Any]:
+def field_types() -> dict[str, Any]:
     """The type of every field."""
     return get_type_hints(Config)
 
@@ -356,18 +354,18 @@ def read_config(path: Path, *, written: bool = True) -> Config:
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """The value as the field's type: a whole number may stand for a float, and a number for a Range."""
-    kinds = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
-    if value is None and type(None) in kinds:
+    field_types = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
+    if value is None and type(None) in field_types:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if float in kinds and number:
+    if float in field_types and number:
         value = _as_float(value)
     if name in PER_CLIENT and number:
         value = str(value)
     if isinstance(value, str) and not value.isprintable():
         raise InputError(f"`{name}` must be printable text, got {value!r}")
-    if type(value) not in kinds:
-        wanted = " or ".join(words for k, words in _WORDS.items() if k in kinds)
+    if type(value) not in field_types:
+        wanted = " or ".join(words for k, words in _WORDS.items() if k in field_types)
         raise InputError(f"`{name}` must be {wanted}, got {value!r}")
     return value
 
@@ -385,3 +383,41 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def toml_value(value: Any) -> str:
     """A number, text or truth as TOML writes it."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+# Options of version 0.5 that have other names now.
+RETIRED = {"error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser"}
+
+
+def replacement(name: str, table: Mapping[str, Any]) -> str:
+    """Return what to write for an option of before, with the values of its table.
+
+    >>> replacement("momentum", {"momentum": 0.9, "weight_decay": 1e-4})
+    'local_optimiser = "sgd(momentum=0.9, weight_decay=0.0001)"'
+    """
+    return f'{RETIRED[name]} = "{_parts(table)[RETIRED[name]]}"'
+
+
+def renew(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a file by their names of now; those of a file of now as they are.
+
+    >>> renew({"rounds": 5, "error_feedback": False, "momentum": 0.0})
+    {'rounds': 5, 'local_optimiser': 'sgd', 'server_optimiser': 'sgd', 'feedback': 'none'}
+    >>> renew({"dataset": "mnist", "compressor": "rd(0.9)"})  # when the whole model was broadcast
+    {'dataset': 'mnist', 'compressor': 'rd(0.9)', 'compressor_down': 'none'}
+
+    Settings that name no data set are not those of a run: they stay as they are.
+    """
+    found = {name: value for name, value in table.items() if name not in RETIRED}
+    if {"dataset", "compressor"} <= table.keys():
+        found.setdefault("compressor_down", "none")
+    return found | _parts(table) if RETIRED.keys() & table.keys() else found
+
+
+def _parts(table: Mapping[str, Any]) -> dict[str, str]:
+    given = [f"{name}={table[name]}" for name in ("momentum", "weight_decay") if table.get(name)]
+    return {
+        "local_optimiser": f"sgd({', '.join(given)})" if given else "sgd",
+        "server_optimiser": "sgd",
+        "feedback": "ef" if table.get("error_feedback", True) else "none",
+    }

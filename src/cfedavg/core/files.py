@@ -19,7 +19,7 @@ _TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe|tmp[A-Za-z0-9]{6})")
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """A temporary path beside `path` to write to; it takes the place of `path` when the block ends well.
 
     If not `durable`, the file is whole for other processes, but a power cut may undo it until it is synced.
@@ -41,7 +41,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Puts `data` into the file at once: after a crash it holds the old bytes or the new ones."""
-    with replacing(path) as temporary:
+    with replace_file(path) as temporary:
         temporary.write_bytes(data)
 
 
@@ -116,7 +116,7 @@ def make_folder(path: Path, option: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path, sentence: str) -> Iterator[None]:
+def lock_folder(folder: Path, sentence: str) -> Iterator[None]:
     """One process at a time; another one that holds the folder makes it Busy, with this sentence."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -124,13 +124,13 @@ def locked(folder: Path, sentence: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy(sentence) from None
-        tidy(folder)
+        remove_temporaries(folder)
         yield
     finally:
         os.close(handle)
 
 
-def tidy(folder: Path) -> None:
+def remove_temporaries(folder: Path) -> None:
     """Removes what a process left that was killed while it wrote; what cannot be removed hurts nobody."""
     for path in folder.glob(".*"):
         if is_temporary(path.name):

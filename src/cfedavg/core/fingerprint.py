@@ -7,8 +7,10 @@ some rows of every client are; of other data some rows are, unless they are draw
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from cfedavg.core.generators import unseen_draws, where_they_stand
 from cfedavg.core.layout import Layout
 
 _BYTES = 2**26  # of all data sets together; beyond that, rows are left out
@@ -27,13 +28,13 @@ _LEAST = 4  # rows of a data set
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
-def model_print(model: nn.Module, *functions: Callable[..., Any]) -> str:
+def fingerprint_model(model: nn.Module, *functions: Callable[..., Any]) -> str:
     """Hash a model's layout, its printed structure, and the names of functions such as the loss."""
     structure = _ADDRESS.sub("", repr(model))
     return _digest([Layout.of(model).text, structure, *map(_name, functions)])
 
 
-def data_print(data: Sequence[Any], version: str = "") -> str:
+def fingerprint_data(data: Sequence[Any], version: str = "") -> str:
     """Hash data sets (see Samples); where a version is given, only that and their number."""
     if version:
         return _digest([version, str(len(data))])
@@ -75,11 +76,11 @@ def _unless_drawn(read: Callable[[], Any], most: int) -> list[str | bytes]:
 
     To compare alone would not do: a rare change may happen in neither of two reads, and in a later one.
     """
-    with unseen_draws(torch.device("cpu")):
+    with restore_generators(torch.device("cpu")):
         try:
-            before = where_they_stand()
+            before = _generator_state()
             first, second = (list(_rows_of(read(), most)) for _ in range(2))
-            drawn = where_they_stand() != before
+            drawn = _generator_state() != before
         except Exception:  # the run meets it too, and says for which client
             return []
     return [] if drawn or first != second else first
@@ -164,3 +165,21 @@ def _digest(parts: Any) -> str:
         text = part.encode() if isinstance(part, str) else part
         found.update(f"{len(text)} ".encode() + text)
     return found.hexdigest()[:12]
+
+
+@contextmanager
+def restore_generators(device: torch.device) -> Iterator[None]:
+    """Put all generators back afterwards: trying something must not change what a run draws."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _generator_state() -> tuple[Any, ...]:
+    """Something that is equal before and after if nothing was drawn, on a GPU aside."""
+    _, words, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(words).tobytes(), rest, torch.get_rng_state().numpy().tobytes()

@@ -22,25 +22,25 @@ TOGETHER = 1.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-def deaf() -> AbstractContextManager[None]:
+def ignore_stops() -> AbstractContextManager[None]:
     """Ignore all of these signals in the block, a second one too: for what ends by itself, and soon."""
     return _handling(dict.fromkeys(STOPS, signal.SIG_IGN))
 
 
-def uninterrupted() -> AbstractContextManager[None]:
-    """Raise nothing in the block. Unlike with `deaf`, a second signal is still heard by `insisting`."""
+def mute_stops() -> AbstractContextManager[None]:
+    """Raise nothing in the block. Unlike in `ignore_stops`, `watch_second_stop` hears a second one."""
     heard = (n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN)
     return _handling(dict.fromkeys(heard, lambda *_: None))
 
 
-def polite() -> AbstractContextManager[None]:
+def catch_kills() -> AbstractContextManager[None]:
     """Makes a polite kill, or a terminal that is closed, a KeyboardInterrupt, where it would just end us."""
     unheard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     return _handling(dict.fromkeys(unheard, signal.default_int_handler))
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def defer_stops() -> Iterator[None]:
     """Let the signals that come in the block wait for its end, whichever way it ends."""
     handlers = {n: handler for n in STOPS if callable(handler := signal.getsignal(n))}
     caught: list[tuple[int, Any]] = []
@@ -76,14 +76,14 @@ class StopRequest:
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
+def handle_stops() -> Iterator[StopRequest]:
     """Handle signals for a command, whose process ends after the block: from there on they are ignored.
 
     A signal that is ignored already, like SIGHUP under nohup, stays so.
     """
     request = StopRequest()
     heard = [n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN]
-    with insisting(end_at_once):
+    with watch_second_stop(end_at_once):
         _set(dict.fromkeys(heard, request.stop))
         try:
             yield request
@@ -117,7 +117,7 @@ def leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def insisting(end: Callable[[int], None]) -> Iterator[None]:
+def watch_second_stop(end: Callable[[int], None]) -> Iterator[None]:
     """Call `end` with the number of the second signal, from a thread of its own.
 
     Python's handlers must wait for the main thread, which may hang in a call: it waits for a worker that

@@ -13,10 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from cfedavg.core.kernel import Int, kernel
+
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+# For the compiler, which takes them as they are.
+_GOLDEN_WORD, _MIX_1_WORD, _MIX_2_WORD = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
 
 
 class Purpose(IntEnum):
@@ -112,3 +116,35 @@ def permutation(word: int, n: int) -> np.ndarray:
     [0, 1, 2, 3, 4]
     """
     return np.argsort(bits(signed(word), np.arange(n, dtype=np.int64)), kind="stable")
+
+
+def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
+    """The coordinates j < d for which bits53(key, j) < keep, increasing.
+
+    >>> draw_coordinates(0, 2**52, 10)
+    array([1, 2, 4, 5, 6, 8])
+    """
+    mean = d * keep / 2**53
+    room = int(mean + 6 * np.sqrt(mean)) + 1  # nearly always enough
+    indices = np.empty(room, np.int64)
+    n = draw_into(key, keep, d, indices)
+    if n > room:
+        indices = np.empty(n, np.int64)
+        draw_into(key, keep, d, indices)
+    return indices[:n]
+
+
+@kernel
+def draw_into(key: Int, keep: Int, d: Int, indices: np.ndarray) -> Int:
+    """Fills `indices` with the coordinates j < d for which bits53(key, j) < keep; how many there are."""
+    word, n = np.uint64(key), 0
+    for j in range(d):
+        word += _GOLDEN_WORD
+        z = (word ^ (word >> np.uint64(30))) * _MIX_1_WORD
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2_WORD
+        z ^= z >> np.uint64(31)
+        if np.int64(z >> np.uint64(11)) < keep:
+            if n < len(indices):
+                indices[n] = j
+            n += 1
+    return n

@@ -102,3 +102,48 @@ def _with_default(make: Callable[P, Option]) -> Callable[Concatenate[Any, P], An
 
 
 option = _with_default(Option)  # a field of a dataclass: its default, then what is known of it
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number that may differ between clients: `10`, `5..50` (both ends included) or `3,5,8`, one each.
+
+    >>> Range.parse("5..50", "local_steps", whole=True)
+    Range(low=5.0, high=50.0, each=(), whole=True)
+    """
+
+    low: float
+    high: float
+    each: tuple[float, ...] = ()
+    whole: bool = False
+
+    @classmethod
+    def parse(cls, text: str, field: str, *, whole: bool = False) -> Range:
+        try:
+            if ".." in text:
+                low, high = (float(part) for part in text.split(".."))
+                values: tuple[float, ...] = (low, high)
+            else:
+                values = tuple(float(part) for part in text.split(","))
+        except ValueError:
+            raise InputError(
+                f"`{field}` must be a number, a range a..b or a list a,b,c, got {text!r}"
+            ) from None
+        if not all(math.isfinite(v) and (not whole or v == int(v)) for v in values):
+            raise InputError(f"`{field}` must hold {'whole' if whole else 'finite'} numbers, got {text!r}")
+        if ".." in text and values[0] > values[1]:
+            raise InputError(
+                f"`{field}` must be a range low..high, got {text!r}; write {values[1]:g}..{values[0]:g}"
+            )
+        return cls(min(values), max(values), values if ".." not in text and len(values) > 1 else (), whole)
+
+    def mean(self) -> float:
+        return sum(self.each) / len(self.each) if self.each else (self.low + self.high) / 2
+
+    def at(self, client: int, u: float) -> float:
+        """The value of a client; u in [0, 1) decides within a range."""
+        if self.each:
+            return self.each[client]
+        if self.whole:
+            return self.low + math.floor(u * (self.high - self.low + 1))
+        return self.low + u * (self.high - self.low)

@@ -9,13 +9,14 @@ import dataclasses
 import json
 import math
 import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cfedavg.core.config import OPTIONS, OWN, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
-from cfedavg.core.metrics import Record, is_number
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
 MODEL = "model.safetensors"  # at the end: what the clients hold
@@ -24,6 +25,85 @@ RESIDUALS = "residuals"
 FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
 
 CLOCK = "seconds"  # the one column that two equal runs do not share
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one client did in a round. Norms are squared; `noise2` is |p - C(p)|^2."""
+
+    client: int
+    K: int
+    loss: float
+    g2: float
+    p2: float
+    noise2: float
+    coordinates: int
+    up_bytes: int
+    lost: bool
+
+    @property
+    def snr(self) -> float:
+        """The measured signal-to-noise ratio |p|^2 / |p - C(p)|^2."""
+        return self.p2 / self.noise2 if self.noise2 else math.inf
+
+
+def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) -> Record:
+    """The client columns of a line: totals over the round's clients. `mean_g2` is |mean g_i|^2.
+
+    A client with K_i = 0 abstains: it counts among the clients and in the local steps, and sends nothing.
+    """
+    n = len(replies)
+    steps = [r.K for r in replies] + [0] * abstained
+    snr = [r.snr for r in replies]
+    sent = sum(r.coordinates for r in replies)
+    delta_norm2 = math.fsum(r.g2 for r in replies) / n if n else None
+    return {
+        "train_loss": math.fsum(r.loss * r.K for r in replies) / sum(steps) if n else None,
+        "uplink_bytes": sum(r.up_bytes for r in replies),
+        "coordinates_sent": sent,
+        "model_sizes_sent": sent / (d * len(steps)),
+        "delta_norm2": delta_norm2,
+        "delta_norm": math.fsum(math.sqrt(r.g2) for r in replies) / n if n else None,
+        "alpha": finite(delta_norm2 / mean_g2) if delta_norm2 and mean_g2 else None,
+        "snr_min": finite(min(snr, default=math.inf)),
+        "snr_mean": finite(math.fsum(each / n for each in snr) if n else math.inf),
+        "local_steps_min": min(steps),
+        "local_steps_mean": sum(steps) / len(steps),
+        "local_steps_max": max(steps),
+        "clients": len(steps),
+        "lost": sum(r.lost for r in replies),
+    }
+
+
+def residual_norms(norms2: Iterable[float], m: int) -> Record:
+    """The residual columns: means over all m clients, of whom those without a residual have none.
+
+    >>> residual_norms([4.0, 16.0], m=4)
+    {'error_norm2': 5.0, 'error_norm': 1.5}
+    """
+    known = list(norms2)
+    return {
+        "error_norm2": math.fsum(known) / m,
+        "error_norm": math.fsum(map(math.sqrt, known)) / m,
+    }
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a row, as JSON gives it, can be added and drawn; null stands for not known.
+
+    >>> [is_number(value) for value in (1, 0.5, None, True, "1", 10**400)]
+    [True, True, True, False, False, False]
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1000  # a larger one has no float
+    return value is None or isinstance(value, float)
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity: it is written as null."""
+    return value if math.isfinite(value) else None
 
 
 def read_rows(path: Path) -> list[Record]:
@@ -47,7 +127,7 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def _finite(text: str) -> float:
-    """JSON proper has no infinity: `as_line` could not write it again."""
+    """JSON proper has no infinity: `format_row` could not write it again."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is not a finite number")
     return value
@@ -56,7 +136,7 @@ def _finite(text: str) -> float:
 def are_usable(rows: list[Record]) -> bool:
     """Whether rows have what the rest of their run will ask for; those of another program may not."""
     try:
-        checksum_of(rows)
+        checksum_rows(rows)
     except RecursionError:  # lists in lists, as deep as they could just be read
         return False
     return all(map(_is_usable, rows)) and len({tuple(row.get("rate_conditions", ())) for row in rows}) < 2
@@ -80,17 +160,17 @@ def _is_condition(found: Record) -> bool:
     return isinstance(found.get("holds"), bool) and is_number(found.get("ratio", ""))
 
 
-def checksum_of(rows: list[Record], before: int = 0) -> int:
+def checksum_rows(rows: list[Record], before: int = 0) -> int:
     """CRC-32 of rows that follow those of checksum `before`, without the clock's readings.
 
     So two equal runs have the same checkpoint to the byte.
     """
     for row in rows:
-        before = zlib.crc32(as_line({**row, CLOCK: 0}).encode(), before)
+        before = zlib.crc32(format_row({**row, CLOCK: 0}).encode(), before)
     return before
 
 
-def as_line(row: Record) -> str:
+def format_row(row: Record) -> str:
     """A row as it stands in the file: JSON proper, which has no NaN."""
     return json.dumps(row, allow_nan=False) + "\n"
 

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from cfedavg.core.arrays import Array, dtype_of, module_of
-from cfedavg.core.files import check_regular, replacing
+from cfedavg.core.files import check_regular, replace_file
 
 # As safetensors names them, in the order in which it writes them.
 _NAMES = {
@@ -44,7 +44,7 @@ def save_tensors(
     tensors: Mapping[str, Array], path: Path, about: dict[str, Any] | None = None, *, durable: bool = True
 ) -> None:
     """A safetensors file that is whole or not there; one that is not `durable` awaits its sync."""
-    with replacing(path, durable=durable) as temporary:
+    with replace_file(path, durable=durable) as temporary:
         save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
 
 

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from cfedavg.core.draws import draw
+from cfedavg.core.keys import draw_into
 from cfedavg.core.payload import Mask, Payload
 from cfedavg.wire.coder import check_end, to_bytes, to_words
 from cfedavg.wire.header import Header, Where, WireError
@@ -44,7 +44,7 @@ def unpack_coordinates(
     indices = np.empty(header.k, np.int64)
     if header.where is Where.DRAWN:
         key, keep = KEY_AND_KEEP.unpack(section)
-        if keep > 2**53 or draw(key, keep, header.d, indices) != header.k:
+        if keep > 2**53 or draw_into(key, keep, header.d, indices) != header.k:
             raise WireError(f"the key of the message does not draw k = {header.k} coordinates")
         return indices, Mask(np.array([key]), keep)
     found, words = decode_indices(to_words(section), indices, header.d, tensors.shapes)
