@@ -17,10 +17,10 @@ from cfedavg import Layout, Payload, WireError, decode, encode
 from cfedavg.core.payload import Floats, Levels, Mask
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.coder import to_bytes
+from cfedavg.wire.coordinates import Tensors
 from cfedavg.wire.header import SIZE, Coding, Header, Kind, Where
 from cfedavg.wire.indices import encode_indices
-from cfedavg.wire.numbers import encode_numbers
-from cfedavg.wire.tensors import Tensors
+from cfedavg.wire.values import encode_numbers
 from tests.messages import FLAT, MODEL, forged, payload, sealed, sections
 
 NOT_A_MESSAGE = f"not a message: it must begin with CFAV and a header of {SIZE} bytes"
