@@ -25,8 +25,7 @@ from typing import ClassVar, NamedTuple
 
 from cfedavg.compress import minus, plus
 from cfedavg.core.arrays import Array
-from cfedavg.core.errors import InputError
-from cfedavg.core.parts import Part, Registry
+from cfedavg.core.parts import Part, Registry, check_argument
 from cfedavg.core.payload import Payload
 
 
@@ -147,8 +146,7 @@ class ErrorFeedback(Feedback):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not (isinstance(self.decay, int | float) and 0 < self.decay <= 1):
-            raise InputError(f"decay must be above 0 and at most 1, got {self.decay!r}")
+        check_argument("decay", self.decay, "above 0 and at most 1", lambda decay: 0 < decay <= 1)
 
     def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
         return g + memory

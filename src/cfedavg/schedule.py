@@ -10,7 +10,7 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, uniform
 from cfedavg.core.option import Range
-from cfedavg.core.parts import build
+from cfedavg.core.parts import build, check_argument
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 
 
@@ -99,8 +99,8 @@ class Corollary3(Schedule):
     k_min: int | None = None
 
     def __post_init__(self) -> None:
-        if self.k_min is not None and not (isinstance(self.k_min, int) and self.k_min >= 1):
-            raise InputError(f"k_min = {self.k_min} must be a whole number of 1 or more")
+        if self.k_min is not None:
+            check_argument("k_min", self.k_min, "of 1 or more", lambda k_min: k_min >= 1, whole=True)
 
     def eta_local(self, t: int, s: Setting) -> float:
         return 1 / (math.sqrt(s.T) * _smoothness(s, self))
@@ -139,8 +139,7 @@ def build_schedule(text: str) -> Schedule:
 
 
 def _check_offset(a: float) -> None:
-    if not 0 < a < math.inf:
-        raise InputError(f"a = {a} must be a finite number above 0")
+    check_argument("a", a, "a finite number above 0", lambda a: 0 < a < math.inf)
 
 
 def _smoothness(s: Setting, schedule: Schedule) -> float:

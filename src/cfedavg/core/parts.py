@@ -85,6 +85,26 @@ class Registry(Generic[P]):
         return parts
 
 
+def check_argument(
+    name: str, value: object, rule: str, holds: Callable[[Any], bool], *, whole: bool = False
+) -> None:
+    """Refuse an argument of a part that is not a number, or a whole one, or for which the rule does not hold.
+
+    >>> check_argument("decay", 2, "above 0 and at most 1", lambda decay: 0 < decay <= 1)
+    Traceback (most recent call last):
+    cfedavg.core.errors.InputError: decay must be above 0 and at most 1, got 2
+    """
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not (is_number and holds(value)):
+        raise InputError(f"{name} must be {'a whole number ' * whole}{rule}, got {value!r:.40}")
+
+
+def check_truth(name: str, value: object) -> None:
+    """Refuse an argument of a part that is neither true nor false."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, got {value!r:.40}")
+
+
 def first_sentence(thing: Any) -> str:
     """Return the first line of a docstring, for tables of parts."""
     return (thing.__doc__ or "").strip().split("\n")[0]

@@ -47,7 +47,7 @@ def entropy_bound(d: int, k: int) -> float:
 
 
 def section_rows(data: bytes) -> Rows:
-    """Return where the bytes go: (section, bytes, bits per coordinate, remark), after checking the message."""
+    """Return where the bytes go: (section, bytes, bits per coordinate, remark). Check the message first."""
     header = read_header(data)
     sections_of(data, header)
     k, bound = max(header.k, 1), entropy_bound(header.d, header.k)
