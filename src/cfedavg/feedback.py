@@ -1,4 +1,4 @@
-"""Feedback: what a client, or the server, remembers so that compression loses nothing, or little, over time.
+"""Feedback: what clients and server remember so that compression loses little or nothing over time.
 
 A feedback is a set of pure functions. Those of the client, around the compressor C:
 
@@ -14,8 +14,8 @@ and those of the server, around the average:
     shared = broadcast(memory)                     what travels to the clients beside the model
 
 `memory` is one vector, or a block of vectors with a client in front; None where a feedback keeps none.
-Arrays may be of NumPy or of torch. Each feedback states its law: what stays equal however many replies get
-lost. `imbalance` is the difference that the law says is zero; the tests of faults compute it.
+Arrays may be of NumPy or of torch. Each feedback states its law: an equation that holds however many replies
+get lost. `imbalance` is the difference that is zero by the law; the tests of faults compute it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from cfedavg.core.payload import Payload
 
 
 class Weights(NamedTuple):
-    """The weights of a round: of the clients whose payloads arrived, and of all clients that there are."""
+    """The weights of a round: of the clients whose payloads arrived, and of all clients."""
 
     arrived: float
     everyone: float
 
 
 class Books(NamedTuple):
-    """What a law is about, for one client: sums over all of its rounds, and what it remembers now."""
+    """The terms of a law, for one client: sums over all of its rounds, and its present memory."""
 
     computed: Array  # updates g
     applied: Array  # decompressed payloads that are in the server's model
@@ -47,34 +47,31 @@ class Books(NamedTuple):
 
 
 class Feedback(Part):
-    """What is remembered around a compressor. A new one needs what it does in another way than `none`."""
+    """What is remembered around a compressor. A new one overrides what it does differently from `none`."""
 
     law: ClassVar[str] = ""
-    # Whether the server's memory is the sum of the clients': then none of them may be rounded or lost.
+    # Whether the server's memory is the sum of the clients' memories: then none may be rounded or lost.
     mirrors_clients: ClassVar[bool] = False
 
     @property
     def moves_start(self) -> bool:
         """Whether clients begin elsewhere than at the broadcast model."""
-        return self._overrides("start")
+        return type(self).start is not Feedback.start
 
     @property
     def keeps_client_memory(self) -> bool:
-        """Whether there is a memory of each client."""
-        return self._overrides("remember")
+        """Whether each client has a memory."""
+        return type(self).remember is not Feedback.remember
 
     @property
     def keeps_server_memory(self) -> bool:
-        """Whether there is a memory of the server."""
-        return self._overrides("receive")
+        """Whether the server has a memory."""
+        return type(self).receive is not Feedback.receive
 
     @property
     def broadcasts(self) -> bool:
         """Whether the broadcast carries more than the model."""
-        return self._overrides("broadcast")
-
-    def _overrides(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(Feedback, name)
+        return type(self).broadcast is not Feedback.broadcast
 
     def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
         """Return where the local steps begin, given the model x that was broadcast."""
@@ -89,7 +86,7 @@ class Feedback(Part):
         return memory
 
     def restore(self, memory: Array, sent: Payload) -> Array:
-        """Return the client's memory as if `sent`, which got lost, had stayed at home."""
+        """Return the client's memory as if `sent`, which got lost, had not been sent."""
         return memory
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
@@ -204,8 +201,5 @@ class EF21(Feedback):
         return books.memory - books.applied - books.pending
 
 
-FEEDBACKS: Registry[Feedback] = Registry(
-    "feedback",
-    Feedback,
-    {each.name: each for each in (ErrorFeedback, EF21, NoFeedback)},
-)
+_ALL = (ErrorFeedback, EF21, NoFeedback)
+FEEDBACKS: Registry[Feedback] = Registry("feedback", Feedback, {each.name: each for each in _ALL})

@@ -150,7 +150,7 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
 
 
 BAD = {
-    "comp above 1": (["--compressor", "topk(1.5)"], "--compressor: topk(1.5): comp must be the fraction NOT sent"),
+    "comp above 1": (["--compressor", "topk(1.5)"], "--compressor: topk(1.5): comp must be the fraction"),
     "comp below 0": (["--compressor", "rd(-0.1)"], "from 0 to below 1, got -0.1"),
     "malformed compressor": (["--compressor", "topk(0.9"], "is not of the form name or name(arguments)"),
     "unknown compressor": (["--compressor", "zip"], "unknown name 'zip'; there are bf16"),

@@ -93,7 +93,7 @@ def test_a_command_hears_one_signal_and_leaves_ignored_ones(monkeypatch: pytest.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     with handle_stops() as request:
         signal.raise_signal(signal.SIGHUP)
-        assert request.number is None
+        assert request.signal is None
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         for _ in range(4):
@@ -142,7 +142,7 @@ def test_a_closed_pipe_asks_to_stop_and_another_failure_does_not() -> None:
     thread = threading.Thread(target=piped.write, args=("text",))
     thread.start()
     thread.join()
-    assert request.number is None  # a thread cannot stop a command
+    assert request.signal is None  # a thread cannot stop a command
     with pytest.raises(KeyboardInterrupt):
         piped.write("text")
     assert request.code == 128 + signal.SIGPIPE

@@ -25,7 +25,7 @@ def main() -> None:
                 from cfedavg.cli.commands import run_command
 
                 code = run_command()
-            request.over()
+            request.finish()
         except KeyboardInterrupt:
             code = interrupted
     code = request.code if code == interrupted else code

@@ -50,9 +50,9 @@ class TopK(Selector):
     """Keeps the coordinates of largest magnitude; ties go to the lowest index.
 
     `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). `least` is
-    a lower bound of k (or d): a small model costs little and needs a larger share. With `snr` instead of `comp`, k is
-    the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, all of this holds for
-    each tensor of the model by itself.
+    a lower bound of k (or d): a small model costs little and needs a larger share. With `snr` instead of
+    `comp`, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, all of this
+    holds for each tensor of the model by itself.
 
     >>> from cfedavg.compress import parse
     >>> payload = parse("topk(0.6)").compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
@@ -207,7 +207,7 @@ class Proportional(Selector):
         return draws < self.probabilities(unit_of(abs(p))) * 2.0**53
 
     def probabilities(self, magnitude: Array) -> Array:
-        """Return q for magnitudes (n, d): the c largest have q = 1, for the least c at which the rest fits."""
+        """Return q for magnitudes (n, d): the c largest have q = 1, for the least c where the rest fits."""
         (n, d), xp = magnitude.shape, module_of(magnitude)
         descending = xp.flip(sort_rows(magnitude), (-1,))
         rest = xp.flip(prefix_sums(sort_rows(magnitude)), (-1,))
@@ -242,7 +242,7 @@ def _pick(p: Array, found: list[np.ndarray]) -> Selection:
 
 
 def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:
-    """Return where the k largest of each row are, given the smallest of them; ties to the lowest index."""
+    """Return where the k largest of each row are, given the smallest of them; ties: lowest index."""
     above, tied = magnitude > smallest, magnitude == smallest
     wanted = k - above.sum(-1)[:, None]
     if bool((tied.sum(-1)[:, None] == wanted).all()):

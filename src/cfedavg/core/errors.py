@@ -10,7 +10,7 @@ class Busy(InputError):
 
 
 class CannotResume(InputError):
-    """What a run left is damaged, or parts of it are missing; it is left as it is."""
+    """The files of a run are damaged or missing; they stay as they are."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"cannot resume: {why}")
@@ -29,7 +29,7 @@ class NotFinite(ArithmeticError):
 
 
 class Diverged(InputError):
-    """Training left the finite numbers: says in which round, counted from 1, and for which clients."""
+    """Training gave NaN or infinity, in a round counted from 1 and for some clients."""
 
     def __init__(self, t: int, clients: list[int], what: str) -> None:
         whose = f" for {name_rows(clients, 'client')}" if clients else ""
@@ -41,7 +41,7 @@ class Diverged(InputError):
 
 
 def summarise_error(error: Exception) -> str:
-    """An error in a few words.
+    """Return the type and the first line of an error.
 
     >>> summarise_error(ValueError("no such thing\\nand more"))
     'ValueError: no such thing'
@@ -51,7 +51,7 @@ def summarise_error(error: Exception) -> str:
 
 
 def name_rows(rows: list[int], noun: str = "row") -> str:
-    """`client 3`, `clients 3, 5 and 9 more`.
+    """Return rows in words: `client 3`, `clients 3, 5 and 9 more`.
 
     >>> name_rows([3], "client")
     'client 3'

@@ -19,7 +19,7 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# For the compiler, which takes them as they are.
+# The same for compiled code, where a Python integer would be signed.
 _GOLDEN_WORD, _MIX_1_WORD, _MIX_2_WORD = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
 
 
@@ -45,7 +45,7 @@ class Purpose(IntEnum):
 
 
 def signed(word: int) -> int:
-    """The int64 with the same 64 bits, which is how arrays hold a key."""
+    """Return the int64 with the same 64 bits, as arrays hold a key."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
@@ -57,7 +57,7 @@ def _mix_word(z: int) -> int:
 
 
 def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
-    """The key of one purpose, of one client, in round t.
+    """Return the key of one purpose, of one client, in round t.
 
     >>> key(0, 0, 0, Purpose.BATCH) == key(0, 0, 0, Purpose.SELECT)
     False
@@ -69,7 +69,7 @@ def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
 
 
 def keys(*parts: Any) -> Any:
-    """`key` for arrays: each part is an int64 array or a number, and so is the result, by broadcasting.
+    """Return `key` for arrays: each part is an int64 array or a number, and they broadcast.
 
     >>> int(keys(0, 0, np.arange(3), int(Purpose.BATCH))[2]) == signed(key(0, 0, 2, Purpose.BATCH))
     True
@@ -81,7 +81,7 @@ def keys(*parts: Any) -> Any:
 
 
 def bits(word: Any, coordinates: Any) -> Any:
-    """64 random bits (as int64) for each coordinate: an int64 array of NumPy or torch in, the same out.
+    """Return 64 random bits (as int64) for each coordinate of an int64 array of NumPy or torch.
 
     `word` is a key as an int64: a Python int from `signed`, or an array that broadcasts.
     """
@@ -92,25 +92,25 @@ def bits(word: Any, coordinates: Any) -> Any:
 
 
 def derive(words: Any, purpose: Purpose) -> Any:
-    """A second array of keys made from a first one, or a key from a key: the draw at the purpose's number."""
+    """Return keys made from keys, or a key from a key: the draw at the purpose's number."""
     if isinstance(words, int):
         return signed(_mix_word((words + (int(purpose) + 1) * _GOLDEN) & _WORD))
     return bits(words, words * 0 + int(purpose))
 
 
 def bits53(word: Any, coordinates: Any) -> Any:
-    """The upper 53 of `bits`, a non-negative int64 below 2**53; divided by 2**53 it is uniform in [0, 1)."""
+    """Return the upper 53 of `bits`, an int64 from 0 to below 2**53; over 2**53 it is uniform in [0, 1)."""
     return (bits(word, coordinates) >> 11) & ((1 << 53) - 1)
 
 
 def uniform(word: int, n: int) -> np.ndarray:
-    """n numbers in [0, 1) as float64: the draws of coordinates 0 .. n-1."""
+    """Return n numbers in [0, 1) as float64: the draws of coordinates 0 .. n-1."""
     draws: np.ndarray = bits53(signed(word), np.arange(n, dtype=np.int64)) / 2.0**53
     return draws
 
 
 def permutation(word: int, n: int) -> np.ndarray:
-    """A random order of 0 .. n-1: the coordinates sorted by their bits.
+    """Return a random order of 0 .. n-1: the coordinates sorted by their bits.
 
     >>> sorted(permutation(key(0, 0, 0, Purpose.BATCH), 5).tolist())
     [0, 1, 2, 3, 4]
@@ -119,7 +119,7 @@ def permutation(word: int, n: int) -> np.ndarray:
 
 
 def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
-    """The coordinates j < d for which bits53(key, j) < keep, increasing.
+    """Return the coordinates j < d for which bits53(key, j) < keep, increasing.
 
     >>> draw_coordinates(0, 2**52, 10)
     array([1, 2, 4, 5, 6, 8])
@@ -136,7 +136,10 @@ def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
 
 @kernel
 def draw_into(key: Int, keep: Int, d: Int, indices: np.ndarray) -> Int:
-    """Fills `indices` with the coordinates j < d for which bits53(key, j) < keep; how many there are."""
+    """Fill `indices` with the coordinates j < d for which bits53(key, j) < keep; return how many there are.
+
+    Compiled, and equal to `bits53`, its oracle.
+    """
     word, n = np.uint64(key), 0
     for j in range(d):
         word += _GOLDEN_WORD

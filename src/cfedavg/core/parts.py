@@ -137,7 +137,7 @@ def split_chain(text: str, field: str, longest: int) -> list[str]:
 
 
 def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """`topk(0.99, per_tensor=true)` -> ("topk", [0.99], {"per_tensor": True})."""
+    """Return name and arguments: `topk(0.99, per_tensor=true)` is ("topk", [0.99], {"per_tensor": True})."""
     check_length(text, field)
     match = _CALL.match(text)
     if not match:
@@ -192,7 +192,7 @@ def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust:
 
 
 def _load_class(path: str, kind: type, field: str) -> type:
-    """The class that `package.module:Class` names, checked before anybody calls it."""
+    """Return the class that `package.module:Class` names; refuse one that is no subclass of `kind`."""
     found = load(path, field)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise InputError(f"`{field}`: {path!r} must be a subclass of {kind.__module__}.{kind.__name__}")
@@ -201,7 +201,7 @@ def _load_class(path: str, kind: type, field: str) -> type:
 
 def load(path: str, field: str) -> Any:
     """Import the object that `package.module:name` names. Only for a text that is trusted."""
-    if not _PATH.fullmatch(path):  # a remark, say; a file may have any name, and must not run by it
+    if not _PATH.fullmatch(path):  # a remark, say: a file of that name must not run
         raise InputError(f"`{field}`: {path[:80]!r} is not of the form package.module:name")
     module, _, name = path.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""The files of a run's folder that everyone reads: their names, the rows of metrics, and what may change.
+"""The files of a run's folder: their names, one row of metrics a round, and what a resume may change.
 
 A simulation and a federation write the same files.
 """
@@ -25,13 +25,14 @@ RESIDUALS = "residuals"
 FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
 
 CLOCK = "seconds"  # the one column that two equal runs do not share
+_TOTALS = ("uplink_bytes", "downlink_bytes", CLOCK)
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client did in a round. Norms are squared; `noise2` is |p - C(p)|^2."""
+    """What one client did in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
 
     client: int
     K: int
@@ -50,7 +51,7 @@ class Reply:
 
 
 def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) -> Record:
-    """The client columns of a line: totals over the round's clients. `mean_g2` is |mean g_i|^2.
+    """Return the client columns of a row: totals over the round's clients. `mean_g2` is |mean g_i|^2.
 
     A client with K_i = 0 abstains: it counts among the clients and in the local steps, and sends nothing.
     """
@@ -78,20 +79,17 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
 
 
 def residual_norms(norms2: Iterable[float], m: int) -> Record:
-    """The residual columns: means over all m clients, of whom those without a residual have none.
+    """Return the residual columns: means over all m clients; `norms2` lists those that have a residual.
 
     >>> residual_norms([4.0, 16.0], m=4)
     {'error_norm2': 5.0, 'error_norm': 1.5}
     """
     known = list(norms2)
-    return {
-        "error_norm2": math.fsum(known) / m,
-        "error_norm": math.fsum(map(math.sqrt, known)) / m,
-    }
+    return {"error_norm2": math.fsum(known) / m, "error_norm": math.fsum(map(math.sqrt, known)) / m}
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a row, as JSON gives it, can be added and drawn; null stands for not known.
+    """Return whether a value of a row, as JSON gives it, is a number that a float holds, or null.
 
     >>> [is_number(value) for value in (1, 0.5, None, True, "1", 10**400)]
     [True, True, True, False, False, False]
@@ -102,12 +100,12 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no infinity: it is written as null."""
+    """Return the value, or None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def read_rows(path: Path) -> list[Record]:
-    """The rows of a metrics file up to the first that is not whole."""
+    """Return the rows of a metrics file up to the first that is not whole."""
     rows: list[Record] = []
     try:
         lines = read_file(path).decode(errors="replace").split("\n")
@@ -117,7 +115,7 @@ def read_rows(path: Path) -> list[Record]:
         raise InputError(f"cannot read {path} ({error.strerror})") from None
     for line in lines:
         try:
-            row = json.loads(line, parse_float=_finite, parse_constant=_finite)
+            row = json.loads(line, parse_float=_parse_finite, parse_constant=_parse_finite)
         except (ValueError, RecursionError):
             break
         if not isinstance(row, dict):
@@ -126,15 +124,15 @@ def read_rows(path: Path) -> list[Record]:
     return rows
 
 
-def _finite(text: str) -> float:
-    """JSON proper has no infinity: `format_row` could not write it again."""
+def _parse_finite(text: str) -> float:
+    """Return a number; refuse infinity, which `format_row` could not write again."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def are_usable(rows: list[Record]) -> bool:
-    """Whether rows have what the rest of their run will ask for; those of another program may not."""
+    """Return whether rows have what the rest of their run needs; those of another program may not."""
     try:
         checksum_rows(rows)
     except RecursionError:  # lists in lists, as deep as they could just be read
@@ -149,21 +147,19 @@ def _is_usable(row: Record) -> bool:
         and all(row[name] is not None for name in _TOTALS)
         and is_number(row.get("first_download_bytes"))
         and isinstance(conditions, dict)
-        and all(isinstance(each, dict) and _is_condition(each) for each in conditions.values())
+        and all(
+            isinstance(each, dict)
+            and isinstance(each.get("holds"), bool)
+            and is_number(each.get("ratio", ""))
+            for each in conditions.values()
+        )
     )
 
 
-_TOTALS = ("uplink_bytes", "downlink_bytes", CLOCK)
-
-
-def _is_condition(found: Record) -> bool:
-    return isinstance(found.get("holds"), bool) and is_number(found.get("ratio", ""))
-
-
 def checksum_rows(rows: list[Record], before: int = 0) -> int:
-    """CRC-32 of rows that follow those of checksum `before`, without the clock's readings.
+    """Return the CRC-32 of rows that follow those of checksum `before`.
 
-    So two equal runs have the same checkpoint to the byte.
+    The clock is left out, so that two equal runs have the same checkpoint to the byte.
     """
     for row in rows:
         before = zlib.crc32(format_row({**row, CLOCK: 0}).encode(), before)
@@ -171,12 +167,12 @@ def checksum_rows(rows: list[Record], before: int = 0) -> int:
 
 
 def format_row(row: Record) -> str:
-    """A row as it stands in the file: JSON proper, which has no NaN."""
+    """Return a row as a line of the file: JSON, without NaN."""
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def check_same(old: Config, new: Config, path: Path) -> None:
-    """Whether a run of one configuration may go on with another."""
+    """Refuse to resume a run of one configuration with another, unless they agree where they must."""
     if old.dataset == f"{OWN})":  # written before tasks had fingerprints
         old = dataclasses.replace(old, dataset=new.dataset, model=new.model)
     for name, now in fixed_options(new).items():
@@ -184,18 +180,22 @@ def check_same(old: Config, new: Config, path: Path) -> None:
             continue
         if name in ("dataset", "model") and not (old.is_named and new.is_named):
             raise InputError(
-                f"cannot resume: the run in {path} has another task: its {name} is {_said(before)}, "
-                f"not {_said(now)}; give the task it was made with, or start another run"
+                f"cannot resume: the run in {path} has another task: its {name} is {_show(before)}, "
+                f"not {_show(now)}; give the task it was made with, or start another run"
             )
         raise InputError(
-            f"cannot resume: `{name}` is {_said(now)}, but the run in {path} has {_said(before)}; "
+            f"cannot resume: `{name}` is {_show(now)}, but the run in {path} has {_show(before)}; "
             "leave it out or start another run"
         )
 
 
 def fixed_options(config: Config) -> dict[str, Any]:
-    """The fields of a configuration that a resume must not change."""
-    fixed = [name for name, known in OPTIONS.items() if not known.may_change or _horizon(name, config)]
+    """Return the fields of a configuration that a resume must not change."""
+    # Under these schedules the number of rounds decides the learning rate.
+    needs_rounds = config.schedule.strip().startswith(("corollary1", "corollary3"))
+    fixed = [
+        name for name, known in OPTIONS.items() if not known.may_change or (name == "rounds" and needs_rounds)
+    ]
     return {name: getattr(config, name) for name in fixed if config.says(name)}
 
 
@@ -205,14 +205,9 @@ def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
         if name in before and before[name] != now:
             raise InputError(
                 f"cannot resume: {file} was changed after the checkpoint was written: "
-                f"{name} is {_said(now)}, and was {_said(before[name])}; put it back or start another run"
+                f"{name} is {_show(now)}, and was {_show(before[name])}; put it back or start another run"
             )
 
 
-def _said(value: object) -> str:
+def _show(value: object) -> str:
     return "none" if value is None else repr(value)
-
-
-def _horizon(name: str, config: Config) -> bool:
-    """Whether the number of rounds decides the learning rate."""
-    return name == "rounds" and config.schedule.strip().startswith(("corollary1", "corollary3"))
