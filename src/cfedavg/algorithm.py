@@ -10,7 +10,7 @@ In round t the server sends the model x to the clients. Client i does K_i local 
     delta_tilde = mean of C(p) over the clients                lines 17, 18   average
     x_next      = x + eta * delta_tilde                        line 19        Aggregator.step
 
-A client keeps what it cannot send in its residual e and sends it later. Therefore x + eta * mean(e), the model
+What a client cannot send stays in its residual e and is sent later. So x + eta * mean(e), the model
 with all residuals added, moves exactly as if nothing had been compressed (the paper's Iterative Step lemma).
 
 Four parts can be exchanged: the compressor C, the feedback (lines 12 and 15), the local optimiser (line 7)

@@ -62,13 +62,13 @@ def test_lossless_in_float64(text: str) -> None:
 
 
 @st.composite
-def sets(draw_into: st.DrawFn) -> tuple[Layout, np.ndarray]:
+def sets(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
     """A layout of any shapes, and indices that crowd or do not."""
-    shapes = draw_into(st.lists(st.lists(st.integers(0, 12), max_size=4).map(tuple), min_size=1, max_size=5))
+    shapes = draw(st.lists(st.lists(st.integers(0, 12), max_size=4).map(tuple), min_size=1, max_size=5))
     layout = Layout(tuple(map(str, range(len(shapes)))), tuple(shapes), ("float32",) * len(shapes))
-    chance = draw_into(st.sampled_from([0.01, 0.2, 0.5, 0.99]))
-    run = draw_into(st.integers(1, 40))
-    draws = np.random.default_rng(draw_into(st.integers(0, 2**32)))
+    chance = draw(st.sampled_from([0.01, 0.2, 0.5, 0.99]))
+    run = draw(st.integers(1, 40))
+    draws = np.random.default_rng(draw(st.integers(0, 2**32)))
     kept = np.repeat(draws.random(layout.d // run + 1) < chance, run)[: layout.d]
     return layout, np.flatnonzero(kept)
 

@@ -8,12 +8,12 @@ with the sign bits masked off. No torch here: a decoder without torch draws the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import numpy as np
-
-from cfedavg.core.kernel import Int, kernel
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -134,12 +134,20 @@ def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
     return indices[:n]
 
 
-@kernel
-def draw_into(key: Int, keep: Int, d: Int, indices: np.ndarray) -> Int:
-    """Fill `indices` with the coordinates j < d for which bits53(key, j) < keep; return how many there are.
+def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
+    """Fill `indices` with the coordinates j < d for which bits53(key, j) < keep; return their number."""
+    return int(_compile_draw()(key, keep, d, indices))
 
-    Compiled, and equal to `bits53`, its oracle.
-    """
+
+@cache
+def _compile_draw() -> Callable[..., int]:
+    from cfedavg.core.kernel import kernel  # imports numba: commands would start in twice the time
+
+    return kernel(_draw)
+
+
+def _draw(key: Any, keep: Any, d: Any, indices: np.ndarray) -> Any:
+    """Do what `draw_into` does, with unsigned words; `bits53` is its oracle."""
     word, n = np.uint64(key), 0
     for j in range(d):
         word += _GOLDEN_WORD
