@@ -92,7 +92,7 @@ print("done")
 
 
 def test_a_copy_of_the_broadcast_is_kept() -> None:
-    """By the message, by the values that changed, and whole."""
+    """A copy follows by the message, by the values that changed, and whole."""
     found = run_without_torch(
         """
 import numpy as np

@@ -23,17 +23,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from cfedavg.compress import Compressor, Everything, minus, plus, values_of
-from cfedavg.core.arrays import (
-    Array,
-    arange,
-    cast,
-    cast_like,
-    copy,
-    dtype_of,
-    norm2,
-    round_to_bf16,
-    to_bf16,
-)
+from cfedavg.core import arrays
+from cfedavg.core.arrays import Array, arange, cast_like, dtype_of, norm2
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.feedback import EF21, Feedback
@@ -125,7 +116,7 @@ class _CopyFeedback(EF21):
 
 def _to_grid(w: Array, rounds: bool) -> Array:
     """Return w, rounded to bf16 if asked for, with 0 in the place of -0."""
-    return (round_to_bf16(w) if rounds else w) + 0
+    return (arrays.round_to_bf16(w) if rounds else w) + 0
 
 
 class Copies:
@@ -155,14 +146,16 @@ class Copies:
         return Payload(len(w), len(at) * arange(2, w), at, self._values(w[at]))
 
     def _values(self, w: Array) -> Floats:
-        return Floats(to_bf16(cast(w, "float32")), "bf16") if self.rounds else Floats(w, FLOATS[dtype_of(w)])
+        if self.rounds:
+            return Floats(arrays.to_bf16(arrays.cast(w, "float32")), "bf16")
+        return Floats(w, FLOATS[dtype_of(w)])
 
     def change(self, w: Array, payload: Payload) -> Array:
         """Return the copy with the values of a payload that `whole` or `changed` made."""
         values = cast_like(values_of(payload), w)
         if payload.indices is None:
             return values
-        w_next = copy(w)
+        w_next = arrays.copy(w)
         w_next[payload.indices] = values
         return w_next
 

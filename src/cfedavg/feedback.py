@@ -125,16 +125,7 @@ class ErrorFeedback(Feedback):
     """Adds what could not be sent to the next update; with `decay` below 1 it fades.
 
     p = g + e and e_next = decay * (p - C(p)), lines 12 and 15 of Algorithm 1 for decay = 1. A decay keeps a
-    residual from growing, and books (1 - decay) (p - C(p)) as forgone in every round.
-
-    >>> import numpy as np
-    >>> from cfedavg.compress import parse
-    >>> from cfedavg.channel import Channel
-    >>> from cfedavg.core.layout import Layout
-    >>> channel = Channel(parse("topk(0.6)"), ErrorFeedback(), Layout.flat(3))
-    >>> sent = channel.send(np.array([1.0, -3.0, 0.5]), np.array([0.5, 0.0, 0.0]), key=0)
-    >>> sent.payload.indices.tolist(), sent.payload.values.data.tolist(), sent.memory.tolist()
-    ([1], [-3.0], [1.5, 0.0, 0.5])
+    residual from growing, and books (1 - decay) (p - C(p)) as forgone in every round. Channel has an example.
     """
 
     name: ClassVar[str] = "ef"

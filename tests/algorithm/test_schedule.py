@@ -66,7 +66,7 @@ def test_corollary_3_takes_the_least_K_of_the_plan(options: dict[str, object], l
 
 
 def test_corollary_3_asks_for_what_no_plan_knows() -> None:
-    """A real client's speed: with a deadline alone, nobody knows K_min."""
+    """With a deadline and no speed, K_min of a real client is not known."""
     for schedule, eta in (("corollary3", None), ("corollary3(k_min=5)", math.sqrt(5 * 3))):
         config = Config(clients=3, schedule=schedule, smoothness=2.0, deadline=30.0)
         steps = Steps(config, SAMPLES, [math.inf] * 3)

@@ -36,7 +36,7 @@ COMMAND_LINES = {
 
 
 def outside(name: str) -> list[float]:
-    """Values on the wrong side of each bound; the bound itself where it is excluded."""
+    """Return values on the wrong side of each bound, and the bound itself where it is excluded."""
     known = OPTIONS[name]
     values = [known.low - 1, known.above, known.high + 1, known.below]
     return [value for value in values if math.isfinite(value)]
@@ -49,7 +49,7 @@ def inside(name: str) -> list[float]:
 
 
 def typed(name: str, value: float) -> Any:
-    """The value as somebody would write it in Python."""
+    """Return the value as a user would write it in Python."""
     return str(value) if name in PER_CLIENT else value
 
 
@@ -135,7 +135,7 @@ def test_the_command_names_options() -> None:
 
 
 def test_the_library_names_fields() -> None:
-    """Options are words of the command; who calls a function from Python has none."""
+    """Errors in Python name fields; only the command names options."""
     option = re.compile(
         rf"(?<![\w-])(?:{'|'.join(sorted(_options().values(), key=len, reverse=True))})(?![\w-])"
     )
@@ -179,7 +179,7 @@ def test_an_option_of_before_says_what_to_write(
 
 
 def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
-    """Its folder is read by the names of now; the checkpoint has the options of then."""
+    """A run of version 0.5 resumes: the old option names in its config.toml are translated."""
     config = Config(rounds=2, local_optimiser="sgd(momentum=0.9)", feedback="none", checkpoint_every=1)
     run(config, blobs(), out=tmp_path)
     text = (tmp_path / "config.toml").read_text()

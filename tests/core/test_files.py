@@ -13,7 +13,7 @@ from cfedavg.simulate.residuals import InMemory, sweep
 
 
 def test_only_who_holds_a_folder_tidies_it(tmp_path: Path) -> None:
-    """What another one is writing right now stays, and so does a file of the user's."""
+    """A file that another process is writing stays, and so does a file of the user's."""
     live, own = tmp_path / ".state.1.tmp", tmp_path / ".keep"
     own.touch()
     with lock_folder(tmp_path, "busy"):
@@ -26,7 +26,7 @@ def test_only_who_holds_a_folder_tidies_it(tmp_path: Path) -> None:
 
 
 def test_what_older_versions_left_is_swept(tmp_path: Path) -> None:
-    """safetensors' own temporary names, in a run's folder and beside residuals: each a whole checkpoint."""
+    """Temporary files of safetensors, each a whole checkpoint, lie in a run's folder and beside residuals."""
     (folder := tmp_path / "residuals").mkdir()
     for left in (".tmpA1b2C3", ".000001-000002.safetensors.77.tmp", "000001-000002.safetensors"):
         (folder / left).touch()
@@ -38,7 +38,7 @@ def test_what_older_versions_left_is_swept(tmp_path: Path) -> None:
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """To open a pipe would wait for a writer, who may never come."""
+    """Opening a pipe would wait for a writer that may never come."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"text")
     (tmp_path / "link").symlink_to(tmp_path / "file")
@@ -60,7 +60,7 @@ def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
 
 
 def test_a_probe_may_be_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the process that holds the folder, while this one looks whether it can write there."""
+    """The process that holds the folder may remove the probe while this one checks the folder."""
     touch = Path.touch
 
     def and_tidied(path: Path) -> None:

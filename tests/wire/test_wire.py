@@ -189,7 +189,7 @@ def test_a_header_says_who_sends_what() -> None:
 
 @pytest.mark.parametrize("key", [0, -1, 1234567890123456789, -(2**63)])
 def test_the_mask_is_that_of_the_keys(key: int) -> None:
-    """Compiled, and written for NumPy and torch: the same coordinates."""
+    """The compiled draw and `bits53` give the same coordinates."""
     for keep in (0, 1, 2**53 // 7, 2**53 - 1, 2**53):
         expected = np.flatnonzero(keys.bits53(key, np.arange(5000)) < keep)
         indices = np.empty(5000, np.int64)
@@ -199,7 +199,7 @@ def test_the_mask_is_that_of_the_keys(key: int) -> None:
 
 
 def test_a_mask_that_is_larger_than_expected() -> None:
-    """Of two coordinates at 1%, both: once in ten thousand keys."""
+    """Both of two coordinates are drawn at 1% once in 10,000 keys: more than the room foreseen."""
     keep = 2**53 // 100
     lucky = [key for key in range(20_000) if all(keys.bits53(key, np.arange(2)) < keep)]
     assert lucky
@@ -250,7 +250,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_needs_no_torch() -> None:
-    """Not to import, to encode or to decode."""
+    """Importing, encoding and decoding need no torch."""
     code = (
         "import sys; from tests.golden_cases import cases, message; from cfedavg.wire import decode\n"
         "name, layout, payload = next(iter(cases())); decode(message(payload, layout), layout=layout)\n"

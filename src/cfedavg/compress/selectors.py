@@ -11,18 +11,9 @@ import numpy as np
 from cfedavg.compress.compressor import Selection, Selector
 from cfedavg.compress.largest import largest
 from cfedavg.compress.sums import check_comp, prefix_sums, row_sums, unit_of
+from cfedavg.core import arrays
 from cfedavg.core import keys as keyed
-from cfedavg.core.arrays import (
-    Array,
-    arange,
-    cast,
-    dtype_of,
-    gather,
-    kth_largest,
-    module_of,
-    place,
-    sort_rows,
-)
+from cfedavg.core.arrays import Array, arange, cast, module_of
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
@@ -122,12 +113,14 @@ class TopK(Selector):
         magnitude = abs(p)
         if self.comp is not None:
             k = self._k(p.shape[1])
-            return _keep_largest(magnitude, kth_largest(magnitude, k), k)
-        sorted_ = sort_rows(magnitude)
+            return _keep_largest(magnitude, arrays.kth_largest(magnitude, k), k)
+        sorted_ = arrays.sort_rows(magnitude)
         lost = prefix_sums(module_of(p).square(unit_of(sorted_)))
         assert self.snr is not None
         drop = (lost * self.snr <= lost[:, -1:]).sum(-1)[:, None]
-        return _keep_largest(magnitude, gather(sorted_, drop.clip(max=p.shape[1] - 1)), p.shape[1] - drop)
+        return _keep_largest(
+            magnitude, arrays.gather(sorted_, drop.clip(max=p.shape[1] - 1)), p.shape[1] - drop
+        )
 
     def gamma(self, layout: Layout) -> float:
         if self.snr is not None:
@@ -209,14 +202,14 @@ class Proportional(Selector):
     def probabilities(self, magnitude: Array) -> Array:
         """Return q for magnitudes (n, d): the c largest have q = 1, for the least c where the rest fits."""
         (n, d), xp = magnitude.shape, module_of(magnitude)
-        descending = xp.flip(sort_rows(magnitude), (-1,))
-        rest = xp.flip(prefix_sums(sort_rows(magnitude)), (-1,))
+        descending = xp.flip(arrays.sort_rows(magnitude), (-1,))
+        rest = xp.flip(prefix_sums(arrays.sort_rows(magnitude)), (-1,))
         left = (1 - self.comp) * d - cast(arange(d, magnitude), "float64")
         fits = (left * descending <= rest) | (left <= 0)
         certain = cast(fits, "int8").argmax(axis=-1)[:, None]
-        budget = gather(xp.broadcast_to(left, (n, d)), certain).clip(min=0)
+        budget = arrays.gather(xp.broadcast_to(left, (n, d)), certain).clip(min=0)
         with np.errstate(divide="ignore", invalid="ignore"):  # where nothing but zeros is left
-            rate = budget / gather(rest, certain)
+            rate = budget / arrays.gather(rest, certain)
             return xp.where(magnitude > 0, (rate * magnitude).clip(max=1), 0.0)
 
     def gamma(self, layout: Layout) -> float:
@@ -225,7 +218,7 @@ class Proportional(Selector):
 
 def _on_cpu(p: Array) -> bool:
     """Return whether compiled code, which needs NumPy's arrays, can do the work."""
-    return not getattr(p, "is_cuda", False) and dtype_of(p) in ("float32", "float64") and len(p) > 0
+    return not getattr(p, "is_cuda", False) and arrays.dtype_of(p) in ("float32", "float64") and len(p) > 0
 
 
 def _rows(p: Array) -> np.ndarray:
@@ -238,7 +231,9 @@ def _pick(p: Array, found: list[np.ndarray]) -> Selection:
     """Return each row's values at the indices found for it."""
     values = [row[indices] for row, indices in zip(_rows(p), found, strict=True)]
     joined = (each[0] if len(each) == 1 else np.concatenate(each) for each in (found, values))
-    return Selection(place(np.cumsum([0, *map(len, found)]), p), *(place(each, p) for each in joined))
+    return Selection(
+        arrays.place(np.cumsum([0, *map(len, found)]), p), *(arrays.place(each, p) for each in joined)
+    )
 
 
 def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:

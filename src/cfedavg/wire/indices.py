@@ -13,20 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from cfedavg.core.kernel import Int, kernel
+from cfedavg.wire import coder as rc
 from cfedavg.wire import sets
-from cfedavg.wire.coder import (
-    COUNT_CONTEXTS,
-    Coder,
-    bits_so_far,
-    finish,
-    new_contexts,
-    put_count,
-    put_number,
-    start_decoding,
-    start_encoding,
-    take_count,
-    take_number,
-)
+from cfedavg.wire.coder import Coder
 from cfedavg.wire.sets import BY_COLUMNS, BY_ROWS, CLASSES
 
 FINE, BEYOND, OTHER_NUMBER = range(3)  # what a decoder returns
@@ -54,8 +43,8 @@ def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.nd
 
     `shapes` holds rows, columns and group of each tensor.
     """
-    coder = put_number(words, start_encoding(), 1, 1)
-    tensor_counts, block_counts = new_contexts(COUNT_CONTEXTS), new_contexts(COUNT_CONTEXTS)
+    coder = rc.put_number(words, rc.start_encoding(), 1, 1)
+    tensor_counts, block_counts = rc.new_contexts(rc.COUNT_CONTEXTS), rc.new_contexts(rc.COUNT_CONTEXTS)
     start, a = np.int64(0), 0
     for t in range(len(shapes)):
         shape = shapes[t]
@@ -63,14 +52,14 @@ def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.nd
         b = a
         while b < len(indices) and indices[b] < start + size:
             b += 1
-        coder = put_count(words, coder, tensor_counts, b - a)
+        coder = rc.put_count(words, coder, tensor_counts, b - a)
         if b > a:
             coder = put_tensor(words, coder, block_counts, indices[a:b], start, shape)
         start, a = start + size, b
-    if bits_so_far(coder) < sets.cost_of_set(d, len(indices)):
-        return finish(words, coder)
-    coder = put_number(words, start_encoding(), 0, 1)
-    return finish(words, sets.put_gaps(words, coder, indices, d))
+    if rc.bits_so_far(coder) < sets.cost_of_set(d, len(indices)):
+        return rc.finish(words, coder)
+    coder = rc.put_number(words, rc.start_encoding(), 0, 1)
+    return rc.finish(words, sets.put_gaps(words, coder, indices, d))
 
 
 @kernel
@@ -85,7 +74,7 @@ def put_tensor(
     row_class, column_class = classes_of(row, rows), classes_of(column, columns)
     table = count_blocks(row, column, row_class, column_class)
     mode = sets.choose_mode(sets.sizes_of(row_class), sets.sizes_of(column_class), table, group)
-    coder = put_number(words, coder, mode, 2)
+    coder = rc.put_number(words, coder, mode, 2)
     if mode == 0:
         return sets.put_gaps(words, coder, cells, rows * columns * group)
     if mode & BY_ROWS:
@@ -166,7 +155,7 @@ def put_blocks(
             size = row_sizes[x] * column_sizes[y] * group
             if size:
                 n, end = table[x * CLASSES + y], place[x * CLASSES + y]
-                coder = put_count(words, coder, contexts, n)
+                coder = rc.put_count(words, coder, contexts, n)
                 coder = sets.put_gaps(words, coder, sorted_cells[end - n : end], size)
     return coder
 
@@ -174,16 +163,16 @@ def put_blocks(
 @kernel
 def decode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> tuple[Int, Int]:
     """Fill `indices` with what was encoded; return FINE or what is wrong, and the words read."""
-    by_tensor, coder = take_number(words, start_decoding(words), 1)
+    by_tensor, coder = rc.take_number(words, rc.start_decoding(words), 1)
     if not by_tensor:
         inside, coder = sets.take_gaps(words, coder, indices, d)
         return FINE if inside else BEYOND, coder[0]
-    tensor_counts, block_counts = new_contexts(COUNT_CONTEXTS), new_contexts(COUNT_CONTEXTS)
+    tensor_counts, block_counts = rc.new_contexts(rc.COUNT_CONTEXTS), rc.new_contexts(rc.COUNT_CONTEXTS)
     start, a = np.int64(0), 0
     for t in range(len(shapes)):
         shape = shapes[t]
         size = shape[0] * shape[1] * shape[2]
-        n, coder = take_count(words, coder, tensor_counts)
+        n, coder = rc.take_count(words, coder, tensor_counts)
         if n > min(size, len(indices) - a):
             return OTHER_NUMBER, coder[0]
         if n:
@@ -204,7 +193,7 @@ def take_tensor(
     rows, columns, group = shape[0], shape[1], shape[2]
     mode = 0
     if rows * columns > 1:
-        mode, coder = take_number(words, coder, 2)
+        mode, coder = rc.take_number(words, coder, 2)
     if mode == 0:
         inside, coder = sets.take_gaps(words, coder, cells, rows * columns * group)
         return FINE if inside else BEYOND, coder
@@ -238,7 +227,7 @@ def take_blocks(
             size = row_sizes[x] * column_sizes[y] * group
             if size == 0:
                 continue
-            n, coder = take_count(words, coder, contexts)
+            n, coder = rc.take_count(words, coder, contexts)
             if n > min(size, len(cells) - a):
                 return OTHER_NUMBER, coder
             block = cells[a : a + n]

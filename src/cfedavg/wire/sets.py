@@ -11,21 +11,8 @@ import math
 import numpy as np
 
 from cfedavg.core.kernel import Int, kernel
-from cfedavg.wire.coder import (
-    FIRST,
-    SEEN,
-    Coder,
-    make_jumps,
-    make_sums,
-    new_contexts,
-    put_bit,
-    put_number,
-    put_symbol,
-    rebuild,
-    take_bit,
-    take_number,
-    take_symbol,
-)
+from cfedavg.wire import coder as rc
+from cfedavg.wire.coder import Coder
 
 STEPS = 16  # symbols of a gap: its number of steps, up to 14; 15 says that more follow after 15 steps
 JUMPS = 4  # bits of a share at which the decoder looks first
@@ -54,7 +41,7 @@ def expect_counts(counts: np.ndarray, size: Int, n: Int, step: Int) -> None:
     empty = ((size - n) << 30) // size
     for _ in range(step):
         empty = (empty * empty) >> 30
-    left = TRUST * SEEN << 30
+    left = TRUST * rc.SEEN << 30
     for s in range(STEPS - 1):
         further = (left >> 30) * empty
         counts[s] = max((left - further) >> 30, 1)
@@ -71,21 +58,21 @@ def put_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> C
     step = step_of(size, n)
     counts, sums = np.empty(STEPS, np.int64), np.empty(STEPS + 1, np.int64)
     expect_counts(counts, size, n, step)
-    make_sums(counts, sums)
-    following, due = 0, FIRST
+    rc.make_sums(counts, sums)
+    following, due = 0, rc.FIRST
     for i in range(n):
         gap = cells[i] - following
         following = cells[i] + 1
         steps = gap >> step
         while steps >= STEPS - 1:
-            coder = put_symbol(words, coder, sums, STEPS - 1)
-            counts[STEPS - 1] += SEEN
+            coder = rc.put_symbol(words, coder, sums, STEPS - 1)
+            counts[STEPS - 1] += rc.SEEN
             steps -= STEPS - 1
-        coder = put_symbol(words, coder, sums, steps)
-        counts[steps] += SEEN
-        coder = put_number(words, coder, gap & ((1 << step) - 1), step)
+        coder = rc.put_symbol(words, coder, sums, steps)
+        counts[steps] += rc.SEEN
+        coder = rc.put_number(words, coder, gap & ((1 << step) - 1), step)
         if i + 1 == due:
-            due = rebuild(counts, sums, due)
+            due = rc.rebuild(counts, sums, due)
     return coder
 
 
@@ -101,26 +88,26 @@ def take_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> 
     counts, sums = np.empty(STEPS, np.int64), np.empty(STEPS + 1, np.int64)
     jump = np.empty(1 << JUMPS, np.uint8)
     expect_counts(counts, size, n, step)
-    make_sums(counts, sums)
-    make_jumps(sums, jump, JUMPS)
-    following, due = 0, FIRST
+    rc.make_sums(counts, sums)
+    rc.make_jumps(sums, jump, JUMPS)
+    following, due = 0, rc.FIRST
     for i in range(n):
-        symbol, coder = take_symbol(words, coder, sums, jump, JUMPS)
-        counts[symbol] += SEEN
+        symbol, coder = rc.take_symbol(words, coder, sums, jump, JUMPS)
+        counts[symbol] += rc.SEEN
         while symbol == STEPS - 1:
             following += (STEPS - 1) << step
             if following >= size:
                 return False, coder
-            symbol, coder = take_symbol(words, coder, sums, jump, JUMPS)
-            counts[symbol] += SEEN
-        rest, coder = take_number(words, coder, step)
+            symbol, coder = rc.take_symbol(words, coder, sums, jump, JUMPS)
+            counts[symbol] += rc.SEEN
+        rest, coder = rc.take_number(words, coder, step)
         cells[i] = following + (symbol << step) + rest
         following = cells[i] + 1
         if following > size:
             return False, coder
         if i + 1 == due:
-            due = rebuild(counts, sums, due)
-            make_jumps(sums, jump, JUMPS)
+            due = rc.rebuild(counts, sums, due)
+            rc.make_jumps(sums, jump, JUMPS)
     return True, coder
 
 
@@ -222,11 +209,11 @@ def choose_mode(rows: np.ndarray, columns: np.ndarray, table: np.ndarray, group:
 @kernel
 def put_classes(words: np.ndarray, coder: Coder, classes: np.ndarray) -> Coder:
     """Encode each class as bits (is it 0? 1? 2? 3?), in the context of the class before it."""
-    contexts = new_contexts(CLASSES * (CLASSES - 1))
+    contexts = rc.new_contexts(CLASSES * (CLASSES - 1))
     before = 0
     for kind in classes:
         for i in range(min(kind + 1, CLASSES - 1)):
-            coder = put_bit(words, coder, contexts, before * (CLASSES - 1) + i, 1 if i == kind else 0)
+            coder = rc.put_bit(words, coder, contexts, before * (CLASSES - 1) + i, 1 if i == kind else 0)
         before = kind
     return coder
 
@@ -235,13 +222,13 @@ def put_classes(words: np.ndarray, coder: Coder, classes: np.ndarray) -> Coder:
 def take_classes(words: np.ndarray, coder: Coder, n: Int) -> tuple[np.ndarray, Coder]:
     """Decode what put_classes has encoded."""
     classes = np.empty(n, np.int64)
-    contexts = new_contexts(CLASSES * (CLASSES - 1))
+    contexts = rc.new_contexts(CLASSES * (CLASSES - 1))
     before = 0
     for i in range(n):
         kind, bit = -1, 0
         while not bit and kind < CLASSES - 2:
             kind += 1
-            bit, coder = take_bit(words, coder, contexts, before * (CLASSES - 1) + kind)
+            bit, coder = rc.take_bit(words, coder, contexts, before * (CLASSES - 1) + kind)
         before = kind if bit else CLASSES - 1
         classes[i] = before
     return classes, coder

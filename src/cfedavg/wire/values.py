@@ -18,26 +18,7 @@ import numpy as np
 
 from cfedavg.core.kernel import Int, kernel
 from cfedavg.core.payload import Floats, Levels, Payload, blocks
-from cfedavg.wire.coder import (
-    FIRST,
-    check_end,
-    count_symbol,
-    finish,
-    make_jumps,
-    make_sums,
-    new_contexts,
-    put_bit,
-    put_number,
-    put_symbol,
-    rebuild,
-    start_decoding,
-    start_encoding,
-    take_bit,
-    take_number,
-    take_symbol,
-    to_bytes,
-    to_words,
-)
+from cfedavg.wire import coder as rc
 from cfedavg.wire.coordinates import Tensors
 from cfedavg.wire.header import Coding, Header, Kind, Where, WireError, may_be_plain
 
@@ -121,7 +102,7 @@ def _encode(numbers: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors
     n = encode_numbers(words, numbers, where, tensors.ends, kind in FLOATS.values(), LARGEST[kind])
     if n == 0:
         raise WireError(NOT_FINITE)
-    return to_bytes(words, n)
+    return rc.to_bytes(words, n)
 
 
 def check_lengths(header: Header, copied: memoryview) -> None:
@@ -177,10 +158,10 @@ def _decode(
         return numbers
     where = EVERYWHERE if indices is None else indices
     signed = header.kind in FLOATS.values()
-    found, words = decode_numbers(to_words(coded), numbers, where, tensors.ends, signed, largest)
+    found, words = decode_numbers(rc.to_words(coded), numbers, where, tensors.ends, signed, largest)
     if found != FINE:
         raise WireError(wrong)
-    check_end(coded, words, "values")
+    rc.check_end(coded, words, "values")
     return numbers
 
 
@@ -200,7 +181,7 @@ def new_table(spread: Int) -> tuple[Int, np.ndarray, np.ndarray]:
         copied += 1
     symbols = (spread >> copied) + 1
     counts, sums = np.ones(symbols, np.int64), np.empty(symbols + 1, np.int64)
-    make_sums(counts, sums)
+    rc.make_sums(counts, sums)
     return copied, counts, sums
 
 
@@ -223,24 +204,24 @@ def encode_numbers(
         lowest, highest = min(lowest, numbers[i] & MASK), max(highest, numbers[i] & MASK)
     if highest > largest:
         return 0
-    coder = put_number(words, start_encoding(), lowest, MAGNITUDE)
-    coder = put_number(words, coder, highest - lowest, MAGNITUDE)
+    coder = rc.put_number(words, rc.start_encoding(), lowest, MAGNITUDE)
+    coder = rc.put_number(words, coder, highest - lowest, MAGNITUDE)
     copied, counts, sums = new_table(highest - lowest)
-    signs = new_contexts(len(ends))
+    signs = rc.new_contexts(len(ends))
     zero_has_sign |= highest == 0
-    row, due = 0, FIRST
+    row, due = 0, rc.FIRST
     for i in range(len(numbers)):
         magnitude: Int = np.int64(numbers[i] & MASK)
         symbol = (magnitude - lowest) >> copied
-        coder = put_symbol(words, coder, sums, symbol)
-        count_symbol(counts, symbol)
-        coder = put_number(words, coder, (magnitude - lowest) & ((1 << copied) - 1), copied)
+        coder = rc.put_symbol(words, coder, sums, symbol)
+        rc.count_symbol(counts, symbol)
+        coder = rc.put_number(words, coder, (magnitude - lowest) & ((1 << copied) - 1), copied)
         row = row_at(ends, row, indices[i] if len(indices) else i)
         if magnitude or zero_has_sign:
-            coder = put_bit(words, coder, signs, row, np.int64(numbers[i] >> MAGNITUDE))
+            coder = rc.put_bit(words, coder, signs, row, np.int64(numbers[i] >> MAGNITUDE))
         if i + 1 == due:
-            due = rebuild(counts, sums, due)
-    return finish(words, coder)
+            due = rc.rebuild(counts, sums, due)
+    return rc.finish(words, coder)
 
 
 @kernel
@@ -253,29 +234,29 @@ def decode_numbers(
     largest: Int,
 ) -> tuple[Int, Int]:
     """Fill `numbers`, none above `largest`; return FINE or TOO_LARGE, and the words read."""
-    lowest, coder = take_number(words, start_decoding(words), MAGNITUDE)
-    spread, coder = take_number(words, coder, MAGNITUDE)
+    lowest, coder = rc.take_number(words, rc.start_decoding(words), MAGNITUDE)
+    spread, coder = rc.take_number(words, coder, MAGNITUDE)
     if lowest + spread > largest:
         return TOO_LARGE, coder[0]
     copied, counts, sums = new_table(spread)
     jump = np.empty(1 << JUMPS, np.uint8)
-    make_jumps(sums, jump, JUMPS)
-    signs = new_contexts(len(ends))
+    rc.make_jumps(sums, jump, JUMPS)
+    signs = rc.new_contexts(len(ends))
     zero_has_sign |= lowest + spread == 0
-    row, due = 0, FIRST
+    row, due = 0, rc.FIRST
     for i in range(len(numbers)):
-        symbol, coder = take_symbol(words, coder, sums, jump, JUMPS)
-        count_symbol(counts, symbol)
-        rest, coder = take_number(words, coder, copied)
+        symbol, coder = rc.take_symbol(words, coder, sums, jump, JUMPS)
+        rc.count_symbol(counts, symbol)
+        rest, coder = rc.take_number(words, coder, copied)
         magnitude = lowest + (symbol << copied) + rest
         if magnitude > largest:
             return TOO_LARGE, coder[0]
         row = row_at(ends, row, indices[i] if len(indices) else i)
         if magnitude or zero_has_sign:
-            bit, coder = take_bit(words, coder, signs, row)
+            bit, coder = rc.take_bit(words, coder, signs, row)
             magnitude |= bit << MAGNITUDE
         numbers[i] = magnitude
         if i + 1 == due:
-            due = rebuild(counts, sums, due)
-            make_jumps(sums, jump, JUMPS)
+            due = rc.rebuild(counts, sums, due)
+            rc.make_jumps(sums, jump, JUMPS)
     return FINE, coder[0]
