@@ -182,7 +182,7 @@ BAD = {
     "device without numbers": (["--device", "meta"], "--device meta cannot be used here"),
     "name too long": (["--data-dir", "a" * 300], "--data-dir"),
     "block": (["--compressor", "qsgd(16, 1000000000000)"], "block must be a whole number from 1 to 2^31 - 1"),
-    "k_min": (["--schedule", "corollary3(k_min=1e400)", "--smoothness", "1"], "k_min = inf must be"),
+    "k_min": (["--schedule", "corollary3(k_min=1e400)", "--smoothness", "1"], "of 1 or more, got inf"),
     "control character": (["--data-dir", "a\x7fb"], "--data-dir must be printable text, got"),
 }  # fmt: skip
 
