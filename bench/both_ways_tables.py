@@ -18,7 +18,7 @@ from bench.both_ways import METHODS
 
 from cfedavg.core.config import Config
 from cfedavg.core.keys import Purpose, key, permutation
-from cfedavg.core.units import in_bytes
+from cfedavg.core.units import format_bytes
 
 RESULTS = Path(__file__).parents[1] / "results" / "both-ways"
 ROUNDS = (8, 20, 40)
@@ -226,7 +226,9 @@ def bytes_table() -> str:
                 for first, value in ((True, values[3]), (False, values[4]))
             ]
             shown = ratios if name == "default" else ["1", "1"]
-            rows.append([words, name, *map(in_bytes, values[:4]), shown[0], in_bytes(values[4]), shown[1]])
+            rows.append(
+                [words, name, *map(format_bytes, values[:4]), shown[0], format_bytes(values[4]), shown[1]]
+            )
     header = ["clients a round", "", "up", "down", "of it first downloads", "total", "of FedAvg"]
     return markdown([*header, "total without first downloads", "of FedAvg"], rows)
 
@@ -243,7 +245,7 @@ def speed_table(accuracy: float = 0.97) -> str:
                 statistics.mean(cell.total(t, first=first) for cell, t in zip(cells, ends, strict=True))
                 for first in (True, False)
             )
-            texts += [", ".join(map(str, ends)), in_bytes(total)]
+            texts += [", ".join(map(str, ends)), format_bytes(total)]
             totals.append((total, later))
         (base, base_later), (mine, later) = totals
         rows.append([words, *texts, share(base, mine), share(base_later, later)])

@@ -15,7 +15,7 @@ import pytest
 from bench import both_ways_tables
 
 from cfedavg.core.config import Config, read_config
-from cfedavg.core.units import in_bytes
+from cfedavg.core.units import format_bytes
 from cfedavg.reproduce import archive, claims, studies
 from cfedavg.reproduce.command import of_scale
 from cfedavg.reproduce.command import page as page_of
@@ -72,7 +72,7 @@ def test_table_of_the_error_feedback_runs(p: int, cell: str, name: str, feedback
     worst = statistics.mean(100 * row["client_accuracy_min"] for row in last)
     line = (
         f"| {p} | {name} | {feedback} | {statistics.mean(accuracy):.2f} ± {statistics.stdev(accuracy):.2f} "
-        f"| {worst:.1f} | {in_bytes(statistics.mean(total))} |"
+        f"| {worst:.1f} | {format_bytes(statistics.mean(total))} |"
     )
     assert line in (ROOT / "docs" / "benchmarks.md").read_text()
 

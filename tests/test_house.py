@@ -18,7 +18,6 @@ MAY_IMPORT = {
     "compress": {"core"},
     "feedback": {"compress", "core"},
     "channel": {"compress", "core", "feedback"},
-    "downlink": {"channel", "compress", "core", "feedback"},
     "optimise": {"core"},
     "algorithm": {"compress", "core", "feedback", "optimise"},
     "schedule": {"core", "optimise"},
@@ -26,10 +25,10 @@ MAY_IMPORT = {
     "task": {"core"},
     "data": {"core", "models", "task"},
     "report": {"__init__", "core"},
-    "simulate": {"algorithm", "channel", "compress", "core", "data", "downlink", "feedback", "optimise",
+    "simulate": {"algorithm", "channel", "compress", "core", "data", "feedback", "optimise",
                  "report", "schedule", "task", "theory", "wire"},
-    "federate": {"channel", "compress", "core", "downlink", "wire"},
-    "flower": {"algorithm", "channel", "compress", "core", "downlink", "federate", "feedback", "optimise",
+    "federate": {"channel", "compress", "core", "wire"},
+    "flower": {"algorithm", "channel", "compress", "core", "federate", "feedback", "optimise",
                "report", "wire"},
     "launch": {"compress", "core", "data", "feedback", "flower", "simulate", "task"},
     "reproduce": {"__init__", "cli", "compress", "core", "data", "report", "schedule", "simulate", "task",
@@ -39,8 +38,8 @@ MAY_IMPORT = {
 }  # fmt: skip
 
 # A light client has no torch: of `core`, these modules alone may import it.
-NEED_TORCH = {"core/fingerprint.py", "core/generators.py", "core/tensors.py"}
-WITHOUT_TORCH = {"algorithm", "channel", "compress", "core", "downlink", "federate", "feedback", "wire"}
+NEED_TORCH = {"core/fingerprint.py", "core/tensors.py"}
+WITHOUT_TORCH = {"algorithm", "channel", "compress", "core", "federate", "feedback", "wire"}
 
 
 def room(path: Path) -> str:

@@ -92,12 +92,12 @@ print("done")
 
 
 def test_a_copy_of_the_broadcast_is_kept() -> None:
-    """By the message, by the values that changed, and whole."""
+    """A copy follows by the message, by the values that changed, and whole."""
     found = run_without_torch(
         """
 import numpy as np
 from cfedavg.compress import parse
-from cfedavg.downlink import Downlink
+from cfedavg.channel import Downlink
 from cfedavg.simulate.downloads import Downloads
 from cfedavg.core.layout import Layout
 from cfedavg.wire import decode, encode

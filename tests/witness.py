@@ -14,7 +14,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
-from cfedavg.core.files import replacing, write_atomic
+from cfedavg.core.files import replace_file, write_atomic
 from cfedavg.flower.mod import compressed
 from cfedavg.flower.records import answer_of, order_of
 from cfedavg.launch.app import client
@@ -44,7 +44,7 @@ def inside(message: Message, context: Context, call_next: ClientAppCallable) -> 
     _dawdle(_folder(context) / "slow")
     reply = call_next(message, context)
     if not reply.has_error():
-        with replacing(_folder(context) / "computed.npy") as temporary, temporary.open("wb") as file:
+        with replace_file(_folder(context) / "computed.npy") as temporary, temporary.open("wb") as file:
             np.save(file, _vector(reply) - before)  # the node may be killed at any moment
     return reply
 

@@ -42,30 +42,10 @@ _HOME = {
 
 __version__ = "0.5.0"
 __all__ = [
-    "Aggregator",
-    "Channel",
-    "Compressor",
-    "Config",
-    "Feedback",
-    "GradientChange",
-    "InputError",
-    "Layout",
-    "LocalOptimiser",
-    "Payload",
-    "Quantiser",
-    "Result",
-    "Selector",
-    "ServerOptimiser",
-    "Task",
-    "WireError",
-    "average",
-    "decode",
-    "decompress",
-    "encode",
-    "local_update",
-    "parse",
-    "run",
-]
+    "Aggregator", "Channel", "Compressor", "Config", "Feedback", "GradientChange", "InputError", "Layout",
+    "LocalOptimiser", "Payload", "Quantiser", "Result", "Selector", "ServerOptimiser", "Task", "WireError",
+    "average", "decode", "decompress", "encode", "local_update", "parse", "run",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

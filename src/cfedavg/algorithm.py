@@ -1,18 +1,17 @@
-"""Algorithm 1 (CFedAvg), line by line. Read this first, then `channel.py`; everything else serves these.
+"""Algorithm 1 (CFedAvg) on one page. Read this first, then `channel.py`; everything else serves these two.
 
-Each round t, the server sends x to the clients. Client i does K_i local steps from x (lines 5-9, in
-`local.py`), which end at x_K. Then:
+In round t the server sends the model x to the clients. Client i does K_i local steps from x (lines 5 to 9,
+`optimise/local.py`) and ends at x_K. Then:
 
-    g       = x_K - x            or (x_K - x) / K_i             lines 10, 11   local_update
-    p       = g + e                                              line 12        Channel.send
-    payload = C(p)                                               lines 13, 14   Channel.send
-    e_next  = p - C(p)                                           line 15        Channel.send
-    delta_tilde = mean of C(p) over the clients                  lines 17, 18   average
-    x_next  = x + eta * delta_tilde                              line 19        Aggregator.step
+    g           = x_K - x   or   (x_K - x) / K_i               lines 10, 11   local_update
+    p           = g + e                                        line 12        Channel.send
+    payload     = C(p)                                         lines 13, 14   Channel.send
+    e_next      = p - C(p)                                     line 15        Channel.send
+    delta_tilde = mean of C(p) over the clients                lines 17, 18   average
+    x_next      = x + eta * delta_tilde                        line 19        Aggregator.step
 
-What a client cannot send now stays in its residual e and is sent later. That is why the mean model with
-all residuals added, x + eta * mean(e), moves exactly as if nothing had been compressed (the paper's
-Iterative Step lemma).
+What a client cannot send stays in its residual e and is sent later. So x + eta * mean(e), the model
+with all residuals added, moves exactly as if nothing had been compressed (the paper's Iterative Step lemma).
 
 Four parts can be exchanged: the compressor C, the feedback (lines 12 and 15), the local optimiser (line 7)
 and the server optimiser (line 19). Arrays are of torch in a simulation, of NumPy in a light client.
@@ -33,16 +32,16 @@ from cfedavg.optimise import ServerOptimiser
 
 
 def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
-    """What the local steps changed: line 10 for `sum` (all clients do the same K), line 11 for `mean`.
+    """Return g, the change by the local steps: line 10 for `sum` (all K_i are equal), line 11 for `mean`.
 
-    For one client, (d,) with its K, or for a block, (n, d) with K of shape (n, 1).
+    The arrays are of one client, (d,) with its K, or of a block, (n, d) with K of shape (n, 1).
     """
     with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses what is not finite
         return x_K - x if update == "sum" else (x_K - x) / K
 
 
 def average(like: Array, payloads: Iterable[tuple[Payload, Sequence[float]]]) -> tuple[Array, float]:
-    """Lines 17 and 18: delta_tilde, the weighted mean of what arrived, and the sum of the weights.
+    """Return delta_tilde (lines 17 and 18), the weighted mean of what arrived, and the sum of the weights.
 
     Each payload, of a client or of a block, comes with its clients' weights; a weight of 0 leaves a client
     out. The cost is that of the coordinates received. They are added in the order given, so the mean is the
@@ -69,13 +68,13 @@ class ServerMemory:
     optimiser: Mapping[str, Array] = field(default_factory=dict)
 
     def vectors(self) -> dict[str, Array]:
-        """All of it by name, as files keep it; `from_vectors` puts it together again."""
+        """Return all vectors by name, as files keep them."""
         found = {f"optimiser.{name}": each for name, each in self.optimiser.items()}
         return found if self.feedback is None else {"feedback": self.feedback, **found}
 
     @classmethod
     def from_vectors(cls, vectors: Mapping[str, Array]) -> ServerMemory:
-        """The memory that `vectors` was made of."""
+        """Return the memory that has these `vectors`."""
         rest = {name.removeprefix("optimiser."): each for name, each in vectors.items() if name != "feedback"}
         return cls(vectors.get("feedback"), rest)
 
@@ -88,7 +87,7 @@ class Aggregator:
     optimiser: ServerOptimiser
 
     def init(self, x: Array) -> ServerMemory:
-        """The memory before the first round."""
+        """Return the memory before the first round."""
         return ServerMemory(0 * x if self.feedback.keeps_server_memory else None, self.optimiser.init(x))
 
     def step(
@@ -102,9 +101,9 @@ class Aggregator:
         scale: float = 1.0,
         t: int = 0,
     ) -> tuple[Array, ServerMemory]:
-        """x_next and the next memory. Where nothing arrived, both stay as they are.
+        """Return x_next and the next memory. If nothing arrived, both stay as they are.
 
-        `everyone` is the weight of all clients that there are; `scale` makes up for the division of line 11.
+        `everyone` is the weight of all clients; `scale` makes up for the division in line 11.
 
         >>> from cfedavg.compress import parse
         >>> from cfedavg.feedback import NoFeedback
@@ -118,9 +117,9 @@ class Aggregator:
         delta_tilde, arrived = average(x, payloads)
         if not arrived:
             return x, memory
-        delta, shared = self.feedback.receive(delta_tilde, memory.feedback, Weights(arrived, everyone))
+        delta, feedback = self.feedback.receive(delta_tilde, memory.feedback, Weights(arrived, everyone))
         delta = delta if scale == 1 else scale * delta
         x_next, state = self.optimiser.step(x, delta, memory.optimiser, eta, t)
-        # In the dtype of x, whatever a part of the user's computed in: it is what clients and files expect.
-        kept = {name: cast_like(vector, x) for name, vector in state.items()}
-        return cast_like(x_next, x), ServerMemory(None if shared is None else cast_like(shared, x), kept)
+        # A part of the user's may compute in another dtype; clients and files expect that of x.
+        state = {name: cast_like(vector, x) for name, vector in state.items()}
+        return cast_like(x_next, x), ServerMemory(None if feedback is None else cast_like(feedback, x), state)

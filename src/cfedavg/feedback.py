@@ -1,4 +1,4 @@
-"""Feedback: what a client, or the server, remembers so that compression loses nothing, or little, over time.
+"""Feedback: what clients and server remember so that compression loses little or nothing over time.
 
 A feedback is a set of pure functions. Those of the client, around the compressor C:
 
@@ -14,8 +14,8 @@ and those of the server, around the average:
     shared = broadcast(memory)                     what travels to the clients beside the model
 
 `memory` is one vector, or a block of vectors with a client in front; None where a feedback keeps none.
-Arrays may be of NumPy or of torch. Each feedback states its law: what stays equal however many replies get
-lost. `imbalance` is the difference that the law says is zero; the tests of faults compute it.
+Arrays may be of NumPy or of torch. Each feedback states its law: an equation that holds however many replies
+get lost. `imbalance` is the difference that is zero by the law; the tests of faults compute it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from typing import ClassVar, NamedTuple
 
 from cfedavg.compress import minus, plus
 from cfedavg.core.arrays import Array
-from cfedavg.core.errors import InputError
-from cfedavg.core.parts import Part, Registry
+from cfedavg.core.parts import Part, Registry, check_argument
 from cfedavg.core.payload import Payload
 
 
 class Weights(NamedTuple):
-    """The weights of a round: of the clients whose payloads arrived, and of all clients that there are."""
+    """The weights of a round: of the clients whose payloads arrived, and of all clients."""
 
     arrived: float
     everyone: float
 
 
 class Books(NamedTuple):
-    """What a law is about, for one client: sums over all of its rounds, and what it remembers now."""
+    """The terms of a law, for one client: sums over all of its rounds, and its present memory."""
 
     computed: Array  # updates g
     applied: Array  # decompressed payloads that are in the server's model
@@ -48,34 +47,31 @@ class Books(NamedTuple):
 
 
 class Feedback(Part):
-    """What is remembered around a compressor. A new one needs what it does in another way than `none`."""
+    """What is remembered around a compressor. A new one overrides what it does differently from `none`."""
 
     law: ClassVar[str] = ""
-    # Whether the server's memory is the sum of the clients': then none of them may be rounded or lost.
+    # Whether the server's memory is the sum of the clients' memories: then none may be rounded or lost.
     mirrors_clients: ClassVar[bool] = False
 
     @property
     def moves_start(self) -> bool:
         """Whether clients begin elsewhere than at the broadcast model."""
-        return self._overrides("start")
+        return type(self).start is not Feedback.start
 
     @property
     def keeps_client_memory(self) -> bool:
-        """Whether there is a memory of each client."""
-        return self._overrides("remember")
+        """Whether each client has a memory."""
+        return type(self).remember is not Feedback.remember
 
     @property
     def keeps_server_memory(self) -> bool:
-        """Whether there is a memory of the server."""
-        return self._overrides("receive")
+        """Whether the server has a memory."""
+        return type(self).receive is not Feedback.receive
 
     @property
     def broadcasts(self) -> bool:
         """Whether the broadcast carries more than the model."""
-        return self._overrides("broadcast")
-
-    def _overrides(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(Feedback, name)
+        return type(self).broadcast is not Feedback.broadcast
 
     def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
         """Return where the local steps begin, given the model x that was broadcast."""
@@ -90,7 +86,7 @@ class Feedback(Part):
         return memory
 
     def restore(self, memory: Array, sent: Payload) -> Array:
-        """Return the client's memory as if `sent`, which got lost, had stayed at home."""
+        """Return the client's memory as if `sent`, which got lost, had not been sent."""
         return memory
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
@@ -129,16 +125,7 @@ class ErrorFeedback(Feedback):
     """Adds what could not be sent to the next update; with `decay` below 1 it fades.
 
     p = g + e and e_next = decay * (p - C(p)), lines 12 and 15 of Algorithm 1 for decay = 1. A decay keeps a
-    residual from growing, and books (1 - decay) (p - C(p)) as forgone in every round.
-
-    >>> import numpy as np
-    >>> from cfedavg.compress import parse
-    >>> from cfedavg.channel import Channel
-    >>> from cfedavg.core.layout import Layout
-    >>> channel = Channel(parse("topk(0.6)"), ErrorFeedback(), Layout.flat(3))
-    >>> sent = channel.send(np.array([1.0, -3.0, 0.5]), np.array([0.5, 0.0, 0.0]), key=0)
-    >>> sent.payload.indices.tolist(), sent.payload.values.data.tolist(), sent.memory.tolist()
-    ([1], [-3.0], [1.5, 0.0, 0.5])
+    residual from growing, and books (1 - decay) (p - C(p)) as forgone in every round. Channel has an example.
     """
 
     name: ClassVar[str] = "ef"
@@ -147,8 +134,7 @@ class ErrorFeedback(Feedback):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not (isinstance(self.decay, int | float) and 0 < self.decay <= 1):
-            raise InputError(f"decay must be above 0 and at most 1, got {self.decay!r}")
+        check_argument("decay", self.decay, "above 0 and at most 1", lambda decay: 0 < decay <= 1)
 
     def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
         return g + memory
@@ -206,8 +192,5 @@ class EF21(Feedback):
         return books.memory - books.applied - books.pending
 
 
-FEEDBACKS: Registry[Feedback] = Registry(
-    "feedback",
-    Feedback,
-    {each.name: each for each in (ErrorFeedback, EF21, NoFeedback)},
-)
+_ALL = (ErrorFeedback, EF21, NoFeedback)
+FEEDBACKS: Registry[Feedback] = Registry("feedback", Feedback, {each.name: each for each in _ALL})

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, signed
-from cfedavg.core.spec import load
+from cfedavg.core.parts import load
 
 Shape = tuple[int, ...]
 
 
 def cnn(shape: Shape, classes: int) -> nn.Module:
-    """Table 1 of the paper: two 5x5 convolutions with pooling, 512 hidden units. 582,026 parameters on MNIST.
+    """Build Table 1 of the paper: two 5x5 convolutions with pooling, 512 hidden units (582,026 on MNIST).
 
     >>> sum(p.numel() for p in cnn((1, 28, 28), 10).parameters())
     582026
@@ -34,12 +34,12 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
 
 
 def mlp(shape: Shape, classes: int) -> nn.Module:
-    """One hidden layer of 64."""
+    """Build a network with one hidden layer of 64."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 64), nn.ReLU(), nn.Linear(64, classes))
 
 
 def linear(shape: Shape, classes: int) -> nn.Module:
-    """Multinomial logistic regression."""
+    """Build a multinomial logistic regression."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
 
 
@@ -71,7 +71,7 @@ def _resnet18(shape: Shape, classes: int, norm: Callable[[int], nn.Module]) -> n
 
 
 def resnet18(shape: Shape, classes: int) -> nn.Module:
-    """ResNet-18 with the CIFAR stem and batch norm. 11,173,962 parameters for 3 channels, 10 classes.
+    """Build ResNet-18 with the CIFAR stem and batch norm. 11,173,962 parameters for 3 channels, 10 classes.
 
     >>> sum(p.numel() for p in resnet18((3, 32, 32), 10).parameters())
     11173962
@@ -80,7 +80,7 @@ def resnet18(shape: Shape, classes: int) -> nn.Module:
 
 
 def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
-    """The same with group norm (32 groups), which has no buffers to average."""
+    """Build ResNet-18 with group norm (32 groups), which has no buffers to average."""
     return _resnet18(shape, classes, lambda channels: nn.GroupNorm(32, channels))
 
 
@@ -93,31 +93,19 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 }
 
 
-def _load_factory(name: str) -> Callable[[Shape, int], nn.Module]:
-    factory: Callable[[Shape, int], nn.Module] = load(name, "model")
+def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
+    """Return the model that a name or a user's `module:factory` gives; its weights are drawn on the CPU."""
+    factory = load(name, "model") if ":" in name else MODELS.get(name)
+    if factory is None:
+        raise InputError(f"`model`: unknown model {name!r}; there are {', '.join(MODELS)} and module:factory")
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, nn.Module)):
         raise InputError(f"`model`: {name} must be a function of (shape, classes) or a torch.nn.Module class")
-    return factory
-
-
-def _call(factory: Callable[[Shape, int], nn.Module], name: str, shape: Shape, classes: int) -> object:
-    try:
-        return factory(shape, classes)
-    except TypeError as error:
-        raise InputError(f"`model`: {name} must be a function of (shape, classes): {error}") from None
-
-
-def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
-    """The model that a name or a user's `module:factory` gives; its weights are drawn on the CPU."""
-    if ":" in name:
-        factory = _load_factory(name)
-    elif name in MODELS:
-        factory = MODELS[name]
-    else:
-        raise InputError(f"`model`: unknown model {name!r}; there are {', '.join(MODELS)} and module:factory")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(signed(key(seed, 0, 0, Purpose.INIT)))
-        model = _call(factory, name, shape, classes)
+        try:
+            model: object = factory(shape, classes)
+        except TypeError as error:
+            raise InputError(f"`model`: {name} must be a function of (shape, classes): {error}") from None
     if not isinstance(model, nn.Module):
         raise InputError(f"`model`: {name} gave {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -1,4 +1,4 @@
-"""Rates and local steps over time: eta_L at round t, eta, and K_i of each client and round."""
+"""Schedules: eta_L at round t, eta, and K_i of each client and round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, uniform
-from cfedavg.core.spec import Range, build
+from cfedavg.core.option import Range
+from cfedavg.core.parts import build, check_argument
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 
 
@@ -17,7 +18,7 @@ from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 class Setting:
     """What a schedule may use: the user's eta_L, T, K, K_min, clients a round, L.
 
-    K is None where clients differ, K_min, the least K_i, where nobody knows it beforehand.
+    K is None where clients differ. K_min, the least K_i, is None where it is not known beforehand.
     """
 
     eta_local: float
@@ -29,14 +30,16 @@ class Setting:
 
 
 class Schedule:
-    """eta_local(t, s) is eta_L at round t; eta(s) is the global rate that goes with it, if any."""
+    """The rates of a run. A new one needs `eta_local`."""
 
-    update: str | None = None  # the line that the rates are stated for
+    update: str | None = None  # the value of `update` that the rates are stated for
 
     def eta_local(self, t: int, s: Setting) -> float:
+        """Return eta_L at round t."""
         raise NotImplementedError
 
     def eta(self, s: Setting) -> float | None:
+        """Return the global rate that goes with eta_L, if any."""
         return None
 
 
@@ -89,25 +92,22 @@ class Corollary2(Corollary1):
 
 @dataclass(frozen=True)
 class Corollary3(Schedule):
-    """eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m): clients do different K_i, of which K_min is the least.
+    """eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m): clients do different K_i, and K_min is the least.
 
-    K_min is that of the plan; k_min says it where the plan does not know it, or sets a lower one.
+    K_min comes from the plan; k_min gives it where the plan does not know it, or sets a lower one.
     """
 
     update = "mean"
     k_min: int | None = None
 
     def __post_init__(self) -> None:
-        if self.k_min is not None and not (isinstance(self.k_min, int) and self.k_min >= 1):
-            raise InputError(f"k_min = {self.k_min} must be a whole number of 1 or more")
+        if self.k_min is not None:
+            check_argument("k_min", self.k_min, "of 1 or more", lambda k_min: k_min >= 1, whole=True)
 
     def eta_local(self, t: int, s: Setting) -> float:
         return 1 / (math.sqrt(s.T) * _smoothness(s, self))
 
     def eta(self, s: Setting) -> float | None:
-        return math.sqrt(self._least(s) * s.m)
-
-    def _least(self, s: Setting) -> int:
         k_min = self.k_min or s.K_min
         if k_min is None:
             raise InputError(
@@ -119,27 +119,21 @@ class Corollary3(Schedule):
                 f"`schedule` corollary3: k_min must be at most {s.K_min}, the least number of local steps "
                 f"of a client, got {k_min}"
             )
-        return k_min
+        return math.sqrt(k_min * s.m)
 
 
-SCHEDULES: dict[str, Any] = {
-    "constant": Constant,
-    "decaying": Decaying,
-    "corollary1": Corollary1,
-    "corollary2": Corollary2,
-    "corollary3": Corollary3,
-}
+_ALL = (Constant, Decaying, Corollary1, Corollary2, Corollary3)
+SCHEDULES: dict[str, Any] = {each.__name__.lower(): each for each in _ALL}
 
 
 def build_schedule(text: str) -> Schedule:
-    """The schedule that the text of a configuration names."""
+    """Return the schedule that the text of a configuration names."""
     made: Schedule = build(text, SCHEDULES, Schedule, "schedule", trust=True)
     return made
 
 
 def _check_offset(a: float) -> None:
-    if not 0 < a < math.inf:
-        raise InputError(f"a = {a} must be a finite number above 0")
+    check_argument("a", a, "a finite number above 0", lambda a: 0 < a < math.inf)
 
 
 def _smoothness(s: Setting, schedule: Schedule) -> float:
@@ -157,7 +151,7 @@ def _equal_K(s: Setting, schedule: Schedule) -> int:
     return s.K
 
 
-UNKNOWN = 2**53  # K of a real client with a deadline, whose speed nobody knows beforehand
+UNKNOWN = 2**53  # K of a real client with a deadline, whose speed is not known beforehand
 
 
 class Steps:
@@ -180,6 +174,7 @@ class Steps:
             self._fixed = [int(k) for k in self._range.each]
 
     def at(self, t: int, client: int) -> int:
+        """Return K_i of a client in round t."""
         if self._fixed:
             return self._fixed[client]
         assert self._range is not None
@@ -202,7 +197,7 @@ class Steps:
 
     @property
     def least(self) -> int | None:
-        """The least K_i of the clients that do any steps; None if nobody knows it beforehand."""
+        """The least K_i of the clients that do any steps; None if it is not known beforehand."""
         low = min((K for K in self._fixed if K > 0), default=self.bounds[0])
         return low if low < UNKNOWN else None
 
@@ -218,9 +213,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Rates:
-    """The schedule, the line and the global rate that a configuration comes down to.
+    """The schedule, the update and the global rate of a configuration.
 
-    `scale` is what the mean update is multiplied by before the server optimiser sees it.
+    The mean update is multiplied by `scale` before the server optimiser sees it.
     """
 
     schedule: Schedule
@@ -230,13 +225,14 @@ class Rates:
     scale: float = 1.0
 
     def eta_local(self, t: int) -> float:
+        """Return eta_L at round t."""
         return self.schedule.eta_local(t, self.setting)
 
 
 def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates:
-    """Line 10 where all K are equal, else line 11, whose eta makes up for the division by K."""
+    """Return the rates: line 10 where all K are equal, else line 11, whose eta undoes the division by K."""
     optimiser = SERVER_OPTIMISERS.parse(config.server_optimiser)
-    schedule: Schedule = build_schedule(config.schedule)
+    schedule = build_schedule(config.schedule)
     if steps.bounds[1] == 0:
         raise InputError("`deadline` leaves no client time for one step: make it longer")
     setting = Setting(

@@ -1,4 +1,4 @@
-"""Task: what is learned. A model, a loss, each client's data, and how the result is judged."""
+"""Task: what is learned. A model, a loss, each client's data, and the metric of the result."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from cfedavg.core.errors import InputError, NotFinite, first_line
-from cfedavg.core.fingerprint import data_print, model_print
+from cfedavg.core.errors import InputError, NotFinite, summarise_error
+from cfedavg.core.fingerprint import fingerprint_data, fingerprint_model
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -29,9 +29,9 @@ _FORMS = (
 
 
 class Samples(Protocol):
-    """A data set as the clients read it: its size, and the batch made of the samples at `rows`.
+    """A data set as the clients read it: its size, and the batch of the samples at `rows`.
 
-    One whose samples never change may say so by an attribute `fixed = True`: a GPU then keeps them.
+    A data set whose samples never change may have an attribute `fixed = True`: a GPU then keeps them.
     """
 
     def __len__(self) -> int: ...
@@ -40,13 +40,13 @@ class Samples(Protocol):
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The default loss, for batches (inputs, labels)."""
+    """Return the default loss of a batch (inputs, labels)."""
     inputs, labels = batch
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
 def accuracy(model: nn.Module, batch: Batch) -> Tensor:
-    """The default metric: for each sample of (inputs, labels), 1 if the label is right, else 0."""
+    """Return the default metric: for each sample of (inputs, labels), 1 if the label is right, else 0."""
     inputs, labels = batch
     right: Tensor = model(inputs).argmax(-1) == labels
     return right.float()
@@ -56,15 +56,15 @@ def accuracy(model: nn.Module, batch: Batch) -> Tensor:
 class Task:
     """What is learned, by whom, from what.
 
-    `clients` holds one data set per client, and `test` one for the evaluation, each of them either
-    tensors of equal length (one, a tuple, a dict, nested as you like: a batch has the same structure), or
-    a torch `Dataset`, or an object with `__len__` and `batch(rows)`.
-    `loss(model, batch)` gives the mean loss of a batch; `metric(model, batch)` a number for each sample,
-    or one for the batch. The metric is recorded as `test_` and its name.
-    `test_parts[i]`, where given, are the rows of `test` that belong to client i; `note` is said as a run
-    starts. `name` is what reports call the task. `version` stands for the data in the fingerprint: give one
-    if the data depend on the seed, so that reports still take runs with different seeds together, or if they
-    are drawn at random as they are read, since only their class and size would count.
+    `clients` holds one data set per client, and `test` one for the evaluation. Each of them is either tensors
+    of equal length (one, a tuple, a dict, nested as you like: a batch has the same structure), or a torch
+    `Dataset`, or an object with `__len__` and `batch(rows)`.
+    `loss(model, batch)` gives the mean loss of a batch; `metric(model, batch)` a number for each sample, or
+    one for the batch. The metric is recorded as `test_` and its name.
+    `test_parts[i]`, if given, are the rows of `test` that belong to client i. A run prints `note` as it
+    starts. Reports call the task `name`. `version` stands for the data in the fingerprint. Give one if the
+    data depend on the seed, so that reports still group runs with different seeds; or if the data are drawn
+    at random as they are read, since only their class and size would count.
 
     >>> task = Task(nn.Linear(2, 3), clients=[(torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]))] * 5)
     >>> len(task.clients), len(task.clients[0]), task.name
@@ -83,39 +83,36 @@ class Task:
 
     def __post_init__(self) -> None:
         _check_model(self.model)
-        for name in ("loss", "metric"):
-            if not callable(getattr(self, name)):
-                raise InputError(
-                    f"Task.{name} must be a function of (model, batch), got {_kind(getattr(self, name))}"
-                )
-        object.__setattr__(self, "clients", _each_client(self.clients))
+        for name, function in (("loss", self.loss), ("metric", self.metric)):
+            if not callable(function):
+                raise InputError(f"Task.{name} must be a function of (model, batch), got {_kind(function)}")
+        object.__setattr__(self, "clients", _client_samples(self.clients))
         if self.test is not None:
             object.__setattr__(self, "test", as_samples(self.test, "Task.test"))
             if not len(self.test):
                 raise InputError("Task.test has no samples: leave it out or give at least one")
         if self.test_parts is not None:
             _check_parts(self.test_parts, self.test)
-        for name in ("name", "version"):
-            text = getattr(self, name)
+        for name, text in (("name", self.name), ("version", self.version)):
             if not isinstance(text, str) or not text.isprintable():
                 raise InputError(f"Task.{name} must be printable text, got {text!r}")
         if not self.name:
-            default = f"{type(self.model).__name__} on {len(self.clients)} clients"
-            object.__setattr__(self, "name", default)
+            object.__setattr__(self, "name", f"{type(self.model).__name__} on {len(self.clients)} clients")
 
     @property
     def metric_name(self) -> str:
+        """The name under which the metric is recorded, after `test_`."""
         name: str = getattr(self.metric, "__name__", "metric")
         return name if name.isidentifier() and name != "loss" else "metric"
 
     @cached_property
     def prints(self) -> tuple[str, str]:
-        """The fingerprints of the model (with loss and metric) and of the data, the same in any process."""
-        return model_print(self.model, self.loss, self.metric), content_print(self, self.version)
+        """The fingerprints of the model (with loss and metric) and of the data, equal in any process."""
+        return fingerprint_model(self.model, self.loss, self.metric), fingerprint_content(self, self.version)
 
     @property
     def fingerprint(self) -> str:
-        """What two tasks share if they have the same model, loss, metric and data; weights do not count."""
+        """A text that is equal for the same model, loss, metric and data; weights do not count."""
         return "-".join(self.prints)
 
 
@@ -159,7 +156,7 @@ class Collated:
 
 
 def as_samples(data: Any, where: str = "a data set") -> Samples:
-    """Any of the forms that Task takes, as Samples."""
+    """Return data of any form that Task takes as Samples."""
     if hasattr(data, "batch") and hasattr(data, "__len__"):
         samples: Samples = data
         return samples
@@ -171,32 +168,28 @@ def as_samples(data: Any, where: str = "a data set") -> Samples:
     return Tensors(data, where)
 
 
-def content_print(task: Task, version: str = "") -> str:
-    """The fingerprint of a task's data; where a version is given, that stands for them."""
+def fingerprint_content(task: Task, version: str = "") -> str:
+    """Return the fingerprint of a task's data; a version, if given, stands for them."""
     samples = [*task.clients, *([task.test] if task.test is not None else [])]
-    read = guarded(data_print, "Task.clients: the data cannot be read")
-    return read([_content(each) for each in samples], version)
+    given = [
+        each.dataset if isinstance(each, Collated) else each.tree if isinstance(each, Tensors) else each
+        for each in samples
+    ]
+    return wrap_errors(fingerprint_data, "Task.clients: the data cannot be read")(given, version)
 
 
-def _content(samples: Samples) -> Any:
-    """What the user gave."""
-    if isinstance(samples, Collated):
-        return samples.dataset
-    return samples.tree if isinstance(samples, Tensors) else samples
+def wrap_errors(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
+    """Return the function with its errors turned into an InputError that begins with `what`."""
 
-
-def guarded(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
-    """The same function, whose errors become an InputError that begins with `what`."""
-
-    def tried(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Found:
         try:
             return call(*args, **kwargs)
         except (InputError, NotFinite, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            raise InputError(f"{what} ({first_line(error)})") from error
+            raise InputError(f"{what} ({summarise_error(error)})") from error
 
-    return tried
+    return wrapped
 
 
 def check_number(value: Any) -> None:
@@ -255,9 +248,9 @@ def _check_model(model: Any) -> None:
             raise InputError(f"Task.model has no values in {name!r}, which is on the meta device")
 
 
-def _each_client(clients: Any) -> list[Samples]:
-    one = isinstance(clients, Dataset | DataLoader | dict | str)
-    if one or not hasattr(clients, "__len__"):
+def _client_samples(clients: Any) -> list[Samples]:
+    is_one = isinstance(clients, Dataset | DataLoader | dict | str)
+    if is_one or not hasattr(clients, "__len__"):
         raise InputError(f"Task.clients must be a list with one data set per client, got {_kind(clients)}")
     if not len(clients):
         raise InputError("Task.clients is empty: give one data set per client")
@@ -280,7 +273,7 @@ def _check_parts(parts: Sequence[Any], test: Samples | None) -> None:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for an error: the class `Net`, an int, a tensor of shape [2, 3]."""
+    """Describe a value for an error: the class Net, a tensor of shape [2, 3]."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, Tensor | np.ndarray):

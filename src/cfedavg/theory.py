@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 def h(gamma: float, alpha: float) -> float:
-    """Lemma 1's factor at its best epsilon, 1/sqrt(gamma): alpha / (sqrt(gamma) - 1)^2.
+    """Return Lemma 1's factor at its best epsilon, 1/sqrt(gamma): alpha / (sqrt(gamma) - 1)^2.
 
     >>> h(4.0, 1.0), h(math.inf, 3.0), h(1.0, 1.0)
     (1.0, 0.0, inf)
@@ -33,13 +33,14 @@ class Condition:
 
     @property
     def holds(self) -> bool:
+        """Whether the condition holds."""
         return self.value < self.limit if self.strict else self.value <= self.limit
 
 
 def rate_conditions(
     eta_L: float, eta: float, K: float, L: float, gamma: float, alpha: float, update: str
 ) -> tuple[Condition, Condition, Condition]:
-    """The three conditions of Theorems 1 and 2 (`sum`), or of Theorem 3 (`mean`, K the largest K_i).
+    """Return the three conditions of Theorems 1 and 2 (`sum`), or of Theorem 3 (`mean`, K the largest K_i).
 
     >>> [c.holds for c in rate_conditions(0.001, 1.0, 10, 1.0, gamma=4.0, alpha=1.0, update="sum")]
     [True, True, True]
@@ -55,13 +56,13 @@ def rate_conditions(
 
 
 def descent(eta_L: float, L: float, mean_K2: float) -> float:
-    """The constant c of the theorems at its largest: 1/2 - 15 eta_L^2 L^2 mean(K_i^2); must be above 0."""
+    """Return the largest constant c of the theorems, 1/2 - 15 eta_L^2 L^2 mean(K_i^2); must be above 0."""
     return 0.5 - 15 * (eta_L * L) ** 2 * mean_K2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the bounds need to know of the problem: f_0 - f_*, L, sigma_L^2, sigma_G^2, and m."""
+    """The constants of a problem that the bounds need: f_0 - f_*, L, sigma_L^2, sigma_G^2, and m."""
 
     gap: float
     L: float
@@ -71,12 +72,12 @@ class Problem:
 
 
 def theorem1(problem: Problem, eta_L: float, eta: float, K: int, T: int, h_mean: float) -> float:
-    """The bound on min_t E|grad f(x_t)|^2 for constant rates and equal K; h_mean: h over all rounds."""
+    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates and equal K; h_mean: over all rounds."""
     return _bound(problem, eta_L, (T * eta_L, T * eta_L**2, T * eta_L**3), eta, K, h_mean)
 
 
 def theorem2(problem: Problem, eta_L: Sequence[float], eta: float, K: int, h_mean: float) -> float:
-    """The bound on E|grad f(z)|^2 for rates eta_L[t], z drawn in proportion to them."""
+    """Return the bound on E|grad f(z)|^2 for rates eta_L[t], z drawn in proportion to them."""
     powers = (sum(eta_L), sum(r**2 for r in eta_L), sum(r**3 for r in eta_L))
     return _bound(problem, max(eta_L), powers, eta, K, h_mean)
 
@@ -84,7 +85,7 @@ def theorem2(problem: Problem, eta_L: Sequence[float], eta: float, K: int, h_mea
 def _bound(
     problem: Problem, largest: float, powers: tuple[float, float, float], eta: float, K: int, h_mean: float
 ) -> float:
-    """Theorems 1 and 2, from the sums over t of eta_L, eta_L^2 and eta_L^3."""
+    """Return the bound of Theorems 1 and 2, from the sums over t of eta_L, eta_L^2 and eta_L^3."""
     L = problem.L
     c = descent(largest, L, K**2)
     if c <= 0:
@@ -95,7 +96,7 @@ def _bound(
 
 
 def theorem3(problem: Problem, eta_L: float, eta: float, K: Sequence[int], T: int, h_mean: float) -> float:
-    """The bound on min_t E|grad f(x_t)|^2 for constant rates and K_i = K[i] local steps, with line 11."""
+    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates and K_i = K[i] steps, with line 11."""
     L, m = problem.L, len(K)
     c = descent(eta_L, L, sum(k**2 for k in K) / m)
     if c <= 0:

@@ -138,7 +138,7 @@ def test_iterative_step_lemma(compressor: str, participation: float) -> None:
 
 
 def test_lost_replies_go_back_into_the_residual() -> None:
-    """Whatever is lost stays in e: x * arrived + e keeps the books, client by client."""
+    """A lost update stays in the residual, bit for bit: e_next = g + e."""
     task = blobs()
     config = Config(rounds=6, local_steps="2", eta=1.0, drop_rate=0.5, precision="float64", clients=6,
                     compressor="topk(0.9)", compressor_down="none", checkpoint_every=0)  # fmt: skip
@@ -161,7 +161,7 @@ def test_all_replies_lost_leaves_the_model_as_it_is() -> None:
 
 
 def fedavg(task: Task, rounds: int, K: int, eta_L: float, eta: float, batch_size: int) -> Tensor:
-    """FedAvg as one would write it down: x + eta * mean(x_i - x), with SGD spelled out."""
+    """Plain FedAvg, x + eta * mean(x_i - x), with SGD spelled out."""
     model = copy.deepcopy(task.model)
     parameters = list(model.parameters())
 

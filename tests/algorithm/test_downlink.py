@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from cfedavg import Config, Layout, decompress, parse, run
+from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import round_to_bf16
 from cfedavg.core.errors import Diverged
-from cfedavg.core.metrics import Record
 from cfedavg.core.payload import Payload
-from cfedavg.downlink import Downlink, downlink_of
+from cfedavg.core.run_files import Record
 from cfedavg.simulate.downloads import Downloads
 from cfedavg.simulate.engines import ReferenceEngine
 from cfedavg.simulate.engines.ledger import dense_bytes
@@ -67,9 +67,9 @@ def test_what_the_grid_cuts_off_is_sent_later() -> None:
 
 def test_only_none_broadcasts_the_model_itself() -> None:
     layout = Layout.flat(D)
-    assert downlink_of(parse("none"), layout) is None
+    assert make_downlink(parse("none"), layout) is None
     for text in [*COMPRESSORS, "fp32", "topk(0)"]:
-        assert downlink_of(parse(text), layout) == Downlink(parse(text), layout)
+        assert make_downlink(parse(text), layout) == Downlink(parse(text), layout)
 
 
 # --- copies -------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def _args(at: Any, delta: Any) -> Any:
 
 
 def steps_of(optimiser: Any, step: Callable[[list[nn.Parameter], int], None], count: int = 6) -> float:
-    """How far our steps are from somebody else's, after as many, on three tensors."""
+    """Return how far our steps are from those of another optimiser, on three tensors."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 7), (7,), (2, 3, 3)]
     mine: list[Tensor] = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
@@ -210,7 +210,7 @@ def test_adamw_is_torchs() -> None:
 
 
 def test_adamw_is_torchs_in_float32() -> None:
-    """Also where 1 - beta^k is small."""
+    """AdamW agrees with torch's, also where 1 - beta^k is small."""
     p, g = torch.ones(4), torch.tensor([1.0, -0.1, 1e-3, 5.0])
     theirs, mine = nn.Parameter(p.clone()), p
     optimiser, ours = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99999)), AdamW(beta2=0.99999)
@@ -223,7 +223,7 @@ def test_adamw_is_torchs_in_float32() -> None:
 
 
 def test_a_part_in_float64_changes_no_dtype() -> None:
-    """What NumPy's own numbers, or a part of a user's, make of it is cast back."""
+    """Results keep the dtype of x, also where NumPy's numbers or a user's part change it."""
     x = np.ones(3, np.float32)
     aggregator = Aggregator(EF21(), SERVER_OPTIMISERS.parse("adam"))
     payload = parse("none").compress(x, 0)
@@ -296,7 +296,7 @@ def test_two_rounds_of_ef21_by_hand() -> None:
 
 
 def test_the_server_knows_the_sum_of_what_ef21_clients_know() -> None:
-    """Whoever is sampled, whatever is lost, with weights by samples."""
+    """The law holds with sampled clients, lost replies and weights by samples."""
     config = Config(rounds=6, local_steps="2", feedback="ef21", compressor="topk(0.8)", drop_rate=0.4,
                     participation=0.5, precision="float64", weighting="samples", clients=6)  # fmt: skip
     plan = Plan(config, blobs())
@@ -374,7 +374,7 @@ def test_linear_servers_lose_nothing_of_what_comes_late(name: str) -> None:
 
 
 class Recording(ServerOptimiser):
-    """Steps as another one does, and notes what it was given."""
+    """An optimiser that steps as another one and records its arguments."""
 
     def __init__(self, inner: ServerOptimiser) -> None:
         self.inner, self.deltas = inner, list[Tensor]()
@@ -430,7 +430,7 @@ def test_adam_by_hand() -> None:
     ],
 )
 def test_rates(options: dict[str, Any], eta: float, scale: float) -> None:
-    """Where updates are divided by K, a linear server makes up for it by its rate, an adaptive one first."""
+    """For updates divided by K, a linear server multiplies its rate by K, an adaptive one its delta."""
     rates = Plan(Config(**{"local_steps": "2", **options}), blobs()).rates
     assert (rates.eta, rates.scale) == pytest.approx((eta, scale))
 

@@ -66,7 +66,7 @@ def test_corollary_3_takes_the_least_K_of_the_plan(options: dict[str, object], l
 
 
 def test_corollary_3_asks_for_what_no_plan_knows() -> None:
-    """A real client's speed: with a deadline alone, nobody knows K_min."""
+    """With a deadline and no speed, K_min of a real client is not known."""
     for schedule, eta in (("corollary3", None), ("corollary3(k_min=5)", math.sqrt(5 * 3))):
         config = Config(clients=3, schedule=schedule, smoothness=2.0, deadline=30.0)
         steps = Steps(config, SAMPLES, [math.inf] * 3)
@@ -113,13 +113,13 @@ def test_line_and_global_rate(options: dict[str, object], update: str, eta: floa
             {"schedule": "corollary3", "smoothness": 1.0, "update": "sum"},
             "`update` must be mean, for which `schedule` corollary3 states its rates, got sum",
         ),
-        ({"schedule": "corollary3(k_min=0)"}, "k_min = 0 must be a whole number of 1 or more"),
+        ({"schedule": "corollary3(k_min=0)"}, "k_min must be a whole number of 1 or more, got 0"),
         (
             {"schedule": "corollary3(k_min=5)", "smoothness": 1.0, "local_steps": "4..9"},
             "k_min must be at most 4, the least number of local steps of a client, got 5",
         ),
-        ({"schedule": "decaying(a=0)"}, "a = 0 must be a finite number above 0"),
-        ({"schedule": "decaying(a=1e999)"}, "a = inf must be a finite number above 0"),
+        ({"schedule": "decaying(a=0)"}, "a must be a finite number above 0, got 0"),
+        ({"schedule": "decaying(a=1e999)"}, "a must be a finite number above 0, got inf"),
         ({"schedule": "cosine"}, "unknown name 'cosine'; there are constant, corollary1"),
         ({"schedule": "decaying(b=1)"}, "wrong arguments"),
         ({"deadline": 0.1, "steps_per_second": "1"}, "`deadline` leaves no client time"),

@@ -258,13 +258,13 @@ class Pictures(Dataset[Any]):
 
 
 class Changing(Own):
-    """Does not say that its samples are fixed, though they are."""
+    """Samples that are fixed but have no attribute `fixed`."""
 
     fixed = False
 
 
 class Rarely(Pictures):
-    """Draws at random whether to change a sample, and hardly ever does."""
+    """Samples that change at random, but hardly ever."""
 
     def __init__(self, x: Tensor, draw: Callable[[], float]) -> None:
         super().__init__(x)
@@ -349,7 +349,7 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
 def test_data_that_draw_at_random_count_by_class_and_size(draw: Callable[[], float]) -> None:
-    """Whatever they gave this time; and what they drew for it is not missing later."""
+    """Random data do not count in the fingerprint, and reading them does not move the generators."""
     first, other, smaller = (task(clients=[Rarely(x, draw)] * 2) for x in (X, X + 1, X[:5]))
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)

@@ -150,8 +150,8 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
 
 
 BAD = {
-    "comp above 1": (["--compressor", "topk(1.5)"], "--compressor: topk(1.5): comp = 1.5 must lie in [0, 1)"),
-    "comp below 0": (["--compressor", "rd(-0.1)"], "comp = -0.1 must lie in [0, 1)"),
+    "comp above 1": (["--compressor", "topk(1.5)"], "--compressor: topk(1.5): comp must be the fraction"),
+    "comp below 0": (["--compressor", "rd(-0.1)"], "from 0 to below 1, got -0.1"),
     "malformed compressor": (["--compressor", "topk(0.9"], "is not of the form name or name(arguments)"),
     "unknown compressor": (["--compressor", "zip"], "unknown name 'zip'; there are bf16"),
     "p > classes": (["--classes-per-client", "11"], "--classes-per-client must be from 1 to 10, the number"),
@@ -181,8 +181,8 @@ BAD = {
     "factory": (["--model", "os:getcwd"], "--model: os:getcwd must be a function of (shape, classes)"),
     "device without numbers": (["--device", "meta"], "--device meta cannot be used here"),
     "name too long": (["--data-dir", "a" * 300], "--data-dir"),
-    "block": (["--compressor", "qsgd(16, 1000000000000)"], "block = 1000000000000 must be"),
-    "k_min": (["--schedule", "corollary3(k_min=1e400)", "--smoothness", "1"], "k_min = inf must be"),
+    "block": (["--compressor", "qsgd(16, 1000000000000)"], "block must be a whole number from 1 to 2^31 - 1"),
+    "k_min": (["--schedule", "corollary3(k_min=1e400)", "--smoothness", "1"], "of 1 or more, got inf"),
     "control character": (["--data-dir", "a\x7fb"], "--data-dir must be printable text, got"),
 }  # fmt: skip
 

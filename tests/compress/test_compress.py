@@ -41,8 +41,7 @@ from cfedavg.compress import (
     plus,
     values_of,
 )
-from cfedavg.compress.blocks import Blocks
-from cfedavg.compress.sums import prefix_sums, row_sums
+from cfedavg.compress.sums import Blocks, prefix_sums, row_sums
 from cfedavg.core import keys as keyed
 from cfedavg.core.arrays import arange, from_bf16, module_of, to_bf16
 from cfedavg.core.errors import InputError, NotFinite
@@ -258,7 +257,7 @@ def test_several_blocks_of_several_tensors() -> None:
     ],
 )
 def test_gamma_is_reached(spec: str, p: Tensor) -> None:
-    """On the worst input nothing is to spare: gamma is a guarantee, not a guess."""
+    """On the worst input the loss reaches the bound: no larger gamma would hold."""
     compressor = parse(spec)
     lost = (decompress(compressor.compress(p, 0, layout_of(len(p)))) - p).square().sum() / p.square().sum()
     if spec == "topk(0.5) >> sign":  # all alike, so that the signs lose nothing of what is kept
@@ -353,7 +352,7 @@ def test_topk_ties_go_to_the_lowest_index() -> None:
 
 
 def fewest(p: list[float], snr: float) -> range:
-    """The numbers of coordinates that may be called fewest: exact, with 1e-12 to either side."""
+    """Return the numbers of coordinates that count as fewest, with a tolerance of 1e-12 on either side."""
     squares = sorted((Fraction(v) ** 2 for v in p), reverse=True)
     total = sum(squares)
     lost = [sum(squares[k:]) * Fraction(snr) for k in range(len(p) + 1)]
@@ -494,7 +493,7 @@ def test_proportional_draws_with_its_probabilities() -> None:
 def test_blocks_of_clients_with_as_many_values_are_those_of_any(
     n: int, k: int, block: int, seed: int
 ) -> None:
-    """The matrix without indices is the one with them."""
+    """Blocks packed without indices equal those packed with indices."""
     fast, slow = (Blocks(torch.arange(n + 1) * k, block) for _ in range(2))
     assert fast.each == k
     slow.each = None
@@ -901,7 +900,7 @@ def test_no_code_is_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_text_of_a_stranger_names_registered_stages_only(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither a call nor an import, not even of what is there."""
+    """An untrusted text calls and imports nothing, not even modules that exist."""
     own = f"{__name__}:EveryNth(2)"
     for text in (
         "builtins:print('run')",

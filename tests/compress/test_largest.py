@@ -12,7 +12,7 @@ from cfedavg.compress.largest import largest
 
 
 def oracle(values: np.ndarray, k: int) -> np.ndarray:
-    """By sorting everything."""
+    """Return the largest by sorting everything."""
     return np.sort(np.lexsort((np.arange(len(values)), -np.abs(values)))[:k])
 
 
@@ -42,7 +42,7 @@ def test_any_vector(drawn: tuple[np.ndarray, int]) -> None:
 @pytest.mark.parametrize("share", [0.0001, 0.01, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["normal", "rounded", "sparse", "zero", "sorted", "one block", "periodic"])
 def test_large_vectors(dtype: type, d: int, share: float, kind: str) -> None:
-    """Some of which no sample of a few lines describes: then all entries are counted."""
+    """Vectors for which a sample of a few lines misleads: then all entries are counted."""
     draws = np.random.default_rng(d)
     values = draws.standard_normal(d)
     if kind == "rounded":

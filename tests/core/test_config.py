@@ -14,9 +14,8 @@ import cfedavg as package
 from cfedavg import Config, InputError, run
 from cfedavg.cli.console import _options, with_options
 from cfedavg.cli.options import flag
-from cfedavg.core.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, kinds, read_config
+from cfedavg.core.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, field_types, read_config, renew
 from cfedavg.core.option import any_of
-from cfedavg.core.retired import renew
 from tests.conftest import Command, blobs
 
 SOURCE = Path(package.__file__).parent
@@ -37,7 +36,7 @@ COMMAND_LINES = {
 
 
 def outside(name: str) -> list[float]:
-    """Values on the wrong side of each bound; the bound itself where it is excluded."""
+    """Return values on the wrong side of each bound, and the bound itself where it is excluded."""
     known = OPTIONS[name]
     values = [known.low - 1, known.above, known.high + 1, known.below]
     return [value for value in values if math.isfinite(value)]
@@ -50,11 +49,13 @@ def inside(name: str) -> list[float]:
 
 
 def typed(name: str, value: float) -> Any:
-    """The value as somebody would write it in Python."""
+    """Return the value as a user would write it in Python."""
     return str(value) if name in PER_CLIENT else value
 
 
-NUMBERS = [name for name, kind in kinds().items() if {int, float} & {kind, *getattr(kind, "__args__", ())}]
+NUMBERS = [
+    name for name, kind in field_types().items() if {int, float} & {kind, *getattr(kind, "__args__", ())}
+]
 OUTSIDE = [(name, value) for name in (*NUMBERS, *PER_CLIENT) for value in outside(name)]
 CHOICES = [name for name, known in OPTIONS.items() if known.choices]
 
@@ -122,8 +123,8 @@ def test_one_of_an_exclusive_group_has_a_value(group: tuple[str, ...]) -> None:
 
 
 def test_parts_are_texts() -> None:
-    assert {kinds()[name] for name in PARTS} == {str}
-    assert {kinds()[name] for name in PER_CLIENT} == {str | None}
+    assert {field_types()[name] for name in PARTS} == {str}
+    assert {field_types()[name] for name in PER_CLIENT} == {str | None}
 
 
 def test_the_command_names_options() -> None:
@@ -134,7 +135,7 @@ def test_the_command_names_options() -> None:
 
 
 def test_the_library_names_fields() -> None:
-    """Options are words of the command; who calls a function from Python has none."""
+    """Errors in Python name fields; only the command names options."""
     option = re.compile(
         rf"(?<![\w-])(?:{'|'.join(sorted(_options().values(), key=len, reverse=True))})(?![\w-])"
     )
@@ -178,7 +179,7 @@ def test_an_option_of_before_says_what_to_write(
 
 
 def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
-    """Its folder is read by the names of now; the checkpoint has the options of then."""
+    """A run of version 0.5 resumes: the old option names in its config.toml are translated."""
     config = Config(rounds=2, local_optimiser="sgd(momentum=0.9)", feedback="none", checkpoint_every=1)
     run(config, blobs(), out=tmp_path)
     text = (tmp_path / "config.toml").read_text()

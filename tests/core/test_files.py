@@ -8,37 +8,37 @@ from pathlib import Path
 import pytest
 
 from cfedavg.core.errors import Busy
-from cfedavg.core.files import check_regular, locked, make_folder, read_file, tidy
+from cfedavg.core.files import check_regular, lock_folder, make_folder, read_file, remove_temporaries
 from cfedavg.simulate.residuals import InMemory, sweep
 
 
 def test_only_who_holds_a_folder_tidies_it(tmp_path: Path) -> None:
-    """What another one is writing right now stays, and so does a file of the user's."""
+    """A file that another process is writing stays, and so does a file of the user's."""
     live, own = tmp_path / ".state.1.tmp", tmp_path / ".keep"
     own.touch()
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         live.touch()
-        with pytest.raises(Busy, match="busy"), locked(tmp_path, "busy"):
+        with pytest.raises(Busy, match="busy"), lock_folder(tmp_path, "busy"):
             pass
         assert live.exists()
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         assert list(tmp_path.iterdir()) == [own]
 
 
 def test_what_older_versions_left_is_swept(tmp_path: Path) -> None:
-    """safetensors' own temporary names, in a run's folder and beside residuals: each a whole checkpoint."""
+    """Temporary files of safetensors, each a whole checkpoint, lie in a run's folder and beside residuals."""
     (folder := tmp_path / "residuals").mkdir()
     for left in (".tmpA1b2C3", ".000001-000002.safetensors.77.tmp", "000001-000002.safetensors"):
         (folder / left).touch()
     (tmp_path / ".tmpYEFxwI").touch()
     (tmp_path / ".tmp-of-mine").touch()
     sweep(folder, InMemory())
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         assert list(tmp_path.iterdir()) == [tmp_path / ".tmp-of-mine"]
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """To open a pipe would wait for a writer, who may never come."""
+    """Opening a pipe would wait for a writer that may never come."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"text")
     (tmp_path / "link").symlink_to(tmp_path / "file")
@@ -54,18 +54,18 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
     (tmp_path / ".a.1.tmp").mkdir()
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         pass
     assert (tmp_path / ".a.1.tmp").exists()
 
 
 def test_a_probe_may_be_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the process that holds the folder, while this one looks whether it can write there."""
+    """The process that holds the folder may remove the probe while this one checks the folder."""
     touch = Path.touch
 
     def and_tidied(path: Path) -> None:
         touch(path)
-        tidy(path.parent)
+        remove_temporaries(path.parent)
 
     monkeypatch.setattr(Path, "touch", and_tidied)
     make_folder(tmp_path / "new", "out")

@@ -15,7 +15,15 @@ import pytest
 
 from cfedavg.cli.outlet import Outlet
 from cfedavg.core import interrupts
-from cfedavg.core.interrupts import STOPS, StopRequest, deaf, held, insisting, listening, uninterrupted
+from cfedavg.core.interrupts import (
+    STOPS,
+    StopRequest,
+    defer_stops,
+    handle_stops,
+    ignore_stops,
+    mute_stops,
+    watch_second_stop,
+)
 from cfedavg.core.run_files import read_rows
 from cfedavg.core.tensors import read_tensors
 
@@ -24,7 +32,7 @@ LIMIT = 120.0  # seconds after which a test fails instead of waiting
 
 @pytest.fixture(autouse=True)
 def _handlers_stay() -> Iterator[None]:
-    """No test changes what the next one finds."""
+    """Restore all handlers after each test."""
     before = {number: signal.getsignal(number) for number in STOPS}
     yield
     found = {number: signal.getsignal(number) for number in STOPS}
@@ -35,7 +43,7 @@ def _handlers_stay() -> Iterator[None]:
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """What reaches the handlers that a program has set before."""
+    """Collect the signals that reach the handlers which a program set before."""
     numbers: list[int] = []
     before = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in STOPS}
     yield numbers
@@ -43,11 +51,11 @@ def heard() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("block", [deaf, uninterrupted, held])
+@pytest.mark.parametrize("block", [ignore_stops, mute_stops, defer_stops])
 def test_handlers_change_while_signals_wait(
     block: Callable[[], Any], heard: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no moment with half of them, neither at the beginning of a block nor at its end."""
+    """Handlers change together, at the beginning of a block and at its end."""
     real, masks = signal.signal, list[set[int]]()
 
     def watched(number: int, handler: Any) -> Any:
@@ -70,10 +78,10 @@ def test_a_signal_waits_for_the_end_of_a_block(heard: list[int]) -> None:
         inside.extend(heard)
         raise ValueError("an error")
 
-    with pytest.raises(ValueError, match="an error"), held():
+    with pytest.raises(ValueError, match="an error"), defer_stops():
         fail()
     assert (inside, heard) == ([], [signal.SIGHUP])
-    with uninterrupted():
+    with mute_stops():
         signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGHUP]
 
@@ -83,9 +91,9 @@ def test_a_command_hears_one_signal_and_leaves_ignored_ones(monkeypatch: pytest.
     monkeypatch.setattr(interrupts, "end_at_once", ended.append)
     before = {number: signal.getsignal(number) for number in STOPS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    with listening() as request:
+    with handle_stops() as request:
         signal.raise_signal(signal.SIGHUP)
-        assert request.number is None
+        assert request.signal is None
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         for _ in range(4):
@@ -102,7 +110,7 @@ def test_a_second_signal_is_heard_by_everyone_who_listens(
 ) -> None:
     monkeypatch.setattr(interrupts, "TOGETHER", -1.0)
     inner, outer = threading.Event(), threading.Event()
-    with insisting(lambda number: outer.set()), insisting(lambda number: inner.set()):
+    with watch_second_stop(lambda number: outer.set()), watch_second_stop(lambda number: inner.set()):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert inner.wait(LIMIT)
@@ -134,7 +142,7 @@ def test_a_closed_pipe_asks_to_stop_and_another_failure_does_not() -> None:
     thread = threading.Thread(target=piped.write, args=("text",))
     thread.start()
     thread.join()
-    assert request.number is None  # a thread cannot stop a command
+    assert request.signal is None  # a thread cannot stop a command
     with pytest.raises(KeyboardInterrupt):
         piped.write("text")
     assert request.code == 128 + signal.SIGPIPE
@@ -182,14 +190,14 @@ main()
 
 @pytest.mark.parametrize("at", ["typer", "save", pytest.param("matplotlib", marks=pytest.mark.slow)])
 def test_ctrl_c_five_times(at: str, tmp_path: Path) -> None:
-    """While the command starts, while it saves, while it draws."""
+    """A signal may come while the command starts, saves or draws."""
     command = [sys.executable, "-c", PRESSING, at, *RUN, "--rounds", "1", "--out", str(tmp_path / "r")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_closed_pipe_ends_a_run_with_its_state_saved(tmp_path: Path) -> None:
-    """As in `cfedavg run | head -1`, when rounds have begun."""
+    """The reader closes the pipe after rounds have begun, as in `cfedavg run | head -1`."""
     out = tmp_path / "r"
     program = "from cfedavg.cli import main, progress; progress.PLAIN_EVERY = 0; main()"
     command = [sys.executable, "-c", program, *RUN, "--rounds", "1000000", "--checkpoint-every", "0"]

@@ -16,7 +16,7 @@ from safetensors.torch import _TYPES, load_file, save
 
 from cfedavg.core.arrays import norm2, norms2, rows_norms2
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import locked
+from cfedavg.core.files import lock_folder
 from cfedavg.core.tensors import checksum, read_tensors, save_file, save_tensors
 
 NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32)
@@ -32,7 +32,7 @@ def test_norm_is_the_sum_of_squares(dtype: torch.dtype, numbers: list[float]) ->
 
 @given(st.integers(1, 4), st.integers(0, 30), st.integers(0, 99))
 def test_rows_and_lists_have_the_norms_of_their_vectors(n: int, d: int, seed: int) -> None:
-    """To the bit, so that engines agree; also where the numbers do not lie side by side."""
+    """Norms are equal to the bit, so that engines agree, also for strided arrays."""
     block = torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
     alone = [norm2(row.clone()) for row in block]
     assert rows_norms2(block) == norms2(block) == alone
@@ -64,7 +64,7 @@ TENSORS = {f"t{n}": EIGHT.view(dtype).clone() for n, dtype in enumerate(_TYPES.v
 
 @pytest.mark.parametrize("metadata", [None, {"cfedavg": '{"t": 1, "é": "[\\"x\\"]"}'}])
 def test_a_file_is_what_safetensors_writes(tmp_path: Path, metadata: dict[str, str] | None) -> None:
-    """To the byte, for every dtype: it is read with the same library, by us and by others."""
+    """Files equal those of safetensors byte for byte, for every dtype."""
     save_file(TENSORS, tmp_path / "ours", metadata)
     assert (tmp_path / "ours").read_bytes() == save(TENSORS, metadata)
     again = load_file(tmp_path / "ours")
@@ -93,16 +93,16 @@ save_tensors({"x": torch.ones(2**16)}, Path(sys.argv[1]), {"t": 1})
 
 
 def test_a_kill_in_the_midst_of_a_save_leaves_only_what_is_swept(tmp_path: Path) -> None:
-    """A library's own temporary name would stay for ever, with a whole checkpoint."""
+    """A temporary file of the library's own would stay for ever, as large as a checkpoint."""
     save_tensors({"x": torch.ones(3)}, tmp_path / "file", {"t": 0})
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "file")])
     assert killed.returncode == -signal.SIGXFSZ
     assert len(list(tmp_path.iterdir())) == 2
-    with locked(tmp_path, "busy"):
+    with lock_folder(tmp_path, "busy"):
         assert list(tmp_path.iterdir()) == [tmp_path / "file"]
     assert read_tensors(tmp_path / "file")[1] == {"t": 0}
 
 
 def test_checksum_of_a_single_number() -> None:
-    """A forged file may hold one where a vector belongs."""
+    """A forged file may hold a scalar where a vector belongs."""
     assert checksum({"t": torch.tensor(1.0)}, {}) != checksum({"t": torch.tensor(2.0)}, {})

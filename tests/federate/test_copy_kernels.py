@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cfedavg.channel import Copies
 from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
-from cfedavg.downlink import Copies
 from cfedavg.federate import copy_kernels
 from cfedavg.federate.replica import TOGETHER, ModelReplica
 from cfedavg.wire import encode

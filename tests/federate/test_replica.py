@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cfedavg.channel import Downlink, choose_download, make_downlink, may_be_shorter
 from cfedavg.compress import decompress, parse
 from cfedavg.core.arrays import round_to_bf16
 from cfedavg.core.layout import Layout
-from cfedavg.downlink import Downlink, downlink_of, shortest, worth_sending
 from cfedavg.federate.broadcast_format import pack, unpack
 from cfedavg.federate.primary import Primary
 from cfedavg.federate.replica import Broadcaster, ModelReplica, Packed, advance, begin
@@ -49,7 +49,7 @@ class Trajectory(NamedTuple):
 def travel(text: str, seed: int, d: int, rounds: int) -> Trajectory:
     """A model of which some numbers change in each round, by little or by much."""
     layout = Layout(("a", "b"), ((d // 2,), (d - d // 2,)), ("float32", "float32"))
-    downlink = downlink_of(parse(text), layout)
+    downlink = make_downlink(parse(text), layout)
     assert downlink is not None
     draw = np.random.default_rng(seed)
     replica = ModelReplica(layout, downlink.rounds)
@@ -195,7 +195,7 @@ def choose(d: int, chain: str | None, whole: str, changes: str | None) -> tuple[
         made.append(kind)
         return value
 
-    found = shortest(d, chain, lambda: make("whole", whole), lambda: make("changes", changes), len)
+    found = choose_download(d, chain, lambda: make("whole", whole), lambda: make("changes", changes), len)
     return found, made
 
 
@@ -217,7 +217,7 @@ def test_the_rule(d: int, texts: Sequence[Any], wanted: str, made: list[str]) ->
 
 
 def test_which_changes_are_worth_sending() -> None:
-    assert [worth_sending(n, 400) for n in (0, 300, 301, 400)] == [True, True, False, False]
+    assert [may_be_shorter(n, 400) for n in (0, 300, 301, 400)] == [True, True, False, False]
 
 
 def test_copies_need_no_torch() -> None:
@@ -225,7 +225,7 @@ def test_copies_need_no_torch() -> None:
         """
 import numpy as np
 from cfedavg.compress import parse
-from cfedavg.downlink import Downlink
+from cfedavg.channel import Downlink
 from cfedavg.federate.broadcast_format import unpack
 from cfedavg.federate.replica import Broadcaster, ModelReplica, advance, begin
 from cfedavg.federate.versions import Copy, follow

@@ -305,7 +305,7 @@ def test_the_cost_of_a_round_does_not_grow_with_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is summed up in a round are its own rows."""
-    it, sums, real = Federation(tmp_path, Adding().app), list[int](), run_files.checksum_of
+    it, sums, real = Federation(tmp_path, Adding().app), list[int](), run_files.checksum_rows
     monkeypatch.setattr(
         "cfedavg.flower.federation_folder.checksum_of",
         lambda rows, before=0: sums.append(len(rows)) or real(rows, before),

@@ -22,8 +22,7 @@ from torch import nn
 import cfedavg
 from cfedavg import InputError
 from cfedavg.core.config import Config, read_config
-from cfedavg.core.metrics import residual_norms
-from cfedavg.core.run_files import read_rows
+from cfedavg.core.run_files import read_rows, residual_norms
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.server_store import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy

@@ -24,8 +24,8 @@ from rich.console import Console
 
 from cfedavg import Config, InputError
 from cfedavg.cli.progress import Display
-from cfedavg.core.interrupts import deaf, polite
-from cfedavg.core.run_files import as_line, read_rows
+from cfedavg.core.interrupts import catch_kills, ignore_stops
+from cfedavg.core.run_files import format_row, read_rows
 from cfedavg.flower import MISSING
 from cfedavg.launch.app.settings import DEFAULT, TRUST, config_of
 from cfedavg.launch.control import Run, RunFailed
@@ -330,10 +330,10 @@ def test_a_polite_kill_is_an_interrupt_and_a_second_one_is_not_heard() -> None:
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with pytest.raises(KeyboardInterrupt), polite():
+        with pytest.raises(KeyboardInterrupt), catch_kills():
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        with deaf():
+        with ignore_stops():
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -673,7 +673,7 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """What a run that goes on had before is not shown again; a node that ends is reported once."""
     row: dict[str, Any] = dict.fromkeys(("snr_min", "delta_norm2", "error_norm2"))
     row |= {"uplink_bytes": 1000, "downlink_bytes": 2000, "lost": 0}
-    lines = [as_line({"round": t, **row}) for t in range(4)]
+    lines = [format_row({"round": t, **row}) for t in range(4)]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(lines[0])
 

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from cfedavg import Config, InputError, run
 from cfedavg.algorithm import average
+from cfedavg.channel import Downlink
 from cfedavg.compress import decompress, parse
 from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import read_rows
 from cfedavg.core.tensors import read_tensors
 from cfedavg.data.tasks import build_task
-from cfedavg.downlink import Downlink
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.replica import ModelReplica, advance, begin
 from cfedavg.flower.client_message import unpack

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from cfedavg import Config, InputError
 from cfedavg.cli.commands import app
-from cfedavg.core.metrics import Record
+from cfedavg.core.run_files import Record
 from cfedavg.reproduce import archive, experiment, studies, training
 from cfedavg.reproduce.archive import Damaged, Entry
 from cfedavg.reproduce.claims import CLAIMS

@@ -21,7 +21,7 @@ from PIL import Image
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
-from cfedavg.core.units import in_bytes
+from cfedavg.core.units import format_bytes
 from cfedavg.report import (
     attendance,
     nodes,
@@ -506,7 +506,7 @@ def test_a_partition_with_nothing_in_it_is_drawn(tmp_path: Path) -> None:
     [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (9.31e9, "9.31 GB"), (5e18, "5000 PB")],
 )
 def test_bytes_in_words(value: float, text: str) -> None:
-    assert in_bytes(value) == text
+    assert format_bytes(value) == text
 
 
 # Files

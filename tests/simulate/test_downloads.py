@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cfedavg import Config, Layout, parse, run
-from cfedavg.core.metrics import Record
-from cfedavg.downlink import Downlink, shortest
+from cfedavg.channel import Downlink, choose_download
+from cfedavg.core.run_files import Record
 from cfedavg.simulate.downloads import Count, Download, Downloads
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
@@ -229,7 +229,7 @@ def made(kind: str, length: int) -> Count:
 def test_the_shortest_is_chosen(chain: int | None, whole: int, changed: int | None, wanted: str) -> None:
     messages = None if chain is None else Download("chain", 1, chain)
     other: Any = made("changes", changed) if changed is not None else lambda: None
-    assert shortest(D, messages, made("whole", whole), other, length_of).kind == wanted
+    assert choose_download(D, messages, made("whole", whole), other, length_of).kind == wanted
 
 
 def test_a_short_chain_is_not_compared() -> None:
@@ -239,9 +239,9 @@ def test_a_short_chain_is_not_compared() -> None:
         raise AssertionError
 
     chain = Download("chain", 3, D // 4)
-    assert shortest(D, chain, encoded, encoded, length_of) == chain
+    assert choose_download(D, chain, encoded, encoded, length_of) == chain
     with pytest.raises(AssertionError):
-        shortest(D, chain._replace(bytes=D // 4 + 1), encoded, encoded, length_of)
+        choose_download(D, chain._replace(bytes=D // 4 + 1), encoded, encoded, length_of)
 
 
 def test_clients_of_one_version_are_counted_once() -> None:

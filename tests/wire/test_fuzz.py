@@ -87,8 +87,8 @@ def indices_in_another_order(patch: pytest.MonkeyPatch) -> None:
         indices[:] = indices[::-1].copy()
         return n
 
-    drawn = coordinates.draw
-    patch.setattr(coordinates, "draw", draw)
+    drawn = coordinates.draw_into
+    patch.setattr(coordinates, "draw_into", draw)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_it_notices_memory_that_is_kept(corpus: list[fuzz.Sample], monkeypatch: 
 
 @pytest.mark.slow
 def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
-    """With kernels compiled to check every index: outside is an IndexError."""
+    """With kernels compiled to check every index, an access outside raises IndexError."""
     checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "bench/fuzz.py", "--messages", "8000", "--workers", "1"]
     done = subprocess.run(

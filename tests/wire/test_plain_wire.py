@@ -40,7 +40,7 @@ def gaussian(layout: Layout, seed: int = 0) -> torch.Tensor:
 
 
 def uneven(layout: Layout, rows: float = 1.5, columns: float = 1.5, seed: int = 0) -> torch.Tensor:
-    """Every tensor an outer product with noise: rows and columns differ by powers of e, as much as said."""
+    """Return an update of outer products with noise; rows and columns differ by powers of e."""
     p = gaussian(layout, seed + 1)
     generator = torch.Generator().manual_seed(seed)
     for shape, part in zip(layout.shapes, layout.slices(), strict=True):
@@ -331,7 +331,7 @@ def test_refuses_more_than_was_coded() -> None:
 
 
 def damaged(data: bytes, rng: np.random.Generator) -> bytes:
-    """Another message: some bytes of its coded sections are others, or missing, or more."""
+    """Return a message with bytes of its coded sections changed, removed or added."""
     lengths = [int.from_bytes(data[at : at + 8], "little") for at in (52, 60)]
     which = int(rng.integers(2)) if data[5] == 2 else 1  # a key is not coded
     start, end = (76, 76 + lengths[0]) if which == 0 else (76 + lengths[0], 76 + sum(lengths))
@@ -354,7 +354,7 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     "text", ["topk(0.9) >> bf16", "topk(0.95)", "rd(0.9) >> int8(256)", "sign", "qsgd(500)", "none"]
 )
 def test_agrees_on_damaged_messages(text: str) -> None:
-    """What the fast decoder refuses this one refuses, and what it reads this one reads the same."""
+    """Both decoders refuse the same messages and read the others alike."""
     rng = np.random.default_rng(0)
     data = encode(compressed(text, uneven(NET).float(), NET), NET, code_floats=True)
     refused = 0

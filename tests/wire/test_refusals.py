@@ -17,10 +17,10 @@ from cfedavg import Layout, Payload, WireError, decode, encode
 from cfedavg.core.payload import Floats, Levels, Mask
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.coder import to_bytes
+from cfedavg.wire.coordinates import Tensors
 from cfedavg.wire.header import SIZE, Coding, Header, Kind, Where
 from cfedavg.wire.indices import encode_indices
-from cfedavg.wire.numbers import encode_numbers
-from cfedavg.wire.tensors import Tensors
+from cfedavg.wire.values import encode_numbers
 from tests.messages import FLAT, MODEL, forged, payload, sealed, sections
 
 NOT_A_MESSAGE = f"not a message: it must begin with CFAV and a header of {SIZE} bytes"
@@ -53,7 +53,7 @@ def with_bytes(data: bytes, start: int, new: bytes) -> bytes:
 
 
 def coded(numbers: list[int], zero_has_sign: bool) -> bytes:
-    """What the coded section says, if its numbers are those of the first coordinates of FLAT."""
+    """Return a coded section with these numbers for the first coordinates of FLAT."""
     words = np.empty(len(numbers) + 64, np.uint32)
     where, ends = np.arange(len(numbers)), Tensors.of(FLAT).ends
     n = encode_numbers(words, np.array(numbers, np.uint16), where, ends, zero_has_sign, 0x7FFF)
@@ -61,7 +61,7 @@ def coded(numbers: list[int], zero_has_sign: bool) -> bytes:
 
 
 def coded_indices(indices: list[int], layout: Layout) -> bytes:
-    """What the section of the indices says; nothing is checked."""
+    """Return a section of indices, unchecked."""
     words = np.empty(4096, np.uint32)
     n = encode_indices(words, np.array(indices, np.int64), layout.d, Tensors.of(layout).shapes)
     return to_bytes(words, n)
@@ -309,7 +309,7 @@ def test_swapped_sections() -> None:
 
 
 def test_every_flipped_bit_is_noticed() -> None:
-    """Past the header it is the checksum that notices; within, it may be another check."""
+    """The checksum detects damage past the header; within it, another check may come first."""
     data = message("rd(0.9)", "sign")
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
@@ -509,7 +509,7 @@ LADDER: list[tuple[str, Spoil, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("earlier", "later"), list(combinations(range(len(LADDER)), 2)))
 def test_the_earlier_check_speaks(earlier: int, later: int) -> None:
-    """A message with two faults: spoilt by the later one first, so that forging needs no spoilt header."""
+    """Return a message with two faults. The later fault is made first, since forging needs a sound header."""
     (first, spoil, options), (second, spoil_too, more) = LADDER[earlier], LADDER[later]
     with pytest.raises(WireError, match=f"^{second}"):
         decode(spoil_too(message()), layout=FLAT, **more)
@@ -612,7 +612,7 @@ def floats(k: int) -> Floats:
     ],
 )
 def test_encode_looks_whether_the_arrays_fit(bad: Payload, words: str) -> None:
-    """The coders do not, and would read and write beyond them."""
+    """The coders do not check indices and would read and write out of bounds."""
     with pytest.raises(WireError, match=words):
         encode(bad, FLAT)
 

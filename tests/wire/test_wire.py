@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cfedavg import Layout, decode, encode, parse
 from cfedavg.compress import EXAMPLES
 from cfedavg.core import keys
-from cfedavg.core.draws import draw, drawn
+from cfedavg.core.keys import draw_coordinates, draw_into
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.models import cnn
 from cfedavg.wire import measure, read_header
@@ -75,8 +75,8 @@ def sets(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
 
 @given(sets())
 @settings(max_examples=150)
-def test_any_set_of_any_layout(drawn: tuple[Layout, np.ndarray]) -> None:
-    layout, indices = drawn
+def test_any_set_of_any_layout(draw_coordinates: tuple[Layout, np.ndarray]) -> None:
+    layout, indices = draw_coordinates
     values = Floats((np.arange(len(indices)) % 0x7F80).astype(np.int16), "bf16")  # 0x7F80 is infinite
     payload = Payload(layout.d, np.array([0, len(indices)]), indices, values)
     assert_same(decode(encode(payload, layout), layout=layout), payload)
@@ -189,21 +189,21 @@ def test_a_header_says_who_sends_what() -> None:
 
 @pytest.mark.parametrize("key", [0, -1, 1234567890123456789, -(2**63)])
 def test_the_mask_is_that_of_the_keys(key: int) -> None:
-    """Compiled, and written for NumPy and torch: the same coordinates."""
+    """The compiled draw and `bits53` give the same coordinates."""
     for keep in (0, 1, 2**53 // 7, 2**53 - 1, 2**53):
         expected = np.flatnonzero(keys.bits53(key, np.arange(5000)) < keep)
         indices = np.empty(5000, np.int64)
-        assert draw(key, keep, 5000, indices) == len(expected)
+        assert draw_into(key, keep, 5000, indices) == len(expected)
         np.testing.assert_array_equal(indices[: len(expected)], expected)
-        np.testing.assert_array_equal(drawn(key, keep, 5000), expected)
+        np.testing.assert_array_equal(draw_coordinates(key, keep, 5000), expected)
 
 
 def test_a_mask_that_is_larger_than_expected() -> None:
-    """Of two coordinates at 1%, both: once in ten thousand keys."""
+    """Both of two coordinates are drawn at 1% once in 10,000 keys: more than the room foreseen."""
     keep = 2**53 // 100
     lucky = [key for key in range(20_000) if all(keys.bits53(key, np.arange(2)) < keep)]
     assert lucky
-    assert [drawn(key, keep, 2).tolist() for key in lucky] == [[0, 1]] * len(lucky)
+    assert [draw_coordinates(key, keep, 2).tolist() for key in lucky] == [[0, 1]] * len(lucky)
 
 
 def test_random_dropping_sends_no_indices() -> None:
@@ -250,7 +250,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_needs_no_torch() -> None:
-    """Not to import, to encode or to decode."""
+    """Importing, encoding and decoding need no torch."""
     code = (
         "import sys; from tests.golden_cases import cases, message; from cfedavg.wire import decode\n"
         "name, layout, payload = next(iter(cases())); decode(message(payload, layout), layout=layout)\n"

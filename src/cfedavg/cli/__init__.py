@@ -11,7 +11,7 @@ import signal
 import sys
 
 from cfedavg.cli.outlet import outlets
-from cfedavg.core.interrupts import leave, listening
+from cfedavg.core.interrupts import handle_stops, leave
 
 __all__ = ["main"]
 
@@ -19,13 +19,13 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point. A command that was asked to stop ends with 128 and the number of the signal."""
     interrupted = 128 + signal.SIGINT  # typer's code too, whatever the signal was
-    with listening() as request:
+    with handle_stops() as request:
         try:
             with outlets(request.stop):
                 from cfedavg.cli.commands import run_command
 
                 code = run_command()
-            request.over()
+            request.finish()
         except KeyboardInterrupt:
             code = interrupted
     code = request.code if code == interrupted else code

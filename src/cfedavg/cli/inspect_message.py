@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from cfedavg.core.errors import InputError, first_line
+from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.files import check_regular, exists, read_file
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Payload
@@ -68,7 +68,9 @@ def snr(payload: Payload, dense: Path) -> float:
         with np.errstate(over="ignore"):  # of a size that no file has
             loaded = np.lib.format.open_memmap(dense, mode="r")  # holds the header against the file's size
     except Exception as error:  # NumPy raises many kinds of error on a damaged header
-        raise InputError(f"`dense`: cannot read {dense} as a NumPy array ({first_line(error)})") from None
+        raise InputError(
+            f"`dense`: cannot read {dense} as a NumPy array ({summarise_error(error)})"
+        ) from None
     if loaded.dtype.kind not in "fiu":
         raise InputError(f"`dense`: {dense} must hold one array of real numbers, as numpy.save writes it")
     if loaded.size != payload.d:

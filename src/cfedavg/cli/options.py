@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cfedavg.core.config import OPTIONS, Config, kinds, read_config, refuse_code
+from cfedavg.core.config import OPTIONS, Config, field_types, read_config, refuse_code
 from cfedavg.core.errors import InputError
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
@@ -72,7 +72,7 @@ def takes_config(
 
     The command receives `given`: the fields whose option was typed, so that they can win over a file.
     """
-    hints = kinds()
+    hints = field_types()
     fields = [name for name in OPTIONS if names is None or name in names]
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:

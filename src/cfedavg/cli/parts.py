@@ -57,7 +57,7 @@ def _compressors(console: Console, d: int) -> Table:
     from cfedavg.compress import EXAMPLES, parse
     from cfedavg.core.layout import Layout
     from cfedavg.core.parts import first_sentence
-    from cfedavg.core.units import in_bytes
+    from cfedavg.core.units import format_bytes
 
     title = (
         f"{flag('compressor')} (up) and {flag('compressor_down')}: selector >> quantiser, for d = {d:,}; "
@@ -69,7 +69,7 @@ def _compressors(console: Console, d: int) -> Table:
             compressor = parse(text)
             words = "a composition" if ">>" in text else first_sentence(compressor.stages[-1])
             gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
-            table.add_row(text, words, gamma, in_bytes(estimated_bytes(compressor, d)))
+            table.add_row(text, words, gamma, format_bytes(estimated_bytes(compressor, d)))
     return table
 
 

@@ -9,8 +9,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cfedavg.core.metrics import Record
-from cfedavg.core.units import in_bytes
+from cfedavg.core.run_files import Record
+from cfedavg.core.units import format_bytes
 from cfedavg.simulate.run import Observer
 
 PLAIN_EVERY = 2.0  # seconds between plain lines
@@ -74,7 +74,7 @@ class Display(Observer):
 
     def say_total(self) -> None:
         """Say what all rounds have sent."""
-        up, down, total, first = map(in_bytes, (self._up, self._down, self._up + self._down, self._first))
+        up, down, total, first = map(format_bytes, (self._up, self._down, self._up + self._down, self._first))
         whole = f", of which {first} are the clients' first downloads" if self._first else ""
         self.say(f"sent {up} up and {down} down, {total} in total{whole}")
 
@@ -84,7 +84,7 @@ class Display(Observer):
         self._first += row.get("first_download_bytes") or 0
 
     def _line(self, row: Record) -> str:
-        total = f"{in_bytes(self._up + self._down)} ({in_bytes(self._up)} up)"
+        total = f"{format_bytes(self._up + self._down)} ({format_bytes(self._up)} up)"
         parts = [self._metric] * bool(self._metric) + [total]
         if row["snr_min"] is not None:
             parts.append(f"SNR {row['snr_min']:.3g}")

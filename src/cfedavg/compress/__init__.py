@@ -1,4 +1,10 @@
-"""Selectors, quantisers and their composition; Definition 1."""
+"""Selectors, quantisers and their composition (Definition 1); the compressors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
 
 from cfedavg.compress.compressor import (
     Compressor,
@@ -12,33 +18,49 @@ from cfedavg.compress.compressor import (
     values_of,
 )
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Sign
-from cfedavg.compress.registry import EXAMPLES, QUANTISERS, SELECTORS, parse
 from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Threshold, TopK
 from cfedavg.compress.sums import client_of_value
+from cfedavg.core.errors import InputError
+from cfedavg.core.parts import Registry
 
 __all__ = [
-    "BF16",
-    "EXAMPLES",
-    "FP32",
-    "QSGD",
-    "QUANTISERS",
-    "SELECTORS",
-    "Compressor",
-    "Everything",
-    "IntBlocks",
-    "Proportional",
-    "Quantiser",
-    "RandomDropping",
-    "Selection",
-    "Selector",
-    "Sign",
-    "Stage",
-    "Threshold",
-    "TopK",
-    "client_of_value",
-    "decompress",
-    "minus",
-    "parse",
-    "plus",
-    "values_of",
-]
+    "BF16", "EXAMPLES", "FP32", "QSGD", "QUANTISERS", "SELECTORS", "Compressor", "Everything", "IntBlocks",
+    "Proportional", "Quantiser", "RandomDropping", "Selection", "Selector", "Sign", "Stage", "Threshold",
+    "TopK", "client_of_value", "decompress", "minus", "parse", "plus", "values_of",
+]  # fmt: skip
+
+SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}
+QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, Sign, QSGD)}
+QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(2, 9)}
+
+# One of each, for `cfedavg parts` and the docs.
+EXAMPLES = (
+    "none", "topk(0.99)", "topk(snr=1.05)", "topk(0.99, per_tensor=true)",
+    "topk(0.97, least=10000)", "rd(0.9)", "threshold(0.9)",
+    "proportional(0.99)", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)",
+    "topk(0.99) >> bf16", "topk(0.99) >> int8(256)", "topk(0.99) >> sign", "topk(0.99) >> qsgd(16)",
+    "topk(0.97, least=10000) >> int3(256)",
+)  # fmt: skip
+
+
+def parse(
+    text: str, field: str = "compressor", *, trust: bool = True, own: Collection[type[Stage]] = ()
+) -> Compressor:
+    """Return the compressor that a text names: `none`, `topk(0.99) >> bf16`, `qsgd(16)`, `my.module:Mine(3)`.
+
+    A text that you did not write yourself may name any module. With `trust=False` no module is imported: the
+    text may only name the stages of this package and the classes in `own`.
+
+    >>> str(parse("topk(0.99, per_tensor=true)>>int8(64)"))
+    'topk(0.99, per_tensor=true) >> int8(64)'
+    """
+    registry = Registry(field, Stage, SELECTORS | QUANTISERS)
+    stages = registry.parse_chain(text, longest=2, trust=trust, own=own)
+    if len(stages) == 1 and isinstance(stages[0], Quantiser):
+        stages.insert(0, Everything())
+    match stages:
+        case [Selector() as selector]:
+            return Compressor(selector)
+        case [Selector() as selector, Quantiser() as quantiser]:
+            return Compressor(selector, quantiser)
+    raise InputError(f"`{field}`: {text!r} must be a selector, a quantiser, or selector >> quantiser")

@@ -3,26 +3,25 @@
     TopK(0.99) >> BF16()          parse("topk(0.99) >> bf16")
 
 Definition 1 of the paper: C is constrained by the SNR gamma >= 1 if E|C(p) - p|^2 <= |p|^2 / gamma for
-all p. Every selector here is a projection (what it keeps, it keeps as it is), so what it drops is
-orthogonal to what the quantiser then gets wrong, and the two guarantees compose:
+all p. Every selector here is a projection (it keeps a value as it is, or drops it), so what it drops is
+orthogonal to the error of the quantiser, and the two guarantees compose:
 
     1/gamma = 1/gamma_s + 1/gamma_q - 1/(gamma_s * gamma_q).
 
-Both stages work on a block of clients at once, p of shape (n, d), an array of NumPy or of torch. Whatever
-has to be summed is summed in float64 and in a fixed order, so that a block, a single vector, NumPy, torch,
-a CPU and a GPU give the same bits. A selector or quantiser of your own is one small class: see
-docs/compressors.md.
+Both stages work on a block of clients at once: p of shape (n, d), an array of NumPy or of torch. Sums are in
+float64 and in a fixed order, so that a block, a single vector, NumPy, torch, a CPU and a GPU give the same
+bits. A selector or quantiser of your own is one small class: see docs/compressors.md.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from cfedavg.compress.blocks import Blocks
-from cfedavg.compress.sums import INFINITE, check_finite, client_of_value, offsets_of
+from cfedavg.compress.sums import Blocks, check_finite, client_of_value, offsets_of
 from cfedavg.core import keys as keyed
 from cfedavg.core.arrays import Array, cast, cast_like, columns, copy, dtype_of, from_bf16, place, zeros
 from cfedavg.core.errors import InputError
@@ -51,22 +50,23 @@ class Selector(Stage):
     """Chooses coordinates. A new one needs `keep` and `gamma`."""
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        """For p of shape (n, d): which coordinates each client keeps in round t, as booleans."""
+        """Return, as booleans of shape (n, d), which coordinates of p each client keeps in round t."""
         raise NotImplementedError
 
     def gamma(self, layout: Layout) -> float:
-        """The guaranteed SNR of Definition 1, in every round."""
+        """Return the SNR of Definition 1 that is guaranteed in every round."""
         raise NotImplementedError
 
     def most(self, layout: Layout) -> int:
-        """The largest number of coordinates that one client can keep."""
+        """Return the largest number of coordinates that one client can keep."""
         return layout.d
 
     def check(self, p: Array) -> None:
-        """Raises NotFinite if p holds NaN or Inf; nothing to do for a selector that finds them on its way."""
+        """Raise NotFinite if p holds NaN or Inf; a selector whose `select` does so need not."""
         check_finite(p)
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
+        """Return the coordinates that `keep` keeps."""
         keep = self.keep(p, keys, layout, t)
         return Selection(offsets_of(keep.sum(-1)), columns(keep), p[keep])
 
@@ -80,11 +80,11 @@ class Quantiser(Stage):
     rounds: ClassVar[bool] = True  # whether float32 values change
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
-        """`values` of all clients in a row, client c's at offsets[c]:offsets[c+1]."""
+        """Return the rounded values. Those of client c are at offsets[c]:offsets[c+1]."""
         raise NotImplementedError
 
     def gamma(self, n: int) -> float:
-        """The guaranteed SNR for up to n values of one client."""
+        """Return the SNR that is guaranteed for up to n values of one client."""
         raise NotImplementedError
 
 
@@ -96,12 +96,10 @@ class Compressor:
     quantiser: Quantiser | None = None
 
     def __str__(self) -> str:
-        if self.quantiser is None:
-            return str(self.selector)
-        return f"{self.selector} >> {self.quantiser}"
+        return " >> ".join(map(str, self.stages))
 
     def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
-        """What is sent of p in round t: a vector (d,) with one key, or a block (n, d) with n keys."""
+        """Return C(p) in round t, for a vector (d,) with one key or a block (n, d) with n keys."""
         block = p[None] if p.ndim == 1 else p
         n = 1 if isinstance(key, int) else len(key.reshape(-1))
         if n != len(block):
@@ -120,12 +118,12 @@ class Compressor:
         return Payload(block.shape[1], selection.offsets, selection.indices, values, selection.mask)
 
     def gamma(self, layout: Layout) -> float:
-        """The guaranteed SNR of the two stages together, up to underflow of the value type."""
+        """Return the SNR that both stages together guarantee, up to underflow of the value type."""
         lost = 1 / self.selector.gamma(layout)
         if self.quantiser is not None:
             rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
             lost = lost + rounding - lost * rounding
-        return 1 / lost if lost else INFINITE
+        return 1 / lost if lost else math.inf
 
     @property
     def rounds(self) -> bool:
@@ -139,7 +137,7 @@ class Compressor:
 
 
 def _derive(key: int | Array, purpose: Purpose, p: Array) -> Array:
-    """The keys of one purpose, where p is. A single one is derived as a number: quicker."""
+    """Return the keys of one purpose, where p is. A single one is derived as a number, which is quicker."""
     if isinstance(key, int):
         return place(np.array([keyed.derive(key, purpose)]), p)
     words = key.reshape(-1)
@@ -148,7 +146,7 @@ def _derive(key: int | Array, purpose: Purpose, p: Array) -> Array:
 
 
 def values_of(payload: Payload) -> Array:
-    """The values that the receiver reads, as floating point numbers."""
+    """Return the values that the receiver reads, as floating point numbers."""
     values = payload.values
     if isinstance(values, Floats):
         return from_bf16(values.data) if values.dtype == "bf16" else values.data
@@ -160,7 +158,7 @@ def values_of(payload: Payload) -> Array:
 
 
 def decompress(payload: Payload) -> Array:
-    """C(p) as dense vectors, shape (n, d).
+    """Return C(p) as dense vectors, shape (n, d).
 
     >>> from cfedavg.compress import parse
     >>> decompress(parse("topk(0.5)").compress(np.array([1.0, -2.0]), key=0)).tolist()
@@ -175,20 +173,20 @@ def decompress(payload: Payload) -> Array:
 
 
 def plus(p: Array, payload: Payload) -> Array:
-    """p + C, for a vector and its payload or a block and its payloads, at the cost of what was sent."""
-    return _changed(p, payload, 1)
+    """Return p + C for a vector or a block and its payload, at the cost of what was sent."""
+    return _add(p, payload, 1)
 
 
 def minus(p: Array, payload: Payload) -> Array:
-    """p - C, likewise."""
-    return _changed(p, payload, -1)
+    """Return p - C for a vector or a block and its payload, at the cost of what was sent."""
+    return _add(p, payload, -1)
 
 
-def _changed(p: Array, payload: Payload, sign: int) -> Array:
+def _add(p: Array, payload: Payload, sign: int) -> Array:
     values = sign * cast_like(values_of(payload), p)
     if payload.indices is None:
         return p + values.reshape(p.shape)
-    changed = copy(p)
+    total = copy(p)
     at = payload.indices if p.ndim == 1 else payload.indices + payload.d * client_of_value(payload.offsets)
-    changed.reshape(-1)[at] += values
-    return changed
+    total.reshape(-1)[at] += values
+    return total

@@ -1,9 +1,9 @@
 """The k entries of largest magnitude, exactly, on one core: what torch.topk does, many times as fast.
 
-The bits of a magnitude, read as an integer, order like the magnitudes. A few entries, and if need be all,
-are counted into bins by their leading bits; that gives a bound which at least k entries reach. One pass
-over all collects those, and a radix select among them finds the k-th largest. NaN and infinity are larger
-than all other bits, so they are found on the way.
+The bits of magnitudes, read as integers, are in the order of the magnitudes. A few entries, and if need be
+all, are counted into bins by their leading bits; that gives a bound which at least k entries reach. One pass
+over all collects those, and a radix select among them finds the k-th largest. NaN and infinity have larger
+bits than all numbers, so the same pass finds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INFINITY = {dtype: int(np.array(np.inf, dtype).view(bits)) for dtype, bits in _
 
 
 def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
-    """The indices of the k largest magnitudes, increasing, ties to the lowest; and whether all are finite.
+    """Return the indices of the k largest magnitudes, increasing (ties: lowest), and whether all are finite.
 
     >>> largest(np.array([3.0, -1.0, 4.0, 1.0, -4.0], np.float32), 2)
     (array([2, 4]), True)
@@ -32,8 +32,9 @@ def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
     width = 8 * values.itemsize - 1  # without the sign
     found, n = np.empty(d + 8, np.int64), 0
     for stride, slack in ((max(d // SAMPLES, LINE), 1), (max(d // SAMPLES, LINE), 2), (LINE, 1)):
-        bound = bound_of(bits, k, stride, slack, width)
-        n = collect(values, _magnitude(bound, values.dtype), found)
+        bound = find_bound(bits, k, stride, slack, width)
+        magnitude: Any = np.array(bound, bits.dtype).view(values.dtype)[()]  # the number of these bits
+        n = collect(values, magnitude, found)
         if n >= k:
             break
     indices = np.empty(k, np.int64)
@@ -41,16 +42,11 @@ def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
     return indices, top < _INFINITY[values.dtype]
 
 
-def _magnitude(bits: int, dtype: np.dtype) -> Any:
-    """The number that has these bits."""
-    return np.array(bits, _BITS[dtype]).view(dtype)[()]
-
-
 @kernel
-def bound_of(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) -> Int:
-    """A magnitude that k entries reach, as bits: surely if all are counted, else if the others are alike.
+def find_bound(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) -> Int:
+    """Return the bits of a magnitude that k entries reach: surely if all are counted, else if they are alike.
 
-    All are counted with a stride of LINE; with a longer one, so many times more are let in as `slack` says.
+    With a stride of LINE all are counted; with a longer one, `slack` times as many are let in.
     """
     d, seen, shift = len(bits), 0, np.uint8(width - BINS)
     leading = np.empty((d // stride + 1) * LINE, np.int32)
@@ -72,7 +68,7 @@ def bound_of(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) -> I
 
 @kernel
 def collect(values: np.ndarray, bound: float, found: np.ndarray) -> Int:
-    """Fills `found`, which has room for 8 more than all, with the entries not below the bound; how many."""
+    """Fill `found`, which has room for d + 8, with the entries not below the bound; return how many."""
     d, n = len(values), 0
     reached = np.zeros(d // 8 * 8 + 8, np.uint8)
     for i in range(d):  # a loop of its own: the compiler makes it vector instructions
@@ -88,7 +84,7 @@ def collect(values: np.ndarray, bound: float, found: np.ndarray) -> Int:
 
 @kernel
 def pick(bits: np.ndarray, found: np.ndarray, width: Int, indices: np.ndarray) -> Int:
-    """Fills `indices` with the largest of the entries found, ties to the lowest; the bits of the largest."""
+    """Fill `indices` with the largest entries found (ties: lowest); return the bits of the largest."""
     magnitudes, top = np.empty(len(found), np.int64), 0
     for i in range(len(found)):
         magnitudes[i] = np.int64(bits[found[i]]) & ((1 << width) - 1)

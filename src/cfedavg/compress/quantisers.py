@@ -1,4 +1,4 @@
-"""Quantisers: how the selected values are written. Rounding happens here, so error feedback takes it too."""
+"""Quantisers: how the selected values are written. Error feedback keeps what they round off."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.compressor import Quantiser
-from cfedavg.compress.sums import check_block, is_whole, row_sums, unit_of
+from cfedavg.compress.sums import Blocks, check_block, row_sums, unit_of
 from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
-from cfedavg.core.errors import InputError
+from cfedavg.core.parts import check_argument
 from cfedavg.core.payload import Floats, Levels
 
 # A single value is its scale, which float32 rounds; 2 bits to spare for the arithmetic around it.
@@ -52,16 +51,15 @@ class BF16(Quantiser):
 class IntBlocks(Quantiser):
     """b-bit integers, with a float32 scale for each block of values: top = 2^(b-1) - 1 levels on each side.
 
-    Rounding to nearest is never off by more than the value itself nor by more than half a step, so the
-    worst block is one spike among values of half a step: gamma = 1 + 4 top^2 / (block - 1).
+    Rounding to nearest is off by at most half a step, and by at most the value itself. So the worst block is
+    one spike among values of half a step: gamma = 1 + 4 top^2 / (block - 1).
     """
 
     bits: int
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not is_whole(self.bits, 2, 8):
-            raise InputError(f"bits = {self.bits} must be a whole number from 2 to 8")
+        check_argument("bits", self.bits, "from 2 to 8", lambda bits: 2 <= bits <= 8, whole=True)
         check_block(self.block)
 
     def __str__(self) -> str:
@@ -105,8 +103,8 @@ class QSGD(Quantiser):
     """Stochastic rounding to s levels of each block's norm.
 
     Unbiased QSGD has E|C(v)|^2 = beta |v|^2, which breaks Definition 1 for beta > 2; scaled by 1/beta it
-    is as close to v as it can be, E|C(v)/beta - v|^2 = (1 - 1/beta) |v|^2. beta is that of the block at
-    hand and goes into the transmitted scale; gamma is for the worst, beta - 1 <= min(n / 4s^2, sqrt(n) / s).
+    is as close to v as it can be, E|C(v)/beta - v|^2 = (1 - 1/beta) |v|^2. The beta of each block goes into
+    its transmitted scale; gamma is for the worst one, beta - 1 <= min(n / 4s^2, sqrt(n) / s).
     """
 
     name: ClassVar[str] = "qsgd"
@@ -114,8 +112,7 @@ class QSGD(Quantiser):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not is_whole(self.s, 1, 32767):
-            raise InputError(f"s = {self.s} must be a whole number from 1 to 32767")
+        check_argument("s", self.s, "from 1 to 32767", lambda s: 1 <= s <= 32767, whole=True)
         check_block(self.block)
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
@@ -135,11 +132,11 @@ class QSGD(Quantiser):
 
 
 def _ratio(values: Array, scales: Array) -> Array:
-    """values / scales, and 0 where both are 0."""
+    """Return values / scales, and 0 where both are 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return module_of(values).nan_to_num(values / scales, nan=0.0)
 
 
 def _single(values: Array) -> Array:
-    """In float32, where what is beyond its range becomes its largest number and not Inf."""
+    """Return float32 values; those beyond its range become its largest number, not Inf."""
     return cast(values.clip(-LARGEST, LARGEST) if dtype_of(values) == "float64" else values, "float32")

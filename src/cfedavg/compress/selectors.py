@@ -1,7 +1,8 @@
-"""Selectors: which coordinates travel. Each is a projection: what it keeps, it keeps as it is."""
+"""Selectors: which coordinates travel. Each is a projection: it keeps a value as it is, or drops it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,22 +10,14 @@ import numpy as np
 
 from cfedavg.compress.compressor import Selection, Selector
 from cfedavg.compress.largest import largest
-from cfedavg.compress.sums import INFINITE, check_comp, is_whole, prefix_sums, row_sums, unit_of
+from cfedavg.compress.sums import check_comp, prefix_sums, row_sums, unit_of
+from cfedavg.core import arrays
 from cfedavg.core import keys as keyed
-from cfedavg.core.arrays import (
-    Array,
-    arange,
-    ascending,
-    cast,
-    dtype_of,
-    gather,
-    kth_largest,
-    module_of,
-    place,
-)
-from cfedavg.core.draws import drawn
+from cfedavg.core.arrays import Array, arange, cast, module_of
 from cfedavg.core.errors import InputError, NotFinite
+from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
+from cfedavg.core.parts import check_argument, check_truth
 from cfedavg.core.payload import Mask
 
 _LARGE = 1e100  # its square, and the product with any norm, are still finite
@@ -40,16 +33,16 @@ class Everything(Selector):
         return Selection(arange(len(p) + 1, p) * p.shape[1], None, p.reshape(-1))
 
     def gamma(self, layout: Layout) -> float:
-        return INFINITE
+        return math.inf
 
 
 @dataclass(frozen=True)
 class TopK(Selector):
     """Keeps the coordinates of largest magnitude; ties go to the lowest index.
 
-    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). With `least`, k
-    is at least that, or d: a small model costs little, and needs a larger share. With `snr` instead of
-    `comp`, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, all of it
+    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). `least` is
+    a lower bound of k (or d): a small model costs little and needs a larger share. With `snr` instead of
+    `comp`, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, all of this
     holds for each tensor of the model by itself.
 
     >>> from cfedavg.compress import parse
@@ -69,12 +62,10 @@ class TopK(Selector):
             raise InputError("give either comp, as in topk(0.99), or an SNR target, as in topk(snr=1.05)")
         if self.comp is not None:
             check_comp(self.comp)
-        if self.snr is not None and not 1 <= self.snr <= _LARGE:
-            raise InputError(f"snr = {self.snr!r:.40} must be a number from 1 to {_LARGE:g}")
-        if not isinstance(self.per_tensor, bool):
-            raise InputError(f"per_tensor = {self.per_tensor!r} must be true or false")
-        if not is_whole(self.least, 1, 2**53):
-            raise InputError(f"least = {self.least!r:.40} must be a whole number from 1 to 2^53")
+        else:
+            check_argument("snr", self.snr, f"from 1 to {_LARGE:g}", lambda snr: 1 <= snr <= _LARGE)
+        check_truth("per_tensor", self.per_tensor)
+        check_argument("least", self.least, "from 1 to 2^53", lambda k: 1 <= k <= 2**53, whole=True)
         if self.snr is not None and self.least > 1:
             raise InputError("least goes with comp, as in topk(0.97, least=10000), not with snr")
 
@@ -86,7 +77,7 @@ class TopK(Selector):
         return max(min(self.least, d), round((1 - self.comp) * d))
 
     def _by_radix(self, p: Array) -> bool:
-        """Whether `largest` does the work; torch's own selection else."""
+        """Return whether `largest` selects; else the array's own library does."""
         return self.comp is not None and _on_cpu(p)
 
     def check(self, p: Array) -> None:
@@ -99,10 +90,10 @@ class TopK(Selector):
         found = [self._largest(row, layout) for row in _rows(p)]
         if bad := [i for i, (_, finite) in enumerate(found) if not finite]:
             raise NotFinite(bad)
-        return _picked(p, [indices for indices, _ in found])
+        return _pick(p, [indices for indices, _ in found])
 
     def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
-        """What `keep` keeps of one vector on the CPU, as indices; and whether the vector is finite."""
+        """Return the indices that `keep` keeps of one vector, and whether the vector is finite."""
         if not len(row):
             return np.empty(0, np.int64), True
         if not self.per_tensor:
@@ -122,18 +113,20 @@ class TopK(Selector):
         magnitude = abs(p)
         if self.comp is not None:
             k = self._k(p.shape[1])
-            return _at_least(magnitude, kth_largest(magnitude, k), k)
-        sorted_ = ascending(magnitude)
+            return _keep_largest(magnitude, arrays.kth_largest(magnitude, k), k)
+        sorted_ = arrays.sort_rows(magnitude)
         lost = prefix_sums(module_of(p).square(unit_of(sorted_)))
         assert self.snr is not None
         drop = (lost * self.snr <= lost[:, -1:]).sum(-1)[:, None]
-        return _at_least(magnitude, gather(sorted_, drop.clip(max=p.shape[1] - 1)), p.shape[1] - drop)
+        return _keep_largest(
+            magnitude, arrays.gather(sorted_, drop.clip(max=p.shape[1] - 1)), p.shape[1] - drop
+        )
 
     def gamma(self, layout: Layout) -> float:
         if self.snr is not None:
             return self.snr
         sizes = layout.sizes if self.per_tensor else (layout.d,)
-        return min(INFINITE if d == self._k(d) else d / (d - self._k(d)) for d in sizes if d)
+        return min(math.inf if d == self._k(d) else d / (d - self._k(d)) for d in sizes if d)
 
     def most(self, layout: Layout) -> int:
         if self.snr is not None:
@@ -155,21 +148,18 @@ class RandomDropping(Selector):
         check_comp(self.comp)
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        keep = self._keep_53()
+        keep = round((1 - self.comp) * 2**53)
         if _on_cpu(p):
-            found = _picked(p, [drawn(key, keep, p.shape[1]) for key in keys.tolist()])
+            found = _pick(p, [draw_coordinates(key, keep, p.shape[1]) for key in keys.tolist()])
         else:
             found = super().select(p, keys, layout, t)
         return found._replace(mask=Mask(keys, keep))
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        return keyed.bits53(keys[:, None], arange(p.shape[1], p)) < self._keep_53()
-
-    def _keep_53(self) -> int:
-        return round((1 - self.comp) * 2**53)
+        return keyed.bits53(keys[:, None], arange(p.shape[1], p)) < round((1 - self.comp) * 2**53)
 
     def gamma(self, layout: Layout) -> float:
-        return 1 / self.comp if self.comp else INFINITE
+        return 1 / self.comp if self.comp else math.inf
 
 
 @dataclass(frozen=True)
@@ -180,8 +170,7 @@ class Threshold(Selector):
     lam: float
 
     def __post_init__(self) -> None:
-        if not 1 / _LARGE <= self.lam < 1:
-            raise InputError(f"lam = {self.lam} must lie between {1 / _LARGE:g} and 1")
+        check_argument("lam", self.lam, f"from {1 / _LARGE:g} to below 1", lambda lam: 1 / _LARGE <= lam < 1)
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
         square = module_of(p).square(unit_of(abs(p)))
@@ -195,7 +184,7 @@ class Threshold(Selector):
 class Proportional(Selector):
     """Keeps coordinate j with probability q_j = min(1, c |p_j|), so that (1 - comp) * d are kept on average.
 
-    Large coordinates are sure to travel, small ones do so now and then. Kept unscaled: by Cauchy-Schwarz
+    Large coordinates always travel, small ones now and then. Values are not scaled: by Cauchy-Schwarz
     sum q p^2 >= |p|^4 / sum(p^2 / q), so on every input this is at least as close to p as the unbiased
     version (p_j / q_j) at its best scale. q grows with |p_j|, hence gamma = 1 / comp.
     """
@@ -211,46 +200,44 @@ class Proportional(Selector):
         return draws < self.probabilities(unit_of(abs(p))) * 2.0**53
 
     def probabilities(self, magnitude: Array) -> Array:
-        """q for magnitudes (n, d): the c largest are certain, for the smallest c at which the rest fits."""
+        """Return q for magnitudes (n, d): the c largest have q = 1, for the least c where the rest fits."""
         (n, d), xp = magnitude.shape, module_of(magnitude)
-        descending = xp.flip(ascending(magnitude), (-1,))
-        rest = xp.flip(prefix_sums(ascending(magnitude)), (-1,))
+        descending = xp.flip(arrays.sort_rows(magnitude), (-1,))
+        rest = xp.flip(prefix_sums(arrays.sort_rows(magnitude)), (-1,))
         left = (1 - self.comp) * d - cast(arange(d, magnitude), "float64")
         fits = (left * descending <= rest) | (left <= 0)
         certain = cast(fits, "int8").argmax(axis=-1)[:, None]
-        budget = gather(xp.broadcast_to(left, (n, d)), certain).clip(min=0)
+        budget = arrays.gather(xp.broadcast_to(left, (n, d)), certain).clip(min=0)
         with np.errstate(divide="ignore", invalid="ignore"):  # where nothing but zeros is left
-            rate = budget / gather(rest, certain)
+            rate = budget / arrays.gather(rest, certain)
             return xp.where(magnitude > 0, (rate * magnitude).clip(max=1), 0.0)
 
     def gamma(self, layout: Layout) -> float:
-        return 1 / self.comp if self.comp else INFINITE
+        return 1 / self.comp if self.comp else math.inf
 
 
 def _on_cpu(p: Array) -> bool:
-    """Whether compiled code can do the work, which needs NumPy's arrays."""
-    return not getattr(p, "is_cuda", False) and dtype_of(p) in ("float32", "float64") and len(p) > 0
+    """Return whether compiled code, which needs NumPy's arrays, can do the work."""
+    return not getattr(p, "is_cuda", False) and arrays.dtype_of(p) in ("float32", "float64") and len(p) > 0
 
 
 def _rows(p: Array) -> np.ndarray:
-    """p as an array of NumPy, without a copy where its rows lie in one piece."""
+    """Return p as an array of NumPy, without a copy where its rows lie in one piece."""
     array: np.ndarray = p if isinstance(p, np.ndarray) else p.detach().numpy()
     return np.ascontiguousarray(array)
 
 
-def _picked(p: Array, found: list[np.ndarray]) -> Selection:
-    """Each row's values at the indices found for it."""
-    values = _joined([row[indices] for row, indices in zip(_rows(p), found, strict=True)])
-    offsets = np.cumsum([0, *map(len, found)])
-    return Selection(place(offsets, p), place(_joined(found), p), place(values, p))
+def _pick(p: Array, found: list[np.ndarray]) -> Selection:
+    """Return each row's values at the indices found for it."""
+    values = [row[indices] for row, indices in zip(_rows(p), found, strict=True)]
+    joined = (each[0] if len(each) == 1 else np.concatenate(each) for each in (found, values))
+    return Selection(
+        arrays.place(np.cumsum([0, *map(len, found)]), p), *(arrays.place(each, p) for each in joined)
+    )
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _at_least(magnitude: Array, smallest: Array, k: int | Array) -> Array:
-    """The k largest of each row, whose smallest is given; ties at it go to the lowest index."""
+def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:
+    """Return where the k largest of each row are, given the smallest of them; ties: lowest index."""
     above, tied = magnitude > smallest, magnitude == smallest
     wanted = k - above.sum(-1)[:, None]
     if bool((tied.sum(-1)[:, None] == wanted).all()):

@@ -1,24 +1,25 @@
-"""Sums that are added in the same order everywhere, and what else the stages of a compressor share."""
+"""What the stages of a compressor share: sums added in the same order everywhere, and blocks of values."""
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
-from cfedavg.core.arrays import Array, cast, copy, extremes, module_of, repeat, zeros
-from cfedavg.core.errors import InputError, NotFinite
-
-INFINITE = math.inf
+from cfedavg.core import keys as keyed
+from cfedavg.core.arrays import Array, arange, cast, copy, extremes, module_of, repeat, zeros
+from cfedavg.core.errors import NotFinite
+from cfedavg.core.parts import check_argument
 
 
 def unit_of(magnitude: Array) -> Array:
-    """In float64 and divided by the largest of the row, so that no square overflows or vanishes."""
+    """Return magnitudes in float64, divided by the largest of the row: no square overflows or vanishes."""
     xp = module_of(magnitude)
     largest = cast(xp.amax(magnitude, axis=-1, keepdims=True), "float64")
     return cast(magnitude, "float64") / xp.where(largest > 0, largest, 1.0)
 
 
 def row_sums(values: Array) -> Array:
-    """Sums over the last axis by folding it in two, at a power of two, until one number is left.
+    """Return sums over the last axis, folded in two at a power of two until one number is left.
 
     A library's own sum splits a row by device, number of threads and number of rows, so its last bits
     differ; here every row is added in the same order everywhere, and zeros at its end do not change that.
@@ -31,9 +32,9 @@ def row_sums(values: Array) -> Array:
 
 
 def prefix_sums(values: Array) -> Array:
-    """Cumulative sums over the last axis, added in the same order everywhere, for the same reason.
+    """Return cumulative sums over the last axis, added in the same order everywhere.
 
-    Those of neighbours taken together are every second one; the others lack just one value.
+    Every second one is a cumulative sum of pairs; the others lack one value.
     """
     if (width := values.shape[-1]) < 2:
         return values
@@ -44,33 +45,85 @@ def prefix_sums(values: Array) -> Array:
 
 
 def offsets_of(counts: Array) -> Array:
-    """Where each client's values start, and where the last one's end."""
+    """Return where each client's values start, and where those of the last one end."""
     return module_of(counts).concatenate([zeros(1, counts), counts.cumsum(0)])
 
 
 def client_of_value(offsets: Array) -> Array:
-    """Which client of the block each value belongs to."""
+    """Return the client of the block that each value belongs to."""
     return repeat(offsets[1:] - offsets[:-1])
 
 
-def is_whole(value: object, low: int, high: int) -> bool:
-    """Whether a value is a whole number from `low` to `high`; to Python, True is one too."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def check_comp(comp: float) -> None:
-    if isinstance(comp, bool) or not (isinstance(comp, int | float) and 0 <= comp < 1):
-        raise InputError(f"comp = {comp} must lie in [0, 1): the fraction NOT sent (0.99 sends 1%)")
+    """Refuse a `comp` that is no fraction below 1."""
+    rule = "the fraction NOT sent (0.99 sends 1%), from 0 to below 1"
+    check_argument("comp", comp, rule, lambda comp: 0 <= comp < 1)
 
 
 def check_block(block: int) -> None:
-    if not is_whole(block, 1, 2**31 - 1):
-        raise InputError(f"block = {block} must be a whole number from 1 to 2^31 - 1")
+    """Refuse a number of values that no block can have."""
+    check_argument("block", block, "from 1 to 2^31 - 1", lambda block: 1 <= block < 2**31, whole=True)
 
 
 def check_finite(p: Array) -> None:
-    """Raises NotFinite, which names the rows, if p (n, d) holds NaN or Inf."""
+    """Raise NotFinite, which names the rows, if p (n, d) holds NaN or Inf."""
     # The extremes tell it, thirty times as fast on a CPU as looking at each number.
     if math.prod(p.shape) and not all(map(math.isfinite, extremes(p))):
         rows = module_of(p).isfinite(p).all(-1).tolist()
         raise NotFinite([row for row, finite in enumerate(rows) if not finite])
+
+
+class Blocks:
+    """Groups of a client's values that share a scale. The values lie in one row, client after client.
+
+    Where all clients have equally many values, as without a selector, the row is a matrix: no indices needed.
+    """
+
+    def __init__(self, offsets: Array, block: int) -> None:
+        self.offsets, self.counts = offsets, offsets[1:] - offsets[:-1]
+        least, most = (int(self.counts.min()), int(self.counts.max())) if len(self.counts) else (0, 1)
+        most = max(1, most)
+        self.width = min(block, most) if block else most
+        self.per_client = (self.counts + self.width - 1) // self.width
+        self.total = int(self.per_client.sum())
+        self.each = most if least == most else None  # values of a client, where all have equally many
+
+    def pack(self, values: Array) -> Array:
+        """Return the values as a matrix (blocks, width), with zeros where a block is not full."""
+        if self.each is not None:
+            rows = values.reshape(-1, self.each)
+            if missing := -self.each % self.width:
+                rows = module_of(rows).concatenate([rows, zeros((len(rows), missing), rows)], -1)
+            return rows.reshape(self.total, self.width)
+        matrix = zeros(self.total * self.width, values)
+        matrix[self._of_value * self.width + self._position % self.width] = values
+        return matrix.reshape(self.total, self.width)
+
+    def spread(self, of_block: Array) -> Array:
+        """Return the number of its block for each value."""
+        if self.each is not None:
+            rows = of_block.reshape(len(self.counts), -1, 1)
+            shape = (*rows.shape[:2], self.width)
+            spread = module_of(rows).broadcast_to(rows, shape).reshape(len(rows), -1)
+            return spread[:, : self.each].reshape(-1)
+        return of_block[self._of_value]
+
+    def draws(self, keys: Array) -> Array:
+        """Return keyed draws in [0, 1), one for each value."""
+        if self.each is not None:
+            drawn = keyed.bits53(keys[:, None], arange(self.each, keys)).reshape(-1)
+        else:
+            drawn = keyed.bits53(keys[self._client], self._position)
+        return cast(drawn, "float64") / 2.0**53
+
+    @cached_property
+    def _client(self) -> Array:
+        return client_of_value(self.offsets)
+
+    @cached_property
+    def _position(self) -> Array:
+        return arange(len(self._client), self.offsets) - self.offsets[self._client]
+
+    @cached_property
+    def _of_value(self) -> Array:
+        return offsets_of(self.per_client)[self._client] + self._position // self.width

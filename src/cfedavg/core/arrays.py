@@ -1,8 +1,8 @@
-"""Arrays of NumPy and of torch, by the same code.
+"""One set of array functions for NumPy and torch.
 
 Most functions have the same name and arguments in both libraries: `xp = module_of(a)` is NumPy or torch, and
 `xp.where`, `xp.concatenate`, `xp.amax` serve both. This module holds what the two call differently. It does
-not import torch: a tensor brings it along, and a client that has only NumPy does without.
+not import torch (a tensor implies that torch is loaded), so a client with NumPy alone can use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 
 
 def module_of(array: Array) -> Any:
-    """Return the library that an array is of."""
+    """Return the library of an array."""
     return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
 
 
@@ -70,13 +70,13 @@ def copy(array: Array) -> Array:
 
 
 def sqrt(array: Array) -> Array:
-    """Return square roots, rounded to the nearest everywhere; torch's own on a CPU are not."""
+    """Return square roots rounded to the nearest everywhere, as torch's own on a CPU are not."""
     if module_of(array) is np or array.is_cuda:
         return module_of(array).sqrt(array)
     return place(np.sqrt(array.numpy()), array)
 
 
-def ascending(array: Array) -> Array:
+def sort_rows(array: Array) -> Array:
     """Return the last axis sorted."""
     return np.sort(array, -1) if module_of(array) is np else array.sort(-1).values
 
@@ -188,7 +188,7 @@ def rows_norms2(block: Array) -> list[float]:
 
 @kernel
 def _squares(v: np.ndarray) -> float:
-    """The sum of squares: eight sums side by side, for speed, and so alike with any number of threads."""
+    """Return the sum of squares, as eight sums side by side: fast, and equal for any number of threads."""
     a = b = c = d = e = f = g = h = 0.0
     end = len(v) // 8 * 8
     for i in range(0, end, 8):

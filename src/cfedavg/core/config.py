@@ -14,9 +14,7 @@ from typing import Any, get_type_hints
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
-from cfedavg.core.option import Option, option
-from cfedavg.core.retired import RETIRED, renew, replacement
-from cfedavg.core.spec import Range
+from cfedavg.core.option import Option, Range, option
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -24,8 +22,8 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
 
 # In each direction 3% of the numbers, and at least 10,000, in 3 bits. docs/benchmarks.md has the grid.
 BOTH_WAYS = "topk(0.97, least=10000) >> int3(256)"
-APP = "(a Flower app)"  # stands for a model and data that are the app's, which its server cannot know
-OWN = "(a task from Python"  # begins what stands for a model and data that no text names
+APP = "(a Flower app)"  # stands for the app's model and data, which its server does not know
+OWN = "(a task from Python"  # begins the remark that stands for a model and data that no text names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +176,14 @@ class Config:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, kind in kinds().items():
-            object.__setattr__(self, name, _typed(name, getattr(self, name), kind))
-        self._check_exclusive()
+        for name, kind in field_types().items():
+            object.__setattr__(self, name, _convert(name, getattr(self, name), kind))
+        for group in EXCLUSIVE:
+            given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
+            if len(given) > 1:
+                raise InputError(f"{' and '.join(given)} exclude each other: give one")
+            if not given:
+                object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
         for name, known in OPTIONS.items():
             if not known.per_client:
                 known.check(name, getattr(self, name))
@@ -188,22 +191,14 @@ class Config:
                 known.check(name, values.low)
                 known.check(name, values.high)
 
-    def _check_exclusive(self) -> None:
-        for group in EXCLUSIVE:
-            given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
-            if len(given) > 1:
-                raise InputError(f"{' and '.join(given)} exclude each other: give one")
-            if not given:
-                object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
-
     def per_client(self, name: str) -> Range | None:
-        """The value of a field that may differ between clients, parsed."""
+        """Return the parsed value of a field that may differ between clients."""
         text = getattr(self, name)
         return None if text is None else Range.parse(text, name, whole=OPTIONS[name].whole)
 
     @property
     def is_named(self) -> bool:
-        """Whether it names model and data; in place of those from Python or an app stands a remark."""
+        """Whether it names model and data. A remark stands for those that come from Python or an app."""
         return not self.dataset.startswith("(")
 
     @property
@@ -212,9 +207,10 @@ class Config:
         return any(_names_code(getattr(self, name)) for name in PARTS)
 
     def says(self, name: str) -> bool:
-        """Whether a field says something of the run: of a Flower app, only what its server decides.
+        """Return whether a field says something of the run.
 
-        Of a task from Python, not how data would have been dealt out.
+        Of a Flower app, only the fields that its server decides do. Of a task from Python, those that would
+        deal out data do not.
         """
         known = OPTIONS[name]
         if self.dataset.startswith(OWN):
@@ -224,28 +220,28 @@ class Config:
         return self.model == APP and known.server == "alone"
 
     def for_task(self, name: str, model: str, prints: tuple[str, str], clients: int) -> Config:
-        """The same for a task from Python: names and fingerprints of its model and data stand in it.
+        """Return a copy for a task from Python, with the names and fingerprints of its model and data.
 
         >>> Config(iid=True).for_task("digits", "Net", ("3fa9", "77fe"), 8).dataset
         '(a task from Python: digits, 77fe)'
         """
         of_model, of_data = prints
-        changes: dict[str, Any] = {
-            own: getattr(Config, own) for own in fields_where(lambda known: known.in_task)
+        in_task = {own: getattr(Config, own) for own in fields_where(lambda known: known.in_task)}
+        named: dict[str, Any] = {
+            "dataset": f"{OWN}: {name}, {of_data})",
+            "model": f"{OWN}: {model}, {of_model})",
         }
-        changes["dataset"] = f"{OWN}: {name}, {of_data})"
-        changes["model"] = f"{OWN}: {model}, {of_model})"
-        return dataclasses.replace(self, **changes, clients=clients)
+        return dataclasses.replace(self, **in_task, **named, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with other values; giving one of an exclusive group takes the others back."""
+        """Return a copy with other values; a value of an exclusive group takes the others back."""
         for group in EXCLUSIVE:
             if any(_is_given(changes.get(name)) for name in group):
                 changes = {name: getattr(Config, name) for name in group} | changes
         return dataclasses.replace(self, **changes)
 
     def to_toml(self) -> str:
-        """All that it says, with help as comments; `from_toml` reads it back to an equal Config."""
+        """Return all that it says, with help as comments; `from_toml` reads it back to an equal Config."""
         lines: list[str] = []
         group = ""
         for name, known in OPTIONS.items():
@@ -281,7 +277,7 @@ class Config:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Read a TOML text; one sentence says what is wrong."""
+    """Return the table of a TOML text; raise InputError if it is not valid."""
     try:
         return tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
@@ -294,7 +290,7 @@ OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dat
 
 
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
-    """The names of the fields of which something is known.
+    """Return the names of the fields whose options fulfil a condition.
 
     >>> fields_where(lambda known: known.in_task)
     ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
@@ -302,16 +298,13 @@ def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
     return tuple(name for name, known in OPTIONS.items() if holds(known))
 
 
-def _exclusive() -> tuple[tuple[str, ...], ...]:
-    groups: dict[str, list[str]] = {}
-    for name in fields_where(lambda known: known.exclusive != ""):
-        groups.setdefault(OPTIONS[name].exclusive, []).append(name)
-    return tuple(map(tuple, groups.values()))
-
-
 PARTS = fields_where(lambda known: known.is_part)
 PER_CLIENT = fields_where(lambda known: known.per_client)
-EXCLUSIVE = _exclusive()  # of each group at most one is given; without any, the first has a value
+# Of each group at most one is given; if none is, the first has its value `otherwise`.
+EXCLUSIVE = tuple(
+    tuple(name for name in OPTIONS if OPTIONS[name].exclusive == group)
+    for group in dict.fromkeys(known.exclusive for known in OPTIONS.values() if known.exclusive)
+)
 
 
 def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
@@ -322,25 +315,25 @@ def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
 
 
 def _names_code(text: str) -> bool:
-    """Whether a part's text names a module; the remark of a task or an app is in brackets and names none."""
+    """Return whether a part's text names a module; the remark of a task or an app, in brackets, does not."""
     return ":" in text and not text.startswith((f"{OWN}: ", APP[:-1]))
 
 
 def _is_given(value: object) -> bool:
-    """Whether a field of an exclusive group is given; a 0 is, and is refused by its bounds."""
+    """Return whether a field of an exclusive group is given; a 0 is, and its bounds refuse it."""
     return value is not None and value is not False
 
 
 @cache
-def kinds() -> dict[str, Any]:
-    """The type of every field."""
+def field_types() -> dict[str, Any]:
+    """Return the type of every field."""
     return get_type_hints(Config)
 
 
 def read_config(path: Path, *, written: bool = True) -> Config:
-    """The configuration in a TOML file. To read it runs nothing; see `refuse_code` before it is run.
+    """Return the configuration in a TOML file. Reading imports nothing; call `refuse_code` before a run.
 
-    A file that a run has `written` may be of version 0.5; in one of the user's, old names are refused.
+    A file that a run has `written` may be of version 0.5; in a file of the user's, old names are refused.
     """
     try:
         text = read_file(path).decode()
@@ -354,34 +347,66 @@ def read_config(path: Path, *, written: bool = True) -> Config:
         raise InputError(str(error) if named else f"{path}: {error}") from None
 
 
-def _typed(name: str, value: Any, kind: Any) -> Any:
-    """The value as the field's type: a whole number may stand for a float, and a number for a Range."""
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Return the value in the field's type: a whole number may stand for a float, a number for a Range."""
     kinds = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
     if value is None and type(None) in kinds:
         return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if float in kinds and number:
-        value = _as_float(value)
-    if name in PER_CLIENT and number:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in kinds and is_number:
+        try:
+            value = float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            value = math.inf if value > 0 else -math.inf
+    if name in PER_CLIENT and is_number:
         value = str(value)
     if isinstance(value, str) and not value.isprintable():
         raise InputError(f"`{name}` must be printable text, got {value!r}")
     if type(value) not in kinds:
-        wanted = " or ".join(words for k, words in _WORDS.items() if k in kinds)
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        wanted = " or ".join(text for k, text in words.items() if k in kinds)
         raise InputError(f"`{name}` must be {wanted}, got {value!r}")
     return value
 
 
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.inf if value > 0 else -math.inf
-
-
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
 def toml_value(value: Any) -> str:
-    """A number, text or truth as TOML writes it."""
+    """Return a number, text or truth as TOML writes it."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+# Options of version 0.5 that have other names now, and the fields that replace them.
+RETIRED = {"error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser"}
+
+
+def replacement(name: str, table: Mapping[str, Any]) -> str:
+    """Return what to write for an old option, with the values of its table.
+
+    >>> replacement("momentum", {"momentum": 0.9, "weight_decay": 1e-4})
+    'local_optimiser = "sgd(momentum=0.9, weight_decay=0.0001)"'
+    """
+    return f'{RETIRED[name]} = "{_new_parts(table)[RETIRED[name]]}"'
+
+
+def renew(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a file under their present names.
+
+    >>> renew({"rounds": 5, "error_feedback": False, "momentum": 0.0})
+    {'rounds': 5, 'local_optimiser': 'sgd', 'server_optimiser': 'sgd', 'feedback': 'none'}
+    >>> renew({"dataset": "mnist", "compressor": "rd(0.9)"})  # when the whole model was broadcast
+    {'dataset': 'mnist', 'compressor': 'rd(0.9)', 'compressor_down': 'none'}
+
+    Settings without a data set are not those of a run, and stay as they are.
+    """
+    found = {name: value for name, value in table.items() if name not in RETIRED}
+    if {"dataset", "compressor"} <= table.keys():
+        found.setdefault("compressor_down", "none")
+    return found | _new_parts(table) if RETIRED.keys() & table.keys() else found
+
+
+def _new_parts(table: Mapping[str, Any]) -> dict[str, str]:
+    given = [f"{name}={table[name]}" for name in ("momentum", "weight_decay") if table.get(name)]
+    return {
+        "local_optimiser": f"sgd({', '.join(given)})" if given else "sgd",
+        "server_optimiser": "sgd",
+        "feedback": "ef" if table.get("error_feedback", True) else "none",
+    }

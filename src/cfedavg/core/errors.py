@@ -10,7 +10,7 @@ class Busy(InputError):
 
 
 class CannotResume(InputError):
-    """What a run left is damaged, or parts of it are missing; it is left as it is."""
+    """The files of a run are damaged or missing; they stay as they are."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"cannot resume: {why}")
@@ -24,15 +24,15 @@ class NotFinite(ArithmeticError):
     """NaN or Inf in an update; `rows` are the rows of the block that hold one."""
 
     def __init__(self, rows: list[int]) -> None:
-        super().__init__(f"the update of {rows_in_words(rows)} holds NaN or Inf")
+        super().__init__(f"the update of {name_rows(rows)} holds NaN or Inf")
         self.rows = rows
 
 
 class Diverged(InputError):
-    """Training left the finite numbers: says in which round, counted from 1, and for which clients."""
+    """Training gave NaN or infinity, in a round counted from 1 and for some clients."""
 
     def __init__(self, t: int, clients: list[int], what: str) -> None:
-        whose = f" for {rows_in_words(clients, 'client')}" if clients else ""
+        whose = f" for {name_rows(clients, 'client')}" if clients else ""
         super().__init__(
             f"round {t + 1}: {what} is NaN or infinite{whose}; "
             "lower `eta_local` (or `eta`), or check the data"
@@ -40,22 +40,22 @@ class Diverged(InputError):
         self.t, self.clients = t, clients
 
 
-def first_line(error: Exception) -> str:
-    """An error in a few words.
+def summarise_error(error: Exception) -> str:
+    """Return the type and the first line of an error.
 
-    >>> first_line(ValueError("no such thing\\nand more"))
+    >>> summarise_error(ValueError("no such thing\\nand more"))
     'ValueError: no such thing'
     """
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
 
 
-def rows_in_words(rows: list[int], noun: str = "row") -> str:
-    """`client 3`, `clients 3, 5 and 9 more`.
+def name_rows(rows: list[int], noun: str = "row") -> str:
+    """Return rows in words: `client 3`, `clients 3, 5 and 9 more`.
 
-    >>> rows_in_words([3], "client")
+    >>> name_rows([3], "client")
     'client 3'
-    >>> rows_in_words(list(range(12)), "client")
+    >>> name_rows(list(range(12)), "client")
     'clients 0, 1, 2, 3, 4, 5, 6, 7 and 4 more'
     """
     shown, more = rows[:8], len(rows) - 8

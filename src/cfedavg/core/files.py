@@ -19,10 +19,10 @@ _TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe|tmp[A-Za-z0-9]{6})")
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends well.
+def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Give the block a temporary path to write to; it replaces `path` when the block ends well.
 
-    If not `durable`, the file is whole for other processes, but a power cut may undo it until it is synced.
+    Without `durable`, the file is whole for other processes, but a power cut may undo it until it is synced.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -40,13 +40,13 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Puts `data` into the file at once: after a crash it holds the old bytes or the new ones."""
-    with replacing(path) as temporary:
+    """Replace the content of a file: after a crash it holds the old bytes or the new ones."""
+    with replace_file(path) as temporary:
         temporary.write_bytes(data)
 
 
 def append(path: Path, data: bytes) -> None:
-    """Adds `data` to the end of the file. What a crash leaves of it is for the caller to tell."""
+    """Append `data` to a file. A crash may leave a part of it: the caller must recognise that."""
     try:
         with path.open("ab") as file:
             file.write(data)
@@ -82,12 +82,12 @@ def _open_regular(path: str | Path, flags: int) -> int:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name is what a killed process left."""
+    """Return whether a killed process left a file of this name."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at the path; a path that cannot even be asked for is not there."""
+    """Return whether the path exists; one that cannot be looked up does not."""
     try:
         return path.exists()
     except OSError:
@@ -95,13 +95,13 @@ def exists(path: Path) -> bool:
 
 
 def check_no_file(path: Path, option: str) -> None:
-    """That nothing but a folder is there, if anything is."""
+    """Refuse a path that exists and is no folder."""
     if exists(path) and not path.is_dir():
         raise InputError(f"{option}: {path} is a file, not a folder")
 
 
 def make_folder(path: Path, option: str) -> None:
-    """Makes a folder, durably, and checks that files can be written there."""
+    """Make a folder, durably, and check that files can be written there."""
     check_no_file(path, option)
     try:
         new = [each for each in (path, *path.parents) if not each.exists()]
@@ -116,22 +116,22 @@ def make_folder(path: Path, option: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path, sentence: str) -> Iterator[None]:
-    """One process at a time; another one that holds the folder makes it Busy, with this sentence."""
+def lock_folder(folder: Path, sentence: str) -> Iterator[None]:
+    """Lock a folder during the block; raise Busy with this sentence if another process holds it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy(sentence) from None
-        tidy(folder)
+        remove_temporaries(folder)
         yield
     finally:
         os.close(handle)
 
 
-def tidy(folder: Path) -> None:
-    """Removes what a process left that was killed while it wrote; what cannot be removed hurts nobody."""
+def remove_temporaries(folder: Path) -> None:
+    """Remove what killed processes left while they wrote, as far as it can be removed."""
     for path in folder.glob(".*"):
         if is_temporary(path.name):
             with suppress(OSError):
@@ -139,7 +139,7 @@ def tidy(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Asks the disk to keep what was written to a file, or the names in a folder."""
+    """Make the content of a file, or the names in a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,14 +1,16 @@
 """Fingerprints of models and data: short texts that are equal for the same task, in any process.
 
-Weights do not count, since they may come from the seed. Tensors are hashed whole where they are small, else
-some rows of every client are; of other data some rows are, unless they are drawn at random.
+Weights do not count, since they may come from the seed. Small tensors are hashed whole; of large ones, some
+rows of every client are. Of other data some rows are hashed, unless they are drawn at random.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -19,21 +21,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from cfedavg.core.generators import unseen_draws, where_they_stand
 from cfedavg.core.layout import Layout
 
-_BYTES = 2**26  # of all data sets together; beyond that, rows are left out
-_LEAST = 4  # rows of a data set
+_BYTES = 2**26  # hashed of all data sets together; beyond that, rows are left out
+_LEAST = 4  # rows hashed of a data set
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
-def model_print(model: nn.Module, *functions: Callable[..., Any]) -> str:
+def fingerprint_model(model: nn.Module, *functions: Callable[..., Any]) -> str:
     """Hash a model's layout, its printed structure, and the names of functions such as the loss."""
     structure = _ADDRESS.sub("", repr(model))
     return _digest([Layout.of(model).text, structure, *map(_name, functions)])
 
 
-def data_print(data: Sequence[Any], version: str = "") -> str:
+def fingerprint_data(data: Sequence[Any], version: str = "") -> str:
     """Hash data sets (see Samples); where a version is given, only that and their number."""
     if version:
         return _digest([version, str(len(data))])
@@ -41,7 +42,7 @@ def data_print(data: Sequence[Any], version: str = "") -> str:
 
 
 def _parts(data: Any, most: int) -> Iterator[str | bytes]:
-    """Size, shapes, dtypes and contents of a data set, as far as they are known without side effects."""
+    """Yield size, shapes, dtypes and contents of a data set, as far as reading them has no side effect."""
     if hasattr(data, "batch"):
         yield f"{type(data).__qualname__} {len(data)}"
         rows = _some(len(data), _LEAST)
@@ -50,13 +51,13 @@ def _parts(data: Any, most: int) -> Iterator[str | bytes]:
         else:
             yield from _unless_drawn(lambda: data.batch(rows), most)
     elif isinstance(data, Dataset):
-        yield f"{len(data)}"  # type: ignore[arg-type]
-        yield from _of_dataset(data, most)
+        yield from _dataset_parts(data, most)
     else:
         yield from _rows_of(data, most)
 
 
-def _of_dataset(dataset: Any, most: int) -> Iterator[str | bytes]:
+def _dataset_parts(dataset: Any, most: int) -> Iterator[str | bytes]:
+    yield f"{len(dataset)}"
     yield type(dataset).__qualname__
     inner = dataset
     while isinstance(inner, Subset):
@@ -71,15 +72,15 @@ def _of_dataset(dataset: Any, most: int) -> Iterator[str | bytes]:
 
 
 def _unless_drawn(read: Callable[[], Any], most: int) -> list[str | bytes]:
-    """What is read, if it is the same twice and moves no generator; else nothing, as of augmented data.
+    """Return what is read, if it is the same twice and moves no generator; nothing for augmented data, say.
 
-    To compare alone would not do: a rare change may happen in neither of two reads, and in a later one.
+    Comparing two reads is not enough: a rare random change may show in neither.
     """
-    with unseen_draws(torch.device("cpu")):
+    with restore_generators(torch.device("cpu")):
         try:
-            before = where_they_stand()
+            before = _generator_state()
             first, second = (list(_rows_of(read(), most)) for _ in range(2))
-            drawn = where_they_stand() != before
+            drawn = _generator_state() != before
         except Exception:  # the run meets it too, and says for which client
             return []
     return [] if drawn or first != second else first
@@ -98,7 +99,7 @@ def _rows_of(tree: Any, most: int) -> Iterator[str | bytes]:
 
 
 def _bytes(tensor: Tensor, most: int) -> bytes:
-    """The numbers of a tensor, or of rows spread over it if there are too many."""
+    """Return the bytes of a tensor, or of rows spread over it if there are too many."""
     tensor = tensor[None] if not tensor.dim() else tensor
     rows = max(_LEAST, most * len(tensor) // max(1, tensor.nbytes))
     if rows < len(tensor):
@@ -107,12 +108,12 @@ def _bytes(tensor: Tensor, most: int) -> bytes:
 
 
 def _some(n: int, rows: int) -> np.ndarray:
-    """Rows from the first to the last, evenly spread."""
+    """Return rows from the first to the last, evenly spread."""
     return np.unique(np.linspace(0, n - 1, min(n, rows)).astype(np.int64))
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """The name of a function, with the plain values bound to it; a lambda, which has none, by its code."""
+    """Return the name of a function with the plain values bound to it; for a lambda, a hash of its code."""
     if isinstance(function, partial):
         return f"partial {_name(function.func)} {_plain(function.args)} {_plain(function.keywords.items())}"
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -135,20 +136,18 @@ def _closure(function: Any) -> Iterator[Any]:
 
 
 def _plain(values: Iterable[Any]) -> str:
-    """Numbers and texts as they are, all else by its type."""
-    return ", ".join(map(_plainly, values))
+    """Return numbers and texts as they are, all else by its type."""
 
+    def plain(value: Any) -> str:
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            return repr(value)
+        return f"({_plain(value)})" if isinstance(value, tuple | list) else type(value).__qualname__
 
-def _plainly(value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"({_plain(value)})"
-    return type(value).__qualname__
+    return ", ".join(map(plain, values))
 
 
 def _code(code: CodeType) -> Iterator[str | bytes]:
-    """What a function does, wherever it stands; another version of Python writes it differently."""
+    """Yield a function's bytecode and names, without its place; they depend on the version of Python."""
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount))
     for value in code.co_consts:
@@ -164,3 +163,21 @@ def _digest(parts: Any) -> str:
         text = part.encode() if isinstance(part, str) else part
         found.update(f"{len(text)} ".encode() + text)
     return found.hexdigest()[:12]
+
+
+@contextmanager
+def restore_generators(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, NumPy and torch after the block, so that a trial changes no run."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _generator_state() -> tuple[Any, ...]:
+    """Return a state that changes when something is drawn, except on a GPU."""
+    _, words, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(words).tobytes(), rest, torch.get_rng_state().numpy().tobytes()

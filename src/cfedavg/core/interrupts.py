@@ -22,26 +22,26 @@ TOGETHER = 1.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-def deaf() -> AbstractContextManager[None]:
-    """Ignore all of these signals in the block, a second one too: for what ends by itself, and soon."""
+def ignore_stops() -> AbstractContextManager[None]:
+    """Ignore all stop signals in the block, a second one too: for work that ends soon by itself."""
     return _handling(dict.fromkeys(STOPS, signal.SIG_IGN))
 
 
-def uninterrupted() -> AbstractContextManager[None]:
-    """Raise nothing in the block. Unlike with `deaf`, a second signal is still heard by `insisting`."""
+def mute_stops() -> AbstractContextManager[None]:
+    """Raise nothing in the block. Unlike in `ignore_stops`, `watch_second_stop` hears a second one."""
     heard = (n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN)
     return _handling(dict.fromkeys(heard, lambda *_: None))
 
 
-def polite() -> AbstractContextManager[None]:
-    """Makes a polite kill, or a terminal that is closed, a KeyboardInterrupt, where it would just end us."""
+def catch_kills() -> AbstractContextManager[None]:
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP where they would end the process."""
     unheard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     return _handling(dict.fromkeys(unheard, signal.default_int_handler))
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Let the signals that come in the block wait for its end, whichever way it ends."""
+def defer_stops() -> Iterator[None]:
+    """Handle signals that come in the block when it ends, also by an exception."""
     handlers = {n: handler for n in STOPS if callable(handler := signal.getsignal(n))}
     caught: list[tuple[int, Any]] = []
     try:
@@ -54,41 +54,42 @@ def held() -> Iterator[None]:
 
 
 class StopRequest:
-    """What has asked a command to stop, as the number of a signal. Only the first request raises."""
+    """The signal that has asked a command to stop. Only the first request raises."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self._over = False
+        self.signal: int | None = None
+        self._is_over = False
 
-    def stop(self, number: int, frame: object = None) -> None:
-        if self.number is None and not self._over:
-            self.number = number
+    def stop(self, signal: int, frame: object = None) -> None:
+        """Note a signal and raise KeyboardInterrupt, if it is the first."""
+        if self.signal is None and not self._is_over:
+            self.signal = signal
             raise KeyboardInterrupt
 
-    def over(self) -> None:
-        """Raise no more: there is nothing left to stop."""
-        self._over = True
+    def finish(self) -> None:
+        """Raise no more: nothing is left to stop."""
+        self._is_over = True
 
     @property
     def code(self) -> int:
-        """The exit code that shells give to a process which a signal has ended."""
-        return 128 + (self.number or signal.SIGINT)
+        """The exit code that shells give to a process that a signal ended."""
+        return 128 + (self.signal or signal.SIGINT)
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
-    """Handle signals for a command, whose process ends after the block: from there on they are ignored.
+def handle_stops() -> Iterator[StopRequest]:
+    """Handle stop signals for a command. After the block, where its process ends, they are ignored.
 
-    A signal that is ignored already, like SIGHUP under nohup, stays so.
+    A signal that was ignored before, like SIGHUP under nohup, stays ignored.
     """
     request = StopRequest()
     heard = [n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN]
-    with insisting(end_at_once):
+    with watch_second_stop(end_at_once):
         _set(dict.fromkeys(heard, request.stop))
         try:
             yield request
         finally:
-            request.over()
+            request.finish()
             _set(dict.fromkeys(heard, signal.SIG_IGN))
 
 
@@ -106,10 +107,10 @@ def end_at_once(number: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without the interpreter's own end.
+    """End this process without the interpreter's own shutdown.
 
-    With the threads of torch.distributed about, that end aborts once in a while ("terminate called without an
-    active exception"), which a user would read, and which a launcher takes for a failure.
+    With threads of torch.distributed alive, that end aborts now and then ("terminate called without an active
+    exception"). A user would read this, and a launcher would take it for a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -117,11 +118,11 @@ def leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def insisting(end: Callable[[int], None]) -> Iterator[None]:
+def watch_second_stop(end: Callable[[int], None]) -> Iterator[None]:
     """Call `end` with the number of the second signal, from a thread of its own.
 
-    Python's handlers must wait for the main thread, which may hang in a call: it waits for a worker that
-    is stopped. The wakeup descriptor is written to at once.
+    Python's handlers wait for the main thread, which may hang in a call (it waits for a stopped worker, say).
+    The wakeup descriptor is written to at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set it
@@ -142,7 +143,7 @@ def insisting(end: Callable[[int], None]) -> Iterator[None]:
 
 
 def _listen(reader: int, onward: int, end: Callable[[int], None]) -> None:
-    """Count signals until a zero comes; whoever listened before goes on hearing them."""
+    """Count signals until a zero comes, and pass them on to the previous descriptor."""
     first: float | None = None
     while (data := os.read(reader, 1)) != b"\0":
         if onward != -1:

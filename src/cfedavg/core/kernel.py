@@ -1,4 +1,4 @@
-"""How inner loops are compiled: to machine code by numba, once, and kept on disk."""
+"""Kernels: inner loops that numba compiles to machine code, once, and keeps on disk."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "")
 import numba
 
 F = TypeVar("F", bound=Callable[..., Any])
-Int = Any  # a machine integer, of a width and sign that the compiler finds out
+Int = Any  # a machine integer whose width and sign the compiler infers
 
 
 @cache
 def _stamp(folder: Path) -> str:
-    """A hash of all modules in a folder."""
+    """Return a hash of all modules in a folder."""
     texts = [path.read_bytes() for path in [Path(__file__), *sorted(folder.glob("*.py"))]]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def kernel(function: F) -> F:
-    """A function of numbers and NumPy arrays as machine code; it lets other threads run meanwhile."""
+    """Compile a function of numbers and NumPy arrays; other threads run while it does."""
     compile_it = numba.njit(nogil=True, error_model="numpy")
     compiled: Any = compile_it(function)
-    # numba compiles a function anew when its own file has changed. But kernels call each other across the
-    # files of a room, and what is compiled contains what it calls: any change there makes all of them new.
+    # numba recompiles a function when its own file has changed. But kernels call each other across the files
+    # of a folder, and the machine code contains what it calls: a change there must recompile all of them.
     try:
         compiled.enable_caching()
         compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
@@ -43,7 +43,7 @@ def kernel(function: F) -> F:
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:
-    """Whether the machine code of a kernel is on disk, so that it starts at once."""
+    """Return whether the machine code of a kernel is on disk, so that it starts at once."""
     compiled: Any = function
     try:
         return bool(compiled._cache._cache_file._load_index())

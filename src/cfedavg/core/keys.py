@@ -8,7 +8,9 @@ with the sign bits masked off. No torch here: a decoder without torch draws the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+# The same for compiled code, where a Python integer would be signed.
+_GOLDEN_WORD, _MIX_1_WORD, _MIX_2_WORD = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
 
 
 class Purpose(IntEnum):
@@ -41,7 +45,7 @@ class Purpose(IntEnum):
 
 
 def signed(word: int) -> int:
-    """The int64 with the same 64 bits, which is how arrays hold a key."""
+    """Return the int64 with the same 64 bits, as arrays hold a key."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
@@ -53,7 +57,7 @@ def _mix_word(z: int) -> int:
 
 
 def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
-    """The key of one purpose, of one client, in round t.
+    """Return the key of one purpose, of one client, in round t.
 
     >>> key(0, 0, 0, Purpose.BATCH) == key(0, 0, 0, Purpose.SELECT)
     False
@@ -65,7 +69,7 @@ def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
 
 
 def keys(*parts: Any) -> Any:
-    """`key` for arrays: each part is an int64 array or a number, and so is the result, by broadcasting.
+    """Return `key` for arrays: each part is an int64 array or a number, and they broadcast.
 
     >>> int(keys(0, 0, np.arange(3), int(Purpose.BATCH))[2]) == signed(key(0, 0, 2, Purpose.BATCH))
     True
@@ -77,7 +81,7 @@ def keys(*parts: Any) -> Any:
 
 
 def bits(word: Any, coordinates: Any) -> Any:
-    """64 random bits (as int64) for each coordinate: an int64 array of NumPy or torch in, the same out.
+    """Return 64 random bits (as int64) for each coordinate of an int64 array of NumPy or torch.
 
     `word` is a key as an int64: a Python int from `signed`, or an array that broadcasts.
     """
@@ -88,27 +92,70 @@ def bits(word: Any, coordinates: Any) -> Any:
 
 
 def derive(words: Any, purpose: Purpose) -> Any:
-    """A second array of keys made from a first one, or a key from a key: the draw at the purpose's number."""
+    """Return keys made from keys, or a key from a key: the draw at the purpose's number."""
     if isinstance(words, int):
         return signed(_mix_word((words + (int(purpose) + 1) * _GOLDEN) & _WORD))
     return bits(words, words * 0 + int(purpose))
 
 
 def bits53(word: Any, coordinates: Any) -> Any:
-    """The upper 53 of `bits`, a non-negative int64 below 2**53; divided by 2**53 it is uniform in [0, 1)."""
+    """Return the upper 53 of `bits`, an int64 from 0 to below 2**53; over 2**53 it is uniform in [0, 1)."""
     return (bits(word, coordinates) >> 11) & ((1 << 53) - 1)
 
 
 def uniform(word: int, n: int) -> np.ndarray:
-    """n numbers in [0, 1) as float64: the draws of coordinates 0 .. n-1."""
+    """Return n numbers in [0, 1) as float64: the draws of coordinates 0 .. n-1."""
     draws: np.ndarray = bits53(signed(word), np.arange(n, dtype=np.int64)) / 2.0**53
     return draws
 
 
 def permutation(word: int, n: int) -> np.ndarray:
-    """A random order of 0 .. n-1: the coordinates sorted by their bits.
+    """Return a random order of 0 .. n-1: the coordinates sorted by their bits.
 
     >>> sorted(permutation(key(0, 0, 0, Purpose.BATCH), 5).tolist())
     [0, 1, 2, 3, 4]
     """
     return np.argsort(bits(signed(word), np.arange(n, dtype=np.int64)), kind="stable")
+
+
+def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
+    """Return the coordinates j < d for which bits53(key, j) < keep, increasing.
+
+    >>> draw_coordinates(0, 2**52, 10)
+    array([1, 2, 4, 5, 6, 8])
+    """
+    mean = d * keep / 2**53
+    room = int(mean + 6 * np.sqrt(mean)) + 1  # nearly always enough
+    indices = np.empty(room, np.int64)
+    n = draw_into(key, keep, d, indices)
+    if n > room:
+        indices = np.empty(n, np.int64)
+        draw_into(key, keep, d, indices)
+    return indices[:n]
+
+
+def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
+    """Fill `indices` with the coordinates j < d for which bits53(key, j) < keep; return their number."""
+    return int(_compile_draw()(key, keep, d, indices))
+
+
+@cache
+def _compile_draw() -> Callable[..., int]:
+    from cfedavg.core.kernel import kernel  # imports numba: commands would start in twice the time
+
+    return kernel(_draw)
+
+
+def _draw(key: Any, keep: Any, d: Any, indices: np.ndarray) -> Any:
+    """Do what `draw_into` does, with unsigned words; `bits53` is its oracle."""
+    word, n = np.uint64(key), 0
+    for j in range(d):
+        word += _GOLDEN_WORD
+        z = (word ^ (word >> np.uint64(30))) * _MIX_1_WORD
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2_WORD
+        z ^= z >> np.uint64(31)
+        if np.int64(z >> np.uint64(11)) < keep:
+            if n < len(indices):
+                indices[n] = j
+            n += 1
+    return n

@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: Any) -> Layout:
-        """The trainable parameters of a torch module; a tied one counts once, a frozen one not at all."""
+        """Return the layout of a torch module's trainable parameters; a tied one counts once."""
         pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return cls(
             tuple(name for name, _ in pairs),
@@ -37,19 +37,21 @@ class Layout:
 
     @classmethod
     def flat(cls, d: int) -> Layout:
-        """One unnamed tensor of d numbers, for vectors that come from no model."""
+        """Return the layout of one unnamed tensor of d numbers, for vectors that come from no model."""
         return cls(("",), ((d,),), ("float32",))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
+        """How many numbers each tensor has."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def d(self) -> int:
+        """The length of the flat vector."""
         return sum(self.sizes)
 
     def slices(self) -> Iterator[slice]:
-        """Where each tensor lies in the flat vector."""
+        """Yield where each tensor lies in the flat vector."""
         start = 0
         for size in self.sizes:
             yield slice(start, start + size)
@@ -66,38 +68,40 @@ class Layout:
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
-        """Raises ValueError if the text is not that of a layout."""
+        """Return the layout of a text; raise ValueError if it is not one."""
         names, shapes, dtypes = json.loads(text)
         layout = cls(tuple(names), tuple(tuple(shape) for shape in shapes), tuple(dtypes))
         numbers = [size for shape in layout.shapes for size in shape]
         texts = all(isinstance(text, str) for text in layout.names + layout.dtypes)
         whole = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-        short = all(len(shape) <= 64 for shape in layout.shapes)  # of torch and NumPy, none has more
+        short = all(len(shape) <= 64 for shape in layout.shapes)  # neither torch nor NumPy has more
         if not len(names) == len(shapes) == len(dtypes) or not (texts and whole and short):
             raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
         return layout
 
     def difference(self, other: Layout, alike: Callable[[str, str], bool] = operator.eq) -> str:
-        """In what another one is not the same, whatever its order; empty if it is. `alike` compares dtypes.
+        """Return in words how another layout differs, whatever its order; empty if it does not.
 
-        >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
-        "'w' is missing"
+        `alike` compares dtypes.
+
+            >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
+            "'w' is missing"
         """
-        mine, others = ({row[0]: row for row in each._rows()} for each in (self, other))
+        mine, others = (
+            dict(zip(each.names, zip(each.shapes, each.dtypes, strict=True), strict=True))
+            for each in (self, other)
+        )
         if missing := [name for name in mine if name not in others]:
             return f"{missing[0]!r} is missing"
         if unknown := [name for name in others if name not in mine]:
             return f"{unknown[0]!r} is one too many"
-        for name, shape, dtype in self._rows():
-            _, found, kind = others[name]
+        for name, (shape, dtype) in mine.items():
+            found, kind = others[name]
             if found != shape:
                 return f"{name!r} is of shape {list(found)}, not {list(shape)}"
             if not alike(kind, dtype):
                 return f"{name!r} is of {kind}, not {dtype}"
         return ""
-
-    def _rows(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        return zip(self.names, self.shapes, self.dtypes, strict=True)
 
     @cached_property
     def schema_hash(self) -> int:

@@ -1,4 +1,4 @@
-"""Option: what is known of one field of a configuration, besides its type and its default."""
+"""Option: what is known of a field of a configuration. Range: the value of a field that differs by client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of a field. Its readers are Config, the command, resumed runs and federations.
+    """What is known of a field, for Config, the command, resumed runs and federations.
 
     A number must lie within the bounds; of a `per_client` field, each of its numbers.
 
@@ -24,7 +24,7 @@ class Option:
     cfedavg.core.errors.InputError: `eta_local` must be above 0, got -3
     """
 
-    group: str  # of fields that belong together in a file and in the help
+    group: str  # the heading in a file and in the help
     help: str
     _: KW_ONLY
     shown: str = ""  # the default in words, where None stands for it
@@ -39,21 +39,20 @@ class Option:
     server: Literal["", "alone", "always"] = ""  # a Flower app's server decides it; alone: if it averages
     in_task: bool = False  # a task from Python decides it
     per_client: bool = False  # a text with one number for all, a range, or one number per client
-    whole: bool = False  # of those numbers
+    whole: bool = False  # those numbers are whole
     is_part: bool = False  # a text that may name a module:Class
-    exclusive: str = ""  # a name that fields share of which at most one may be given
-    otherwise: Any = None  # the value, where none of those fields is given
+    exclusive: str = ""  # a group of fields of which at most one may be given
+    otherwise: Any = None  # the value if no field of the group is given
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value of the field `name` that is out of bounds or no choice."""
         if self.choices and value not in self.choices:
             raise InputError(f"`{name}` must be {any_of(self.choices)}, got {value!r}")
-        if isinstance(value, int | float):
-            self._check_number(name, value)
-
-    def _check_number(self, name: str, value: float) -> None:
-        got = repr(value).removesuffix(".0") if _fits(value) or isinstance(value, float) else "a larger one"
-        if not _fits(value):
+        if not isinstance(value, int | float):
+            return
+        fits = abs(value) <= sys.float_info.max  # a whole number may have any number of digits
+        got = repr(value).removesuffix(".0") if fits or isinstance(value, float) else "a larger one"
+        if not fits:
             raise InputError(f"`{name}` must be a finite number below 1.8e308, got {got}")
         if not (self.low <= value <= self.high and self.above < value < self.below):
             raise InputError(f"`{name}` must be {self.rule}, got {got}")
@@ -69,27 +68,19 @@ class Option:
             return self.bounds
         if math.isfinite(self.low) and math.isfinite(self.high):
             return f"from {self.low} to {self.high}"
-        words = {"or more": self.low, "above": self.above, "at most": self.high, "below": self.below}
-        return " and ".join(
-            f"{number} {word}" if word == "or more" else f"{word} {number}"
-            for word, number in words.items()
-            if math.isfinite(number)
-        )
+        bounds = self.low, self.above, self.high, self.below
+        words = zip(("{} or more", "above {}", "at most {}", "below {}"), bounds, strict=True)
+        return " and ".join(text.format(bound) for text, bound in words if math.isfinite(bound))
 
 
 def any_of(choices: tuple[str, ...]) -> str:
-    """List what may be chosen.
+    """Return the choices as a list in words.
 
     >>> any_of(("auto", "sum", "mean"))
     'auto, sum or mean'
     """
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _fits(value: float) -> bool:
-    """Whether a float can hold the number; a whole number may have any number of digits."""
-    return abs(value) <= sys.float_info.max
 
 
 def _with_default(make: Callable[P, Option]) -> Callable[Concatenate[Any, P], Any]:
@@ -102,3 +93,50 @@ def _with_default(make: Callable[P, Option]) -> Callable[Concatenate[Any, P], An
 
 
 option = _with_default(Option)  # a field of a dataclass: its default, then what is known of it
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number that may differ between clients: `10`, `5..50` (both ends included) or `3,5,8`, one each.
+
+    >>> Range.parse("5..50", "local_steps", whole=True)
+    Range(low=5.0, high=50.0, each=(), whole=True)
+    """
+
+    low: float
+    high: float
+    each: tuple[float, ...] = ()
+    whole: bool = False
+
+    @classmethod
+    def parse(cls, text: str, field: str, *, whole: bool = False) -> Range:
+        """Return the range that the text of a field names."""
+        try:
+            if ".." in text:
+                low, high = (float(part) for part in text.split(".."))
+                values: tuple[float, ...] = (low, high)
+            else:
+                values = tuple(float(part) for part in text.split(","))
+        except ValueError:
+            raise InputError(
+                f"`{field}` must be a number, a range a..b or a list a,b,c, got {text!r}"
+            ) from None
+        if not all(math.isfinite(v) and (not whole or v == int(v)) for v in values):
+            raise InputError(f"`{field}` must hold {'whole' if whole else 'finite'} numbers, got {text!r}")
+        if ".." in text and values[0] > values[1]:
+            raise InputError(
+                f"`{field}` must be a range low..high, got {text!r}; write {values[1]:g}..{values[0]:g}"
+            )
+        return cls(min(values), max(values), values if ".." not in text and len(values) > 1 else (), whole)
+
+    def mean(self) -> float:
+        """Return the mean over the clients."""
+        return sum(self.each) / len(self.each) if self.each else (self.low + self.high) / 2
+
+    def at(self, client: int, u: float) -> float:
+        """Return the value of a client; u in [0, 1) decides within a range."""
+        if self.each:
+            return self.each[client]
+        if self.whole:
+            return self.low + math.floor(u * (self.high - self.low + 1))
+        return self.low + u * (self.high - self.low)

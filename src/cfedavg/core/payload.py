@@ -1,7 +1,7 @@
 """Payload: what a block of clients sends. Which coordinates, and what values.
 
-The arrays are torch tensors on the compressor's side and NumPy arrays on the wire's; nothing here
-needs to know which. bf16 travels as its bit pattern in int16, since NumPy has no such type.
+The arrays are torch tensors for the compressor and NumPy arrays for the wire; the code here serves both. bf16
+travels as its bit pattern in int16, since NumPy has no such type.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ class Payload:
         return len(self.offsets) - 1
 
     def counts(self) -> list[int]:
-        """How many coordinates each client sends."""
-        ends = self.offsets.tolist()
-        return [end - start for start, end in pairwise(ends)]
+        """Return how many coordinates each client sends."""
+        return [end - start for start, end in pairwise(self.offsets.tolist())]
 
     def map(self, convert: Callable[[Array], Array]) -> Payload:
-        """The same with every array converted."""
+        """Return a payload with every array converted."""
         values: Floats | Levels
         if isinstance(self.values, Floats):
             values = replace(self.values, data=convert(self.values.data))
@@ -79,14 +78,13 @@ class Payload:
         return Payload(self.d, convert(self.offsets), indices, values, mask)
 
     def numpy(self) -> Payload:
-        """The same with NumPy arrays in main memory, which is what the wire reads."""
-        return self.map(_numpy)
+        """Return a payload of NumPy arrays in main memory, as the wire reads it."""
+        return self.map(lambda array: array.cpu().numpy() if hasattr(array, "cpu") else array)
 
     def clients(self) -> Iterator[Payload]:
-        """One payload for each client of the block."""
-        ends = self.offsets.tolist()
+        """Yield one payload for each client of the block."""
         block_start = 0
-        for c, (start, end) in enumerate(pairwise(ends)):
+        for c, (start, end) in enumerate(pairwise(self.offsets.tolist())):
             values: Floats | Levels
             if isinstance(self.values, Floats):
                 values = replace(self.values, data=self.values.data[start:end])
@@ -105,9 +103,5 @@ class Payload:
 
 
 def blocks(k: int, block: int) -> int:
-    """How many scales k values of one client need."""
+    """Return how many scales k values of one client need."""
     return -(-k // block) if block else min(k, 1)
-
-
-def _numpy(array: Array) -> Array:
-    return array.cpu().numpy() if hasattr(array, "cpu") else array

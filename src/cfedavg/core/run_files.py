@@ -1,4 +1,4 @@
-"""The files of a run's folder that everyone reads: their names, the rows of metrics, and what may change.
+"""The files of a run's folder: their names, one row of metrics a round, and what a resume may change.
 
 A simulation and a federation write the same files.
 """
@@ -9,13 +9,14 @@ import dataclasses
 import json
 import math
 import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cfedavg.core.config import OPTIONS, OWN, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
-from cfedavg.core.metrics import Record, is_number
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
 MODEL = "model.safetensors"  # at the end: what the clients hold
@@ -24,10 +25,87 @@ RESIDUALS = "residuals"
 FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
 
 CLOCK = "seconds"  # the one column that two equal runs do not share
+_TOTALS = ("uplink_bytes", "downlink_bytes", CLOCK)
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one client did in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
+
+    client: int
+    K: int
+    loss: float
+    g2: float
+    p2: float
+    noise2: float
+    coordinates: int
+    up_bytes: int
+    lost: bool
+
+    @property
+    def snr(self) -> float:
+        """The measured signal-to-noise ratio |p|^2 / |p - C(p)|^2."""
+        return self.p2 / self.noise2 if self.noise2 else math.inf
+
+
+def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) -> Record:
+    """Return the client columns of a row: totals over the round's clients. `mean_g2` is |mean g_i|^2.
+
+    A client with K_i = 0 abstains: it counts among the clients and in the local steps, and sends nothing.
+    """
+    n = len(replies)
+    steps = [r.K for r in replies] + [0] * abstained
+    snr = [r.snr for r in replies]
+    sent = sum(r.coordinates for r in replies)
+    delta_norm2 = math.fsum(r.g2 for r in replies) / n if n else None
+    return {
+        "train_loss": math.fsum(r.loss * r.K for r in replies) / sum(steps) if n else None,
+        "uplink_bytes": sum(r.up_bytes for r in replies),
+        "coordinates_sent": sent,
+        "model_sizes_sent": sent / (d * len(steps)),
+        "delta_norm2": delta_norm2,
+        "delta_norm": math.fsum(math.sqrt(r.g2) for r in replies) / n if n else None,
+        "alpha": finite(delta_norm2 / mean_g2) if delta_norm2 and mean_g2 else None,
+        "snr_min": finite(min(snr, default=math.inf)),
+        "snr_mean": finite(math.fsum(each / n for each in snr) if n else math.inf),
+        "local_steps_min": min(steps),
+        "local_steps_mean": sum(steps) / len(steps),
+        "local_steps_max": max(steps),
+        "clients": len(steps),
+        "lost": sum(r.lost for r in replies),
+    }
+
+
+def residual_norms(norms2: Iterable[float], m: int) -> Record:
+    """Return the residual columns: means over all m clients; `norms2` lists those that have a residual.
+
+    >>> residual_norms([4.0, 16.0], m=4)
+    {'error_norm2': 5.0, 'error_norm': 1.5}
+    """
+    known = list(norms2)
+    return {"error_norm2": math.fsum(known) / m, "error_norm": math.fsum(map(math.sqrt, known)) / m}
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a row, as JSON gives it, is a number that a float holds, or null.
+
+    >>> [is_number(value) for value in (1, 0.5, None, True, "1", 10**400)]
+    [True, True, True, False, False, False]
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1000  # a larger one has no float
+    return value is None or isinstance(value, float)
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None for infinity and NaN, which JSON does not have."""
+    return value if math.isfinite(value) else None
 
 
 def read_rows(path: Path) -> list[Record]:
-    """The rows of a metrics file up to the first that is not whole."""
+    """Return the rows of a metrics file up to the first that is not whole."""
     rows: list[Record] = []
     try:
         lines = read_file(path).decode(errors="replace").split("\n")
@@ -37,7 +115,7 @@ def read_rows(path: Path) -> list[Record]:
         raise InputError(f"cannot read {path} ({error.strerror})") from None
     for line in lines:
         try:
-            row = json.loads(line, parse_float=_finite, parse_constant=_finite)
+            row = json.loads(line, parse_float=_parse_finite, parse_constant=_parse_finite)
         except (ValueError, RecursionError):
             break
         if not isinstance(row, dict):
@@ -46,17 +124,17 @@ def read_rows(path: Path) -> list[Record]:
     return rows
 
 
-def _finite(text: str) -> float:
-    """JSON proper has no infinity: `as_line` could not write it again."""
+def _parse_finite(text: str) -> float:
+    """Return a number; refuse infinity, which `format_row` could not write again."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def are_usable(rows: list[Record]) -> bool:
-    """Whether rows have what the rest of their run will ask for; those of another program may not."""
+    """Return whether rows have what the rest of their run needs; those of another program may not."""
     try:
-        checksum_of(rows)
+        checksum_rows(rows)
     except RecursionError:  # lists in lists, as deep as they could just be read
         return False
     return all(map(_is_usable, rows)) and len({tuple(row.get("rate_conditions", ())) for row in rows}) < 2
@@ -69,34 +147,32 @@ def _is_usable(row: Record) -> bool:
         and all(row[name] is not None for name in _TOTALS)
         and is_number(row.get("first_download_bytes"))
         and isinstance(conditions, dict)
-        and all(isinstance(each, dict) and _is_condition(each) for each in conditions.values())
+        and all(
+            isinstance(each, dict)
+            and isinstance(each.get("holds"), bool)
+            and is_number(each.get("ratio", ""))
+            for each in conditions.values()
+        )
     )
 
 
-_TOTALS = ("uplink_bytes", "downlink_bytes", CLOCK)
+def checksum_rows(rows: list[Record], before: int = 0) -> int:
+    """Return the CRC-32 of rows that follow those of checksum `before`.
 
-
-def _is_condition(found: Record) -> bool:
-    return isinstance(found.get("holds"), bool) and is_number(found.get("ratio", ""))
-
-
-def checksum_of(rows: list[Record], before: int = 0) -> int:
-    """CRC-32 of rows that follow those of checksum `before`, without the clock's readings.
-
-    So two equal runs have the same checkpoint to the byte.
+    The clock is left out, so that two equal runs have the same checkpoint to the byte.
     """
     for row in rows:
-        before = zlib.crc32(as_line({**row, CLOCK: 0}).encode(), before)
+        before = zlib.crc32(format_row({**row, CLOCK: 0}).encode(), before)
     return before
 
 
-def as_line(row: Record) -> str:
-    """A row as it stands in the file: JSON proper, which has no NaN."""
+def format_row(row: Record) -> str:
+    """Return a row as a line of the file: JSON, without NaN."""
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def check_same(old: Config, new: Config, path: Path) -> None:
-    """Whether a run of one configuration may go on with another."""
+    """Refuse to resume a run of one configuration with another, unless they agree where they must."""
     if old.dataset == f"{OWN})":  # written before tasks had fingerprints
         old = dataclasses.replace(old, dataset=new.dataset, model=new.model)
     for name, now in fixed_options(new).items():
@@ -104,18 +180,22 @@ def check_same(old: Config, new: Config, path: Path) -> None:
             continue
         if name in ("dataset", "model") and not (old.is_named and new.is_named):
             raise InputError(
-                f"cannot resume: the run in {path} has another task: its {name} is {_said(before)}, "
-                f"not {_said(now)}; give the task it was made with, or start another run"
+                f"cannot resume: the run in {path} has another task: its {name} is {_show(before)}, "
+                f"not {_show(now)}; give the task it was made with, or start another run"
             )
         raise InputError(
-            f"cannot resume: `{name}` is {_said(now)}, but the run in {path} has {_said(before)}; "
+            f"cannot resume: `{name}` is {_show(now)}, but the run in {path} has {_show(before)}; "
             "leave it out or start another run"
         )
 
 
 def fixed_options(config: Config) -> dict[str, Any]:
-    """The fields of a configuration that a resume must not change."""
-    fixed = [name for name, known in OPTIONS.items() if not known.may_change or _horizon(name, config)]
+    """Return the fields of a configuration that a resume must not change."""
+    # Under these schedules the number of rounds decides the learning rate.
+    needs_rounds = config.schedule.strip().startswith(("corollary1", "corollary3"))
+    fixed = [
+        name for name, known in OPTIONS.items() if not known.may_change or (name == "rounds" and needs_rounds)
+    ]
     return {name: getattr(config, name) for name in fixed if config.says(name)}
 
 
@@ -125,14 +205,9 @@ def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
         if name in before and before[name] != now:
             raise InputError(
                 f"cannot resume: {file} was changed after the checkpoint was written: "
-                f"{name} is {_said(now)}, and was {_said(before[name])}; put it back or start another run"
+                f"{name} is {_show(now)}, and was {_show(before[name])}; put it back or start another run"
             )
 
 
-def _said(value: object) -> str:
+def _show(value: object) -> str:
     return "none" if value is None else repr(value)
-
-
-def _horizon(name: str, config: Config) -> bool:
-    """Whether the number of rounds decides the learning rate."""
-    return name == "rounds" and config.schedule.strip().startswith(("corollary1", "corollary3"))

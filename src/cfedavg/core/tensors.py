@@ -15,44 +15,32 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from cfedavg.core.arrays import Array, dtype_of, module_of
-from cfedavg.core.files import check_regular, replacing
+from cfedavg.core.files import check_regular, replace_file
 
 # As safetensors names them, in the order in which it writes them.
 _NAMES = {
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
-    "float32": "F32",
-    "uint32": "U32",
-    "int32": "I32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "uint16": "U16",
-    "int16": "I16",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+    "uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64",
+    "float32": "F32", "uint32": "U32", "int32": "I32",
+    "bfloat16": "BF16", "float16": "F16", "uint16": "U16", "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 
 
 def save_tensors(
     tensors: Mapping[str, Array], path: Path, about: dict[str, Any] | None = None, *, durable: bool = True
 ) -> None:
-    """A safetensors file that is whole or not there; one that is not `durable` awaits its sync."""
-    with replacing(path, durable=durable) as temporary:
+    """Write a safetensors file that is whole or not there; without `durable`, the caller must sync it."""
+    with replace_file(path, durable=durable) as temporary:
         save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
 
 
 def save_file(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, to the byte as safetensors does, which writes to a name of its own first.
+    """Write a safetensors file, byte for byte as safetensors does.
 
-    That name would stay behind, with a whole checkpoint, if the process were killed. Only one tensor at a
-    time is copied, and only if it is not contiguous or not on the CPU.
+    That library writes to a temporary name of its own, which would stay behind, with a whole checkpoint, if
+    the process were killed. Only one tensor at a time is copied, and only if it is not contiguous or not on
+    the CPU.
     """
     for name, tensor in tensors.items():
         if dtype_of(tensor) not in _NAMES:
@@ -76,8 +64,8 @@ def save_file(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str]
 
 
 def _bytes(array: Array) -> memoryview:
-    """The bytes of an array, without a copy where they lie side by side on the CPU."""
-    if not math.prod(array.shape):  # of nothing there is no view
+    """Return the bytes of an array, without a copy where they lie side by side on the CPU."""
+    if not math.prod(array.shape):  # an empty array has no view
         return memoryview(b"")
     if module_of(array) is np:
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -86,12 +74,12 @@ def _bytes(array: Array) -> memoryview:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `save_tensors` wrote, as torch's tensors. What is wrong with a file shows as one of UNREADABLE."""
+    """Return what `save_tensors` wrote, as torch's tensors; raise one of UNREADABLE for a bad file."""
     return _read(path, "pt")
 
 
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The same as arrays of NumPy, which has no bf16."""
+    """Return what `save_tensors` wrote, as arrays of NumPy, which has no bf16."""
     return _read(path, "np")
 
 
@@ -105,19 +93,12 @@ def _read(path: Path, library: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 UNREADABLE = (
-    OSError,
-    SafetensorError,
-    KeyError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+    OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
 
 
 def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
-    """CRC-32 over names, shapes, dtypes, bytes and what is said of them: a disk's mistake shows."""
+    """Return the CRC-32 over names, shapes, dtypes, bytes and description, to detect a disk's mistake."""
     found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -127,7 +108,7 @@ def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that are free where tensors of this device of torch live."""
+    """Return the bytes that are free where tensors of this device of torch live."""
     if device.type == "cuda":
         import torch
 

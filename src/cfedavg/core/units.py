@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 SAME = "the same"
-_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae")
 
 
-def in_bytes(value: float) -> str:
-    """Three digits and a unit in powers of 1000.
+def format_bytes(value: float) -> str:
+    """Return three digits and a unit in powers of 1000.
 
-    >>> in_bytes(950), in_bytes(46_562_080), in_bytes(999_999)
+    >>> format_bytes(950), format_bytes(46_562_080), format_bytes(999_999)
     ('950 B', '46.6 MB', '1 MB')
     """
     units = ["B", "kB", "MB", "GB", "TB", "PB"]
@@ -21,9 +20,10 @@ def in_bytes(value: float) -> str:
     return f"{value:g} {units[0]}"
 
 
-def in_time(seconds: float) -> str:
-    """
-    >>> in_time(3.14159), in_time(90), in_time(86_400)
+def format_time(seconds: float) -> str:
+    """Return a time with its unit.
+
+    >>> format_time(3.14159), format_time(90), format_time(86_400)
     ('3.14 s', '1.5 min', '1 d')
     """
     size, unit = time_unit(seconds)
@@ -31,16 +31,17 @@ def in_time(seconds: float) -> str:
 
 
 def time_unit(longest: float) -> tuple[float, str]:
-    """The unit, and its seconds, in which the longest of some times reads well."""
+    """Return the seconds and the name of a unit in which the longest of some times reads well."""
     for size, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if longest >= size:
             return size, unit
     return 1.0, "s"
 
 
-def in_metric(name: str, mean: float, std: float | None = None) -> str:
-    """
-    >>> in_metric("test_accuracy", 0.9712, 0.0031), in_metric("test_loss", 0.08765)
+def format_metric(name: str, mean: float, std: float | None = None) -> str:
+    """Return a metric, with its deviation if given; shares are in percent.
+
+    >>> format_metric("test_accuracy", 0.9712, 0.0031), format_metric("test_loss", 0.08765)
     ('97.1 ± 0.3%', '0.0877')
     """
     if is_share(name):
@@ -48,23 +49,25 @@ def in_metric(name: str, mean: float, std: float | None = None) -> str:
     return f"{mean:.3g}" if std is None else f"{mean:.3g} ± {std:.2g}"
 
 
-def in_words(name: str) -> str:
-    """`test_accuracy` -> `test accuracy`."""
+def spell_out(name: str) -> str:
+    """Return a name as words: `test_accuracy` becomes `test accuracy`."""
     return name.replace("_", " ")
 
 
 def is_share(name: str) -> bool:
-    """Whether a metric is shown in percent."""
+    """Return whether a metric is shown in percent."""
     return name.endswith(("accuracy", "_acc"))
 
 
 def lower_is_better(name: str) -> bool:
-    return any(word in name for word in _LOWER_IS_BETTER)
+    """Return whether a metric is better when it is lower."""
+    return any(word in name for word in ("loss", "error", "perplexity", "mse", "mae"))
 
 
-def in_factor(ratio: float) -> str:
-    """
-    >>> in_factor(46.31), in_factor(4.631), in_factor(1.0), in_factor(0.5)
+def format_factor(ratio: float) -> str:
+    """Return a ratio of bytes or coordinates in words.
+
+    >>> format_factor(46.31), format_factor(4.631), format_factor(1.0), format_factor(0.5)
     ('46× fewer', '4.6× fewer', 'the same', '2.0× more')
     """
     if abs(ratio - 1) < 0.005:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cfedavg.core.files import locked, make_folder
+from cfedavg.core.files import lock_folder, make_folder
 from cfedavg.core.layout import Layout
 from cfedavg.federate import checks
 from cfedavg.federate.client import Client, Sent
@@ -51,7 +51,7 @@ class ClientStore:
     def locked(self) -> Iterator[None]:
         """One process at a time answers for a client."""
         make_folder(self.folder, "the client's state")
-        with locked(self.folder, f"another process answers for this client, in {self.folder}"):
+        with lock_folder(self.folder, f"another process answers for this client, in {self.folder}"):
             yield
 
     def load(self) -> Client:

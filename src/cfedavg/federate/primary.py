@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cfedavg.downlink import KEPT
+from cfedavg.channel import KEPT
 from cfedavg.federate.versions import Chain, Changes, Version, Whole, first_version, next_version
 
 MOST_BYTES = 2**26

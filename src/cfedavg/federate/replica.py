@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cfedavg.channel import Copies, Downlink, choose_download, may_be_shorter
 from cfedavg.compress import values_of
 from cfedavg.core.arrays import Array, from_bf16, to_bf16
 from cfedavg.core.keys import Purpose, key
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Payload
-from cfedavg.downlink import Copies, Downlink, shortest, worth_sending
 from cfedavg.federate.broadcast_format import pack
 from cfedavg.federate.copy_kernels import add_all
 from cfedavg.federate.primary import Primary
@@ -109,7 +109,7 @@ class ModelReplica:
             at = slice(None) if payload.indices is None else payload.indices
             changed[at] |= values_of(payload) != 0  # a copy holds no -0, of which a 0 would make 0
         at = np.flatnonzero(changed)
-        if not worth_sending(len(at), self.layout.d):
+        if not may_be_shorter(len(at), self.layout.d):
             return None
         payload = self._copies.changed(w, at)
         message = self.encode(payload, primary.version)
@@ -161,7 +161,7 @@ class Broadcaster:
         packed = self._packed(chain)
         if not chain.messages:  # the client holds the newest version
             return packed
-        return shortest(
+        return choose_download(
             self.replica.layout.d,
             packed,
             lambda: self.whole,

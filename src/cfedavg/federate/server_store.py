@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import locked, make_folder
+from cfedavg.core.files import lock_folder, make_folder
 from cfedavg.core.layout import Layout
 from cfedavg.federate import checks, journal
 from cfedavg.federate.copy_state import CopyForm
@@ -102,7 +102,7 @@ class ServerStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         make_folder(self.folder, "the server's state")
-        with locked(
+        with lock_folder(
             self.folder, f"another server works in {self.folder}: wait until it ends, or give another `out`"
         ):
             yield

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.compress import decompress
-from cfedavg.core.errors import InputError, first_line
+from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.payload import Payload
 from cfedavg.flower import strategy_state as memory
 from cfedavg.flower.array_layout import Form
@@ -201,7 +201,7 @@ class Through:
         try:
             arrays, metrics = self.inner.aggregate_train(now.server_round, replies)
         except Exception as error:  # the clients would say the same again: only another round helps
-            now.is_void(f"the inner strategy failed: {first_line(error)}")
+            now.is_void(f"the inner strategy failed: {summarise_error(error)}")
             return None
         now.train_metrics = metrics
         if arrays is None:

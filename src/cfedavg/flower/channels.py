@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cfedavg.channel import Downlink, make_downlink
 from cfedavg.compress import Compressor
 from cfedavg.core.layout import Layout
-from cfedavg.downlink import Downlink, downlink_of
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.feedback import Feedback
 
@@ -23,7 +23,7 @@ class Channels:
 
     def downlink(self, layout: Layout) -> Downlink | None:
         """Return the server's way to the clients; None where it broadcasts the whole model."""
-        return downlink_of(self.compressor_down, layout)
+        return make_downlink(self.compressor_down, layout)
 
     def replica(self, layout: Layout) -> ModelReplica | None:
         """Return how copies of the model are kept; None where there are none."""

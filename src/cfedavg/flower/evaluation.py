@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp.strategy import Result, Strategy
 
-from cfedavg.core.errors import first_line
-from cfedavg.core.metrics import Record
+from cfedavg.core.errors import summarise_error
+from cfedavg.core.run_files import Record
 from cfedavg.flower.averaging import Round
 from cfedavg.flower.dispatch import Asking
 from cfedavg.flower.federation_state import FederationState
@@ -55,7 +55,7 @@ class Evaluation:
         try:
             found = inner.aggregate_evaluate(now.server_round, alike)
         except Exception as error:  # the round counts all the same
-            log(WARNING, "nothing is known of the clients' evaluation: %s", first_line(error))
+            log(WARNING, "nothing is known of the clients' evaluation: %s", summarise_error(error))
             return {}
         if found is not None:
             self.result.evaluate_metrics_clientapp[now.server_round] = found

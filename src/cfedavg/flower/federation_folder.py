@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 from cfedavg.algorithm import ServerMemory
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import Busy, InputError
-from cfedavg.core.files import exists, make_folder, read_file, sync, tidy, write_atomic
-from cfedavg.core.metrics import Record
+from cfedavg.core.files import exists, make_folder, read_file, remove_temporaries, sync, write_atomic
 from cfedavg.core.run_files import (
     CONFIG,
     FEDERATION,
     METRICS,
     MODEL,
     SERVER_MODEL,
-    as_line,
-    checksum_of,
+    Record,
+    checksum_rows,
+    format_row,
     read_rows,
 )
 from cfedavg.core.tensors import save_tensors
@@ -79,7 +79,7 @@ class Books:
         make_folder(self.out, "`out`")
         with ExitStack() as stack:
             self._lock(stack)
-            tidy(self.out)
+            remove_temporaries(self.out)
             self.federation = self._name()  # under the lock: it gets one name only
             dtype = self.replica.dtype if self.replica else "float32"
             self.store = ServerStore(self.out / STATE, self.federation, self.form.layout, dtype)
@@ -168,7 +168,7 @@ class Books:
         """Bring the files in step with the state of `begin`, and make it durable before anything is sent."""
         self.rows = self._read[METRICS]
         for name, rows in self._read.items():
-            write_atomic(self.out / name, "".join(map(as_line, rows)).encode())
+            write_atomic(self.out / name, "".join(map(format_row, rows)).encode())
         self._read = {}
         self.meet(state)
 
@@ -246,7 +246,7 @@ class Books:
 
     def _append(self, name: str, rows: list[Record]) -> None:
         with self._writing(name) as path, path.open("a", encoding="utf-8") as file:
-            file.write("".join(map(as_line, rows)))
+            file.write("".join(map(format_row, rows)))
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[Path]:
@@ -279,4 +279,4 @@ def _row_checksums(
     rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Return the checksum of each file after these rows, which follow those of the checksums `before`."""
-    return {name: checksum_of(each, (before or {}).get(name, 0)) for name, each in rows.items()}
+    return {name: checksum_rows(each, (before or {}).get(name, 0)) for name, each in rows.items()}

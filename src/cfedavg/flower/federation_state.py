@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cfedavg.algorithm import ServerMemory
-from cfedavg.core.metrics import Record, is_number
-from cfedavg.core.retired import renew
-from cfedavg.core.run_files import checksum_of
+from cfedavg.core.config import renew
+from cfedavg.core.run_files import Record, checksum_rows, is_number
 from cfedavg.federate import checks
 from cfedavg.federate.primary import Primary
 from cfedavg.federate.protocol import Mark
@@ -227,7 +226,7 @@ def _read_rows(stored: Any, t: int) -> RoundRows | None:
     last = RoundRows(checks.table("last", stored)["row"], checks.listed("nodes", stored["nodes"]))
     for row in (last.row, *last.nodes):
         checks.whole("the round of a row", checks.table("a row", row)["round"], t - 1, t)
-    checksum_of([last.row, *last.nodes])  # ValueError for NaN, which no row can hold
+    checksum_rows([last.row, *last.nodes])  # ValueError for NaN, which no row can hold
     return last
 
 

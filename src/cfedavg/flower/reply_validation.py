@@ -14,8 +14,8 @@ from flwr.app import Message, MetricRecord
 
 from cfedavg.compress import Compressor, values_of
 from cfedavg.core.arrays import cast, norm2
-from cfedavg.core.metrics import Reply
 from cfedavg.core.payload import Payload
+from cfedavg.core.run_files import Reply
 from cfedavg.federate.protocol import Mark, mark_of
 from cfedavg.federate.server import Server, objection
 from cfedavg.flower import records

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cfedavg.core.metrics import Record, summarise
+from cfedavg.core.run_files import Record, summarise
 from cfedavg.federate.versions import Version
 from cfedavg.flower.averaging import Outcome, Round
 from cfedavg.flower.client_message import number

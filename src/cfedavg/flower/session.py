@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import InputError
-from cfedavg.core.metrics import Record
+from cfedavg.core.run_files import Record
 from cfedavg.federate.primary import Primary
 from cfedavg.federate.replica import advance
 from cfedavg.flower import norms

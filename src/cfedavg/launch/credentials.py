@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import read_file, replacing, write_atomic
+from cfedavg.core.files import read_file, replace_file, write_atomic
 
 HOSTS = ("127.0.0.1", "localhost")
 DAYS = 3650  # more than any federation lasts
@@ -126,7 +126,7 @@ def _write_private(path: Path, data: bytes) -> None:
     def private(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_EXCL, 0o600)
 
-    with replacing(path) as temporary, open(temporary, "wb", opener=private) as file:
+    with replace_file(path) as temporary, open(temporary, "wb", opener=private) as file:
         file.write(data)
 
 

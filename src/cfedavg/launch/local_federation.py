@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Self
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import locked, make_folder
-from cfedavg.core.interrupts import polite
+from cfedavg.core.files import lock_folder, make_folder
+from cfedavg.core.interrupts import catch_kills
 from cfedavg.flower import MISSING
 from cfedavg.launch.control import Control, Run
 from cfedavg.launch.ports import HOST, Ports
@@ -93,8 +93,10 @@ class Machine:
 
         make_folder(self.folder, "`out`")
         self.folder.chmod(0o700)
-        stack.enter_context(locked(self.folder, f"`out`: another federation is running in {self.folder}"))
-        stack.enter_context(polite())
+        stack.enter_context(
+            lock_folder(self.folder, f"`out`: another federation is running in {self.folder}")
+        )
+        stack.enter_context(catch_kills())
         stack.callback(self.processes.close)
         self.processes.stop()  # what is left of one that was killed, since nobody else holds the folder
         keys, parts, numbers = self.folder / "keys", self.folder / "nodes", range(self.count)

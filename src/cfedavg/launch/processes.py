@@ -21,7 +21,7 @@ from typing import IO
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import open_regular
-from cfedavg.core.interrupts import deaf
+from cfedavg.core.interrupts import ignore_stops
 
 MARK = "CFEDAVG_FEDERATION"  # the federation it belongs to
 LAUNCH = "CFEDAVG_LAUNCH"  # which start of that federation: a watchdog must not stop the next one's processes
@@ -69,13 +69,13 @@ class Processes:
 
     def stop(self) -> None:
         """Ends them all, politely, and after a while by force."""
-        with deaf():
+        with ignore_stops():
             end_all(self.left)
 
     def close(self) -> None:
         """Ends the watchdog, which ends what was started here and is still alive."""
         if self._watchdog is not None:
-            with deaf():
+            with ignore_stops():
                 _pipe(self._watchdog).close()
                 _bury(self._watchdog)
             self._watchdog = None

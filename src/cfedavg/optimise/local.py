@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.parts import Part, Registry
+from cfedavg.core.parts import Part, Registry, check_argument, check_truth
 from cfedavg.optimise.server import check_share
 
 Tensors = Sequence[Tensor]
 State = Mapping[str, list[Tensor]]
 Rate = float | Tensor  # a tensor where the step is recorded, to be played with other rates
-LONGEST = 8  # pieces of a chain
-LARGEST = 1e30  # of a number, so that float32 holds it
+LONGEST = 8  # the most pieces of a chain
+LARGEST = 1e30  # the largest argument, so that float32 holds it
 
 
 class LocalPart(Part):
@@ -44,8 +44,9 @@ class GradientChange(LocalPart):
         raise NotImplementedError
 
     def __rshift__(self, following: LocalOptimiser) -> LocalOptimiser:
-        changes, optimiser = unchained(following)
-        return Chain((self, *changes), optimiser)
+        if isinstance(following, Chain):
+            return Chain((self, *following.changes), following.optimiser)
+        return Chain((self,), following)
 
 
 class LocalOptimiser(LocalPart):
@@ -87,11 +88,6 @@ class Chain(LocalOptimiser):
         return self.optimiser.step(params, grads, state, rate, start)
 
 
-def unchained(optimiser: LocalOptimiser) -> tuple[tuple[GradientChange, ...], LocalOptimiser]:
-    """Return the changes before an optimiser, and the optimiser."""
-    return (optimiser.changes, optimiser.optimiser) if isinstance(optimiser, Chain) else ((), optimiser)
-
-
 @dataclass(frozen=True)
 class SGD(LocalOptimiser):
     """p - eta_L * g, the paper's step; momentum, Nesterov's too, and weight decay are those of torch."""
@@ -105,8 +101,7 @@ class SGD(LocalOptimiser):
     def __post_init__(self) -> None:
         check_share("momentum", self.momentum)
         check_at_least_0("weight_decay", self.weight_decay)
-        if not isinstance(self.nesterov, bool):
-            raise InputError(f"nesterov must be true or false, got {self.nesterov!r}")
+        check_truth("nesterov", self.nesterov)
         if self.nesterov and not self.momentum:
             raise InputError("nesterov needs a momentum above 0")
 
@@ -119,13 +114,11 @@ class SGD(LocalOptimiser):
         if self.weight_decay:
             grads = [torch.add(g, p, alpha=self.weight_decay) for p, g in zip(params, grads, strict=True)]
         if self.momentum:
-            pairs = zip(state["momentum"], grads, strict=True)
-            state = {"momentum": [v * self.momentum + g for v, g in pairs]}
-            grads = self._ahead(grads, state["momentum"]) if self.nesterov else state["momentum"]
+            momenta = zip(state["momentum"], grads, strict=True)
+            state = {"momentum": [v * self.momentum + g for v, g in momenta]}
+            pairs = zip(grads, state["momentum"], strict=True)
+            grads = [torch.add(g, v, alpha=self.momentum) if self.nesterov else v for g, v in pairs]
         return [descend(p, g, rate) for p, g in zip(params, grads, strict=True)], state
-
-    def _ahead(self, grads: Tensors, momenta: Tensors) -> list[Tensor]:
-        return [torch.add(g, v, alpha=self.momentum) for g, v in zip(grads, momenta, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -166,13 +159,13 @@ class AdamW(LocalOptimiser):
         count = count + 1
         m = self.beta1 * m + (1 - self.beta1) * g
         v = self.beta2 * v + (1 - self.beta2) * g * g
-        length = (v / _lacking(self.beta2, count)).sqrt() + self.eps
+        length = (v / _bias_correction(self.beta2, count)).sqrt() + self.eps
         shrunk = p - rate * self.weight_decay * p
-        return shrunk - rate * (m / _lacking(self.beta1, count)) / length, count, m, v
+        return shrunk - rate * (m / _bias_correction(self.beta1, count)) / length, count, m, v
 
 
-def _lacking(beta: float, count: Tensor) -> Tensor:
-    """1 - beta^count, to full precision also where beta is near 1."""
+def _bias_correction(beta: float, count: Tensor) -> Tensor:
+    """Return 1 - beta^count, to full precision also where beta is near 1."""
     return -torch.expm1(count * math.log(beta)) if beta else torch.ones_like(count)
 
 
@@ -185,8 +178,7 @@ class Clip(GradientChange):
     c: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.c, bool) or not (isinstance(self.c, int | float) and 0 < self.c <= LARGEST):
-            raise InputError(f"c must be a finite number above 0, got {self.c!r}")
+        check_argument("c", self.c, "a finite number above 0", lambda c: 0 < c <= LARGEST)
 
     def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
         norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
@@ -212,16 +204,15 @@ class Prox(GradientChange):
 
 
 def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:
-    """p - rate * direction; with a number for a rate in one rounding, as torch.optim has it."""
+    """Return p - rate * direction; if the rate is a number, in one rounding, as torch.optim does."""
     if isinstance(rate, Tensor):
         return p - rate * direction
     return torch.add(p, direction, alpha=-rate)
 
 
 def check_at_least_0(name: str, value: object) -> None:
-    """Refuse what is not a finite number of 0 or more."""
-    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 <= value <= LARGEST):
-        raise InputError(f"{name} must be a finite number of 0 or more, got {value!r}")
+    """Refuse an argument that is not a finite number of 0 or more."""
+    check_argument(name, value, "a finite number of 0 or more", lambda number: 0 <= number <= LARGEST)
 
 
 LOCAL_OPTIMISERS: Registry[LocalPart] = Registry(

@@ -3,11 +3,10 @@
 Each takes the mean update delta for a gradient, with the opposite sign (Reddi et al., 2021). Its state is a
 table of vectors as long as x; it goes in and comes out. Arrays may be of NumPy or of torch.
 
-What error feedback does under them: residuals only delay what is sent. Under every optimiser the sum of all
-deltas and the mean residual is the sum of all updates. Under `sgd` x + eta * mean(e) therefore moves as if
-nothing had been compressed. `momentum` and `nesterov` are linear too: each delta reaches x in full, later.
-`adam`, `adagrad` and `yogi` divide by the size of delta, so a delta that comes later is divided by another
-number; what is sent is still all that there was to send.
+Error feedback works under all of them: a residual only delays what is sent, so the sum of all deltas plus the
+mean residual is the sum of all updates. Under `sgd`, x + eta * mean(e) therefore moves as if nothing had been
+compressed. `momentum` and `nesterov` are linear too: each delta reaches x in full, later. `adam`, `adagrad`
+and `yogi` divide by the size of delta, so they divide a late delta by another number.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cfedavg.core.arrays import Array, module_of, sqrt
-from cfedavg.core.errors import InputError
-from cfedavg.core.parts import Part, Registry
+from cfedavg.core.parts import Part, Registry, check_argument
 
 State = Mapping[str, Array]
 
@@ -27,18 +25,17 @@ State = Mapping[str, Array]
 class ServerOptimiser(Part):
     """Makes the next model from the mean update. A new one needs `step`, and `init` if it has a state."""
 
-    # Whether its steps are as long for a delta twice as large: then delta is scaled by the mean K first
-    # where updates were divided by K.
+    # Whether its steps stay as long when delta doubles. Where updates were divided by K, delta is then
+    # multiplied by the mean K first: the step does not depend on its size, but tau does.
     adapts: ClassVar[bool] = False
-
-    rate: ClassVar[float] = 1.0  # eta for updates that were not divided by K, where nobody gives one
+    rate: ClassVar[float] = 1.0  # the default eta for updates that were not divided by K
 
     def default_rate(self, K: float) -> float:
-        """Return eta where nobody gives one; K is what the clients' updates were divided by."""
+        """Return the default eta; the clients' updates were divided by K."""
         return self.rate if self.adapts else self.rate * K
 
     def scale(self, K: float) -> float:
-        """Return what delta is multiplied by first: an adaptive step does not heed its size, but tau does."""
+        """Return the factor of delta before the step; the clients' updates were divided by K."""
         return K if self.adapts else 1.0
 
     def init(self, x: Array) -> State:
@@ -97,9 +94,9 @@ class ServerNesterov(ServerMomentum):
 
 @dataclass(frozen=True)
 class _Adaptive(ServerOptimiser):
-    """m = beta1 m + (1 - beta1) delta, x + eta m / (sqrt(v) + tau); they differ in v.
+    """m = beta1 m + (1 - beta1) delta, x + eta m / (sqrt(v) + tau); subclasses differ in v.
 
-    tau decides from which size of delta on a step is adapted; below it, steps shrink with delta.
+    Steps adapt to deltas that are large against tau, and shrink with smaller ones.
     """
 
     adapts: ClassVar[bool] = True
@@ -111,25 +108,21 @@ class _Adaptive(ServerOptimiser):
     def __post_init__(self) -> None:
         check_share("beta1", self.beta1)
         check_share("beta2", self.beta2)
-        if isinstance(self.tau, bool) or not (
-            isinstance(self.tau, int | float) and 1e-30 <= self.tau <= 1e30
-        ):
-            raise InputError(f"tau must be from 1e-30 to 1e30, got {self.tau!r:.40}")
+        check_argument("tau", self.tau, "from 1e-30 to 1e30", lambda tau: 1e-30 <= tau <= 1e30)
 
     def init(self, x: Array) -> State:
         return {"m": 0 * x, "v": 0 * x}
 
     def step(self, x: Array, delta: Array, state: State, rate: float, t: int) -> tuple[Array, State]:
         m = self.beta1 * state["m"] + (1 - self.beta1) * delta
-        v = self._v(state["v"], delta)
+        v = self._next_v(state["v"], delta)
         ahead = m / (sqrt(v) + self.tau)
-        return x + self._corrected(rate, t) * ahead, {"m": m, "v": v}
+        return x + self._rate_at(rate, t) * ahead, {"m": m, "v": v}
 
-    def _v(self, v: Array, delta: Array) -> Array:
+    def _next_v(self, v: Array, delta: Array) -> Array:
         raise NotImplementedError
 
-    def _corrected(self, rate: float, t: int) -> float:
-        """The rate in round t."""
+    def _rate_at(self, rate: float, t: int) -> float:
         return rate
 
 
@@ -143,10 +136,10 @@ class ServerAdam(_Adaptive):
 
     name: ClassVar[str] = "adam"
 
-    def _v(self, v: Array, delta: Array) -> Array:
+    def _next_v(self, v: Array, delta: Array) -> Array:
         return self.beta2 * v + (1 - self.beta2) * (delta * delta)
 
-    def _corrected(self, rate: float, t: int) -> float:
+    def _rate_at(self, rate: float, t: int) -> float:
         return rate * math.sqrt(1 - self.beta2 ** (t + 2)) / (1 - self.beta1 ** (t + 2))
 
 
@@ -156,7 +149,7 @@ class ServerYogi(_Adaptive):
 
     name: ClassVar[str] = "yogi"
 
-    def _v(self, v: Array, delta: Array) -> Array:
+    def _next_v(self, v: Array, delta: Array) -> Array:
         square = delta * delta
         return v - (1 - self.beta2) * square * module_of(v).sign(v - square)
 
@@ -168,21 +161,16 @@ class ServerAdagrad(_Adaptive):
     name: ClassVar[str] = "adagrad"
     beta1: float = 0.0
 
-    def _v(self, v: Array, delta: Array) -> Array:
+    def _next_v(self, v: Array, delta: Array) -> Array:
         return v + delta * delta
 
 
 def check_share(name: str, value: object) -> None:
     """Refuse a number that is not in [0, 1)."""
-    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 <= value < 1):
-        raise InputError(f"{name} must be from 0 to below 1, got {value!r}")
+    check_argument(name, value, "from 0 to below 1", lambda share: 0 <= share < 1)
 
 
+_ALL = (ServerSGD, ServerMomentum, ServerNesterov, ServerAdam, ServerYogi, ServerAdagrad)
 SERVER_OPTIMISERS: Registry[ServerOptimiser] = Registry(
-    "server_optimiser",
-    ServerOptimiser,
-    {
-        each.name: each
-        for each in (ServerSGD, ServerMomentum, ServerNesterov, ServerAdam, ServerYogi, ServerAdagrad)
-    },
+    "server_optimiser", ServerOptimiser, {each.name: each for each in _ALL}
 )

@@ -18,14 +18,14 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from cfedavg.core.units import in_bytes, in_time, time_unit
+from cfedavg.core.units import format_bytes, format_time, time_unit
 from cfedavg.report.groups import Curve
 from cfedavg.report.panels import Panel
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
 _SENT: dict[str, tuple[str, Callable[[float], str]]] = {
-    "total_bytes": ("bytes of all clients so far, up and down", in_bytes),
-    "client_bytes": ("bytes that a client has sent so far", in_bytes),
+    "total_bytes": ("bytes of all clients so far, up and down", format_bytes),
+    "client_bytes": ("bytes that a client has sent so far", format_bytes),
     "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
 }
 _STEPS = [1, 2, 5, 10]
@@ -115,7 +115,7 @@ def _time_ticks(axes: Axes, drawn: Sequence[Curve]) -> str:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_time(value)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_time(value)))
         return ""
     size, unit = time_unit(high)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=_STEPS))

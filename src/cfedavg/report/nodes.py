@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from cfedavg.core.units import in_bytes
+from cfedavg.core.units import format_bytes
 from cfedavg.report.pens import BLUE, ORANGE, PLAIN, SKY, VERMILION
 
 Record = dict[str, Any]
@@ -50,7 +50,7 @@ def _line(own: Sequence[Record]) -> list[str]:
         own[-1]["node"],
         str(len(own)),
         *(str(counts[name]) for name in OUTCOMES),
-        in_bytes(sum(row.get("up_bytes") or 0 for row in own)),
+        format_bytes(sum(row.get("up_bytes") or 0 for row in own)),
         _steps([row["K"] for row in own if row.get("K") is not None]),
         _last(own, "residual_norm", ".4g"),
         _last(own, "age", ",.0f"),

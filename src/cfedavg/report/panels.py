@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cfedavg.core.units import in_words, is_share
+from cfedavg.core.units import is_share, spell_out
 from cfedavg.report.groups import Group, curve
 from cfedavg.report.pens import Pen
 from cfedavg.report.read import best_of, evaluated
@@ -68,7 +68,7 @@ def panels_for(groups: Sequence[Group], metric: str) -> list[Panel]:
 
 def _by_clients(metric: str) -> Panel:
     return Panel(
-        "clients-metric", f"{in_words(metric)} over rounds", (Series(metric, ""),),
+        "clients-metric", f"{spell_out(metric)} over rounds", (Series(metric, ""),),
         "What the clients of a federation have evaluated themselves, as its strategy sums it up.",
         percent=is_share(metric),
     )  # fmt: skip
@@ -96,7 +96,7 @@ def four_for(metric: str) -> list[Panel]:
 
 def _all(metric: str) -> list[Panel]:
     """Every panel, the outcome first and what explains it after."""
-    title, line, percent = in_words(metric), (Series(metric, ""),), is_share(metric)
+    title, line, percent = spell_out(metric), (Series(metric, ""),), is_share(metric)
     return [
         Panel(
             "metric-total", f"{title} over total bytes", line,

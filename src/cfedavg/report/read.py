@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import exists, read_file
-from cfedavg.core.metrics import is_number
+from cfedavg.core.run_files import is_number
 from cfedavg.core.units import is_share
 
 CONFIG, METRICS, NODES = "config.toml", "metrics.jsonl", "nodes.jsonl"

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from cfedavg.core.units import (
     SAME,
-    in_bytes,
-    in_factor,
-    in_metric,
-    in_time,
-    in_words,
+    format_bytes,
+    format_factor,
+    format_metric,
+    format_time,
     is_share,
     lower_is_better,
+    spell_out,
 )
 from cfedavg.report.groups import Group, baseline, group_runs
 from cfedavg.report.read import Run, column, metric_name
@@ -103,7 +103,7 @@ def _total(group: Group, key: str) -> float | None:
 
 def as_text(rows: Sequence[Row]) -> list[list[str]]:
     """The table for people, a header first; columns in which nothing is known are left out."""
-    metric = in_words(rows[0].metric) if rows else "metric"
+    metric = spell_out(rows[0].metric) if rows else "metric"
     header = ["run", metric, "total", _AGAINST, "up", "down", "first downloads", "rounds", "best"]
     header += ["simulated time", "seeds"]
     lines = [_cells(row) for row in rows]
@@ -119,26 +119,26 @@ def _cells(row: Row) -> list[str]:
         row.label,
         _metric_text(row, row.final),
         _bytes_text(row.total_bytes),
-        "–" if row.ratio is None else "baseline" if row.against == row.label else in_factor(row.ratio),
+        "–" if row.ratio is None else "baseline" if row.against == row.label else format_factor(row.ratio),
         _bytes_text(row.uplink_bytes),
         _bytes_text(row.downlink_bytes),
         _bytes_text(row.first_download_bytes),
         str(high) if low == high else f"{low}–{high}",
         _metric_text(row, row.best),
-        "–" if row.simulated_seconds is None else in_time(row.simulated_seconds),
+        "–" if row.simulated_seconds is None else format_time(row.simulated_seconds),
         f"n = {len(row.seeds)} ({_few(row.seeds)})" if len(row.seeds) > 1 else f"n = 1 ({row.seeds[0]})",
     ]
 
 
 def _bytes_text(value: float | None) -> str:
-    return "–" if value is None else in_bytes(value)
+    return "–" if value is None else format_bytes(value)
 
 
 def _metric_text(row: Row, value: Spread | None) -> str:
     if value is None:
         return "–"
     missing = f" ({value.n} of {len(row.seeds)} seeds)" if value.n < len(row.seeds) else ""
-    return in_metric(row.metric, value.mean, value.std) + missing
+    return format_metric(row.metric, value.mean, value.std) + missing
 
 
 def _few(seeds: Sequence[int]) -> str:
@@ -152,7 +152,7 @@ def headline(rows: Sequence[Row]) -> str:
         return _alone(rows)
     row = _pick(compared, {row.label: row for row in rows})
     base = next(other for other in rows if other.label == row.against)
-    sent = in_factor(row.ratio or 1)
+    sent = format_factor(row.ratio or 1)
     sent = "as many bytes as" if sent == SAME else f"{sent} bytes than"
     theirs = f" ({_value(base)})" if base.final else ""
     rounds = "" if row.rounds == base.rounds else f", in {row.rounds[1]} against {base.rounds[1]} rounds"
@@ -180,12 +180,12 @@ def _alone(rows: Sequence[Row]) -> str:
     row = next((row for row in rows if row.final), None)
     if row is None:
         return "Nothing has been evaluated yet"
-    sent = f" and {in_bytes(row.total_bytes)} up and down" if row.total_bytes is not None else ""
+    sent = f" and {format_bytes(row.total_bytes)} up and down" if row.total_bytes is not None else ""
     rounds = f"{row.rounds[1]} round{'s' if row.rounds[1] != 1 else ''}"
     return f"{row.label}: {_value(row)} after {rounds}{sent}"
 
 
 def _value(row: Row) -> str:
     assert row.final is not None
-    text = in_metric(row.metric, row.final.mean)
-    return text if is_share(row.metric) else f"{in_words(row.metric)} {text}"
+    text = format_metric(row.metric, row.final.mean)
+    return text if is_share(row.metric) else f"{spell_out(row.metric)} {text}"

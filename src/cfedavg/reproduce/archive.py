@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cfedavg.core.config import renew
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file, write_atomic
-from cfedavg.core.retired import renew
 
 _PARTS = ("name", "made", "settings", "values")
 _NUMBER = (int, float, type(None))  # null where nothing was measured, or it was infinite

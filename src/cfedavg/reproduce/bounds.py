@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from cfedavg import Config, run
 from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
-from cfedavg.core.metrics import Record, finite
+from cfedavg.core.run_files import Record, finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
 from cfedavg.report.grid import framed

@@ -16,7 +16,7 @@ from rich.text import Text
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file, write_atomic
 from cfedavg.core.option import any_of
-from cfedavg.core.units import in_time
+from cfedavg.core.units import format_time
 from cfedavg.reproduce import archive, claims, studies
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import SCALES
@@ -122,7 +122,7 @@ def _show_state(grid: Grid, console: Console) -> None:
     left = grid.seconds_left()
     console.print(
         f"{len(grid.found)} of {len(grid.cells)} cells are done"
-        + (f"; the others take about {in_time(left)}" if grid.missing and left else ""),
+        + (f"; the others take about {format_time(left)}" if grid.missing and left else ""),
         highlight=False,
     )
 

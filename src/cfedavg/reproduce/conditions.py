@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from torch import nn
 
 from cfedavg import Config, Task, run
-from cfedavg.core.metrics import finite
+from cfedavg.core.run_files import finite
 from cfedavg.data.tasks import build_task
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png

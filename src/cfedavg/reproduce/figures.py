@@ -10,7 +10,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from cfedavg.core.config import Config
-from cfedavg.core.units import in_words, is_share
+from cfedavg.core.units import is_share, spell_out
 from cfedavg.report.groups import Group
 from cfedavg.report.panels import Cell, Frame, Panel, Series
 from cfedavg.report.pens import BLUE, COLOURS, GREEN, ORANGE, PINK, PLAIN, SKY, VERMILION, Pen
@@ -97,7 +97,7 @@ def _all_lines(experiment: Experiment, found: Found, p: int | None, key: str, x:
     """One number of all lines at one p."""
     panel = Panel(
         key, "" if p is None else f"p = {p}", (Series(key, ""),), "", x,
-        log=key.endswith("loss"), percent=is_share(key), side=in_words(key),
+        log=key.endswith("loss"), percent=is_share(key), side=spell_out(key),
     )  # fmt: skip
     pens = [((p, line), pen_of(experiment, line)) for line in experiment.lines]
     return _cell(experiment, found, panel, pens)

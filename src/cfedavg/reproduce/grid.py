@@ -20,8 +20,8 @@ from cfedavg import __version__
 from cfedavg.cli.progress import Display
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import make_folder, write_atomic
-from cfedavg.core.metrics import Record
-from cfedavg.core.units import in_time
+from cfedavg.core.run_files import Record
+from cfedavg.core.units import format_time
 from cfedavg.reproduce import archive
 from cfedavg.reproduce.archive import Damaged, Entry
 from cfedavg.reproduce.experiment import MACHINE
@@ -162,7 +162,7 @@ class Grid:
             left = self.seconds_left()
             console.print(
                 f"{name}: done, {len(self.found)} of {len(self.cells)} cells"
-                + (f", about {in_time(left)} left" if self.missing and left else ""),
+                + (f", about {format_time(left)} left" if self.missing and left else ""),
                 highlight=False,
                 markup=False,
             )

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from cfedavg import Config, run
-from cfedavg.core.metrics import finite
+from cfedavg.core.run_files import finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
 from cfedavg.report.grid import framed

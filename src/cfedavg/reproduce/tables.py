@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from cfedavg.core.units import in_bytes
+from cfedavg.core.units import format_bytes
 from cfedavg.reproduce import results
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.cases import number, percent, points
@@ -110,7 +110,7 @@ _TABLES: dict[str, dict[str, Callable[[Sequence[Entry]], str]]] = {
         "accuracy after the last round": _accuracy(_last("test_accuracy")),
         "mean of the last 5": _accuracy(results.final),
         "zigzag of the last 20, points": _zigzag,
-        "uplink of a client": _mean(_client_bytes, in_bytes),
+        "uplink of a client": _mean(_client_bytes, format_bytes),
         "model sizes sent": _mean(results.sent, lambda sizes: number(sizes, ".4g")),
     },
     "budget": {f"accuracy at {budget:g} model sizes": _accuracy(_at(budget)) for budget in _BUDGETS},

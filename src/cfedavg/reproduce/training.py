@@ -9,8 +9,7 @@ from typing import Any
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import CannotResume, Diverged
-from cfedavg.core.metrics import Record
-from cfedavg.core.run_files import METRICS, read_rows
+from cfedavg.core.run_files import METRICS, Record, read_rows
 from cfedavg.reproduce.archive import rounded
 from cfedavg.simulate.run import Observer, run
 

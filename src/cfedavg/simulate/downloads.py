@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
 
+from cfedavg.channel import KEPT, Downlink, choose_download, may_be_shorter
 from cfedavg.core.arrays import Array, cast, columns, module_of
 from cfedavg.core.payload import Payload
-from cfedavg.downlink import KEPT, Downlink, shortest, worth_sending
 from cfedavg.wire import measure
 
 
@@ -76,12 +76,12 @@ class Downloads:
         missed = self.lengths[len(self.lengths) - (t - held) :]
         changed = partial(self._changed, held, w, downlink)
         chain = Download("chain", len(missed), sum(missed))
-        return shortest(len(w), chain, whole, changed, lambda download: download.bytes)
+        return choose_download(len(w), chain, whole, changed, lambda download: download.bytes)
 
     def _changed(self, held: int, w: Array, downlink: Downlink) -> Download | None:
         """Return the present values of what changed since a version; None where that is most of the model."""
         at = columns((self.changed > held)[None])
-        if not worth_sending(len(at), len(w)):
+        if not may_be_shorter(len(at), len(w)):
             return None
         return Download("changes", 0, _length(downlink.changed(w, at), downlink))
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.metrics import Record
+from cfedavg.core.run_files import Record
 from cfedavg.simulate.local import to_device
-from cfedavg.task import Batch, Loss, Task, accuracy, check_number, cross_entropy, guarded
+from cfedavg.task import Batch, Loss, Task, accuracy, check_number, cross_entropy, wrap_errors
 
 EVALUATION_BATCH = {"cpu": 512, "cuda": 2500}
 
@@ -68,7 +68,7 @@ def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: to
     if task.test is None:
         return
     rows = np.arange(min(EVALUATION_BATCH.get(device.type, 512), len(task.test)))
-    batch = guarded(task.test.batch, "Task.test gives no batch")(rows)
+    batch = wrap_errors(task.test.batch, "Task.test gives no batch")(rows)
     _loss_and_metric(model.eval(), task, to_device(batch, device, dtype), len(rows))
 
 
@@ -93,11 +93,11 @@ def summary(task: Task, parts: Sequence[Part]) -> Record:
 
 def _loss_and_metric(model: nn.Module, task: Task, batch: Batch, n: int) -> tuple[Tensor, Tensor]:
     """The loss of a batch of n samples, and the metric of each of them."""
-    loss: Loss = guarded(task.loss, "Task.loss fails on a batch of Task.test")
-    metric = guarded(task.metric, "Task.metric fails on a batch of Task.test")
+    loss: Loss = wrap_errors(task.loss, "Task.loss fails on a batch of Task.test")
+    metric = wrap_errors(task.metric, "Task.metric fails on a batch of Task.test")
     if task.loss is cross_entropy and task.metric is accuracy:
         # One forward pass serves both: what the two ask the model next, it has answered already.
-        answer = guarded(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
+        answer = wrap_errors(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
         answered: Any = partial(lambda answer, _: answer, answer)
         return loss(answered, batch), _per_sample(metric(answered, batch), n)
     value = loss(model, batch)

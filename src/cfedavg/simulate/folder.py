@@ -12,8 +12,7 @@ from typing import Any
 
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import CannotResume, InputError
-from cfedavg.core.files import locked, make_folder, sync, write_atomic
-from cfedavg.core.metrics import Record
+from cfedavg.core.files import lock_folder, make_folder, sync, write_atomic
 from cfedavg.core.run_files import (
     CHECKPOINT,
     CONFIG,
@@ -21,12 +20,13 @@ from cfedavg.core.run_files import (
     METRICS,
     MODEL,
     RESIDUALS,
+    Record,
     are_usable,
-    as_line,
     check_options,
     check_same,
-    checksum_of,
+    checksum_rows,
     fixed_options,
+    format_row,
     read_rows,
 )
 from cfedavg.simulate.residuals import InMemory, OnDisk, sweep
@@ -46,7 +46,9 @@ class Folder:
 
     def __enter__(self) -> Folder:
         make_folder(self.path, "`out`")
-        self._lock.enter_context(locked(self.path, f"`out`: another run is writing to {self.path} right now"))
+        self._lock.enter_context(
+            lock_folder(self.path, f"`out`: another run is writing to {self.path} right now")
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +108,7 @@ class Folder:
                 f"{self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
                 "which the checkpoint needs; start again"
             )
-        if not are_usable(rows) or (vouched and vouched.rows != checksum_of(rows)):
+        if not are_usable(rows) or (vouched and vouched.rows != checksum_rows(rows)):
             raise CannotResume(
                 f"{self.path / METRICS} was changed after the checkpoint was written; "
                 "put it back, or start again in another folder"
@@ -116,14 +118,14 @@ class Folder:
     def append(self, row: Record) -> None:
         try:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
-                file.write(as_line(row))
-            self._rows = checksum_of([row], self._rows)
+                file.write(format_row(row))
+            self._rows = checksum_rows([row], self._rows)
         except OSError as error:
             raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
 
     def rewrite(self, rows: list[Record]) -> None:
-        write_atomic(self.path / METRICS, "".join(map(as_line, rows)).encode())
-        self._rows = checksum_of(rows)
+        write_atomic(self.path / METRICS, "".join(map(format_row, rows)).encode())
+        self._rows = checksum_rows(rows)
 
     def checkpoint(self, state: State, identity: int) -> None:
         # The rows and residuals first, then the checkpoint that vouches for them.

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cfedavg.algorithm import Aggregator
-from cfedavg.channel import Channel
+from cfedavg.channel import Channel, Downlink, make_downlink
 from cfedavg.compress import Compressor, parse
 from cfedavg.core.config import PER_CLIENT, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, permutation, uniform
 from cfedavg.core.layout import Layout
-from cfedavg.downlink import Downlink, downlink_of
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
 from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser
@@ -105,7 +104,7 @@ class Plan:
 
     def downlink(self, layout: Layout) -> Downlink | None:
         """Return the server's way to the clients; None where it broadcasts the whole model."""
-        return downlink_of(self.compressor_down, layout)
+        return make_downlink(self.compressor_down, layout)
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
         """One value for each client, drawn once: a client keeps its speed and its link."""

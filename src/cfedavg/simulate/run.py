@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from cfedavg.core.config import Config
 from cfedavg.core.errors import Diverged, InputError
 from cfedavg.core.files import check_no_file, read_file, write_atomic
-from cfedavg.core.interrupts import uninterrupted
-from cfedavg.core.metrics import Record, finite
-from cfedavg.core.run_files import MODEL, SERVER_MODEL
+from cfedavg.core.interrupts import mute_stops
+from cfedavg.core.run_files import MODEL, SERVER_MODEL, Record, finite
 from cfedavg.core.tensors import save_tensors
-from cfedavg.core.units import in_bytes
+from cfedavg.core.units import format_bytes
 from cfedavg.simulate.engines import RankLost, Ranks, check_same, choose_engine, facts
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan
@@ -110,7 +109,7 @@ def run(
         check_no_file(kept, "`messages`")
     ranks = _ranks_of_torchrun(config, task, kept)
     if ranks and ranks.rank > 0:
-        with uninterrupted():  # rank 0 hears interrupts, and decides
+        with mute_stops():  # rank 0 hears interrupts, and decides
             engine, last = serve(config, task, ranks, kept)
         model = engine.model_at(last.x, last.b)
         return Result(config, [], model, model, None, None)
@@ -229,7 +228,7 @@ class Loop:
         m, r = self.plan.m, self.plan.clients_per_round
         between = r * (self.config.checkpoint_every or self.config.rounds)
         most = (m + r + min(m, between) * checkpoints) * self._residual_bytes(x)
-        return f"residuals live on disk, in {path}, and can grow to {in_bytes(most)}"
+        return f"residuals live on disk, in {path}, and can grow to {format_bytes(most)}"
 
     def _rounds(self, folder: Folder | None, state: State, rows: list[Record]) -> State:
         """The rounds that are left; the rows grow as they end."""
@@ -250,7 +249,7 @@ class Loop:
             raise
         except KeyboardInterrupt:
             if folder:
-                with uninterrupted():
+                with mute_stops():
                     self._save_at_stop(folder, state, rows, unbooked)
             raise
         return state

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from cfedavg.algorithm import ServerMemory
+from cfedavg.channel import KEPT
 from cfedavg.core.errors import CannotResume, InputError
 from cfedavg.core.tensors import UNREADABLE, checksum, read_tensors, save_tensors
-from cfedavg.downlink import KEPT
 from cfedavg.simulate.downloads import Downloads
 from cfedavg.simulate.residuals import InMemory, OnDisk, Residuals
 

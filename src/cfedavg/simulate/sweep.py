@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from cfedavg.core.config import Config, kinds
+from cfedavg.core.config import Config, field_types
 from cfedavg.core.errors import InputError
 from cfedavg.schedule import build_schedule
 from cfedavg.simulate.plan import parse_parts
@@ -46,7 +46,7 @@ def _axis(text: str) -> tuple[list[str], list[Any]]:
     """The fields that get one value in each cell, and their values."""
     left, equals, values = text.partition("=")
     names = [name.strip().lstrip("-").replace("-", "_") for name in left.split(",")]
-    known = kinds()
+    known = field_types()
     if not equals or any(name not in known for name in names):
         raise InputError(f"`vary`: {text!r} must be field=value|value, with fields of the configuration")
     return names, [_value(part.strip(), known[names[0]]) for part in values.split("|")]

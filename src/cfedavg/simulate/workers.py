@@ -26,7 +26,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
-from cfedavg.core.interrupts import STOPS, held, insisting, leave
+from cfedavg.core.interrupts import STOPS, defer_stops, leave, watch_second_stop
 from cfedavg.optimise.local import SGD
 from cfedavg.simulate.engines import BlockEngine, Ranks, choose_device, choose_engine
 from cfedavg.simulate.engines.choice import is_small
@@ -93,7 +93,7 @@ def team(
     with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
         folder, processes = Path(path), list[BaseProcess]()
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
-        stack.enter_context(insisting(lambda number: _kill(processes)))
+        stack.enter_context(watch_second_stop(lambda number: _kill(processes)))
         job = _packed(config, task, messages)
         for rank in range(1, size):
             with nullcontext() if task else _no_script():
@@ -157,7 +157,7 @@ def _no_script() -> Iterator[None]:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Signals come later for this process, and never for one that is started meanwhile: see `_work`."""
-    with held():
+    with defer_stops():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
             resource_tracker.ensure_running()  # lets some through again
@@ -288,7 +288,7 @@ def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
 def _end(processes: list[BaseProcess], patience: float) -> None:
     """Waits some seconds for those that were sent home; the others are ended."""
     until = time.monotonic() + patience
-    with held():
+    with defer_stops():
         for process in processes:
             process.join(max(0.1, until - time.monotonic()))
             if process.is_alive():

@@ -25,7 +25,7 @@ KIND = {
 
 
 def header_rows(header: Header) -> Rows:
-    """What the header says: (field, value)."""
+    """Return what the header says: (field, value)."""
     return [
         ("version", f"{header.version}"),
         ("sender", f"client {header.client}, message {header.sequence}, round {header.round}"),
@@ -36,7 +36,7 @@ def header_rows(header: Header) -> Rows:
 
 
 def entropy_bound(d: int, k: int) -> float:
-    """log2 C(d, k) / k: bits per index of a set of k out of d that could be any.
+    """Return log2 C(d, k) / k: bits per index of a random set of k out of d.
 
     >>> round(entropy_bound(582_026, 5820), 2)
     8.08
@@ -47,7 +47,7 @@ def entropy_bound(d: int, k: int) -> float:
 
 
 def section_rows(data: bytes) -> Rows:
-    """Where the bytes go: (section, bytes, bits per coordinate, remark). Checks lengths and checksum."""
+    """Return where the bytes go: (section, bytes, bits per coordinate, remark). Check the message first."""
     header = read_header(data)
     sections_of(data, header)
     k, bound = max(header.k, 1), entropy_bound(header.d, header.k)
@@ -64,7 +64,7 @@ def section_rows(data: bytes) -> Rows:
 
 
 def tensor_rows(payload: Payload, layout: Layout) -> Rows:
-    """What is sent of each tensor: (name, shape, coordinates, share)."""
+    """Return what is sent of each tensor: (name, shape, coordinates, share)."""
     rows = []
     for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
         sent = size = part.stop - part.start

@@ -13,13 +13,10 @@ import numpy as np
 from cfedavg.core.kernel import is_compiled
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Payload, blocks
-from cfedavg.wire.coordinates import KEY_AND_KEEP, pack_coordinates, unpack_coordinates, where_of
+from cfedavg.wire.coordinates import KEY_AND_KEEP, Tensors, pack_coordinates, unpack_coordinates, where_of
 from cfedavg.wire.header import CHECKSUM, SIZE, Coding, Header, Where, WireError, may_be_plain, read_header
 from cfedavg.wire.indices import are_increasing, encode_indices
-from cfedavg.wire.tensors import Tensors
 from cfedavg.wire.values import DTYPES, check_lengths, kind_of, pack_values, unpack_values
-
-Sections = tuple[bytes, bytes, bytes]
 
 
 def encode(
@@ -71,11 +68,13 @@ def plain_length(payload: Payload) -> int | None:
 
 
 def is_ready() -> bool:
-    """Whether the coders are compiled; if not, the first message of this machine takes some 15 s longer."""
+    """Return whether the coders are compiled; if not, the first message here takes some 15 s longer."""
     return is_compiled(encode_indices)
 
 
-def _sections(payload: Payload, layout: Layout, code_floats: bool) -> tuple[Coding, Sections]:
+def _sections(
+    payload: Payload, layout: Layout, code_floats: bool
+) -> tuple[Coding, tuple[bytes, bytes, bytes]]:
     """Return how the values are written, and the three sections."""
     if len(payload) != 1:
         raise WireError(
@@ -83,20 +82,27 @@ def _sections(payload: Payload, layout: Layout, code_floats: bool) -> tuple[Codi
         )
     if payload.d != layout.d:
         raise WireError(f"the payload is of d = {payload.d} coordinates, the layout of {layout.d}")
-    payload = _checked(payload)
+    payload = _check(payload)
     tensors = Tensors.of(layout)
     coding, coded, copied = pack_values(payload, where_of(payload), tensors, code_floats)
     return coding, (pack_coordinates(payload, tensors), coded, copied)
 
 
-def _checked(payload: Payload) -> Payload:
-    """The payload with indices as the coders want them, if its arrays fit each other: the coders do not look.
+def _check(payload: Payload) -> Payload:
+    """Return the payload with int64 indices; raise WireError unless its arrays fit each other.
 
-    That a mask draws just these indices is taken for granted.
+    The coders do not check. That a mask draws just these indices is assumed.
     """
     values, k = payload.values, payload.counts()[0]
-    numbers = values.data if isinstance(values, Floats) else values.levels
-    _check_types(values)
+    if isinstance(values, Floats):
+        right = {"fp32": ["float32"], "fp64": ["float64"], "bf16": ["int16"]}.get(values.dtype, [])
+        numbers, found = values.data, [(values.data, right, f"Floats of dtype {values.dtype!r}")]
+    else:
+        found = [(values.levels, ["int8", "int16"], "Levels"), (values.scales, ["float32"], "scales")]
+        numbers = values.levels
+    for array, right, name in found:
+        if array.ndim != 1 or array.dtype.name not in right:
+            raise WireError(f"{name} must be one row of {' or '.join(right) or 'fp32, fp64 or bf16'}")
     lengths = {len(numbers), payload.d if payload.indices is None else len(payload.indices)}
     if lengths != {k}:
         raise WireError(f"the payload has k = {k}, but its indices or values are {sorted(lengths)}")
@@ -114,17 +120,6 @@ def _checked(payload: Payload) -> Payload:
     return replace(payload, indices=indices)
 
 
-def _check_types(values: Floats | Levels) -> None:
-    if isinstance(values, Floats):
-        right = {"fp32": ["float32"], "fp64": ["float64"], "bf16": ["int16"]}.get(values.dtype, [])
-        found = [(values.data, right, f"Floats of dtype {values.dtype!r}")]
-    else:
-        found = [(values.levels, ["int8", "int16"], "Levels"), (values.scales, ["float32"], "scales")]
-    for array, right, name in found:
-        if array.ndim != 1 or array.dtype.name not in right:
-            raise WireError(f"{name} must be one row of {' or '.join(right) or 'fp32, fp64 or bf16'}")
-
-
 def decode(
     data: bytes,
     *,
@@ -134,17 +129,20 @@ def decode(
     client: int | None = None,
     sequence: int | None = None,
 ) -> Payload:
-    """The payload of a message; raises only WireError, and before it allocates anything larger than k.
+    """Return the payload of a message; raise only WireError, and before anything larger than k is allocated.
 
-    `kmax` is the most coordinates that are accepted (all, if not given; a byte can hold up to 11,354 cheap
-    ones, so give it where you know it), `max_bytes` the longest message (more than any payload of this
-    layout needs, if not given). `client` and `sequence`, if given, must be those of the message.
+    `kmax` is the most coordinates that are accepted (default: all). A byte can hold up to 11,354 cheap ones,
+    so give it where you know it. `max_bytes` is the longest message (default: more than any payload of this
+    layout needs). `client` and `sequence`, if given, must be those of the message.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
     if len(data) > most:
         raise WireError(f"the message has {len(data)} bytes, more than the {most} that are accepted")
     header = read_header(data)
-    _check_sender(header, client, sequence)
+    if client is not None and header.client != client:
+        raise WireError(f"the message is of client {header.client}, not of client {client}")
+    if sequence is not None and header.sequence != sequence:
+        raise WireError(f"the message has sequence number {header.sequence}, {sequence} was expected")
     _check_header(header, layout, layout.d if kmax is None else kmax)
     coordinates, coded, copied = sections_of(data, header)
     tensors = Tensors.of(layout)
@@ -153,25 +151,8 @@ def decode(
     return Payload(header.d, np.array([0, header.k]), indices, values, mask)
 
 
-def _check_sender(header: Header, client: int | None, sequence: int | None) -> None:
-    if client is not None and header.client != client:
-        raise WireError(f"the message is of client {header.client}, not of client {client}")
-    if sequence is not None and header.sequence != sequence:
-        raise WireError(f"the message has sequence number {header.sequence}, {sequence} was expected")
-
-
-def sections_of(data: bytes, header: Header) -> tuple[memoryview, memoryview, memoryview]:
-    """The three sections of a message that is as long as its header says, and undamaged."""
-    coordinates, coded, copied = _cut(memoryview(data), header)
-    check_lengths(header, copied)
-    body, checksum = memoryview(data)[: -CHECKSUM.size], memoryview(data)[-CHECKSUM.size :]
-    if zlib.crc32(body) != CHECKSUM.unpack(checksum)[0]:
-        raise WireError("the checksum does not fit: the message was damaged on its way")
-    return coordinates, coded, copied
-
-
 def _check_header(header: Header, layout: Layout, kmax: int) -> None:
-    """That the message is for this model, and does not contradict itself."""
+    """Raise WireError unless the message is for this model and does not contradict itself."""
     if header.schema != layout.schema_hash or header.d != layout.d:
         raise WireError("the message is for another model: names, shapes, dtypes or order differ")
     if header.k > min(kmax, header.d):
@@ -184,9 +165,9 @@ def _check_header(header: Header, layout: Layout, kmax: int) -> None:
         )
 
 
-def _cut(data: memoryview, header: Header) -> tuple[memoryview, memoryview, memoryview]:
-    """The three sections, which fill the message exactly."""
-    needed = header.message_bytes
+def sections_of(data: bytes, header: Header) -> tuple[memoryview, memoryview, memoryview]:
+    """Return the three sections of a message; raise WireError unless lengths and checksum are right."""
+    view, needed = memoryview(data), header.message_bytes
     if len(data) < needed:
         raise WireError(f"the message is cut short: {len(data)} bytes of {needed}")
     if len(data) > needed:
@@ -195,5 +176,8 @@ def _cut(data: memoryview, header: Header) -> tuple[memoryview, memoryview, memo
     if header.index_bytes != fixed:
         raise WireError(f"the section of the indices has {header.index_bytes} bytes instead of {fixed}")
     values = SIZE + header.index_bytes
-    copied = values + header.value_bytes
-    return data[SIZE:values], data[values:copied], data[copied : -CHECKSUM.size]
+    copied = view[values + header.value_bytes : -CHECKSUM.size]
+    check_lengths(header, copied)
+    if zlib.crc32(view[: -CHECKSUM.size]) != CHECKSUM.unpack(view[-CHECKSUM.size :])[0]:
+        raise WireError("the checksum does not fit: the message was damaged on its way")
+    return view[SIZE:values], view[values : values + header.value_bytes], copied

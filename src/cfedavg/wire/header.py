@@ -1,4 +1,4 @@
-"""The first bytes of a message: who sends what to which model, how it is coded, how long the sections are."""
+"""The header of a message: who sends what to which model, how it is coded, how long the sections are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Name = TypeVar("Name", bound=IntEnum)
 
 
 class WireError(ValueError):
-    """A message that cannot be decoded, or a payload that cannot be encoded; says what is wrong with it."""
+    """A message that cannot be decoded, or a payload that cannot be encoded."""
 
 
 class Where(IntEnum):
@@ -71,10 +71,11 @@ class Header(NamedTuple):
 
     @property
     def message_bytes(self) -> int:
-        """How long the whole message must be."""
+        """The length of the whole message."""
         return SIZE + self.index_bytes + self.value_bytes + self.raw_bytes + CHECKSUM.size
 
     def pack(self) -> bytes:
+        """Return the header as bytes."""
         try:
             return _STRUCT.pack(MAGIC, self.version, *self)
         except struct.error:
@@ -82,7 +83,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """The header of a message; nothing else of it is looked at.
+    """Return the header of a message, without a look at the rest.
 
     >>> from cfedavg import Layout, encode, parse
     >>> import torch
@@ -97,14 +98,8 @@ def read_header(data: bytes) -> Header:
         raise WireError(f"the message is of version {version}, this program reads versions 1 and 2")
     known = _known(Where, where, version), _known(Kind, kind, version), _known(Coding, coding, version)
     header = Header(*known, *numbers)
-    _check_version(header, version)
-    return header
-
-
-def _check_version(header: Header, version: int) -> None:
-    """Raise WireError unless the version is the one that writes these values of these coordinates."""
     if header.version == version:
-        return
+        return header
     what = f"{header.coding.name} {header.kind.name} values of {header.where.name} coordinates"
     if version == 1:
         raise WireError(f"{what} need version 2, the message is of version 1")

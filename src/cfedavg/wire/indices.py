@@ -1,11 +1,11 @@
 """Which coordinates travel, as bits: a set coder that brings the dense parts of each tensor together.
 
 An update of a neural network is close to an outer product: some units (rows of a weight matrix) and
-some inputs (columns) have many large entries, others none. So each tensor is seen as a matrix of rows x
-columns, every cell of it a run of `group` coordinates, and its rows, its columns or both are sorted into
-classes by how many of their coordinates are sent. The classes travel first; then every block, which is
-what one class of rows and one class of columns have in common, as a number and that many gaps. Where
-classes cost more than they save, the tensor or the whole vector is one block. docs/wire.md has it all.
+some inputs (columns) have many large entries, others none. So each tensor is a matrix of rows x columns, and
+every cell of it is a run of `group` coordinates. Its rows, its columns or both are sorted into classes by how
+many of their coordinates are sent. The classes travel first. Then each block (the cells that one class of
+rows and one class of columns share) travels as a number and that many gaps. Where classes cost more than they
+save, the tensor or the whole vector is one block. docs/wire.md specifies it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,22 @@ from __future__ import annotations
 import numpy as np
 
 from cfedavg.core.kernel import Int, kernel
-from cfedavg.wire.classes import (
-    BY_COLUMNS,
-    BY_ROWS,
-    CLASSES,
-    choose,
-    classify,
-    cost_of_set,
-    order_of,
-    put_classes,
-    ranks_of,
-    sizes_of,
-    starts_of,
-    take_classes,
-)
-from cfedavg.wire.coder import (
-    COUNT_CONTEXTS,
-    Coder,
-    finish,
-    new_contexts,
-    put_count,
-    put_number,
-    spent,
-    start_decoding,
-    start_encoding,
-    take_count,
-    take_number,
-)
-from cfedavg.wire.gaps import put_gaps, take_gaps
+from cfedavg.wire import coder as rc
+from cfedavg.wire import sets
+from cfedavg.wire.coder import Coder
+from cfedavg.wire.sets import BY_COLUMNS, BY_ROWS, CLASSES
 
-FINE, BEYOND, OTHER_NUMBER = range(3)  # what a decoder finds
+FINE, BEYOND, OTHER_NUMBER = range(3)  # what a decoder returns
+# A power of two times this number has in its top six bits a number of its own, which BIT_AT maps back.
+DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+BIT_AT = np.zeros(64, np.int64)
+for _bit in range(64):
+    BIT_AT[(int(DE_BRUIJN) << _bit & (2**64 - 1)) >> 58] = _bit
 
 
 @kernel
 def are_increasing(indices: np.ndarray, d: int) -> bool:
-    """Whether indices increase strictly and lie from 0 to d - 1, which encode_indices takes for granted."""
+    """Return whether indices increase strictly and lie from 0 to d - 1, as encode_indices assumes."""
     before = -1
     for i in range(len(indices)):
         if indices[i] <= before:
@@ -58,9 +39,12 @@ def are_increasing(indices: np.ndarray, d: int) -> bool:
 
 @kernel
 def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> Int:
-    """How many words increasing indices below d take. `shapes` holds rows, columns, group of each tensor."""
-    coder = put_number(words, start_encoding(), 1, 1)
-    tensor_counts, block_counts = new_contexts(COUNT_CONTEXTS), new_contexts(COUNT_CONTEXTS)
+    """Encode increasing indices below d; return the number of words.
+
+    `shapes` holds rows, columns and group of each tensor.
+    """
+    coder = rc.put_number(words, rc.start_encoding(), 1, 1)
+    tensor_counts, block_counts = rc.new_contexts(rc.COUNT_CONTEXTS), rc.new_contexts(rc.COUNT_CONTEXTS)
     start, a = np.int64(0), 0
     for t in range(len(shapes)):
         shape = shapes[t]
@@ -68,37 +52,37 @@ def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.nd
         b = a
         while b < len(indices) and indices[b] < start + size:
             b += 1
-        coder = put_count(words, coder, tensor_counts, b - a)
+        coder = rc.put_count(words, coder, tensor_counts, b - a)
         if b > a:
             coder = put_tensor(words, coder, block_counts, indices[a:b], start, shape)
         start, a = start + size, b
-    if spent(coder) < cost_of_set(d, len(indices)):
-        return finish(words, coder)
-    coder = put_number(words, start_encoding(), 0, 1)
-    return finish(words, put_gaps(words, coder, indices, d))
+    if rc.bits_so_far(coder) < sets.cost_of_set(d, len(indices)):
+        return rc.finish(words, coder)
+    coder = rc.put_number(words, rc.start_encoding(), 0, 1)
+    return rc.finish(words, sets.put_gaps(words, coder, indices, d))
 
 
 @kernel
 def put_tensor(
     words: np.ndarray, coder: Coder, contexts: np.ndarray, indices: np.ndarray, start: Int, shape: np.ndarray
 ) -> Coder:
-    """The coordinates sent of the tensor that begins at `start`."""
+    """Encode the coordinates sent of the tensor that begins at `start`."""
     rows, columns, group = shape[0], shape[1], shape[2]
     cells, row, column = locate(indices, start, columns, group)
     if rows * columns == 1:
-        return put_gaps(words, coder, cells, group)
+        return sets.put_gaps(words, coder, cells, group)
     row_class, column_class = classes_of(row, rows), classes_of(column, columns)
     table = count_blocks(row, column, row_class, column_class)
-    mode = choose(sizes_of(row_class), sizes_of(column_class), table, group)
-    coder = put_number(words, coder, mode, 2)
+    mode = sets.choose_mode(sets.sizes_of(row_class), sets.sizes_of(column_class), table, group)
+    coder = rc.put_number(words, coder, mode, 2)
     if mode == 0:
-        return put_gaps(words, coder, cells, rows * columns * group)
+        return sets.put_gaps(words, coder, cells, rows * columns * group)
     if mode & BY_ROWS:
-        coder = put_classes(words, coder, row_class)
+        coder = sets.put_classes(words, coder, row_class)
     else:
         row_class = np.ones(rows, np.int64)
     if mode & BY_COLUMNS:
-        coder = put_classes(words, coder, column_class)
+        coder = sets.put_classes(words, coder, column_class)
     else:
         column_class = np.ones(columns, np.int64)
     return put_blocks(words, coder, contexts, cells, row, column, row_class, column_class, group)
@@ -108,7 +92,7 @@ def put_tensor(
 def locate(
     indices: np.ndarray, start: Int, columns: Int, group: Int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each index lies in its tensor: the coordinate, the row, the column."""
+    """Return where each index lies in its tensor: the coordinate, the row, the column."""
     n = len(indices)
     cells, row, column = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.int32)
     current, row_start, width = 0, 0, columns * group
@@ -123,18 +107,18 @@ def locate(
 
 @kernel
 def classes_of(where: np.ndarray, n: Int) -> np.ndarray:
-    """The classes of n rows, given the row of each coordinate; and likewise of columns."""
+    """Return the classes of n rows (or columns), given the row (or column) of each coordinate."""
     counts = np.zeros(n, np.int64)
     for i in range(len(where)):
         counts[where[i]] += 1
-    return classify(counts, len(where))
+    return sets.classify(counts, len(where))
 
 
 @kernel
 def count_blocks(
     row: np.ndarray, column: np.ndarray, row_class: np.ndarray, column_class: np.ndarray
 ) -> np.ndarray:
-    """How many coordinates each block sends."""
+    """Return how many coordinates each block sends."""
     table = np.zeros(CLASSES * CLASSES, np.int64)
     for i in range(len(row)):
         table[row_class[row[i]] * CLASSES + column_class[column[i]]] += 1
@@ -153,11 +137,11 @@ def put_blocks(
     column_class: np.ndarray,
     group: Int,
 ) -> Coder:
-    """Block after block: how many coordinates it sends, and which of its cells they are."""
+    """Encode, block after block, how many coordinates it sends and which of its cells they are."""
     table = count_blocks(row, column, row_class, column_class)
-    row_rank, column_rank = ranks_of(row_class), ranks_of(column_class)
-    row_sizes, column_sizes = sizes_of(row_class), sizes_of(column_class)
-    place, columns = starts_of(table), len(column_class)
+    row_rank, column_rank = sets.ranks_of(row_class), sets.ranks_of(column_class)
+    row_sizes, column_sizes = sets.sizes_of(row_class), sets.sizes_of(column_class)
+    place, columns = sets.starts_of(table), len(column_class)
     sorted_cells = np.empty(len(cells), np.int64)
     for i in range(len(cells)):
         y = column_class[column[i]]
@@ -171,24 +155,24 @@ def put_blocks(
             size = row_sizes[x] * column_sizes[y] * group
             if size:
                 n, end = table[x * CLASSES + y], place[x * CLASSES + y]
-                coder = put_count(words, coder, contexts, n)
-                coder = put_gaps(words, coder, sorted_cells[end - n : end], size)
+                coder = rc.put_count(words, coder, contexts, n)
+                coder = sets.put_gaps(words, coder, sorted_cells[end - n : end], size)
     return coder
 
 
 @kernel
 def decode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> tuple[Int, Int]:
-    """Fills `indices` with what encode_indices has encoded; what was found, and how many words were read."""
-    by_tensor, coder = take_number(words, start_decoding(words), 1)
+    """Fill `indices` with what was encoded; return FINE or what is wrong, and the words read."""
+    by_tensor, coder = rc.take_number(words, rc.start_decoding(words), 1)
     if not by_tensor:
-        inside, coder = take_gaps(words, coder, indices, d)
+        inside, coder = sets.take_gaps(words, coder, indices, d)
         return FINE if inside else BEYOND, coder[0]
-    tensor_counts, block_counts = new_contexts(COUNT_CONTEXTS), new_contexts(COUNT_CONTEXTS)
+    tensor_counts, block_counts = rc.new_contexts(rc.COUNT_CONTEXTS), rc.new_contexts(rc.COUNT_CONTEXTS)
     start, a = np.int64(0), 0
     for t in range(len(shapes)):
         shape = shapes[t]
         size = shape[0] * shape[1] * shape[2]
-        n, coder = take_count(words, coder, tensor_counts)
+        n, coder = rc.take_count(words, coder, tensor_counts)
         if n > min(size, len(indices) - a):
             return OTHER_NUMBER, coder[0]
         if n:
@@ -205,19 +189,19 @@ def decode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.nd
 def take_tensor(
     words: np.ndarray, coder: Coder, contexts: np.ndarray, cells: np.ndarray, shape: np.ndarray
 ) -> tuple[Int, Coder]:
-    """Fills `cells` with what put_tensor has encoded."""
+    """Fill `cells` with what put_tensor has encoded."""
     rows, columns, group = shape[0], shape[1], shape[2]
     mode = 0
     if rows * columns > 1:
-        mode, coder = take_number(words, coder, 2)
+        mode, coder = rc.take_number(words, coder, 2)
     if mode == 0:
-        inside, coder = take_gaps(words, coder, cells, rows * columns * group)
+        inside, coder = sets.take_gaps(words, coder, cells, rows * columns * group)
         return FINE if inside else BEYOND, coder
     row_class, column_class = np.ones(rows, np.int64), np.ones(columns, np.int64)
     if mode & BY_ROWS:
-        row_class, coder = take_classes(words, coder, rows)
+        row_class, coder = sets.take_classes(words, coder, rows)
     if mode & BY_COLUMNS:
-        column_class, coder = take_classes(words, coder, columns)
+        column_class, coder = sets.take_classes(words, coder, columns)
     return take_blocks(words, coder, contexts, cells, row_class, column_class, group)
 
 
@@ -231,10 +215,10 @@ def take_blocks(
     column_class: np.ndarray,
     group: Int,
 ) -> tuple[Int, Coder]:
-    """Fills `cells` with what put_blocks has encoded, in increasing order."""
-    row_sizes, column_sizes = sizes_of(row_class), sizes_of(column_class)
-    row_order, column_order = order_of(row_class), order_of(column_class)
-    row_start, column_start = starts_of(row_sizes), starts_of(column_sizes)
+    """Fill `cells` with what put_blocks has encoded, in increasing order."""
+    row_sizes, column_sizes = sets.sizes_of(row_class), sets.sizes_of(column_class)
+    row_order, column_order = sets.order_of(row_class), sets.order_of(column_class)
+    row_start, column_start = sets.starts_of(row_sizes), sets.starts_of(column_sizes)
     columns = len(column_class)
     sent = np.zeros((len(row_class) * columns * group + 63) // 64, np.uint64)
     a = 0
@@ -243,11 +227,11 @@ def take_blocks(
             size = row_sizes[x] * column_sizes[y] * group
             if size == 0:
                 continue
-            n, coder = take_count(words, coder, contexts)
+            n, coder = rc.take_count(words, coder, contexts)
             if n > min(size, len(cells) - a):
                 return OTHER_NUMBER, coder
             block = cells[a : a + n]
-            inside, coder = take_gaps(words, coder, block, size)
+            inside, coder = sets.take_gaps(words, coder, block, size)
             if not inside:
                 return BEYOND, coder
             row, row_first, width = row_start[x], 0, column_sizes[y] * group
@@ -258,7 +242,8 @@ def take_blocks(
                 column = inner // group if group > 1 else inner
                 inner -= column * group
                 column = column_order[column_start[y] + column]
-                mark(sent, (row_order[row] * columns + column) * group + inner)
+                cell = (row_order[row] * columns + column) * group + inner
+                sent[cell >> 6] |= np.uint64(1) << np.uint64(cell & 63)
             a += n
     if a < len(cells):
         return OTHER_NUMBER, coder
@@ -267,13 +252,8 @@ def take_blocks(
 
 
 @kernel
-def mark(bits: np.ndarray, i: Int) -> None:
-    bits[i >> 6] |= np.uint64(1) << np.uint64(i & 63)
-
-
-@kernel
 def list_marked(bits: np.ndarray, found: np.ndarray) -> None:
-    """The numbers of the bits that are set, in increasing order."""
+    """Fill `found` with the positions of the bits that are set, in increasing order."""
     n = 0
     for i in range(len(bits)):
         word = bits[i]
@@ -282,10 +262,3 @@ def list_marked(bits: np.ndarray, found: np.ndarray) -> None:
             found[n] = (i << 6) + BIT_AT[(lowest * DE_BRUIJN) >> np.uint64(58)]
             n += 1
             word ^= lowest
-
-
-# A power of two times this number has in its top six bits a number of its own, which BIT_AT maps back.
-DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-BIT_AT = np.zeros(64, np.int64)
-for _bit in range(64):
-    BIT_AT[(int(DE_BRUIJN) << _bit & (2**64 - 1)) >> 58] = _bit

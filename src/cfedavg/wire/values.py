@@ -1,8 +1,13 @@
-"""The two sections that say what the values are: coded numbers, and what of them is not worth coding.
+"""The two sections of the values: coded numbers, and bytes that are copied because coding would not pay.
 
-Of a float the upper 16 bits are coded (all of a bf16) and the rest is copied; of a level, sign and
-magnitude are coded, and the scales are copied. Floats of all coordinates are copied whole unless the caller
-asks to code them: coding saves a fifth of the bytes and takes many times as long.
+Of a float the upper 16 bits are coded (all of a bf16) and the rest is copied. Of a level, sign and magnitude
+are coded, and the scales are copied. Floats of all coordinates are copied whole unless the caller asks to
+code them: coding saves a fifth of the bytes and takes many times as long.
+
+A coded number is a sign and a magnitude of up to 15 bits. In a layer that follows a ReLU the sign of an
+update is mostly that of its unit, so a sign is coded in the context of the row of its coordinate. The
+magnitudes kept by top-k crowd just above the smallest one, so the excess over it is coded: its leading bits
+as a symbol of a table, which learns their distribution, the others as they are.
 """
 
 from __future__ import annotations
@@ -11,13 +16,11 @@ import struct
 
 import numpy as np
 
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.core.payload import Floats, Levels, Payload, blocks
-from cfedavg.wire.coder import check_end, to_bytes, to_words
+from cfedavg.wire import coder as rc
+from cfedavg.wire.coordinates import Tensors
 from cfedavg.wire.header import Coding, Header, Kind, Where, WireError, may_be_plain
-from cfedavg.wire.numbers import FINE, MAGNITUDE, MASK, decode_numbers, encode_numbers
-from cfedavg.wire.tensors import Tensors
-
-Packed = tuple[Coding, bytes, bytes]
 
 SCALES = struct.Struct("<IH")  # block, top
 FLOATS = {"fp32": Kind.FP32, "fp64": Kind.FP64, "bf16": Kind.BF16}
@@ -29,12 +32,21 @@ VALUES_PER_BYTE = 11_354  # at most: a value takes a bit of probability 65504/65
 EVERYWHERE = np.empty(0, np.int64)
 NOT_FINITE = "a value is not a finite number"
 
+MAGNITUDE = 15  # bits of a magnitude; the sign is the bit above them
+MASK = (1 << MAGNITUDE) - 1
+LEADING = 8  # bits of a symbol, at most
+JUMPS = 7  # bits of a share at which the decoder looks first
+FINE, TOO_LARGE = range(2)  # what a decoder returns
+
 
 def kind_of(values: Floats | Levels) -> Kind:
+    """Return the kind of the values."""
     return FLOATS[values.dtype] if isinstance(values, Floats) else LEVELS[values.levels.itemsize]
 
 
-def pack_values(payload: Payload, where: Where, tensors: Tensors, code_floats: bool) -> Packed:
+def pack_values(
+    payload: Payload, where: Where, tensors: Tensors, code_floats: bool
+) -> tuple[Coding, bytes, bytes]:
     """Return how the values are written, the coded section and the copied one."""
     values, indices = payload.values, payload.indices
     if isinstance(values, Levels):
@@ -53,7 +65,11 @@ def pack_values(payload: Payload, where: Where, tensors: Tensors, code_floats: b
 
 
 def _pack_levels(values: Levels, indices: np.ndarray | None, tensors: Tensors) -> tuple[bytes, bytes]:
-    _check_levels(values)
+    _check_top(values.top, kind_of(values))
+    if not 0 <= values.block < 2**32:
+        raise WireError(f"block = {values.block} must be from 0 to 2^32 - 1")
+    if not np.isfinite(values.scales).all():
+        raise WireError(NOT_FINITE)
     scales = np.ascontiguousarray(values.scales, "<f4")
     copied = SCALES.pack(values.block, values.top) + scales.tobytes()
     # In 32 bits: int16 has no 32768, which then exceeds any top.
@@ -61,7 +77,7 @@ def _pack_levels(values: Levels, indices: np.ndarray | None, tensors: Tensors) -
     if len(magnitudes) and magnitudes.max() > values.top:
         raise WireError(f"a level exceeds top = {values.top}")
     numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
-    return _coded(numbers, kind_of(values), indices, tensors), copied
+    return _encode(numbers, kind_of(values), indices, tensors), copied
 
 
 def _pack_floats(
@@ -69,7 +85,7 @@ def _pack_floats(
 ) -> tuple[bytes, bytes]:
     parts = data.view("<u2").reshape(len(data), data.itemsize // 2)
     numbers = np.ascontiguousarray(parts[:, -1])
-    return _coded(numbers, kind, indices, tensors), parts[:, :-1].tobytes()
+    return _encode(numbers, kind, indices, tensors), parts[:, :-1].tobytes()
 
 
 def _check_top(top: int, kind: Kind) -> None:
@@ -77,15 +93,7 @@ def _check_top(top: int, kind: Kind) -> None:
         raise WireError(f"top = {top} must be from 0 to {LARGEST[kind]} for levels of {kind.name}")
 
 
-def _check_levels(values: Levels) -> None:
-    _check_top(values.top, kind_of(values))
-    if not 0 <= values.block < 2**32:
-        raise WireError(f"block = {values.block} must be from 0 to 2^32 - 1")
-    if not np.isfinite(values.scales).all():
-        raise WireError(NOT_FINITE)
-
-
-def _coded(numbers: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors: Tensors) -> bytes:
+def _encode(numbers: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors: Tensors) -> bytes:
     if not len(numbers):
         return b""
     # A number is a symbol of up to 16 bits, 7 more bits, and a sign of up to 11.
@@ -94,11 +102,11 @@ def _coded(numbers: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors:
     n = encode_numbers(words, numbers, where, tensors.ends, kind in FLOATS.values(), LARGEST[kind])
     if n == 0:
         raise WireError(NOT_FINITE)
-    return to_bytes(words, n)
+    return rc.to_bytes(words, n)
 
 
 def check_lengths(header: Header, copied: memoryview) -> None:
-    """Raises WireError unless both sections have a length that k values can have."""
+    """Raise WireError unless both sections have a length that k values can have."""
     k, needed = header.k, _copied_bytes(header, copied)
     if len(copied) != needed:
         raise WireError(f"the section of the copied values has {len(copied)} bytes, k = {k} needs {needed}")
@@ -119,7 +127,7 @@ def _copied_bytes(header: Header, copied: memoryview) -> int:
 def unpack_values(
     coded: memoryview, copied: memoryview, header: Header, indices: np.ndarray | None, tensors: Tensors
 ) -> Floats | Levels:
-    """The values of a message whose lengths have been checked."""
+    """Return the values of a message whose lengths have been checked."""
     kind = header.kind
     if kind in LEVELS.values():
         block, top = SCALES.unpack_from(copied)
@@ -127,7 +135,7 @@ def unpack_values(
         scales = np.frombuffer(copied, "<f4", offset=SCALES.size).astype(np.float32)
         if not np.isfinite(scales).all():
             raise WireError("a scale is not a finite number")
-        numbers = _decoded(coded, header, indices, tensors, top, f"a level exceeds top = {top}")
+        numbers = _decode(coded, header, indices, tensors, top, f"a level exceeds top = {top}")
         signs = 1 - 2 * (numbers >> MAGNITUDE).astype(np.int16)
         return Levels(((numbers & MASK).astype(np.int16) * signs).astype(DTYPES[kind]), scales, block, top)
     name = next(name for name, each in FLOATS.items() if each is kind)
@@ -138,11 +146,11 @@ def unpack_values(
         return Floats(data, name)
     parts = np.empty((header.k, np.dtype(DTYPES[kind]).itemsize // 2), "<u2")
     parts[:, :-1] = np.frombuffer(copied, "<u2").reshape(header.k, parts.shape[1] - 1)
-    parts[:, -1] = _decoded(coded, header, indices, tensors, LARGEST[kind], NOT_FINITE)
+    parts[:, -1] = _decode(coded, header, indices, tensors, LARGEST[kind], NOT_FINITE)
     return Floats(parts.reshape(-1).view(DTYPES[kind]), name)
 
 
-def _decoded(
+def _decode(
     coded: memoryview, header: Header, indices: np.ndarray | None, tensors: Tensors, largest: int, wrong: str
 ) -> np.ndarray:
     numbers = np.empty(header.k, np.uint16)
@@ -150,8 +158,105 @@ def _decoded(
         return numbers
     where = EVERYWHERE if indices is None else indices
     signed = header.kind in FLOATS.values()
-    found, words = decode_numbers(to_words(coded), numbers, where, tensors.ends, signed, largest)
+    found, words = decode_numbers(rc.to_words(coded), numbers, where, tensors.ends, signed, largest)
     if found != FINE:
         raise WireError(wrong)
-    check_end(coded, words, "values")
+    rc.check_end(coded, words, "values")
     return numbers
+
+
+@kernel
+def row_at(ends: np.ndarray, row: Int, index: Int) -> Int:
+    """Return the row of a coordinate: `row` or a later one; row i ends before coordinate ends[i]."""
+    while index >= ends[row]:
+        row += 1
+    return row
+
+
+@kernel
+def new_table(spread: Int) -> tuple[Int, np.ndarray, np.ndarray]:
+    """Return the copied bits of numbers up to `spread`, and counts and sums of a table that knows nothing."""
+    copied = 0
+    while spread >> (copied + LEADING):
+        copied += 1
+    symbols = (spread >> copied) + 1
+    counts, sums = np.ones(symbols, np.int64), np.empty(symbols + 1, np.int64)
+    rc.make_sums(counts, sums)
+    return copied, counts, sums
+
+
+@kernel
+def encode_numbers(
+    words: np.ndarray,
+    numbers: np.ndarray,
+    indices: np.ndarray,
+    ends: np.ndarray,
+    zero_has_sign: bool,
+    largest: Int,
+) -> Int:
+    """Encode numbers (magnitudes with the sign above them); return the words, 0 if one exceeds `largest`.
+
+    `indices` are their coordinates, empty where all are sent. A zero has no sign unless it is a float or all
+    numbers are zero.
+    """
+    lowest, highest = MASK, 0
+    for i in range(len(numbers)):
+        lowest, highest = min(lowest, numbers[i] & MASK), max(highest, numbers[i] & MASK)
+    if highest > largest:
+        return 0
+    coder = rc.put_number(words, rc.start_encoding(), lowest, MAGNITUDE)
+    coder = rc.put_number(words, coder, highest - lowest, MAGNITUDE)
+    copied, counts, sums = new_table(highest - lowest)
+    signs = rc.new_contexts(len(ends))
+    zero_has_sign |= highest == 0
+    row, due = 0, rc.FIRST
+    for i in range(len(numbers)):
+        magnitude: Int = np.int64(numbers[i] & MASK)
+        symbol = (magnitude - lowest) >> copied
+        coder = rc.put_symbol(words, coder, sums, symbol)
+        rc.count_symbol(counts, symbol)
+        coder = rc.put_number(words, coder, (magnitude - lowest) & ((1 << copied) - 1), copied)
+        row = row_at(ends, row, indices[i] if len(indices) else i)
+        if magnitude or zero_has_sign:
+            coder = rc.put_bit(words, coder, signs, row, np.int64(numbers[i] >> MAGNITUDE))
+        if i + 1 == due:
+            due = rc.rebuild(counts, sums, due)
+    return rc.finish(words, coder)
+
+
+@kernel
+def decode_numbers(
+    words: np.ndarray,
+    numbers: np.ndarray,
+    indices: np.ndarray,
+    ends: np.ndarray,
+    zero_has_sign: bool,
+    largest: Int,
+) -> tuple[Int, Int]:
+    """Fill `numbers`, none above `largest`; return FINE or TOO_LARGE, and the words read."""
+    lowest, coder = rc.take_number(words, rc.start_decoding(words), MAGNITUDE)
+    spread, coder = rc.take_number(words, coder, MAGNITUDE)
+    if lowest + spread > largest:
+        return TOO_LARGE, coder[0]
+    copied, counts, sums = new_table(spread)
+    jump = np.empty(1 << JUMPS, np.uint8)
+    rc.make_jumps(sums, jump, JUMPS)
+    signs = rc.new_contexts(len(ends))
+    zero_has_sign |= lowest + spread == 0
+    row, due = 0, rc.FIRST
+    for i in range(len(numbers)):
+        symbol, coder = rc.take_symbol(words, coder, sums, jump, JUMPS)
+        rc.count_symbol(counts, symbol)
+        rest, coder = rc.take_number(words, coder, copied)
+        magnitude = lowest + (symbol << copied) + rest
+        if magnitude > largest:
+            return TOO_LARGE, coder[0]
+        row = row_at(ends, row, indices[i] if len(indices) else i)
+        if magnitude or zero_has_sign:
+            bit, coder = rc.take_bit(words, coder, signs, row)
+            magnitude |= bit << MAGNITUDE
+        numbers[i] = magnitude
+        if i + 1 == due:
+            due = rc.rebuild(counts, sums, due)
+            rc.make_jumps(sums, jump, JUMPS)
+    return FINE, coder[0]

@@ -10,7 +10,7 @@ from cfedavg.core.errors import InputError
 from cfedavg.simulate.engines.base import choose_device
 from cfedavg.simulate.engines.ranks import Ranks
 from cfedavg.simulate.local import Vectors
-from cfedavg.task import Task, content_print
+from cfedavg.task import Task, fingerprint_content
 
 
 def facts(config: Config, task: Task) -> dict[str, str]:
@@ -28,7 +28,7 @@ def facts(config: Config, task: Task) -> dict[str, str]:
         "the number of samples": str(sum(sizes)),
         "the number of test samples": "none" if task.test is None else str(len(task.test)),
         "the hash of layout and frozen values": f"{Vectors(task.model).identity():08x}",
-        "the hash of the data": content_print(task),
+        "the hash of the data": fingerprint_content(task),
     }
 
 

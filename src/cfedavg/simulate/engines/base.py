@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.layout import Layout
-from cfedavg.core.metrics import Record
+from cfedavg.core.run_files import Record
 from cfedavg.simulate.state import State
 
 

@@ -24,8 +24,8 @@ from cfedavg.channel import Outgoing
 from cfedavg.core.arrays import rows_norms2
 from cfedavg.core.errors import NotFinite
 from cfedavg.core.keys import Purpose, keys
-from cfedavg.core.metrics import Record, Reply
 from cfedavg.core.payload import Payload
+from cfedavg.core.run_files import Record, Reply
 from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines.base import Start, Trained, Trainer
 from cfedavg.simulate.engines.common import (

@@ -16,8 +16,8 @@ from cfedavg.algorithm import ServerMemory
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, InputError, NotFinite
 from cfedavg.core.keys import Purpose, key, signed
-from cfedavg.core.metrics import Record, finite
 from cfedavg.core.payload import Payload
+from cfedavg.core.run_files import Record, finite
 from cfedavg.simulate.downloads import Count, Download, Downloads, Start
 from cfedavg.simulate.engines.ledger import dense_bytes
 from cfedavg.simulate.engines.statistics import Statistics
@@ -25,7 +25,7 @@ from cfedavg.simulate.local import Vectors
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals
 from cfedavg.simulate.state import State
-from cfedavg.task import Batch, Loss, Task, guarded
+from cfedavg.task import Batch, Loss, Task, wrap_errors
 from cfedavg.wire import measure
 
 PRECISIONS = {
@@ -74,12 +74,12 @@ def explained(error: ValueError, client: int) -> ValueError:
 
 def guarded_loss(task: Task, client: int) -> Loss:
     """The task's loss; an error in it names the client."""
-    return guarded(task.loss, f"Task.loss fails on a batch of client {client}")
+    return wrap_errors(task.loss, f"Task.loss fails on a batch of client {client}")
 
 
 def guarded_batches(data: Iterator[Batch], client: int) -> Iterator[Batch]:
     """The same batches; an error in one names the client."""
-    take = guarded(lambda: next(data), f"Task.clients[{client}] gives no batch")
+    take = wrap_errors(lambda: next(data), f"Task.clients[{client}] gives no batch")
     while True:
         yield take()
 

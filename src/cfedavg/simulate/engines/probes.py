@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_map
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
-from cfedavg.core.generators import unseen_draws
+from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.engines.common import PRECISIONS
 from cfedavg.simulate.evaluate import evaluate_first
 from cfedavg.simulate.local import batches, channels_last, to_device
 from cfedavg.simulate.vectorised import Rules, Steady
-from cfedavg.task import Batch, Loss, Task, check_labels, check_loss, guarded
+from cfedavg.task import Batch, Loss, Task, check_labels, check_loss, wrap_errors
 
 CPU = torch.device("cpu")
 
@@ -29,10 +29,12 @@ def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
     """
     dtype = PRECISIONS[config.precision]
     try:
-        with unseen_draws(device):
+        with restore_generators(device):
             model = copy.deepcopy(task.model).to(device, dtype).train()
             data = batches(task.clients[0], config.batch_size, config.seed, 0, 0)
-            first = guarded(lambda: to_device(next(data), device, dtype), "Task.clients[0] gives no batch")
+            first = wrap_errors(
+                lambda: to_device(next(data), device, dtype), "Task.clients[0] gives no batch"
+            )
             found = _without_gradient(task, model, first())
             evaluate_first(model, task, device, dtype)
     except (torch.OutOfMemoryError, MemoryError):  # the run makes smaller blocks, or says so
@@ -45,9 +47,9 @@ def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
     check_labels(task, batch)
     what = "Task.loss fails on a batch of Task.clients[0]"
     try:
-        value = guarded(task.loss, what)(model, batch)
+        value = wrap_errors(task.loss, what)(model, batch)
         check_loss(value)
-        guarded(value.backward, what)()
+        wrap_errors(value.backward, what)()
     except InputError as error:
         if is_one_sample(error):
             return set()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it later
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.interrupts import held
+from cfedavg.core.interrupts import defer_stops
 
 _FOREVER = timedelta(days=30)  # a round may take long; a rank that dies closes its connection, which shows
 # While ranks join, there is no connection yet: one that dies or stops then shows only by its absence.
@@ -118,7 +118,7 @@ class Ranks:
 @contextmanager
 def _whole() -> Iterator[None]:
     """Something that all ranks do together: an interrupt waits, a lost connection is a lost rank."""
-    with held():
+    with defer_stops():
         try:
             yield
         except torch.OutOfMemoryError:

@@ -16,8 +16,8 @@ from cfedavg.algorithm import local_update
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, key, signed
-from cfedavg.core.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.core.payload import Payload
+from cfedavg.core.run_files import Record, Reply, residual_norms, summarise
 from cfedavg.simulate.engines.common import (
     PRECISIONS,
     Ended,

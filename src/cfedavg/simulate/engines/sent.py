@@ -13,8 +13,8 @@ from torch import Tensor
 from cfedavg.algorithm import ServerMemory
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged
-from cfedavg.core.metrics import Record, Reply, residual_norms, summarise
 from cfedavg.core.payload import Payload
+from cfedavg.core.run_files import Record, Reply, residual_norms, summarise
 from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines.common import (
     Broadcast,

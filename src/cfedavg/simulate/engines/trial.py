@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg.core.config import Config
-from cfedavg.core.errors import InputError, first_line
-from cfedavg.core.generators import unseen_draws
+from cfedavg.core.errors import InputError, summarise_error
+from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.engines.base import Trained
 from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.engines.common import PRECISIONS, reproducible, seed_generators
@@ -44,7 +44,7 @@ def cannot_batch(
 ) -> str | None:
     """Return why clients cannot step together, with the module that it is about; None if they can."""
     try:
-        with unseen_draws(device):
+        with restore_generators(device):
             small, trial = _two_clients(task, config)
             if changed := _changes(small, trial, device):
                 return f"a step changes {changed!r}, of which there is one for all clients"
@@ -68,7 +68,7 @@ def reason(model: nn.Module, error: Exception) -> str:
     """Say which module failed, as far as the traceback shows it, and how."""
     if isinstance(error, InputError):
         return str(error)
-    return f"{_culprit(model, error)} fails in a step of many clients ({first_line(error)})"
+    return f"{_culprit(model, error)} fails in a step of many clients ({summarise_error(error)})"
 
 
 def _culprit(model: nn.Module, error: Exception) -> str:

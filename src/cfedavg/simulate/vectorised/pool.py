@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cfedavg.core.errors import ShapesDiffer, first_line
+from cfedavg.core.errors import ShapesDiffer, summarise_error
 from cfedavg.core.tensors import free_memory
 from cfedavg.simulate.local import to_device
 from cfedavg.task import Batch, Samples
@@ -101,7 +101,7 @@ def _joined(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ShapesDiffer(f"the clients' batches differ in shape ({first_line(error)})") from None
+        raise ShapesDiffer(f"the clients' batches differ in shape ({summarise_error(error)})") from None
 
 
 def whole(samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:

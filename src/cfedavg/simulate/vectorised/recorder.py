@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cfedavg.core.errors import first_line
+from cfedavg.core.errors import summarise_error
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.task import Batch
 
@@ -100,7 +100,7 @@ class Recorder:
         except (torch.OutOfMemoryError, ValueError):  # a ValueError is BatchNorm's, of a batch of one sample
             raise
         except Exception as error:
-            self.say(f"the step cannot be written down ({first_line(error)}): it runs as it is, slower")
+            self.say(f"the step cannot be written down ({summarise_error(error)}): it runs as it is, slower")
             self.compiles = False
             return flat
         if _python_generators() != before:  # a list would draw once and for all
@@ -125,7 +125,7 @@ class Recorder:
             except Exception as error:
                 if run is listed:
                     raise
-                self.say(f"the step cannot be compiled ({first_line(error)}): it runs as it is, slower")
+                self.say(f"the step cannot be compiled ({summarise_error(error)}): it runs as it is, slower")
                 _COMPILED.clear()  # whoever comes next shall try for himself
                 run, self.compiles = listed, False
                 run(*tensors)
@@ -157,7 +157,7 @@ class Recorder:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.say(f"the step cannot be recorded ({first_line(error)}): it is launched piece by piece")
+            self.say(f"the step cannot be recorded ({summarise_error(error)}): it is launched piece by piece")
             self.records = False
             return run
 
