@@ -31,9 +31,8 @@ from cfedavg import run as run_and_draw
 from cfedavg.channel import Channel
 from cfedavg.core.keys import Purpose, key, keys, signed
 from cfedavg.optimise.local import SGD
-from cfedavg.simulate.engines import blocks, choose_engine, sequential
+from cfedavg.simulate.engines import blocks, choose_engine, trainer
 from cfedavg.simulate.engines.batched import Batched
-from cfedavg.simulate.engines.probes import masks_hold
 from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised import operators, ops, pool, rules
@@ -41,7 +40,7 @@ from cfedavg.simulate.vectorised import recorder as recorder_module
 from cfedavg.simulate.vectorised.convolution import DOTS, convolve
 from cfedavg.simulate.vectorised.pool import Hosted, Pool, Resident
 from cfedavg.simulate.vectorised.recorder import Recorder
-from cfedavg.simulate.vectorised.rules import Rules, Steady
+from cfedavg.simulate.vectorised.rules import Rules, Steady, masks_hold
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.simulate.vectorised.timetable import Rows, Timetable, Turn, rounded_up
 from cfedavg.task import Tensors
@@ -1079,13 +1078,13 @@ def test_half_precision_on_a_cpu_stays_near_single(engine: str) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 def test_memory_is_kept_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc answers 1 to each setting that it takes; the numbers are those of its malloc.h."""
-    real, answers = sequential.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
+    real, answers = trainer.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
 
     def mallopt(setting: int, value: int) -> None:
         answers[setting] = value, real.mallopt(setting, value)
 
-    monkeypatch.setattr(sequential.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    sequential.keep_memory()
+    monkeypatch.setattr(trainer.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    trainer.keep_memory()
     assert answers == {-3: (1 << 30, 1), -1: (2**31 - 1, 1), -2: (64 << 20, 1)}
 
 
@@ -1101,8 +1100,8 @@ def test_another_c_library_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace()
 
     for library in (missing, without_mallopt):
-        monkeypatch.setattr(sequential.ctypes, "CDLL", library)
-        sequential.keep_memory()
+        monkeypatch.setattr(trainer.ctypes, "CDLL", library)
+        trainer.keep_memory()
     assert asked == ["libc.so.6"] * 2
 
 

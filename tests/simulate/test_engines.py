@@ -16,7 +16,7 @@ from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.core.errors import Diverged
 from cfedavg.simulate.engines import choose_engine
-from cfedavg.simulate.engines.counters import Counters
+from cfedavg.simulate.engines.traffic import Counters
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.simulate.vectorised.recorder import Recorder
