@@ -37,7 +37,7 @@ from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised import operators, ops, pool, rules
 from cfedavg.simulate.vectorised import recorder as recorder_module
-from cfedavg.simulate.vectorised.convolution import DOTS, convolve
+from cfedavg.simulate.vectorised.ops import DOTS, convolve
 from cfedavg.simulate.vectorised.pool import Hosted, Pool, Resident
 from cfedavg.simulate.vectorised.recorder import Recorder
 from cfedavg.simulate.vectorised.rules import Rules, Steady, masks_hold
@@ -720,7 +720,7 @@ def test_other_threads_use_the_gpu_while_a_step_is_recorded() -> None:
         with ThreadPoolExecutor(1) as pool:
             counts.append(pool.submit(lambda: len(mask.nonzero())).result())
 
-    play = recorder._recorded(step, [torch.ones(1, device="cuda")])
+    play = recorder._record(step, [torch.ones(1, device="cuda")])
     for _ in range(3):
         play([torch.full((1,), 2.0, device="cuda")])
     assert (total.item(), counts, said) == (6.0, [2], [])

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -184,25 +184,19 @@ class OnDisk(Residuals):
         return made
 
     def select(self, clients: Container[int]) -> OnDisk:
-        return OnDisk(
-            self.folder,
-            _among(clients, self.versions),
-            _among(clients, self.norms2),
-            frozenset(client for client in self.fresh if client in clients),
-            _among(clients, self.vouched),
-            _among(clients, self.replaced),
-        )
+        fresh = frozenset(client for client in self.fresh if client in clients)
+        versions, norms, vouched, replaced = (_among(clients, each) for each in self._tables())
+        return OnDisk(self.folder, versions, norms, fresh, vouched, replaced)
+
+    def _tables(self) -> tuple[Mapping[int, Any], ...]:
+        return self.versions, self.norms2, self.vouched, self.replaced
 
     @classmethod
     def merge(cls, parts: Sequence[OnDisk]) -> OnDisk:
-        return OnDisk(
-            parts[0].folder,
-            _union(part.versions for part in parts),
-            _union(part.norms2 for part in parts),
-            frozenset().union(*(part.fresh for part in parts)),
-            _union(part.vouched for part in parts),
-            _union(part.replaced for part in parts),
-        )
+        fresh = frozenset[int]().union(*(part.fresh for part in parts))
+        tables = zip(*(part._tables() for part in parts), strict=True)
+        versions, norms, vouched, replaced = (_union(each) for each in tables)
+        return OnDisk(parts[0].folder, versions, norms, fresh, vouched, replaced)
 
     def check(self) -> None:
         """Raise CannotResume if a file is missing; `stored` checks what a file holds."""

@@ -89,16 +89,13 @@ def run(
     (2, 4)
     """
     _check_arguments(config, task, out, resume)
-    if config.deadline is not None and config.steps_per_second is None:  # a federation measures time instead
-        raise InputError("`deadline` needs `steps_per_second`, the speed of the simulated clients")
     own = task is not None
     if task is None:
         from cfedavg.data.tasks import build_task  # pulls in what only named data sets need
 
         task = build_task(config)
     else:
-        kind = type(task.model).__name__
-        config = config.for_task(task.name, kind, task.prints, len(task.clients))
+        config = config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients))
     observer, kept = observer or Observer(), Path(messages) if messages else None
     if kept:
         check_no_file(kept, "`messages`")
@@ -137,6 +134,8 @@ def _check_arguments(config: object, task: object, out: object, resume: bool) ->
         raise InputError(f"run: `out` must be the path of a folder, got {type(out).__name__}")
     if resume and out is None:
         raise InputError("run: `resume` needs `out`, the folder to go on with")
+    if config.deadline is not None and config.steps_per_second is None:  # a federation measures time instead
+        raise InputError("`deadline` needs `steps_per_second`, the speed of the simulated clients")
 
 
 class Loop:

@@ -108,7 +108,7 @@ def start_workers(
     with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
         folder, processes = Path(path), list[BaseProcess]()
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
-        stack.enter_context(insisting(lambda number: _kill(processes)))
+        stack.enter_context(insisting(lambda _: _kill(processes)))
         job = _pack(config, task, messages)
         for rank in range(1, size):
             with nullcontext() if task else _no_script():
@@ -204,7 +204,9 @@ def _listen(
     while not over.wait(PULSE):
         for process in processes:
             name, who = process.name, f"{process.name} (process {process.pid})"
-            pulse = _modified(folder / f"pulse of {name}")
+            pulse = 0.0  # until the worker has written its file
+            with suppress(OSError):
+                pulse = (folder / f"pulse of {name}").stat().st_mtime
             beats = missed.get(name, 0)
             missed[name] = beats + 1 if pulse == pulses.get(name, 0.0) else 0
             pulses[name] = pulse
@@ -212,14 +214,6 @@ def _listen(
                 say(f"{who} has been silent for {SILENCE:g} s: stopped, or hung? Ctrl-C twice ends the run")
             elif beats >= limit and not missed[name]:
                 say(f"{who} is there again, after {beats * PULSE:g} s")
-
-
-def _modified(path: Path) -> float:
-    """Return when a file was written last; 0 if it does not exist yet."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _await(processes: list[BaseProcess], folder: Path) -> None:

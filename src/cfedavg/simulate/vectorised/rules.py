@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from cfedavg.simulate.local import to_device
-from cfedavg.simulate.vectorised.convolution import convolve
 from cfedavg.simulate.vectorised.operators import (
     attention,
     batch_norm,
@@ -29,6 +28,7 @@ from cfedavg.simulate.vectorised.operators import (
     mean_pool,
     multi_head,
 )  # fmt: skip
+from cfedavg.simulate.vectorised.ops import convolve
 from cfedavg.task import Batch, Loss
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
