@@ -69,13 +69,12 @@ class Plan:
         self.config = config
         self.samples = [len(data) for data in task.clients]
         self.m = len(self.samples)
-        self._check_lists()
         self.clients_per_round = max(1, round(config.participation * self.m))
         parts = parse_parts(config)
         self.compressor, self.compressor_down = parts.compressor, parts.compressor_down
         self.feedback, self.local_optimiser = parts.feedback, parts.local_optimiser
         self.aggregator = Aggregator(self.feedback, parts.server_optimiser)
-        self._check_memory()
+        self._check()
         self.link = Speeds(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
             self._per_client("uplink", Purpose.UPLINK, math.inf),
@@ -86,15 +85,14 @@ class Plan:
         self.rates: Rates = resolve_rates(config, self.steps, self.clients_per_round)
         self.everyone = sum(self.weight(i) for i in range(self.m))
 
-    def _check_lists(self) -> None:
+    def _check(self) -> None:
+        """Raise InputError for lists of another length, or memories that may not be rounded."""
         for name in PER_CLIENT:
             values = self.config.per_client(name)
             if values is not None and values.each and len(values.each) != self.m:
                 raise InputError(
                     f"`{name}` must have one value for each of {self.m} clients, got {len(values.each)}"
                 )
-
-    def _check_memory(self) -> None:
         if self.feedback.mirrors_clients and self.config.residual_precision != "full":
             raise InputError(
                 f"`residual_precision` must be full with the feedback {self.feedback}: the server keeps the "
@@ -120,6 +118,9 @@ class Plan:
     def in_words(self, layout: Layout) -> str:
         """Describe the run in a sentence, with the rates that follow from options and defaults."""
         low, high = self.steps.bounds
+        both = (self.compressor, self.compressor_down)
+        up, down = (f"{each} (gamma {each.gamma(layout):.5g})" for each in both)
+        sent = f"{up} both ways" if up == down else f"{up} up, {down} down"
         steps = f"{low}" if low == high else f"{low} to {high}"
         names = ("feedback", "local_optimiser", "server_optimiser")
         parts = {name: getattr(self.config, name) for name in names}
@@ -127,16 +128,9 @@ class Plan:
         return (
             f"{self.clients_per_round} of {self.m} clients a round, {steps} local steps, "
             f"update {self.rates.update}, eta_local {self.rates.eta_local(0):.4g}, eta {self.rates.eta:.4g}; "
-            f"{layout.d:,} parameters, {self._describe_channels(layout)}"
+            f"{layout.d:,} parameters, {sent}"
             + "".join(f", {name.replace('_', ' ')} {part}" for name, part in unusual.items())
         )
-
-    def _describe_channels(self, layout: Layout) -> str:
-        """Describe what each direction sends, with the SNR that it guarantees."""
-        up, down = (
-            f"{each} (gamma {each.gamma(layout):.5g})" for each in (self.compressor, self.compressor_down)
-        )
-        return f"{up} both ways" if up == down else f"{up} up, {down} down"
 
     @property
     def timed(self) -> bool:

@@ -25,7 +25,6 @@ from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.metrics import Record, Reply
 from cfedavg.core.payload import Payload
-from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines import server
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
 from cfedavg.simulate.engines.server import RankRound
@@ -95,15 +94,12 @@ class BlockEngine:
             arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
             average = self._average(state, parts)
             state_next = server.next_state(plan, self.vectors, state, average, arrived, residuals)
-        counts = server.count_downloads(plan, self.vectors, state, self._begin_count)
+        begin = cache if self._counters is None else self._counters.hand_in
+        counts = server.count_downloads(plan, self.vectors, state, begin)
         broadcast = server.measure_broadcast(state, state_next)
         return state_next, partial(
             server.record_ranks, plan, self.up, self.layout.d, parts, broadcast, counts
         )
-
-    def _begin_count(self, count: Count) -> Count:
-        """Have downloads counted by threads, or when the result is asked for."""
-        return cache(count) if self._counters is None else self._counters.hand_in(count)
 
     def _clients(self, state: State) -> tuple[Residuals, RankRound]:
         """Run the round of this rank's clients; return the residuals after it."""
