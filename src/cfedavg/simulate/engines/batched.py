@@ -158,7 +158,11 @@ class Batched:
         stacked = [_make_room(p, n, last=self.step.dots is not None) for p in parameters]
         mine = self.vectors.model.parameters()
         state = {
-            name: [_make_like(first, p, n) for first, p in zip(each, stacked, strict=True)]
+            name: [
+                # Laid out like its parameter if it is as large.
+                torch.empty_like(p) if first.shape == p.shape[1:] else first.new_empty((n, *first.shape))
+                for first, p in zip(each, stacked, strict=True)
+            ]
             for name, each in self.step.optimiser.init([p.detach() for p in mine if p.requires_grad]).items()
         }
         start = [torch.empty_like(p) for p in stacked] if self.step.optimiser.needs_start else []
@@ -201,12 +205,6 @@ class Batched:
             for each, k in ((small, few), (batch, n))
         }
         return len(found) == 1
-
-
-def _make_like(first: Tensor, stacked: Tensor, n: int) -> Tensor:
-    """Return room for n tensors of the optimiser's state, laid out like the parameter if as large."""
-    same = first.shape == stacked.shape[1:]
-    return torch.empty_like(stacked) if same else first.new_empty((n, *first.shape))
 
 
 def _make_room(tensor: Tensor, n: int, *, last: bool) -> Tensor:

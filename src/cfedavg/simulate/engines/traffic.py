@@ -143,16 +143,16 @@ class Counters:
     def begin(self) -> None:
         """Begin all work that was handed in."""
         waiting, self._waiting = self._waiting, []
+
+        def finish(future: Future[Any], work: Callable[[], Any]) -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
         for future, work in waiting:
-            self._pool.submit(_run, future, work)
+            self._pool.submit(finish, future, work)
 
     def close(self) -> None:
         """End the threads; work that has not begun is left undone."""
         self._pool.shutdown()
-
-
-def _run(future: Future[T], work: Callable[[], T]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)

@@ -64,18 +64,18 @@ class Pool:
 
     def block(self, clients: list[int]) -> Source:
         """Return the samples of some clients, in this order."""
-        if self._last is None or self._last[0] != clients:
-            self._last = None
-            self._last = (clients, self._source(clients))
-        return self._last[1]
-
-    def _source(self, clients: list[int]) -> Source:
-        if not all(getattr(self.clients[i], "fixed", False) for i in clients):
-            return Hosted([self.clients[i] for i in clients], self.device, self.dtype)
-        trees = [self._resident(i) for i in clients]
-        sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
-        starts = torch.from_numpy(np.cumsum(sizes)).to(self.device)
-        return Resident(_join(torch.cat, trees), starts)
+        if self._last is not None and self._last[0] == clients:
+            return self._last[1]
+        self._last = None  # frees the last block first
+        source: Source
+        if all(getattr(self.clients[i], "fixed", False) for i in clients):
+            trees = [self._resident(i) for i in clients]
+            sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
+            source = Resident(_join(torch.cat, trees), torch.from_numpy(np.cumsum(sizes)).to(self.device))
+        else:
+            source = Hosted([self.clients[i] for i in clients], self.device, self.dtype)
+        self._last = (clients, source)
+        return source
 
     def _resident(self, client: int) -> Any:
         if client in self._kept:
