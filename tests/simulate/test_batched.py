@@ -940,7 +940,7 @@ def test_a_step_that_cannot_be_written_down_runs_as_it_is(monkeypatch: pytest.Mo
 
 
 def nested(n: int, seed: int) -> dict[str, Any]:
-    """Samples as a dict of a tensor and a pair, of which one is of whole numbers."""
+    """Samples as a dict of a tensor and a pair; one tensor holds whole numbers."""
     return {"x": draws(n, 3, seed=seed).float(), "more": [classes(n) + seed, draws(n, 2, 2, seed=-seed)]}
 
 

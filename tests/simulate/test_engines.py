@@ -209,7 +209,7 @@ class Viewed(nn.Module):
 
 
 class Smoothed(nn.Module):
-    """Puts a new buffer in the place of the old one, shares it, and has a parameter that nobody uses."""
+    """Replaces its buffer, shares it, and has a parameter that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()

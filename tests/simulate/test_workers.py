@@ -338,7 +338,7 @@ def test_a_rank_dies_in_a_round(ranks: int, where: str, alone: Alone, tmp_path: 
 
 @pytest.mark.usefixtures("forked")
 def test_a_worker_that_stops_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection shows it, and nobody waits for it for ever."""
+    """No connection shows that it stopped; the run still ends."""
     real = workers._join
 
     def joined(rank: int, size: int, folder: Path) -> Ranks:
@@ -665,7 +665,7 @@ def processes(session: int) -> dict[int, int]:
 
 
 def gone(session: int) -> bool:
-    """Whether nothing of a session is left, as soon as it is so."""
+    """Wait until no process of a session is left; return whether that happened."""
     until = time.monotonic() + LIMIT
     while processes(session) and time.monotonic() < until:
         time.sleep(0.05)

@@ -123,7 +123,7 @@ class OnDisk(Residuals):
         return self.folder / f"{client:06d}-{version:06d}.safetensors"
 
     def paths(self) -> set[Path]:
-        """The files that this store refers to."""
+        """Return the files that this store refers to."""
         return {self.path(*item) for item in self.versions.items()}
 
     def stored(self, client: int, shape: torch.Size) -> Tensor:
