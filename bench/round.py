@@ -25,9 +25,10 @@ import torch
 
 import cfedavg
 from cfedavg import Config
+from cfedavg.algorithm import Aggregator
 from cfedavg.channel import Channel
 from cfedavg.data.tasks import build_task
-from cfedavg.simulate.engines import BlockEngine, choose_engine, sent
+from cfedavg.simulate.engines import BlockEngine, choose_engine
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.run import Observer
 
@@ -114,9 +115,9 @@ def profile(config: Config, rounds: int = 3) -> dict[str, float]:
     state, finish = engine.round(state)  # warms up
     finish(), engine.evaluate(state)
     watch = Profile(engine.device)
-    send, step = Channel.send, sent.server_step
+    send, step = Channel.send, Aggregator.step
     Channel.send = watch.timed("compress, feed back", send)  # type: ignore[method-assign]
-    sent.server_step = watch.timed("average", step)  # type: ignore[assignment]
+    Aggregator.step = watch.timed("average", step)  # type: ignore[method-assign]
     engine.trainer.train = watch.timed_items("local SGD", engine.trainer.train)  # type: ignore[method-assign]
     engine._deliver = watch.timed("count bytes", engine._deliver)  # type: ignore[method-assign]
     engine._kept = watch.timed("keep residuals", engine._kept)  # type: ignore[method-assign]
@@ -124,7 +125,7 @@ def profile(config: Config, rounds: int = 3) -> dict[str, float]:
         state, finish = watch.timed("norms and the rest", engine.round)(state)
         watch.timed("evaluate", engine.evaluate)(state)
         watch.timed("count bytes", finish)()
-    Channel.send, sent.server_step = send, step  # type: ignore[method-assign]
+    Channel.send, Aggregator.step = send, step  # type: ignore[method-assign]
     total = sum(watch.seconds.values())
     return {name: round(seconds / total, 4) for name, seconds in watch.seconds.items()}
 

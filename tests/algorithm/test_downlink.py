@@ -22,7 +22,7 @@ from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record
 from cfedavg.simulate.downloads import Downloads
 from cfedavg.simulate.engines import ReferenceEngine
-from cfedavg.simulate.engines.ledger import dense_bytes
+from cfedavg.simulate.engines.traffic import dense_bytes
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.wire import decode, encode

@@ -31,17 +31,16 @@ from cfedavg import run as run_and_draw
 from cfedavg.channel import Channel
 from cfedavg.core.keys import Purpose, key, keys, signed
 from cfedavg.optimise.local import SGD
-from cfedavg.simulate.engines import blocks, choose_engine, sequential
+from cfedavg.simulate.engines import blocks, choose_engine, trainer
 from cfedavg.simulate.engines.batched import Batched
-from cfedavg.simulate.engines.probes import masks_hold
 from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised import operators, ops, pool, rules
 from cfedavg.simulate.vectorised import recorder as recorder_module
-from cfedavg.simulate.vectorised.convolution import DOTS, convolve
+from cfedavg.simulate.vectorised.ops import DOTS, convolve
 from cfedavg.simulate.vectorised.pool import Hosted, Pool, Resident
 from cfedavg.simulate.vectorised.recorder import Recorder
-from cfedavg.simulate.vectorised.rules import Rules, Steady
+from cfedavg.simulate.vectorised.rules import Rules, Steady, masks_hold
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.simulate.vectorised.timetable import Rows, Timetable, Turn, rounded_up
 from cfedavg.task import Tensors
@@ -721,7 +720,7 @@ def test_other_threads_use_the_gpu_while_a_step_is_recorded() -> None:
         with ThreadPoolExecutor(1) as pool:
             counts.append(pool.submit(lambda: len(mask.nonzero())).result())
 
-    play = recorder._recorded(step, [torch.ones(1, device="cuda")])
+    play = recorder._record(step, [torch.ones(1, device="cuda")])
     for _ in range(3):
         play([torch.full((1,), 2.0, device="cuda")])
     assert (total.item(), counts, said) == (6.0, [2], [])
@@ -941,7 +940,7 @@ def test_a_step_that_cannot_be_written_down_runs_as_it_is(monkeypatch: pytest.Mo
 
 
 def nested(n: int, seed: int) -> dict[str, Any]:
-    """Samples as a dict of a tensor and a pair, of which one is of whole numbers."""
+    """Samples as a dict of a tensor and a pair; one tensor holds whole numbers."""
     return {"x": draws(n, 3, seed=seed).float(), "more": [classes(n) + seed, draws(n, 2, 2, seed=-seed)]}
 
 
@@ -1079,13 +1078,13 @@ def test_half_precision_on_a_cpu_stays_near_single(engine: str) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 def test_memory_is_kept_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc answers 1 to each setting that it takes; the numbers are those of its malloc.h."""
-    real, answers = sequential.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
+    real, answers = trainer.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
 
     def mallopt(setting: int, value: int) -> None:
         answers[setting] = value, real.mallopt(setting, value)
 
-    monkeypatch.setattr(sequential.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    sequential.keep_memory()
+    monkeypatch.setattr(trainer.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    trainer.keep_memory()
     assert answers == {-3: (1 << 30, 1), -1: (2**31 - 1, 1), -2: (64 << 20, 1)}
 
 
@@ -1101,8 +1100,8 @@ def test_another_c_library_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace()
 
     for library in (missing, without_mallopt):
-        monkeypatch.setattr(sequential.ctypes, "CDLL", library)
-        sequential.keep_memory()
+        monkeypatch.setattr(trainer.ctypes, "CDLL", library)
+        trainer.keep_memory()
     assert asked == ["libc.so.6"] * 2
 
 

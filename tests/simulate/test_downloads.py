@@ -190,7 +190,7 @@ def test_values_that_changed_nearly_everywhere_are_not_looked_at(monkeypatch: py
 
 
 def test_a_client_that_was_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server keeps so many messages; whoever misses one more gets the whole model."""
+    """The server keeps 3 messages; a client that misses more gets the whole model."""
     monkeypatch.setattr("cfedavg.simulate.downloads.KEPT", 3)
     known, w = ledger((10, [0]), (10, [1]), (10, []), (10, []))
     assert known.lengths == (10, 10, 10)

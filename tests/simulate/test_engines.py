@@ -16,7 +16,7 @@ from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.core.errors import Diverged
 from cfedavg.simulate.engines import choose_engine
-from cfedavg.simulate.engines.counters import Counters
+from cfedavg.simulate.engines.traffic import Counters
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.simulate.vectorised.recorder import Recorder
@@ -209,7 +209,7 @@ class Viewed(nn.Module):
 
 
 class Smoothed(nn.Module):
-    """Puts a new buffer in the place of the old one, shares it, and has a parameter that nobody uses."""
+    """Replaces its buffer, shares it, and has a parameter that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()

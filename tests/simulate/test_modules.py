@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore:
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling takes 10 seconds a model. Convolutions are tried together on a CPU too."""
     monkeypatch.setattr(Recorder, "compiling", False)
-    monkeypatch.setattr("cfedavg.simulate.engines.choice.is_small", lambda model: True)
+    monkeypatch.setattr("cfedavg.simulate.engines.is_small", lambda model: True)
 
 
 class Said(Observer):

@@ -14,8 +14,8 @@ from cfedavg.core.errors import Diverged
 from cfedavg.optimise.local import SGD
 from cfedavg.simulate.engines import ReferenceEngine
 from cfedavg.simulate.local import Vectors, clock, local_steps
-from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.run import Observer, broken_conditions
+from cfedavg.simulate.plan import Plan, broken_conditions
+from cfedavg.simulate.run import Observer
 from cfedavg.simulate.state import State
 from cfedavg.theory import rate_conditions
 from tests.conftest import blobs, half_square, quadratic

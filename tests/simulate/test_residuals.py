@@ -142,17 +142,17 @@ def test_disk_equals_memory(updates: list[tuple[dict[int, np.ndarray], str]], dt
         before = disk
         for number, (values, then) in enumerate(updates):
             new = {i: torch.from_numpy(v).clamp(-1e18, 1e18).to(dtype) for i, v in values.items()}
-            after = disk.updated(new)
+            after = disk.update(new)
             if then == "break off":
                 assert_same_residuals(disk, memory)
                 assert_same_residuals(reread, known)
                 for path in after.paths() - disk.paths():  # as the next start would
                     path.unlink()
                 continue
-            before, disk, memory = disk, after, memory.updated(new)
+            before, disk, memory = disk, after, memory.update(new)
             if then == "checkpoint":
                 disk.flush()
-                disk.settled()
+                disk.settle()
                 known, reread = memory, OnDisk(folder, disk.versions, disk.norms2)
                 assert files(folder) == disk.paths(), number
             assert_same_residuals(disk, memory)
@@ -165,7 +165,7 @@ def test_disk_equals_memory(updates: list[tuple[dict[int, np.ndarray], str]], dt
 def test_get_gives_the_dtype_asked_for(tmp_path: Path) -> None:
     e = stochastic_bf16(torch.randn(5), words(1)[0])
     for store in (InMemory(), OnDisk(tmp_path)):
-        got = store.updated({3: e}).get(3, LIKE.double())
+        got = store.update({3: e}).get(3, LIKE.double())
         assert same(got, e.double())
         assert same(store.get(3, LIKE), LIKE)
     (file,) = tmp_path.iterdir()
@@ -177,32 +177,32 @@ def test_parts_and_their_union(tmp_path: Path) -> None:
     new = {i: torch.randn(5) for i in range(6)}
     later = {i: torch.randn(5) for i in range(0, 6, 2)}
     for store in (InMemory(), OnDisk(tmp_path / "r")):
-        whole = store.updated(new)
+        whole = store.update(new)
         whole.flush()
-        whole.settled()
-        parts = [whole.only(range(rank, 6, 2)) for rank in range(2)]
+        whole.settle()
+        parts = [whole.select(range(rank, 6, 2)) for rank in range(2)]
         assert [sorted(part.norms2) for part in parts] == [[0, 2, 4], [1, 3, 5]]
-        parts[0] = parts[0].updated(later)
-        together = store.merged([parts[1], parts[0]])
-        assert_same_residuals(together, whole.updated(later))
+        parts[0] = parts[0].update(later)
+        together = store.merge([parts[1], parts[0]])
+        assert_same_residuals(together, whole.update(later))
         with pytest.raises(ValueError, match="two of the parts"):
-            store.merged([whole, parts[0]])
+            store.merge([whole, parts[0]])
         together.flush()
-        together.settled()
-        assert_same_residuals(together, InMemory().updated(new | later))
+        together.settle()
+        assert_same_residuals(together, InMemory().update(new | later))
     assert files(tmp_path / "r") == together.paths()  # type: ignore[attr-defined]
 
 
 def test_pickles_small(tmp_path: Path) -> None:
-    store = OnDisk(tmp_path).updated({i: torch.randn(100_000) for i in range(4)})
-    data = pickle.dumps(store.only([1, 2]).updated({1: torch.zeros(100_000)}))
+    store = OnDisk(tmp_path).update({i: torch.randn(100_000) for i in range(4)})
+    data = pickle.dumps(store.select([1, 2]).update({1: torch.zeros(100_000)}))
     assert len(data) < 1000
     assert same(pickle.loads(data).get(2, torch.zeros(100_000)), store.get(2, torch.zeros(100_000)))
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "missing", "other client", "old", "length"])
 def test_a_damaged_file_is_recognised(tmp_path: Path, damage: str) -> None:
-    store = OnDisk(tmp_path).updated({i: torch.randn(5) for i in range(2)})
+    store = OnDisk(tmp_path).update({i: torch.randn(5) for i in range(2)})
     path, other = (store.path(i, 1) for i in range(2))
     data = bytearray(path.read_bytes())
     if damage == "bit":
@@ -214,7 +214,7 @@ def test_a_damaged_file_is_recognised(tmp_path: Path, damage: str) -> None:
     elif damage == "other client":
         data = bytearray(other.read_bytes())
     elif damage == "old":
-        store = store.updated({0: torch.randn(5)})
+        store = store.update({0: torch.randn(5)})
         path = store.path(0, 2)
     path.write_bytes(data)
     if damage == "missing":
@@ -225,7 +225,7 @@ def test_a_damaged_file_is_recognised(tmp_path: Path, damage: str) -> None:
 
 
 def test_any_flipped_bit_is_recognised(tmp_path: Path) -> None:
-    store = OnDisk(tmp_path).updated({0: torch.randn(5)})
+    store = OnDisk(tmp_path).update({0: torch.randn(5)})
     path, right = store.path(0, 1), store.get(0, LIKE)
     whole = path.read_bytes()
     for position in range(len(whole)):

@@ -14,7 +14,7 @@ from cfedavg import Config, Layout, Task, parse
 from cfedavg.core.arrays import round_to_bf16, to_bf16
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.simulate.engines import ReferenceEngine, choose_engine
-from cfedavg.simulate.engines.statistics import Statistics
+from cfedavg.simulate.engines.traffic import Statistics
 from cfedavg.simulate.plan import Plan
 from cfedavg.wire import encode
 from tests.conftest import blobs

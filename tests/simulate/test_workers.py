@@ -338,15 +338,15 @@ def test_a_rank_dies_in_a_round(ranks: int, where: str, alone: Alone, tmp_path: 
 
 @pytest.mark.usefixtures("forked")
 def test_a_worker_that_stops_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection shows it, and nobody waits for it for ever."""
-    real = workers._joined
+    """No connection shows that it stopped; the run still ends."""
+    real = workers._join
 
     def joined(rank: int, size: int, folder: Path) -> Ranks:
         if rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(rank, size, folder)
 
-    monkeypatch.setattr(workers, "_joined", joined)
+    monkeypatch.setattr(workers, "_join", joined)
     monkeypatch.setattr(workers, "KNOWN", 0.1)
     monkeypatch.setattr("cfedavg.simulate.engines.ranks.JOIN", timedelta(seconds=1))
     with pytest.raises(RankLost, match="a process of the run is gone"):
@@ -377,7 +377,7 @@ def test_a_lost_rank_whose_end_is_known_later() -> None:
             return next(self.looks, -9)
 
     slow: Any = Slow()
-    named = workers._named(RankLost("somebody"), [slow])
+    named = workers._name_lost(RankLost("somebody"), [slow])
     assert str(named).startswith("lost rank 1 (process 7, exit status -9): the run stops.")
 
 
@@ -631,7 +631,7 @@ def test_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_seconds_a_step", lambda config, task: seconds)
     it = make()
     config = Config(**{"engine": "sequential", "device": "cpu", "clients": len(it.clients)} | options)
-    assert workers.number(config, Plan(config, it), it, own=own) == expected
+    assert workers.choose_size(config, Plan(config, it), it, own=own) == expected
 
 
 def test_a_step_is_timed_and_leaves_no_trace() -> None:
@@ -665,7 +665,7 @@ def processes(session: int) -> dict[int, int]:
 
 
 def gone(session: int) -> bool:
-    """Whether nothing of a session is left, as soon as it is so."""
+    """Wait until no process of a session is left; return whether that happened."""
     until = time.monotonic() + LIMIT
     while processes(session) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,14 +1,14 @@
-"""What each client has to download: the ledger of a compressed broadcast.
+"""What each client must download under a compressed broadcast.
 
-Version r of the copy w is what r rounds led to. A client that takes part in round t trains from version t.
+Version r of the copy w is the copy after r rounds. A client that takes part in round t trains from version t.
 The server knows the version that a client held when its last reply arrived, and sends the shortest of
 
     the messages that it missed, one for each version;
     the values that w has now at all coordinates that changed since;
     the whole model.
 
-A client that has never replied gets the whole model. Messages are not added up: float addition does not
-associate, and the copy would no longer be the same bit for bit.
+A client that has never replied gets the whole model. Messages are not added up: float addition is not
+associative, so the copies would differ in their last bits.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Download(NamedTuple):
 
 
 Count = Callable[[], Download]
-Start = Callable[[Count], Count]  # begins to count, here or elsewhere; what it returns gives the result
+Start = Callable[[Count], Count]  # begins to count; what it returns gives the result
 
 
 @dataclass(frozen=True)
 class Downloads:
-    """After t rounds: what the server knows of the clients' copies, and of what they have missed."""
+    """What the server knows after t rounds of the clients' copies and of what they missed."""
 
     changed: Array  # int32: of each coordinate, the version in which it changed last
-    lengths: tuple[int, ...] = ()  # of the last messages, of which the last one leads to version t
+    lengths: tuple[int, ...] = ()  # of the last messages; the last one leads to version t
     held: Mapping[int, int] = field(default_factory=dict)  # client: the version in its last reply
 
     @classmethod
@@ -79,7 +79,7 @@ class Downloads:
         return choose_download(len(w), chain, whole, changed, lambda download: download.bytes)
 
     def _changed(self, held: int, w: Array, downlink: Downlink) -> Download | None:
-        """Return the present values of what changed since a version; None where that is most of the model."""
+        """Return the present values of what changed since a version; None if that is most of the model."""
         at = columns((self.changed > held)[None])
         if not may_be_shorter(len(at), len(w)):
             return None

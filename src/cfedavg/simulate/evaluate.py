@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +17,8 @@ from cfedavg.task import Batch, Loss, Task, accuracy, check_number, cross_entrop
 EVALUATION_BATCH = {"cpu": 512, "cuda": 2500}
 
 
-class Part(NamedTuple):
-    """Some batches of the test set: where each starts, its loss times its size, the metric of each sample."""
+class EvaluatedBatches(NamedTuple):
+    """Batches of the test set: the start of each, its loss times its size, the metric of each sample."""
 
     starts: list[int]
     losses: list[float]
@@ -27,8 +26,8 @@ class Part(NamedTuple):
 
 
 def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> Record:
-    """`test_loss`, `test_` and the metric, and the metric's mean and minimum over the clients' parts."""
-    return summary(task, [evaluate_batches(model, task, device, dtype)])
+    """Return `test_loss`, the metric, and its mean and minimum over the clients' parts of the test set."""
+    return summarise_batches(task, [evaluate_batches(model, task, device, dtype)])
 
 
 @torch.no_grad()
@@ -40,10 +39,10 @@ def evaluate_batches(
     first: int = 0,
     every: int = 1,
     prepare: Callable[[Batch], Batch] = lambda batch: batch,
-) -> Part:
-    """The batches of the test set, or every so many of them, each prepared for the model."""
+) -> EvaluatedBatches:
+    """Evaluate batches `first`, `first + every`, ... of the test set, each prepared for the model."""
     if task.test is None:
-        return Part([], [], [])
+        return EvaluatedBatches([], [], [])
     model.eval()
     n, size, starts = len(task.test), EVALUATION_BATCH.get(device.type, 512), []
     losses, metrics = [], []
@@ -55,16 +54,15 @@ def evaluate_batches(
         losses.append(loss.double() * len(rows))
         metrics.append(metric)
     if not starts:
-        return Part([], [], [])
+        return EvaluatedBatches([], [], [])
     values = torch.cat(metrics).cpu().numpy()
-    return Part(
-        starts, torch.stack(losses).tolist(), np.split(values, np.cumsum([len(m) for m in metrics])[:-1])
-    )
+    each = np.split(values, np.cumsum([len(m) for m in metrics])[:-1])
+    return EvaluatedBatches(starts, torch.stack(losses).tolist(), each)
 
 
 @torch.no_grad()
 def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> None:
-    """Evaluate the first batch of the test set, to see before a run that it can be done."""
+    """Evaluate the first batch of the test set, to find errors before a run."""
     if task.test is None:
         return
     rows = np.arange(min(EVALUATION_BATCH.get(device.type, 512), len(task.test)))
@@ -72,8 +70,8 @@ def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: to
     _loss_and_metric(model.eval(), task, to_device(batch, device, dtype), len(rows))
 
 
-def summary(task: Task, parts: Sequence[Part]) -> Record:
-    """What the batches come to, in the order of the test set, whoever evaluated them."""
+def summarise_batches(task: Task, parts: Sequence[EvaluatedBatches]) -> Record:
+    """Return the test columns of these batches, summed in the order of the test set."""
     batches = sorted(
         (batch for part in parts for batch in zip(*part, strict=True)), key=lambda batch: batch[0]
     )
@@ -92,21 +90,21 @@ def summary(task: Task, parts: Sequence[Part]) -> Record:
 
 
 def _loss_and_metric(model: nn.Module, task: Task, batch: Batch, n: int) -> tuple[Tensor, Tensor]:
-    """The loss of a batch of n samples, and the metric of each of them."""
+    """Return the loss of a batch of n samples, and the metric of each sample."""
     loss: Loss = wrap_errors(task.loss, "Task.loss fails on a batch of Task.test")
     metric = wrap_errors(task.metric, "Task.metric fails on a batch of Task.test")
     if task.loss is cross_entropy and task.metric is accuracy:
-        # One forward pass serves both: what the two ask the model next, it has answered already.
-        answer = wrap_errors(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
-        answered: Any = partial(lambda answer, _: answer, answer)
-        return loss(answered, batch), _per_sample(metric(answered, batch), n)
+        # One forward pass serves both.
+        output = wrap_errors(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
+        known: Any = lambda _: output  # noqa: E731
+        return loss(known, batch), _per_sample(metric(known, batch), n)
     value = loss(model, batch)
     check_number(value)
     return value, _per_sample(metric(model, batch), n)
 
 
 def _per_sample(found: Any, n: int) -> Tensor:
-    """A metric as one number for each of n samples; one for the batch counts for each."""
+    """Return a metric as one number for each of n samples; one for the batch counts for each."""
     try:
         values = torch.as_tensor(found).double()
         return values.expand(n)

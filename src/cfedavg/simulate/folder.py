@@ -1,18 +1,20 @@
 """The folder of a simulation: config.toml, metrics.jsonl, a checkpoint, and residuals that live on disk.
 
-They are in step with each other whatever happens.
+A crash at any moment leaves them consistent.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import CannotResume, InputError
-from cfedavg.core.files import lock_folder, make_folder, sync, write_atomic
+from cfedavg.core.files import lock_folder, make_folder, read_file, sync, write_atomic
 from cfedavg.core.run_files import (
     CHECKPOINT,
     CONFIG,
@@ -20,6 +22,7 @@ from cfedavg.core.run_files import (
     METRICS,
     MODEL,
     RESIDUALS,
+    SERVER_MODEL,
     Record,
     are_usable,
     check_options,
@@ -28,15 +31,18 @@ from cfedavg.core.run_files import (
     fixed_options,
     format_row,
     read_rows,
-)
+)  # fmt: skip
+from cfedavg.core.tensors import save_tensors
 from cfedavg.simulate.residuals import InMemory, OnDisk, sweep
 from cfedavg.simulate.state import State, Vouched, load, save
 
+ENGINE = "engine.txt"  # which engine ran, and why
+
 
 class Folder:
-    """Rows are appended as rounds end; a checkpoint vouches for the rows before it, and only for those.
+    """The folder of a run. Rows are appended as rounds end; a checkpoint vouches for the rows before it.
 
-    One run at a time writes to a folder: it holds a lock for as long as the `with` lasts.
+    One run at a time writes to a folder: `with` holds its lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +63,7 @@ class Folder:
     def begin(
         self, config: Config, identity: int, start: State, *, resume: bool
     ) -> tuple[State, list[Record]]:
-        """Where to start from: the last checkpoint if there is one to resume, else `start` with no rows."""
+        """Return where to start: the last checkpoint if there is one to resume, else `start` with no rows."""
         begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
         if (self.path / FEDERATION).exists():
             raise InputError(f"`out`: {self.path} holds a federation: choose another folder for a simulation")
@@ -67,7 +73,10 @@ class Folder:
         if begun:
             if not (self.path / CONFIG).exists():
                 raise CannotResume(f"{self.path / CONFIG} is missing, so the run cannot go on")
-            old = _config_of(self.path)
+            try:
+                old = read_config(self.path / CONFIG)
+            except InputError as error:
+                raise CannotResume(str(error)) from None
             check_same(old, config, self.path)
             self._check_checkpoint(old)
         if begun and (self.path / CHECKPOINT).exists():
@@ -77,16 +86,16 @@ class Folder:
                     f"cannot resume: `rounds` is {config.rounds}, "
                     f"but the run in {self.path} has done {state.t}"
                 )
-        # Nothing was changed up to here, so that a refused resume leaves everything as it was.
+        # Nothing was changed up to here: a refused resume changes nothing.
         sweep(self.residuals, state.residuals)
-        residuals = start.residuals.adopted(state.residuals, start.x)
+        residuals = start.residuals.adopt(state.residuals, start.x)
         write_atomic(self.path / CONFIG, config.to_toml().encode())
         self.rewrite(rows)
         self._options = fixed_options(config)
         return dataclasses.replace(state, residuals=residuals), rows
 
     def _check_checkpoint(self, config: Config) -> None:
-        """A run that has got far enough has one; started again, it would lose what it has."""
+        """Raise CannotResume if a checkpoint is missing that the run must have written."""
         done, every = len(read_rows(self.path / METRICS)), config.checkpoint_every
         far = (self.path / MODEL).exists() or 0 < every < done
         if far and not (self.path / CHECKPOINT).exists():
@@ -96,7 +105,7 @@ class Folder:
             )
 
     def _restore(self, config: Config, identity: int, like: State) -> tuple[State, list[Record]]:
-        """The last checkpoint and the rows before it; later rows go, since their rounds run again."""
+        """Return the last checkpoint and the rows before it; the rounds of later rows run again."""
         state, vouched = load(self.path / CHECKPOINT, identity, like, self.residuals, config.clients)
         if vouched:
             check_options(vouched.options, config, self.path / CONFIG)
@@ -116,6 +125,7 @@ class Folder:
         return state, rows
 
     def append(self, row: Record) -> None:
+        """Append a row to the metrics."""
         try:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(format_row(row))
@@ -124,24 +134,32 @@ class Folder:
             raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
 
     def rewrite(self, rows: list[Record]) -> None:
+        """Write the metrics anew with these rows."""
         write_atomic(self.path / METRICS, "".join(map(format_row, rows)).encode())
         self._rows = checksum_rows(rows)
 
     def checkpoint(self, state: State, identity: int) -> None:
-        # The rows and residuals first, then the checkpoint that vouches for them.
+        """Save a state: first rows and residuals, then the checkpoint that vouches for them."""
         try:
             sync(self.path / METRICS)
         except OSError as error:
             raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
         state.residuals.flush()
         save(state, self.path / CHECKPOINT, identity, Vouched(self._rows, self._options))
-        state.residuals.settled()
+        state.residuals.settle()
         if isinstance(state.residuals, InMemory):
-            sweep(self.residuals, state.residuals)  # of a run that was on disk until its last checkpoint
+            sweep(self.residuals, state.residuals)  # files of a run that kept residuals on disk so far
 
+    def read_engines(self) -> str:
+        """Return the lines of engine.txt; none if it cannot be read, since no run depends on it."""
+        with suppress(OSError):
+            return read_file(self.path / ENGINE).decode(errors="replace")
+        return ""
 
-def _config_of(path: Path) -> Config:
-    try:
-        return read_config(path / CONFIG)
-    except InputError as error:
-        raise CannotResume(str(error)) from None
+    def save_models(self, model: nn.Module, server: nn.Module | None, iterate: nn.Module | None) -> None:
+        """Write the state_dict of each model; a tied parameter is written under each of its names."""
+        models = {MODEL: model, SERVER_MODEL: server, "iterate.safetensors": iterate}
+        for name, each in models.items():
+            if each is not None:
+                tensors = {key: tensor.detach().clone() for key, tensor in each.state_dict().items()}
+                save_tensors(tensors, self.path / name)

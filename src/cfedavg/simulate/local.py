@@ -1,21 +1,26 @@
-"""A client's work up to x_K: the model as a flat vector, batches in keyed order, local steps."""
+"""A client's local work: the model as a flat vector, batches in keyed order, local steps."""
 
 from __future__ import annotations
 
+import copy
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cfedavg.core.keys import Purpose, key, permutation
+from cfedavg.core.keys import Purpose, key, permutation, signed
 from cfedavg.core.layout import Layout
 from cfedavg.optimise.local import LocalOptimiser
 from cfedavg.optimise.local import State as OptimiserState
 from cfedavg.task import Batch, Loss, Samples
+
+# What the model is kept in; tf32 and bf16 concern products only.
+PRECISIONS = dict.fromkeys(("float32", "tf32", "bf16"), torch.float32) | {"float64": torch.float64}
 
 
 class Vectors:
@@ -41,11 +46,11 @@ class Vectors:
 
     @property
     def _buffers(self) -> list[Tensor]:
-        """Looked up by name every time: some modules put new tensors in the place of the old ones."""
+        """Look buffers up by name every time: some modules replace their tensors."""
         return [self.model.get_buffer(name) for name in self.buffer_layout.names]
 
     def identity(self) -> int:
-        """A number that two models share if they have the same schema and the same frozen values."""
+        """Return a checksum of the schema and the frozen values."""
         found = zlib.crc32(f"{self.layout.schema_hash} {self.buffer_layout.schema_hash}".encode())
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
         for tensor in [*frozen, *(original for _, original in self._still)]:
@@ -53,13 +58,13 @@ class Vectors:
         return found
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """(x, b) of the model as it stands; b in the dtype of x."""
+        """Return (x, b) of the model; b has the dtype of x."""
         x = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         return x, torch.cat([x.new_zeros(0), *(b.detach().reshape(-1).to(x.dtype) for b in self._buffers)])
 
     @torch.no_grad()
     def write(self, x: Tensor, b: Tensor) -> None:
-        """Puts (x, b) into the model."""
+        """Write (x, b) into the model."""
         for target, part in zip(self._parameters, self.layout.slices(), strict=True):
             target.copy_(x[part].view_as(target))
         for buffer, part in zip(self._buffers, self.buffer_layout.slices(), strict=True):
@@ -69,8 +74,15 @@ class Vectors:
             self.model.get_buffer(name).copy_(original)
 
 
+def model_of(blank: nn.Module, x: Tensor, b: Tensor) -> nn.Module:
+    """Return a copy of the blank model, on the CPU, with these parameters and buffers."""
+    vectors = Vectors(copy.deepcopy(blank))
+    vectors.write(x, b)
+    return vectors.model.cpu()
+
+
 def _travelling_buffers(model: nn.Module) -> Iterator[str]:
-    """The names of the buffers that travel; a shared one has the first of its names."""
+    """Yield the names of the buffers that travel; a shared buffer has its first name."""
     saved, seen = set(model.state_dict()), set[int]()
     for prefix, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -82,8 +94,34 @@ def _travelling_buffers(model: nn.Module) -> Iterator[str]:
                 yield name
 
 
+@contextmanager
+def reproducible(device: torch.device, precision: str = "float32") -> Iterator[None]:
+    """Compute the same bits every time: choose no kernel by timing, use TF32 only if asked for.
+
+    The user's generators and settings are restored at the end.
+    """
+    devices = [device] if device.type == "cuda" else []
+    tf32 = precision in ("tf32", "bf16")
+    flags = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32)
+    before = torch.backends.cuda.matmul.allow_tf32
+    with torch.random.fork_rng(devices=devices), flags:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def seed_generators(device: torch.device, seed: int, t: int, client: int) -> None:
+    """Key torch's generators, from which dropout draws, by round and client."""
+    word = signed(key(seed, t, client, Purpose.DROPOUT))
+    torch.default_generator.manual_seed(word)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(word)
+
+
 def batches(samples: Samples, batch_size: int, seed: int, t: int, client: int) -> Iterator[Batch]:
-    """Batches without end: epoch after epoch, each in a new order, the last batch of an epoch short."""
+    """Yield batches without end: each epoch has a new order, and its last batch may be short."""
     n, epoch = len(samples), 0
     while True:
         # The epoch is mixed into the seed's place: a key of its own for each (seed, t, client, epoch).
@@ -94,7 +132,7 @@ def batches(samples: Samples, batch_size: int, seed: int, t: int, client: int) -
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """The batch on a device, its floating point tensors in the model's precision."""
+    """Return the batch on a device, its floating point tensors in the model's precision."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -105,7 +143,7 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 def channels_last(batch: Batch) -> Batch:
-    """The batch with its images lying channels-last, which is how CPUs convolve fastest."""
+    """Return the batch with its images channels-last, which CPUs convolve fastest."""
 
     def move(leaf: Any) -> Any:
         images = isinstance(leaf, Tensor) and leaf.dim() == 4
@@ -115,7 +153,7 @@ def channels_last(batch: Batch) -> Batch:
 
 
 class LocalWork(NamedTuple):
-    """K steps were done, with this mean loss of their minibatches (a 0-d tensor, not yet synchronised)."""
+    """The number of steps done and the mean minibatch loss (a 0-d tensor, not yet synchronised)."""
 
     K: int
     loss: Tensor
@@ -129,7 +167,7 @@ def local_steps(
     eta_L: float,
     enough: Callable[[int], bool],
 ) -> LocalWork:
-    """Lines 6 to 9: steps of the optimiser on the model in place, until `enough(k)` says so after step k.
+    """Do lines 6 to 9: step the model in place until `enough(k)` is true after step k.
 
     K need not be known beforehand: `enough` may count (`after(10)`) or look at a clock (`clock(30.0)`).
     """
@@ -160,8 +198,13 @@ def _step(
     eta_L: float,
     start: list[Tensor],
 ) -> OptimiserState:
-    """One step of the parameters that have a gradient; the others, and their state, stay as they are."""
-    grads = {i: _dense(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+    """Step the parameters that have a gradient; the others and their state stay unchanged."""
+    # An embedding's gradient may be sparse.
+    grads = {
+        i: p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for i, p in enumerate(parameters)
+        if p.grad is not None
+    }
     if not grads:
         return state
     used: list[Tensor] = [parameters[i] for i in grads]
@@ -177,13 +220,8 @@ def _step(
     return found
 
 
-def _dense(grad: Tensor) -> Tensor:
-    """An embedding's gradient may be sparse."""
-    return grad.to_dense() if grad.is_sparse else grad
-
-
 def after(K: int) -> Callable[[int], bool]:
-    """Enough after K steps.
+    """Return an `enough` that is true after K steps.
 
     >>> list(map(after(3), [1, 2, 3]))
     [False, False, True]
@@ -192,6 +230,6 @@ def after(K: int) -> Callable[[int], bool]:
 
 
 def clock(seconds: float) -> Callable[[int], bool]:
-    """Enough once so many seconds have passed: what a real client checks after every step."""
+    """Return an `enough` that is true once so many seconds have passed."""
     end = time.monotonic() + seconds
     return lambda k: time.monotonic() >= end

@@ -1,4 +1,4 @@
-"""Plan: what a configuration and a task decide beforehand, as pure functions of round and client."""
+"""Plan: what a configuration and a task decide before a run, as pure functions of round and client."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from cfedavg.core.config import PER_CLIENT, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, permutation, uniform
 from cfedavg.core.layout import Layout
+from cfedavg.core.run_files import Record, finite
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
 from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser
 from cfedavg.schedule import Rates, Steps, resolve_rates
 from cfedavg.task import Task
+from cfedavg.theory import rate_conditions
 
 
 class Parts(NamedTuple):
@@ -44,8 +46,8 @@ def parse_parts(config: Config, *, trust: bool = True) -> Parts:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What a client's time is made of: steps per second, bits per second up and down, seconds one way."""
+class Speeds:
+    """The speed of each client: steps per second, bits per second up and down, seconds of latency one way."""
 
     speed: list[float]
     up: list[float]
@@ -53,27 +55,26 @@ class Link:
     latency: list[float]
 
     def seconds(self, client: int, K: int, up_bytes: int, down_bytes: int) -> float:
-        """From the server's dispatch to the arrival of the reply."""
+        """Return the seconds from the server's dispatch to the arrival of the reply."""
         work = K / self.speed[client]
         travel = 8 * up_bytes / self.up[client] + 8 * down_bytes / self.down[client]
         return work + travel + 2 * self.latency[client]
 
 
 class Plan:
-    """Who takes part, who is lost, K_i, the rates, the compressor, the link."""
+    """Who takes part, whose reply is lost, K_i, the rates, the parts, the speeds."""
 
     def __init__(self, config: Config, task: Task) -> None:
         self.config = config
         self.samples = [len(data) for data in task.clients]
         self.m = len(self.samples)
-        self._check_lists()
         self.clients_per_round = max(1, round(config.participation * self.m))
         parts = parse_parts(config)
         self.compressor, self.compressor_down = parts.compressor, parts.compressor_down
         self.feedback, self.local_optimiser = parts.feedback, parts.local_optimiser
         self.aggregator = Aggregator(self.feedback, parts.server_optimiser)
-        self._check_memory()
-        self.link = Link(
+        self._check()
+        self.link = Speeds(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
             self._per_client("uplink", Purpose.UPLINK, math.inf),
             self._per_client("downlink", Purpose.DOWNLINK, math.inf),
@@ -83,15 +84,14 @@ class Plan:
         self.rates: Rates = resolve_rates(config, self.steps, self.clients_per_round)
         self.everyone = sum(self.weight(i) for i in range(self.m))
 
-    def _check_lists(self) -> None:
+    def _check(self) -> None:
+        """Raise InputError for lists of another length, or memories that may not be rounded."""
         for name in PER_CLIENT:
             values = self.config.per_client(name)
             if values is not None and values.each and len(values.each) != self.m:
                 raise InputError(
                     f"`{name}` must have one value for each of {self.m} clients, got {len(values.each)}"
                 )
-
-    def _check_memory(self) -> None:
         if self.feedback.mirrors_clients and self.config.residual_precision != "full":
             raise InputError(
                 f"`residual_precision` must be full with the feedback {self.feedback}: the server keeps the "
@@ -99,15 +99,15 @@ class Plan:
             )
 
     def channel(self, layout: Layout) -> Channel:
-        """The clients' way to the server, for vectors of this layout."""
+        """Return the clients' channel to the server, for vectors of this layout."""
         return Channel(self.compressor, self.feedback, layout)
 
     def downlink(self, layout: Layout) -> Downlink | None:
-        """Return the server's way to the clients; None where it broadcasts the whole model."""
+        """Return the server's channel to the clients; None if it broadcasts the whole model."""
         return make_downlink(self.compressor_down, layout)
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
-        """One value for each client, drawn once: a client keeps its speed and its link."""
+        """Return one value for each client, drawn once for the whole run."""
         values = self.config.per_client(name)
         if values is None:
             return [absent] * self.m
@@ -115,60 +115,84 @@ class Plan:
         return [values.at(i, float(draws[i])) for i in range(self.m)]
 
     def in_words(self, layout: Layout) -> str:
-        """What a run is about to do, with the rates that options and defaults come down to."""
+        """Describe the run in a sentence, with the rates that follow from options and defaults."""
         low, high = self.steps.bounds
+        both = (self.compressor, self.compressor_down)
+        up, down = (f"{each} (gamma {each.gamma(layout):.5g})" for each in both)
+        sent = f"{up} both ways" if up == down else f"{up} up, {down} down"
         steps = f"{low}" if low == high else f"{low} to {high}"
+        names = ("feedback", "local_optimiser", "server_optimiser")
+        parts = {name: getattr(self.config, name) for name in names}
+        unusual = {name: text for name, text in parts.items() if text != getattr(Config, name)}
         return (
             f"{self.clients_per_round} of {self.m} clients a round, {steps} local steps, "
             f"update {self.rates.update}, eta_local {self.rates.eta_local(0):.4g}, eta {self.rates.eta:.4g}; "
-            f"{layout.d:,} parameters, {self._sent(layout)}"
-            + "".join(f", {name.replace('_', ' ')} {part}" for name, part in self._unusual().items())
+            f"{layout.d:,} parameters, {sent}"
+            + "".join(f", {name.replace('_', ' ')} {part}" for name, part in unusual.items())
         )
-
-    def _sent(self, layout: Layout) -> str:
-        """What each direction sends, with the SNR that it guarantees."""
-        up, down = (
-            f"{each} (gamma {each.gamma(layout):.5g})" for each in (self.compressor, self.compressor_down)
-        )
-        return f"{up} both ways" if up == down else f"{up} up, {down} down"
-
-    def _unusual(self) -> dict[str, str]:
-        """The other parts, where they are not the default."""
-        names = ("feedback", "local_optimiser", "server_optimiser")
-        found = {name: getattr(self.config, name) for name in names}
-        return {name: text for name, text in found.items() if text != getattr(Config, name)}
 
     @property
     def timed(self) -> bool:
-        """Whether there is a model of time at all."""
+        """Whether time is simulated."""
         names = ("steps_per_second", "uplink", "downlink", "latency")
         return any(getattr(self.config, name) is not None for name in names)
 
     def sampled(self, t: int) -> list[int]:
-        """The clients of round t in increasing order, drawn uniformly without replacement."""
+        """Return the clients of round t in increasing order, drawn uniformly without replacement."""
         order = permutation(key(self.config.seed, t, 0, Purpose.SAMPLE), self.m)
         return [int(i) for i in np.sort(order[: self.clients_per_round])]
 
     def lost(self, t: int, client: int) -> bool:
-        """Whether the reply of this client is lost."""
+        """Return whether the reply of this client is lost."""
         if not self.config.drop_rate:
             return False
         draw = uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0]
         return bool(draw < self.config.drop_rate)
 
     def weight(self, client: int) -> float:
-        """The client's weight in the average."""
+        """Return the client's weight in the average."""
         return float(self.samples[client]) if self.config.weighting == "samples" else 1.0
 
     def key(self, t: int, client: int) -> int:
-        """The key of this client's compression in round t."""
+        """Return the key of this client's compression in round t."""
         return key(self.config.seed, t, client, Purpose.SELECT)
 
     def broadcast_key(self, t: int) -> int:
-        """The key of the compression of the broadcast that ends round t."""
+        """Return the key of the compression of the broadcast that ends round t."""
         return key(self.config.seed, t, 0, Purpose.BROADCAST)
 
     def keeps_iterate(self, t: int, eta_sum: float) -> bool:
-        """Reservoir sampling: whether x_t replaces z, when the rates up to and with t sum to eta_sum."""
+        """Return whether x_t replaces z by reservoir sampling; the rates of rounds 0 to t sum to eta_sum."""
         draw = uniform(key(self.config.seed, t, 0, Purpose.ITERATE), 1)[0]
         return bool(draw * eta_sum < self.rates.eta_local(t))
+
+    def rate_conditions(self, t: int, row: Record) -> Record:
+        """Return each rate condition with the measured gamma and alpha: whether it holds, value / limit."""
+        assert self.config.smoothness is not None
+        gamma, alpha = or_infinite(row["snr_min"]), or_infinite(row["alpha"]) if row["delta_norm2"] else 1.0
+        rates, K, L = self.rates, self.steps.bounds[1], self.config.smoothness
+        conditions = rate_conditions(rates.eta_local(t), rates.eta, K, L, gamma, alpha, rates.update)
+        return {c.text: {"holds": c.holds, "ratio": finite(c.value / c.limit)} for c in conditions}
+
+
+def broken_conditions(rows: list[Record]) -> list[str]:
+    """Return a sentence for each rate condition that some round broke."""
+    sentences = []
+    measured = [row for row in rows if "rate_conditions" in row]
+    for text in measured[0]["rate_conditions"] if measured else ():
+        ratios = [or_infinite(row["rate_conditions"][text]["ratio"]) for row in measured]
+        broken = sum(not row["rate_conditions"][text]["holds"] for row in measured)
+        if broken:
+            worst = measured[ratios.index(max(ratios))]
+            sentences.append(
+                f"rate condition {text} is broken in {broken} of {len(measured)} rounds; most in round "
+                f"{worst['round'] + 1}, {max(ratios):.3g} times the limit "
+                f"(measured gamma {or_infinite(worst['snr_min']):.4g}, "
+                f"alpha {or_infinite(worst['alpha']):.4g})"
+            )
+    return sentences
+
+
+def or_infinite(value: float | None) -> float:
+    """Return the value; the metrics write infinity as null."""
+    return math.inf if value is None else value

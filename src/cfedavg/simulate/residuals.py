@@ -1,22 +1,23 @@
 """Residuals: e_i of every client that has one, in memory or on disk.
 
-A store is never changed: `updated` gives a new one, and the old one stays valid until the new one is updated
-in turn, so a round that is broken off goes back to where it began.
+A store is never changed: `update` returns a new one. The old one stays valid until the new one is updated in
+turn, so a round that is broken off goes back to where it began.
 
-On disk every client has a file for each version of its residual that somebody may still need: the last
-checkpoint, the state that the round started from, the state that it makes. No other file is kept, and none of
-these is deleted, so a run can be killed between any two steps and go on from its checkpoint.
+On disk every client has a file for each version of its residual that the last checkpoint, the state before
+the round or the state after it needs. No other file is kept, and none of these is deleted, so a run can be
+killed between any two steps and go on from its checkpoint.
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,44 +34,44 @@ _SHARE = 3  # residuals may take up a third of the memory that is free; the rest
 
 
 class Residuals(ABC):
-    """e_i of the clients that have one; a client that never took part has none, which means zero."""
+    """e_i of the clients that have one; that of a client that never took part is zero."""
 
     norms2: Mapping[int, float]
 
     def get(self, client: int, like: Tensor) -> Tensor:
-        """e_i, of the dtype and on the device of `like`."""
+        """Return e_i in the dtype and on the device of `like`."""
         if client not in self.norms2:
             return torch.zeros_like(like)
         return self.stored(client, like.shape).to(like.device, like.dtype)
 
     @abstractmethod
     def stored(self, client: int, shape: torch.Size) -> Tensor:
-        """e_i of a client that has one, as it is kept."""
+        """Return e_i of a client that has one, as it is kept."""
 
     @abstractmethod
-    def updated(self, new: Mapping[int, Tensor]) -> Self:
-        """These residuals with some replaced."""
+    def update(self, new: Mapping[int, Tensor]) -> Self:
+        """Return these residuals with some replaced."""
 
     @abstractmethod
-    def adopted(self, other: Residuals, like: Tensor) -> Self:
-        """The residuals of another store, kept in the way of this one."""
+    def adopt(self, other: Residuals, like: Tensor) -> Self:
+        """Return the residuals of another store, kept as this one keeps them."""
 
     @abstractmethod
-    def only(self, clients: Container[int]) -> Self:
-        """The residuals of some clients."""
+    def select(self, clients: Container[int]) -> Self:
+        """Return the residuals of some clients."""
 
     @classmethod
     @abstractmethod
-    def merged(cls, parts: Sequence[Self]) -> Self:
-        """The union of stores of different clients."""
+    def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the union of stores of different clients."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Before a checkpoint refers to this store: makes sure that a power cut loses nothing of it."""
+        """Make the store durable before a checkpoint refers to it."""
 
     @abstractmethod
-    def settled(self) -> None:
-        """A checkpoint that refers to this store is durable: nobody goes back to what was before."""
+    def settle(self) -> None:
+        """Drop older versions: a checkpoint that refers to this store is durable."""
 
 
 @dataclass(frozen=True)
@@ -83,28 +84,28 @@ class InMemory(Residuals):
     def stored(self, client: int, shape: torch.Size) -> Tensor:
         return self.vectors[client]
 
-    def updated(self, new: Mapping[int, Tensor]) -> InMemory:
+    def update(self, new: Mapping[int, Tensor]) -> InMemory:
         norms = dict(zip(new, norms2(new.values()), strict=True))
         return InMemory({**self.vectors, **new}, {**self.norms2, **norms})
 
-    def adopted(self, other: Residuals, like: Tensor) -> InMemory:
+    def adopt(self, other: Residuals, like: Tensor) -> InMemory:
         if isinstance(other, InMemory):
             return other
         vectors = {client: other.stored(client, like.shape).to(like.device) for client in other.norms2}
         return InMemory(vectors, other.norms2)
 
-    def only(self, clients: Container[int]) -> InMemory:
+    def select(self, clients: Container[int]) -> InMemory:
         return InMemory(_among(clients, self.vectors), _among(clients, self.norms2))
 
     @classmethod
-    def merged(cls, parts: Sequence[InMemory]) -> InMemory:
+    def merge(cls, parts: Sequence[InMemory]) -> InMemory:
         return InMemory(_union(part.vectors for part in parts), _union(part.norms2 for part in parts))
 
     def flush(self) -> None:
-        """Memory needs none: the checkpoint holds the vectors themselves."""
+        """Do nothing: the checkpoint holds the vectors themselves."""
 
-    def settled(self) -> None:
-        """Memory needs none: what nobody refers to is gone."""
+    def settle(self) -> None:
+        """Do nothing: older versions are freed by themselves."""
 
 
 @dataclass(eq=False)
@@ -114,15 +115,15 @@ class OnDisk(Residuals):
     folder: Path
     versions: Mapping[int, int] = field(default_factory=dict)
     norms2: Mapping[int, float] = field(default_factory=dict)
-    fresh: frozenset[int] = frozenset()  # clients whose version here is not in the last checkpoint
-    vouched: Mapping[int, int] = field(default_factory=dict)  # the versions of theirs that are
-    replaced: Mapping[int, int] = field(default_factory=dict)  # what the state before needs, and it alone
+    fresh: frozenset[int] = frozenset()  # clients whose version is newer than the last checkpoint
+    vouched: Mapping[int, int] = field(default_factory=dict)  # their versions in that checkpoint
+    replaced: Mapping[int, int] = field(default_factory=dict)  # versions that only the state before needs
 
     def path(self, client: int, version: int) -> Path:
         return self.folder / f"{client:06d}-{version:06d}.safetensors"
 
     def paths(self) -> set[Path]:
-        """The files that this store refers to."""
+        """Return the files that this store refers to."""
         return {self.path(*item) for item in self.versions.items()}
 
     def stored(self, client: int, shape: torch.Size) -> Tensor:
@@ -142,8 +143,8 @@ class OnDisk(Residuals):
             raise InputError(f"the residual file {path} {why}; start the run again") from None
         return e.clone()  # from the mapped file into memory: the file may be deleted
 
-    def updated(self, new: Mapping[int, Tensor]) -> OnDisk:
-        _delete(self.path(*item) for item in self.replaced.items())  # whoever needed them is two rounds back
+    def update(self, new: Mapping[int, Tensor]) -> OnDisk:
+        _delete(self.path(*item) for item in self.replaced.items())  # needed two rounds ago
         norms = dict(zip(new, norms2(new.values()), strict=True))
         versions = {client: self.versions.get(client, 0) + 1 for client in new}
         for client, e in new.items():
@@ -159,7 +160,7 @@ class OnDisk(Residuals):
         )
 
     def _write(self, client: int, version: int, e: Tensor) -> None:
-        """Not synced yet: most versions are replaced before any checkpoint refers to them."""
+        """Write without sync: most versions are replaced before a checkpoint refers to them."""
         tensors = {"e": e.contiguous().cpu()}
         about = {"client": client, "version": version}
         try:
@@ -175,36 +176,30 @@ class OnDisk(Residuals):
             "start again with another `out`, or with `residual_precision` bf16, which needs half the bytes"
         )
 
-    def adopted(self, other: Residuals, like: Tensor) -> OnDisk:
+    def adopt(self, other: Residuals, like: Tensor) -> OnDisk:
         if isinstance(other, OnDisk):
             return other
-        made = self.updated({client: other.stored(client, like.shape) for client in other.norms2})
+        made = self.update({client: other.stored(client, like.shape) for client in other.norms2})
         made.norms2 = other.norms2  # to the bit, wherever they were computed
         return made
 
-    def only(self, clients: Container[int]) -> OnDisk:
-        return OnDisk(
-            self.folder,
-            _among(clients, self.versions),
-            _among(clients, self.norms2),
-            frozenset(client for client in self.fresh if client in clients),
-            _among(clients, self.vouched),
-            _among(clients, self.replaced),
-        )
+    def select(self, clients: Container[int]) -> OnDisk:
+        fresh = frozenset(client for client in self.fresh if client in clients)
+        versions, norms, vouched, replaced = (_among(clients, each) for each in self._tables())
+        return OnDisk(self.folder, versions, norms, fresh, vouched, replaced)
+
+    def _tables(self) -> tuple[Mapping[int, Any], ...]:
+        return self.versions, self.norms2, self.vouched, self.replaced
 
     @classmethod
-    def merged(cls, parts: Sequence[OnDisk]) -> OnDisk:
-        return OnDisk(
-            parts[0].folder,
-            _union(part.versions for part in parts),
-            _union(part.norms2 for part in parts),
-            frozenset().union(*(part.fresh for part in parts)),
-            _union(part.vouched for part in parts),
-            _union(part.replaced for part in parts),
-        )
+    def merge(cls, parts: Sequence[OnDisk]) -> OnDisk:
+        fresh = frozenset[int]().union(*(part.fresh for part in parts))
+        tables = zip(*(part._tables() for part in parts), strict=True)
+        versions, norms, vouched, replaced = (_union(each) for each in tables)
+        return OnDisk(parts[0].folder, versions, norms, fresh, vouched, replaced)
 
     def check(self) -> None:
-        """Whether all files are there, before a run goes on with them; what they hold shows when read."""
+        """Raise CannotResume if a file is missing; `stored` checks what a file holds."""
         for path in sorted(self.paths()):
             if not exists(path):
                 raise CannotResume(f"the residual file {path} is missing; start the run again")
@@ -220,29 +215,28 @@ class OnDisk(Residuals):
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def settled(self) -> None:
+    def settle(self) -> None:
         outdated = [self.path(*item) for old in (self.vouched, self.replaced) for item in old.items()]
-        # First this, then the files: were it broken off in between, `updated` must not take what is now
-        # the checkpoint's for something that only the state before needs.
+        # First this, then the files: if it is broken off in between, `update` must not delete files of
+        # the checkpoint as if only the state before needed them.
         self.fresh, self.vouched, self.replaced = frozenset(), {}, {}
         _delete(outdated)
 
 
 def sweep(folder: Path, residuals: Residuals) -> None:
-    """Deletes what broken-off rounds left in the folder: all files of residuals but those of this store."""
+    """Delete the files of residuals that this store does not refer to, as broken-off rounds leave them."""
     if not exists(folder):
         return
     if not folder.is_dir():
         raise InputError(f"{folder} is a file, and must be a folder; move it away")
     keep = residuals.paths() if isinstance(residuals, OnDisk) else set()
-    _delete(path for path in folder.iterdir() if path not in keep and _is_ours(path.name))
+    _delete(
+        path
+        for path in folder.iterdir()
+        if path not in keep and (_NAME.fullmatch(path.name) or is_temporary(path.name))
+    )
     with suppress(OSError):  # not empty
         folder.rmdir()
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a file is a residual's, or what was left of one."""
-    return _NAME.fullmatch(name) is not None or is_temporary(name)
 
 
 def _delete(paths: Iterable[Path]) -> None:
@@ -267,18 +261,30 @@ def _union(parts: Iterable[Mapping[int, T]]) -> dict[int, T]:
 
 
 def choose(where: str, size: int, device: torch.device) -> str:
-    """`memory` or `disk`, for residuals of `size` bytes in all; `auto` looks at what is free."""
+    """Return `memory` or `disk` for residuals of `size` bytes in all; `auto` looks at the free memory."""
     if where != "auto":
         return where
     return "memory" if size <= free_memory(device) / _SHARE else "disk"
 
 
-def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:
-    """A block (n, d) with n keys, or one vector with one key, rounded to bf16 up or down at random.
+@contextmanager
+def open_store(where: str, size: int, device: torch.device, folder: Path | None) -> Iterator[Residuals]:
+    """Yield an empty store; one on disk without a folder is deleted at the end."""
+    if choose(where, size, device) == "memory":
+        yield InMemory()
+    elif folder:
+        yield OnDisk(folder)
+    else:
+        with tempfile.TemporaryDirectory(prefix="cfedavg-residuals-") as path:
+            yield OnDisk(Path(path))
 
-    The mean is e itself (float64 goes through float32 first). To the nearest, an update below 2^-9 of the
-    residual would be lost, round after round; at random it counts on average. 16 random bits added to those
-    that bf16 has no room for carry over as often as they should; what is bf16 already stays as it is.
+
+def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:
+    """Round a block (n, d) with n keys, or one vector with one key, to bf16 up or down at random.
+
+    The mean is e itself (float64 goes through float32 first). Rounding to the nearest would lose every
+    update below 2^-9 of the residual. 16 random bits are added to the 16 that bf16 drops, and carry with
+    the right probability; a value that is bf16 already stays unchanged.
     """
     top = torch.finfo(torch.bfloat16).max  # beyond it there would only be infinity to round up to
     pattern = e.clamp(-top, top).float().contiguous().view(torch.int32)

@@ -1,8 +1,8 @@
-"""State: what a run is at the end of a round, and its checkpoint, one safetensors file.
+"""State: a run between two rounds, and its checkpoint, one safetensors file.
 
-A state goes into a round and a new one comes out; nothing is changed in place, so a round that is broken
-off leaves the last state as it was. Residuals in memory are written into the checkpoint; of those on disk it
-holds the versions, and their files lie beside it.
+A state goes into a round and a new one comes out. Nothing is changed in place, so a round that is broken off
+leaves the last state unchanged. A checkpoint holds residuals in memory whole, and of those on disk the
+versions; their files lie beside it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SERVER = "server."  # before the names of what the server remembers
 
 @dataclass(frozen=True)
 class State:
-    """After t rounds: the model x, its travelling buffers b, the clients' residuals (what their feedback
-    remembers), the iterate z of Theorem 2, what the server remembers, and the copy w that clients hold.
+    """A run after t rounds: the model x and its travelling buffers b, what the clients' feedback remembers
+    (residuals), the iterate z of Theorem 2, the server's memory, and the copy w that clients hold.
     """
 
     t: int
@@ -41,21 +41,21 @@ class State:
     z: tuple[Tensor, Tensor] | None = None  # x and b of the iterate
     eta_sum: float = 0.0
     memory: ServerMemory = field(default_factory=ServerMemory)
-    # Where the broadcast is compressed: the copy that all clients hold, and what each of them has downloaded.
+    # With a compressed broadcast: the copy that all clients hold, and what each of them has downloaded.
     w: Tensor | None = None
     downloads: Downloads | None = None
 
     @property
     def broadcast(self) -> Tensor:
-        """The model that clients train from."""
+        """Return the model that clients train from."""
         return self.x if self.w is None else self.w
 
 
 @dataclass(frozen=True)
 class Vouched:
-    """What the other files of a run must be for its checkpoint to go on.
+    """What a checkpoint requires of the other files of a run.
 
-    `rows` is a checksum of the rows of its rounds, `options` the configuration as far as it may not change.
+    `rows` is a checksum of the rows of its rounds, `options` the options that may not change.
     """
 
     rows: int
@@ -63,8 +63,21 @@ class Vouched:
 
 
 def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
-    """Writes a checkpoint that is whole or not there; `identity` is the model's (see Vectors)."""
-    tensors = {"x": state.x, "b": state.b, **_as_tensors(state.residuals)}
+    """Write a checkpoint atomically; `identity` is the model's (see Vectors)."""
+    clients = sorted(state.residuals.norms2)
+    tensors = {
+        "x": state.x,
+        "b": state.b,
+        "residuals.client": torch.tensor(clients, dtype=torch.int64),
+        # Another device would sum a norm to other bits.
+        "residuals.norm2": torch.tensor([state.residuals.norms2[i] for i in clients], dtype=torch.float64),
+    }
+    if isinstance(state.residuals, OnDisk):
+        versions = [state.residuals.versions[i] for i in clients]
+        tensors["residuals.version"] = torch.tensor(versions, dtype=torch.int64)
+    else:
+        assert isinstance(state.residuals, InMemory)
+        tensors |= {f"e.{client}": e for client, e in state.residuals.vectors.items()}
     tensors |= {SERVER + name: vector for name, vector in state.memory.vectors().items()}
     if state.z is not None:
         tensors["z.x"], tensors["z.b"] = state.z
@@ -81,22 +94,8 @@ def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
     save_tensors(plain, path, {**about, "checksum": checksum(plain, about)})
 
 
-def _as_tensors(residuals: Residuals) -> dict[str, Tensor]:
-    """Who has one and its norm, which another device would sum to other bits; then vectors or versions."""
-    clients = sorted(residuals.norms2)
-    tensors = {
-        "residuals.client": torch.tensor(clients, dtype=torch.int64),
-        "residuals.norm2": torch.tensor([residuals.norms2[i] for i in clients], dtype=torch.float64),
-    }
-    if isinstance(residuals, OnDisk):
-        versions = [residuals.versions[i] for i in clients]
-        return {**tensors, "residuals.version": torch.tensor(versions, dtype=torch.int64)}
-    assert isinstance(residuals, InMemory)
-    return {**tensors, **{f"e.{client}": e for client, e in residuals.vectors.items()}}
-
-
 def _copy_as_tensors(state: State) -> dict[str, Tensor]:
-    """The copy that clients hold, and the tables of what they have downloaded."""
+    """Return the copy that clients hold, and the tables of what they have downloaded."""
     if state.w is None or state.downloads is None:
         return {}
     known = state.downloads
@@ -110,10 +109,10 @@ def _copy_as_tensors(state: State) -> dict[str, Tensor]:
 
 
 def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, Vouched | None]:
-    """Reads a checkpoint, in the shapes and onto the device of `like`; an InputError says what is wrong.
+    """Read a checkpoint in the shapes and onto the device of `like`; raise InputError if it does not fit.
 
-    `folder` is where the files of residuals are that live on disk; there are so many `clients`. Checkpoints
-    of version 0.5 vouch for nothing else.
+    `folder` holds the files of residuals on disk; a run has so many `clients`. Checkpoints of version 0.5
+    vouch for nothing else.
     """
     try:
         tensors, about = read_tensors(path)
@@ -121,7 +120,13 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
             raise InputError(
                 f"cannot resume: {path} was written by another version ({reprlib.repr(about['format'])})"
             )
-        _check_broadcast(path, has_copy="w" in tensors, needs_copy=like.w is not None)
+        if ("w" in tensors) != (like.w is not None):
+            some, kind = ("a", "with") if "w" in tensors else ("no", "without")
+            found = f"{some} copy of the model, as runs {kind}"
+            raise InputError(
+                f"cannot resume: {path} holds {found} a compressed broadcast do; "
+                "`compressor_down` must stay as it was"
+            )
         if about["identity"] != identity or not _fits(tensors, like):
             raise InputError(
                 f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
@@ -138,19 +143,22 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
         raise CannotResume(f"the checkpoint {path} is damaged ({why}); start again") from None
 
 
-def _check_broadcast(path: Path, *, has_copy: bool, needs_copy: bool) -> None:
-    """Raise InputError if a run would begin, or stop, to compress its broadcast."""
-    if has_copy == needs_copy:
-        return
-    found = "a copy of the model, as runs with" if has_copy else "no copy of the model, as runs without"
-    raise InputError(
-        f"cannot resume: {path} holds {found} a compressed broadcast do; "
-        "`compressor_down` must stay as it was"
-    )
+def _fits(tensors: dict[str, Tensor], like: State) -> bool:
+    """Return whether every vector has the length and dtype of x or b; a residual may be bf16."""
+    for name, tensor in tensors.items():
+        wanted: Tensor = like.b if name in ("b", "z.b") else like.x
+        if name == "downloads.changed" and like.downloads is not None:
+            wanted = like.downloads.changed
+        elif name.startswith(("residuals.", "downloads.")) and name != "downloads.changed":
+            continue
+        dtypes = {wanted.dtype, torch.bfloat16} if name.startswith("e.") else {wanted.dtype}
+        if tensor.shape != wanted.shape or tensor.dtype not in dtypes:
+            return False
+    return True
 
 
 def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, like: State) -> None:
-    """Raises ValueError unless every number is one that `save` can have written: a checksum is no proof."""
+    """Raise ValueError unless `save` can have written every number: a checksum proves nothing."""
     t, eta_sum = about["t"], float.fromhex(about["eta_sum"])
     if type(t) is not int or not 0 <= t < 2**53:
         raise ValueError(f"t must be a whole number from 0 to 2^53, got {reprlib.repr(t)}")
@@ -160,8 +168,7 @@ def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, li
         raise ValueError("rows must be a checksum and options a table")
     clients, norm2 = tensors["residuals.client"], tensors["residuals.norm2"]
     version = tensors.get("residuals.version", torch.ones_like(clients))
-    kinds = [torch.int64, torch.float64, torch.int64]
-    if [each.dtype for each in (clients, norm2, version)] != kinds:
+    if [each.dtype for each in (clients, norm2, version)] != [torch.int64, torch.float64, torch.int64]:
         raise ValueError("a table of residuals is of another dtype")
     if clients.dim() != 1 or not clients.shape == norm2.shape == version.shape:
         raise ValueError("the tables of residuals have different lengths")
@@ -171,11 +178,16 @@ def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, li
         raise ValueError("a norm or a version of a residual is out of range")
     if like.w is not None:
         _check_downloads(t, tensors, m)
-    _check_names(set(tensors), clients.tolist(), like)
+    known = {"x", "b", "residuals.client", "residuals.norm2", *_copy_as_tensors(like)}
+    known |= {SERVER + name for name in like.memory.vectors()}
+    known |= {"residuals.version"} if "residuals.version" in tensors else {f"e.{i}" for i in clients.tolist()}
+    known |= {"z.x", "z.b"} if "z.x" in tensors else set()
+    if tensors.keys() != known:
+        raise ValueError(f"{min(tensors.keys() ^ known)!r} is missing or one too many")
 
 
 def _check_downloads(t: int, tensors: dict[str, Tensor], m: int) -> None:
-    """Raises ValueError unless the tables of downloads are such as t rounds with m clients leave."""
+    """Raise ValueError unless t rounds with m clients can leave these tables of downloads."""
     if not bool(tensors["w"].isfinite().all()):
         raise ValueError("w holds NaN or Inf")
     clients, versions = tensors["downloads.client"], tensors["downloads.version"]
@@ -193,21 +205,12 @@ def _check_downloads(t: int, tensors: dict[str, Tensor], m: int) -> None:
 
 
 def _increase_below(numbers: list[int], m: int) -> bool:
+    """Return whether the numbers increase strictly from 0 or more to below m."""
     return all(a < b for a, b in pairwise([-1, *numbers, m]))
 
 
-def _check_names(found: set[str], clients: list[int], like: State) -> None:
-    """Of each residual in memory, and of the server's memory, there is a vector, and nothing else."""
-    known = {"x", "b", "residuals.client", "residuals.norm2"}
-    known |= {SERVER + name for name in like.memory.vectors()}
-    known |= {"residuals.version"} if "residuals.version" in found else {f"e.{client}" for client in clients}
-    known |= {"z.x", "z.b"} if "z.x" in found else set()
-    known |= set(_copy_as_tensors(like))
-    if found != known:
-        raise ValueError(f"{min(found ^ known)!r} is missing or one too many")
-
-
 def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, folder: Path) -> State:
+    """Return the state that a checked checkpoint holds."""
     there = {name: tensor.to(device) for name, tensor in tensors.items() if "residuals." not in name}
     z = (there["z.x"], there["z.b"]) if "z.x" in there else None
     clients = tensors["residuals.client"].tolist()
@@ -221,32 +224,8 @@ def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.devi
     server = {name.removeprefix(SERVER): vector for name, vector in there.items() if name.startswith(SERVER)}
     memory, eta_sum = ServerMemory.from_vectors(server), float.fromhex(about["eta_sum"])
     state = State(about["t"], there["x"], there["b"], residuals, z, eta_sum, memory)
-    return replace(state, w=there["w"], downloads=_downloads(there)) if "w" in there else state
-
-
-def _downloads(tensors: dict[str, Tensor]) -> Downloads:
-    lengths, clients, versions = (
-        tensors[f"downloads.{name}"].tolist() for name in ("length", "client", "version")
-    )
-    held = dict(zip(clients, versions, strict=True))
-    return Downloads(tensors["downloads.changed"], tuple(lengths), held)
-
-
-def _fits(tensors: dict[str, Tensor], like: State) -> bool:
-    """Whether every vector has the length and dtype of x, or of b; a residual may be bf16."""
-    for name, tensor in tensors.items():
-        if name.startswith(("residuals.", "downloads.")) and name != "downloads.changed":
-            continue
-        wanted = _wanted(name, like)
-        dtypes = {wanted.dtype, torch.bfloat16} if name.startswith("e.") else {wanted.dtype}
-        if tensor.shape != wanted.shape or tensor.dtype not in dtypes:
-            return False
-    return True
-
-
-def _wanted(name: str, like: State) -> Tensor:
-    """Return a tensor of the shape and dtype that a vector of this name has."""
-    if name == "downloads.changed" and like.downloads is not None:
-        changed: Tensor = like.downloads.changed
-        return changed
-    return like.b if name in ("b", "z.b") else like.x
+    if "w" not in there:
+        return state
+    lengths = tuple(there["downloads.length"].tolist())
+    pairs = zip(there["downloads.client"].tolist(), there["downloads.version"].tolist(), strict=True)
+    return replace(state, w=there["w"], downloads=Downloads(there["downloads.changed"], lengths, dict(pairs)))

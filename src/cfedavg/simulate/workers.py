@@ -28,17 +28,16 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
 from cfedavg.core.interrupts import STOPS, defer_stops, leave, watch_second_stop
 from cfedavg.optimise.local import SGD
-from cfedavg.simulate.engines import BlockEngine, Ranks, choose_device, choose_engine
-from cfedavg.simulate.engines.choice import is_small
-from cfedavg.simulate.engines.ranks import RankLost
+from cfedavg.simulate import engines
+from cfedavg.simulate.engines import BlockEngine, RankLost, Ranks, choose_device, choose_engine
 from cfedavg.simulate.local import after, batches, local_steps, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.task import Task
 
-WORTH = 20.0  # seconds that a run must take on one core before more processes are started by themselves
-MOST = 8  # of them
-KNOWN = 10.0  # seconds within which the end of a process is known, once its connection is lost
+WORTH = 20.0  # seconds that a run must take on one core before more processes are started unasked
+MOST = 8  # processes started unasked
+KNOWN = 10.0  # seconds to wait for the exit status of a process after its connection is lost
 PULSE = 1.0  # seconds between two signs of life of a worker
 # Seconds without a sign of life after which a worker is named. It gives them from a thread of its own while
 # it computes, so that only a stopped or hung process is silent for so long, or a very busy machine.
@@ -46,8 +45,8 @@ SILENCE = 30.0
 FOLLOWED = 75  # exit status of a worker that ends since another process has ended
 
 
-def number(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
-    """How many processes a run gets: as many as asked for, else one for each core if it pays.
+def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
+    """Return how many processes a run gets: as many as asked for, else one for each core if it pays.
 
     A task made in Python (`own`) stays in the process that made it unless workers are asked for.
     """
@@ -61,14 +60,14 @@ def number(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
     alone = own or cores < 2 or config.engine in ("reference", "batched")
     if alone or choose_device(config.device).type != "cpu":
         return 1
-    if config.engine == "auto" and is_small(task.model):
+    if config.engine == "auto" and engines.is_small(task.model):
         return 1
     steps = plan.steps.mean * plan.clients_per_round * config.rounds
     return cores if _seconds_a_step(config, task) * steps > WORTH else 1
 
 
 def _seconds_a_step(config: Config, task: Task) -> float:
-    """Of the second of two steps, which is as long as all the others."""
+    """Return the seconds of the second of two steps; the first is slower."""
     model, cpu = copy.deepcopy(task.model), torch.device("cpu")
     data = list(islice(batches(task.clients[0], config.batch_size, 0, 0, 0), 2))
     seconds = 0.0
@@ -79,13 +78,29 @@ def _seconds_a_step(config: Config, task: Task) -> float:
     return seconds
 
 
+def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | None:
+    """Join torchrun's group if there is one; raise InputError if its ranks differ in what to run."""
+    ranks = Ranks.from_environment()
+    if ranks is None:
+        return None
+    try:
+        own = engines.facts(config, task) | {"`messages`": "given" if messages else "none"}
+        engines.check_same(ranks, own)
+        if config.workers > 1:
+            raise InputError("`workers`: torchrun has set the number of processes; leave it out")
+    except InputError:
+        ranks.close()
+        raise
+    return ranks
+
+
 @contextmanager
-def team(
+def start_workers(
     config: Config, task: Task | None, size: int, messages: Path | None, say: Callable[[str], None]
 ) -> Iterator[Ranks]:
-    """The ranks of a run as rank 0 sees them; the others are started, and ended, here.
+    """Start the other ranks, yield the group as rank 0 sees it, and end them.
 
-    A second Ctrl-C kills them, so that nobody waits for one that is stopped. `say` hears of silent ones.
+    A second Ctrl-C kills them, so that nobody waits for a stopped one. `say` is told of silent ones.
     """
     if size == 1:
         yield Ranks()
@@ -93,23 +108,23 @@ def team(
     with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
         folder, processes = Path(path), list[BaseProcess]()
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
-        stack.enter_context(watch_second_stop(lambda number: _kill(processes)))
-        job = _packed(config, task, messages)
+        stack.enter_context(watch_second_stop(lambda _: _kill(processes)))
+        job = _pack(config, task, messages)
         for rank in range(1, size):
             with nullcontext() if task else _no_script():
                 _start(processes, rank, size, folder, job)
-        stack.enter_context(_silence_named(processes, folder, say))
+        stack.enter_context(_name_silent(processes, folder, say))
         try:
             _await(processes, folder)
-            ranks = _joined(0, size, folder)
+            ranks = _join(0, size, folder)
             stack.callback(ranks.close)  # first of all: whoever still listens then knows that it is over
             yield ranks
         except RankLost as error:
-            raise _named(error, processes) from None
+            raise _name_lost(error, processes) from None
 
 
-def _packed(*job: Any) -> bytes:
-    """By value: multiprocessing itself would keep a file open for every tensor, and so for every client."""
+def _pack(*job: Any) -> bytes:
+    """Pickle by value: multiprocessing would keep a file open for every tensor, so for every client."""
     try:
         return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
@@ -117,7 +132,7 @@ def _packed(*job: Any) -> bytes:
 
 
 def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job: bytes) -> None:
-    """Starts a worker and adds it to the others, both or neither: an interrupt must find it to end it."""
+    """Start a worker and add it to the list, uninterrupted: an interrupt must find it to end it."""
     process = multiprocessing.get_context("spawn").Process(
         target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"
     )
@@ -129,7 +144,7 @@ def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment meanwhile."""
+    """Set a variable of the environment inside `with`."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -142,7 +157,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def _no_script() -> Iterator[None]:
-    """What is started meanwhile does not run the user's script again, as it would to find a class of it.
+    """Keep processes started inside `with` from running the user's script again.
 
     A script that calls `run` at its top level would start processes without end.
     """
@@ -156,7 +171,7 @@ def _no_script() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Signals come later for this process, and never for one that is started meanwhile: see `_work`."""
+    """Delay signals for this process; block them for one that is started inside `with` (see `_work`)."""
     with defer_stops():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
@@ -168,8 +183,8 @@ def _interrupts_held() -> Iterator[None]:
 
 
 @contextmanager
-def _silence_named(processes: list[BaseProcess], folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Within it, a worker that shows no sign of life is named, and again when it does."""
+def _name_silent(processes: list[BaseProcess], folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Inside `with`, name a worker that shows no sign of life, and say when it is back."""
     over = threading.Event()
     listener = threading.Thread(target=_listen, args=(processes, folder, say, over), daemon=True)
     listener.start()
@@ -183,13 +198,15 @@ def _silence_named(processes: list[BaseProcess], folder: Path, say: Callable[[st
 def _listen(
     processes: list[BaseProcess], folder: Path, say: Callable[[str], None], over: threading.Event
 ) -> None:
-    """Counts beats, not time: a laptop that slept, or Ctrl-Z, makes nobody silent."""
+    """Watch the signs of life. Count beats, not time: a laptop that slept makes nobody silent."""
     pulses, missed = dict[str, float](), dict[str, int]()
     limit = SILENCE / PULSE
     while not over.wait(PULSE):
         for process in processes:
             name, who = process.name, f"{process.name} (process {process.pid})"
-            pulse = _modified(folder / f"pulse of {name}")
+            pulse = 0.0  # until the worker has written its file
+            with suppress(OSError):
+                pulse = (folder / f"pulse of {name}").stat().st_mtime
             beats = missed.get(name, 0)
             missed[name] = beats + 1 if pulse == pulses.get(name, 0.0) else 0
             pulses[name] = pulse
@@ -199,16 +216,8 @@ def _listen(
                 say(f"{who} is there again, after {beats * PULSE:g} s")
 
 
-def _modified(path: Path) -> float:
-    """When a file was written last; 0 if it is not there yet."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
 def _await(processes: list[BaseProcess], folder: Path) -> None:
-    """Waits until all are about to join. Joining itself cannot be broken off, this can."""
+    """Wait until all are about to join. Joining cannot be interrupted, this can."""
     while not all((folder / process.name).exists() for process in processes):
         if any(process.exitcode is not None for process in processes):
             if (problem := folder / "problem").exists():
@@ -220,16 +229,16 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
         time.sleep(0.01)
 
 
-def _joined(rank: int, size: int, folder: Path) -> Ranks:
-    """Member of a group on this machine, which nobody outside can reach."""
+def _join(rank: int, size: int, folder: Path) -> Ranks:
+    """Join the group on this machine, which nobody outside can reach."""
     with _variable("GLOO_SOCKET_IFNAME", "lo"):
         return Ranks(rank, size, FileStore(str(folder / "store"), size))
 
 
 def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
-    """A process other than the first: serves rank 0 until it is sent home, or until rank 0 is gone."""
+    """Serve rank 0 in another process until rank 0 ends it or is gone."""
     for stop in STOPS:
-        signal.signal(stop, signal.SIG_IGN)  # whoever sends it to all, rank 0 hears it, and decides
+        signal.signal(stop, signal.SIG_IGN)  # rank 0 gets it too, and decides
     pulse = folder / f"pulse of rank {rank}"
     threading.Thread(target=_watch, args=(parent, pulse), daemon=True).start()
     torch.set_num_threads(1)
@@ -240,14 +249,14 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
         os._exit(FOLLOWED)
     try:
         (folder / f"rank {rank}").touch()
-        serve(config, task, _joined(rank, size, folder), messages)
+        serve(config, task, _join(rank, size, folder), messages)
     except InputError:
-        os._exit(FOLLOWED)  # rank 0 says what there is to say: a rank is lost, or it has the same error
+        os._exit(FOLLOWED)  # rank 0 reports it: a rank is lost, or it has the same error
     leave(0)
 
 
 def _watch(parent: int, pulse: Path) -> None:
-    """Shows that this process lives, and ends it after its parent."""
+    """Show that this process lives, and end it after its parent."""
     while os.getppid() == parent:
         with suppress(OSError):
             pulse.touch()
@@ -258,7 +267,7 @@ def _watch(parent: int, pulse: Path) -> None:
 def serve(
     config: Config, task: Task | None, ranks: Ranks, messages: Path | None
 ) -> tuple[BlockEngine, State]:
-    """A rank other than 0, from its start to its end."""
+    """Run a rank other than 0 from its start to its end; return its engine and last state."""
     if task is None:
         from cfedavg.data.tasks import build_task
 
@@ -271,8 +280,8 @@ def serve(
         ranks.close()
 
 
-def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
-    """Says which rank it was, and how the run goes on."""
+def _name_lost(error: RankLost, processes: list[BaseProcess]) -> RankLost:
+    """Return an error that says which rank was lost, and how to go on."""
     until = time.monotonic() + KNOWN
     while not (gone := [p for p in processes if p.exitcode not in (None, FOLLOWED)]):
         if time.monotonic() > until:
@@ -286,7 +295,7 @@ def _named(error: RankLost, processes: list[BaseProcess]) -> RankLost:
 
 
 def _end(processes: list[BaseProcess], patience: float) -> None:
-    """Waits some seconds for those that were sent home; the others are ended."""
+    """Wait some seconds for the workers to end, then kill the rest."""
     until = time.monotonic() + patience
     with defer_stops():
         for process in processes:

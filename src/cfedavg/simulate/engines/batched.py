@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cfedavg.optimise.local import State as OptimiserState
-from cfedavg.simulate.engines.base import Start, Trained, too_large
-from cfedavg.simulate.engines.common import explained, seed_generators
-from cfedavg.simulate.engines.probes import masks_hold, means
-from cfedavg.simulate.local import Vectors, to_device
+from cfedavg.simulate.engines.trainer import Start, Trained, explain_one_sample, too_large
+from cfedavg.simulate.local import Vectors, seed_generators, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.pool import Pool
 from cfedavg.simulate.vectorised.recorder import Recorder
+from cfedavg.simulate.vectorised.rules import count_means, masks_hold
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.simulate.vectorised.timetable import Timetable, Turn, rounded_up
 from cfedavg.task import Batch, Task
@@ -27,7 +25,7 @@ _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger
 
 
 class Batched:
-    """Trains clients in blocks, as many at once as memory allows."""
+    """Trains blocks of clients, as many at once as memory allows."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class Batched:
         self._masks: dict[int, bool] = {}  # by the width of the batches
 
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """Block after block; one that does not fit into memory is halved."""
+        """Train block after block; halve one that does not fit into memory."""
         left = list(clients)
         while left:
             block = left[: self.block]
@@ -85,14 +83,14 @@ class Batched:
     def _train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Trained:
         config, n = self.plan.config, len(clients)
         steps = np.array([self.plan.steps.at(t, i) for i in clients])
-        order = np.argsort(-steps, kind="stable")  # those who are done first come last, and can be left out
-        # The block is filled up with clients that do nothing, so that few sizes of blocks occur.
+        order = np.argsort(-steps, kind="stable")  # few steps come last: left out when done
+        # Idle clients fill the block up, so that few sizes of blocks are compiled.
         ordered = [clients[i] for i in order] + [clients[0]] * (rounded_up(n, self.block) - n)
         samples = np.array([self.plan.samples[i] for i in ordered])
         some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
         timetable = Timetable(ordered, samples, some, config.batch_size, config.seed, t)
         x_0 = start(ordered)
-        stack = self._filled(len(ordered), x_0, b)
+        stack = self._fill(len(ordered), x_0, b)
         self.eta.fill_(self.plan.rates.eta_local(t))
         seed_generators(self.device, config.seed, t, clients[0])
         self._steps(stack, timetable)
@@ -115,10 +113,10 @@ class Batched:
                     self._some(stack, source.gather(at, turn.clients), turn)
             except ValueError as error:
                 first = 0 if isinstance(turn.clients, int) else int(turn.clients[0])
-                raise explained(error, timetable.clients[first]) from None
+                raise explain_one_sample(error, timetable.clients[first]) from None
 
     def _play(self, stack: Stack, batch: Batch, turn: Turn) -> None:
-        """A turn of the first clients of the block."""
+        """Take a turn of the first clients of the block."""
         n = len(stack.losses)
         valid = active = None
         if turn.sizes is not None:
@@ -129,14 +127,14 @@ class Batched:
         self.recorder(stack, batch, valid, active, self.eta)
 
     def _some(self, stack: Stack, batch: Batch, turn: Turn) -> None:
-        """A turn of some clients, taken out of the block and put back: sizes vary, so nothing is recorded."""
+        """Take a turn of some clients, copied out of the block and back; sizes vary, so record nothing."""
         rows = torch.as_tensor(turn.clients, device=self.device)
         part = stack.at(rows)
         self.step(part, batch, None, None, self.eta)
         stack.put(rows, part)
 
-    def _filled(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
-        """The stack with every client at its start."""
+    def _fill(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
+        """Return the stack with every client at its start."""
         if self._stack is None or len(self._stack.losses) < n:
             self.recorder.forget()
             self._stack = self._empty(max(n, self.block))
@@ -157,23 +155,22 @@ class Batched:
 
     def _empty(self, n: int) -> Stack:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        stacked = [_stacked(p, n, last=self.step.dots is not None) for p in parameters]
+        stacked = [_make_room(p, n, last=self.step.dots is not None) for p in parameters]
+        mine = self.vectors.model.parameters()
         state = {
-            name: [_like(first, p, n) for first, p in zip(each, stacked, strict=True)]
-            for name, each in self._init().items()
+            name: [
+                # Laid out like its parameter if it is as large.
+                torch.empty_like(p) if first.shape == p.shape[1:] else first.new_empty((n, *first.shape))
+                for first, p in zip(each, stacked, strict=True)
+            ]
+            for name, each in self.step.optimiser.init([p.detach() for p in mine if p.requires_grad]).items()
         }
         start = [torch.empty_like(p) for p in stacked] if self.step.optimiser.needs_start else []
-        buffers = [_stacked(buffer, n, last=False) for buffer in self.model.buffers()]
+        buffers = [_make_room(buffer, n, last=False) for buffer in self.model.buffers()]
         return Stack(stacked, state, start, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
 
-    def _init(self) -> OptimiserState:
-        """The state of the local optimiser before the first step of one client."""
-        return self.step.optimiser.init(
-            [p.detach() for p in self.vectors.model.parameters() if p.requires_grad]
-        )
-
     def _flat(self, stack: Stack) -> tuple[Tensor, Tensor]:
-        """x_K and b_K of every client."""
+        """Return x_K and b_K of every client."""
         n = len(stack.losses)
         x_K = torch.cat([p.reshape(n, -1) for p in stack.parameters], 1)
         names = set(self.vectors.buffer_layout.names)
@@ -182,20 +179,20 @@ class Batched:
         return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
 
     def _can_mask(self, clients: Sequence[int]) -> bool:
-        """Whether rows that do not count leave a step as it is: tried once, in float64, on real samples.
+        """Return whether masked rows leave a step unchanged; try it once, in float64, on real samples.
 
-        Not so where a layer mixes the samples of a batch (BatchNorm), or a loss is no mean that we know, or
-        where at the width of the steps there are more means over as many rows: some are over weights, say.
+        They do not if a layer mixes the samples of a batch (BatchNorm), if the loss is no known mean, or if
+        the full width has more means over as many rows (over weights, for example).
         """
         largest = max(clients, key=lambda i: self.plan.samples[i])
         n = min(self.plan.config.batch_size, self.plan.samples[largest])
         if n not in self._masks:
-            with torch.random.fork_rng(devices=[]):  # what a round draws does not depend on this
+            with torch.random.fork_rng(devices=[]):  # a round must not draw differently after it
                 batch = self.task.clients[largest].batch(np.arange(n))
-                self._masks[n] = n == 1 or self._holds(batch, n)
+                self._masks[n] = n == 1 or self._try_masks(batch, n)
         return self._masks[n]
 
-    def _holds(self, batch: Batch, n: int) -> bool:
+    def _try_masks(self, batch: Batch, n: int) -> bool:
         few, loss = min(4, n), self.task.loss
         try:
             small = tree_map(lambda leaf: leaf[:few], batch)
@@ -203,21 +200,15 @@ class Batched:
             return False
         if not masks_hold(self.model, loss, small, few):
             return False
-        found = (means(self.model, loss, self._here(each), k) for each, k in ((small, few), (batch, n)))
-        return len(set(found)) == 1
-
-    def _here(self, batch: Batch) -> Batch:
-        return to_device(batch, self.device, self.dtype)
-
-
-def _like(first: Tensor, stacked: Tensor, n: int) -> Tensor:
-    """Room for n of a tensor of the optimiser's state; it lies as its parameter does, if it is as large."""
-    same = first.shape == stacked.shape[1:]
-    return torch.empty_like(stacked) if same else first.new_empty((n, *first.shape))
+        found = {
+            count_means(self.model, loss, to_device(each, self.device, self.dtype), k)
+            for each, k in ((small, few), (batch, n))
+        }
+        return len(found) == 1
 
 
-def _stacked(tensor: Tensor, n: int, *, last: bool) -> Tensor:
-    """Room for n of these; a kernel of a convolution lies in the order in which our kernels read it."""
+def _make_room(tensor: Tensor, n: int, *, last: bool) -> Tensor:
+    """Return room for n of these; convolution weights lie in the order in which our kernels read them."""
     shape = (n, *tensor.shape)
     if last and tensor.dim() == 4:
         return tensor.new_empty([shape[i] for i in (0, 3, 4, 2, 1)]).permute(0, 4, 3, 1, 2)

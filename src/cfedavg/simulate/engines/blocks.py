@@ -1,14 +1,14 @@
-"""The fast engine: local work by a trainer, in blocks of clients; clients shared out among ranks.
+"""The fast engine: a trainer does the local work in blocks of clients, which ranks share.
 
-What a round does is what the reference engine does, client by client; here blocks go through the same
-functions of `algorithm`, residuals stay on the device, and bytes are counted while the device trains.
+A round does what the reference engine does. Here blocks of clients go through the same functions of
+`algorithm` and `channel`, residuals stay on the device, and bytes are counted while the device trains.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -19,35 +19,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cfedavg.algorithm import local_update
-from cfedavg.channel import Outgoing
+from cfedavg.algorithm import ServerMemory, local_update
 from cfedavg.core.arrays import rows_norms2
-from cfedavg.core.errors import NotFinite
+from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply
-from cfedavg.simulate.downloads import Count
-from cfedavg.simulate.engines.base import Start, Trained, Trainer
-from cfedavg.simulate.engines.common import (
+from cfedavg.simulate.engines import server
+from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
+from cfedavg.simulate.engines.server import RankRound
+from cfedavg.simulate.engines.traffic import Counters, Ledger, Statistics
+from cfedavg.simulate.engines.trainer import Start, Trained, Trainer
+from cfedavg.simulate.engines.trial import takes_channels_last
+from cfedavg.simulate.evaluate import EvaluatedBatches, evaluate_batches, summarise_batches
+from cfedavg.simulate.local import (
     PRECISIONS,
-    Ended,
-    broadcast_of,
-    count_downloads,
-    first_state,
+    Vectors,
+    channels_last,
     model_of,
-    next_state,
     reproducible,
     seed_generators,
-)
-from cfedavg.simulate.engines.counters import Counters
-from cfedavg.simulate.engines.ledger import Ledger
-from cfedavg.simulate.engines.probes import takes_channels_last
-from cfedavg.simulate.engines.rank_commands import Crew, serve
-from cfedavg.simulate.engines.ranks import Ranks
-from cfedavg.simulate.engines.sent import Sent, combined, raise_first, record
-from cfedavg.simulate.engines.statistics import Statistics
-from cfedavg.simulate.evaluate import Part, evaluate_batches, summary
-from cfedavg.simulate.local import Vectors, channels_last
+)  # fmt: skip
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals, stochastic_bf16
 from cfedavg.simulate.state import State
@@ -72,68 +64,79 @@ class BlockEngine:
         self.plan, self.task, self.device, self.ranks = plan, task, device, ranks or Ranks()
         self.dtype = PRECISIONS[plan.config.precision]
         model: Any = copy.deepcopy(task.model).to(device, self.dtype)
-        self._blank = copy.deepcopy(model)  # what a user gets is made of it: no traces of training
+        self._blank = copy.deepcopy(model)  # models for the user are copies of it, without traces of training
         last = takes_channels_last(task, self.dtype)
         self.vectors = Vectors(model.to(memory_format=torch.channels_last) if last else model)
-        self._prepare = channels_last if last else _as_it_is
+        self._prepare: Callable[[Batch], Batch] = channels_last if last else lambda batch: batch
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages, owner=self.ranks.rank == 0)
         self.trainer = make_trainer(self.vectors, self._prepare)
-        # A GPU leaves the processor free to count; a CPU has better things to do at the same time.
+        # A GPU leaves the processor free to count; on a CPU, counting threads would slow training down.
         self._counters = Counters(COUNTERS) if device.type == "cuda" else None
         self.behind = 1 if self._counters else 0
-        self.crew = Crew(self.ranks)
+        self.commands = RankCommands(self.ranks)
         self.channel = plan.channel(self.layout)
         self.up = Statistics(self.vectors.buffer_layout, plan.compressor)
         self._together = plan.m  # clients whose updates are compressed at once
 
     def start(self) -> State:
-        return first_state(self.plan, self.vectors)
+        return server.first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
+        """Run a round on all ranks; the row of metrics may wait for threads that count bytes."""
         plan, t = self.plan, state.t
         with self._setting():
             self.ledger.open(t)
-            self.crew.tell("round", state)
-            residuals, sent = self._part(state)
-            parts = self.crew.answers(sent)
-            raise_first(t, parts)
-            x_next, b_next, memory = combined(plan, state, parts)
+            self.commands.send("round", state)
+            residuals, mine = self._clients(state)
+            parts = self.commands.collect(mine)
+            _raise_first(t, parts)
             arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
-            ended = Ended(x_next, b_next, memory, arrived)
-            after = next_state(plan, self.vectors, state, ended, residuals)
-        counts = count_downloads(plan, self.vectors, state, self._begin_count)
-        return after, partial(record, plan, self.up, self.layout.d, parts, broadcast_of(state, after), counts)
+            average = self._average(state, parts)
+            state_next = server.next_state(plan, self.vectors, state, average, arrived, residuals)
+        begin = cache if self._counters is None else self._counters.hand_in
+        counts = server.count_downloads(plan, self.vectors, state, begin)
+        broadcast = server.measure_broadcast(state, state_next)
+        return state_next, partial(
+            server.record_ranks, plan, self.up, self.layout.d, parts, broadcast, counts
+        )
 
-    def _begin_count(self, count: Count) -> Count:
-        """Have downloads counted by threads, or when the result is asked for."""
-        return cache(count) if self._counters is None else self._counters.hand_in(count)
-
-    def _part(self, state: State) -> tuple[Residuals, Sent]:
-        """The round of the clients of this rank, and its residuals after it."""
-        plan, t, sent = self.plan, state.t, Sent()
+    def _clients(self, state: State) -> tuple[Residuals, RankRound]:
+        """Run the round of this rank's clients; return the residuals after it."""
+        plan, t, mine = self.plan, state.t, RankRound()
         if self._counters:
             self._counters.begin()
-        busy = (i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
-        mine = self.ranks.mine(busy)
+        clients = self.ranks.mine(i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
         kept: dict[int, Tensor] = {}
-        for block in self.trainer.train(t, self._start(state), state.b, mine):
-            kept |= self._pieces(state, block, sent)
+        for block in self.trainer.train(t, self._start(state), state.b, clients):
+            done = 0
+            while done < len(block.clients):
+                piece = block.part(done, done + self._together)
+                n = len(piece.clients)
+                try:
+                    kept |= self._compress(state, piece, mine)
+                    done += n
+                    continue
+                except torch.OutOfMemoryError:
+                    pass  # only after this line are the tensors of the attempt gone
+                if n == 1:
+                    self.trainer.shrink()
+                self._together = -(-n // 2) if n > 1 else plan.m
         residuals = state.residuals
-        if plan.feedback.keeps_client_memory and not sent.diverged:
-            residuals = residuals.updated(kept)
-        sent.norms2 = list(residuals.norms2.values())
-        return residuals, sent
+        if plan.feedback.keeps_client_memory and not mine.diverged:
+            residuals = residuals.update(kept)
+        mine.norms2 = list(residuals.norms2.values())
+        return residuals, mine
 
     def _start(self, state: State) -> Start:
-        """Where clients begin: at the broadcast model, unless their feedback moves them."""
+        """Return where clients begin: at the broadcast model, unless their feedback moves them."""
         feedback, shared = self.plan.feedback, self._shared(state)
         if not feedback.moves_start:
             return lambda clients: state.broadcast
         return lambda clients: feedback.start(state.broadcast, self._memory(state, clients), shared)
 
     def _memory(self, state: State, clients: list[int]) -> Tensor | None:
-        """What the feedback remembers of these clients, a row for each."""
+        """Return what the feedback remembers of these clients, a row for each."""
         if not self.plan.feedback.keeps_client_memory:
             return None
         return torch.stack([state.residuals.get(i, state.x) for i in clients])
@@ -141,92 +144,84 @@ class BlockEngine:
     def _shared(self, state: State) -> Tensor | None:
         return self.plan.feedback.broadcast(state.memory.feedback)
 
-    def _pieces(self, state: State, block: Trained, sent: Sent) -> dict[int, Tensor]:
-        """Lines 10 to 15 for a block, in pieces that memory has room for."""
-        kept: dict[int, Tensor] = {}
-        done = 0
-        while done < len(block.clients):
-            piece = block.part(done, done + self._together)
-            n = len(piece.clients)
-            try:
-                kept |= self._block(state, piece, sent)
-                done += n
-                continue
-            except torch.OutOfMemoryError:
-                pass  # only after this line are the tensors of the attempt gone
-            if n == 1:
-                self.trainer.shrink()
-            self._together = -(-n // 2) if n > 1 else self.plan.m
-        return kept
-
-    def _block(self, state: State, block: Trained, sent: Sent) -> dict[int, Tensor]:
-        """Lines 10 to 15; what gets lost is restored by the feedback."""
-        plan, t, n = self.plan, state.t, len(block.clients)
+    def _compress(self, state: State, block: Trained, mine: RankRound) -> dict[int, Tensor]:
+        """Do lines 10 to 15 for a block; return the next memories. The feedback restores lost replies."""
+        plan, t, clients = self.plan, state.t, block.clients
         K = torch.tensor(block.K, device=self.device)[:, None]
         g = local_update(block.x_0, block.x_K, K, plan.rates.update)
-        memory, loss = self._memory(state, block.clients), block.loss.tolist()
-        bad = {i for i in range(n) if not math.isfinite(loss[i])}
+        memory, loss = self._memory(state, clients), block.loss.tolist()
+        bad = {i for i in range(len(clients)) if not math.isfinite(loss[i])}
         try:
-            words = self._keys(t, block.clients, Purpose.SELECT)
+            words = self._keys(t, clients, Purpose.SELECT)
             made = self.channel.send(g, memory, words, t, shared=self._shared(state))
         except NotFinite as error:
             bad |= set(error.rows)
         if bad:
-            sent.diverged += [block.clients[i] for i in sorted(bad)]
+            mine.diverged += [clients[i] for i in sorted(bad)]
             return {}
         g2, p2, noise2 = (rows_norms2(each) for each in (g, made.p, made.left))
-        lost = [plan.lost(t, i) for i in block.clients]
-        counts = made.payload.counts()
-        kept = self._kept(t, block.clients, self._after_losses(made, lost)) if memory is not None else {}
-        g_sum = g.double().sum(0) + (0 if sent.g_sum is None else sent.g_sum)
-        # What has been handed on stays so: from here on no memory of any size is asked for.
-        self._deliver(t, block, made.payload, sent)
-        sent.g_sum = g_sum
-        sent.replies += [
+        lost, counts = [plan.lost(t, i) for i in clients], made.payload.counts()
+        kept: dict[int, Tensor] = {}
+        if memory is not None:
+            after: Tensor = made.memory
+            if any(lost):
+                rows = torch.tensor(lost, device=self.device)[:, None]
+                after = torch.where(rows, self.channel.restore(made.memory, made.payload), after)
+            kept = self._kept(t, clients, after)
+        g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
+        # Nothing after this line allocates much: a delivered block must not be delivered again.
+        self._deliver(t, block, made.payload, mine)
+        mine.g_sum = g_sum
+        mine.replies += [
             Reply(client, block.K[i], loss[i], g2[i], p2[i], noise2[i], counts[i], 0, lost[i])
-            for i, client in enumerate(block.clients)
+            for i, client in enumerate(clients)
         ]
         return kept
 
-    def _deliver(self, t: int, block: Trained, payload: Payload, sent: Sent) -> None:
-        """Hands the payloads on: to the server's side of this process, or to rank 0; and has them counted."""
+    def _deliver(self, t: int, block: Trained, payload: Payload, mine: RankRound) -> None:
+        """Add the payloads to this rank's round, and have their bytes counted, maybe by threads."""
         known, travels = self.ledger.known(payload), self.ranks.size > 1
         b_sent = self.up.travel(block.b_K)
         each: list[tuple[int, Payload]] = []
         if travels or known is None:
             each += zip(block.clients, payload.numpy().clients(), strict=True)
-        if known is None:
-            self._have_counted(t, each, sent)
+        if known is not None:
+            mine.counts.append(known)
+        elif self._counters is None:
+            mine.counts.append(self._count(t, each))
         else:
-            sent.counts.append(known)
-        sent.clients += block.clients
-        sent.payloads += [([client], one) for client, one in each] if travels else [(block.clients, payload)]
-        sent.buffers += list(b_sent)
-
-    def _have_counted(self, t: int, each: list[tuple[int, Payload]], sent: Sent) -> None:
-        """At once, or by threads while the next round trains."""
-        if self._counters is None:
-            sent.counts.append(self._count(t, each))
-            return
-        share = -(-len(each) // self._counters.threads)
-        for start in range(0, len(each), share):
-            part = partial(self._count, t, each[start : start + share])
-            sent.counts.append(self._counters.hand_in(part))
+            share = -(-len(each) // self._counters.threads)
+            for start in range(0, len(each), share):
+                part = partial(self._count, t, each[start : start + share])
+                mine.counts.append(self._counters.hand_in(part))
+        mine.clients += block.clients
+        mine.payloads += [([client], one) for client, one in each] if travels else [(block.clients, payload)]
+        mine.buffers += list(b_sent)
 
     def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
         return [n for client, one in each for n in self.ledger.replies(t, [client], one)]
 
-    def _after_losses(self, made: Outgoing, lost: list[bool]) -> Tensor:
-        """The memories after the round."""
-        memory: Tensor = made.memory
-        if not any(lost):
-            return memory
-        rows = torch.tensor(lost, device=self.device)[:, None]
-        restored: Tensor = self.channel.restore(made.memory, made.payload)
-        return torch.where(rows, restored, memory)
+    def _average(self, state: State, parts: Sequence[RankRound]) -> tuple[Tensor, Tensor, ServerMemory]:
+        """Do lines 17 to 19 in client order; return x, b and the server's memory after the round."""
+        plan, rates, t = self.plan, self.plan.rates, state.t
+        replies = [reply for part in parts for reply in part.replies]
+        weight = {r.client: 0.0 if r.lost else plan.weight(r.client) for r in replies}
+        blocks = sorted((block for part in parts for block in part.payloads), key=lambda block: block[0])
+
+        def here(array: Tensor | np.ndarray) -> Tensor:
+            return array if isinstance(array, Tensor) else torch.from_numpy(array).to(state.x.device)
+
+        payloads = ((payload.map(here), [weight[i] for i in clients]) for clients, payload in blocks)
+        x_next, memory = plan.aggregator.step(
+            state.x, state.memory, payloads, everyone=plan.everyone, eta=rates.eta, scale=rates.scale, t=t
+        )
+        pairs = (pair for part in parts for pair in zip(part.clients, part.buffers, strict=True))
+        arrived = [(b, weight[i]) for i, b in sorted(pairs, key=lambda pair: pair[0]) if weight[i]]
+        b_next = server.weighted_mean([b for b, _ in arrived], [w for _, w in arrived], state.b)
+        return x_next, b_next, memory
 
     def _kept(self, t: int, clients: list[int], memory: Tensor) -> dict[int, Tensor]:
-        """The next memories, as they are stored: each by itself, so that none keeps the block alive."""
+        """Return the next memories as they are stored: copies, so that none keeps the block alive."""
         if self.plan.config.residual_precision == "full":
             return {client: row.clone() for client, row in zip(clients, memory, strict=True)}
         words = self._keys(t, clients, Purpose.RESIDUAL)
@@ -237,23 +232,23 @@ class BlockEngine:
         return torch.from_numpy(words).to(self.device)
 
     def evaluate(self, state: State) -> Record:
-        self.crew.tell("evaluate", state)
-        parts = self.crew.answers(self._evaluate(state))
-        raise_first(state.t, parts)
-        return summary(self.task, parts)
+        self.commands.send("evaluate", state)
+        parts = self.commands.collect(self._evaluate(state))
+        _raise_first(state.t, parts)
+        return summarise_batches(self.task, parts)
 
-    def _evaluate(self, state: State) -> Part:
-        """The batches of the test set that are this rank's."""
+    def _evaluate(self, state: State) -> EvaluatedBatches:
+        """Evaluate this rank's batches of the test set."""
         self.vectors.write(state.broadcast, state.b)
         with self._setting():
-            # No client has this number.
+            # For a metric that draws; no client has the number m.
             seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
             where, share = (self.device, self.dtype), (self.ranks.rank, self.ranks.size)
             return evaluate_batches(self.vectors.model, self._judge, *where, *share, self._prepare)
 
     @cached_property
     def _judge(self) -> Task:
-        """The task with its test set on the device."""
+        """Return the task with its test set on the device."""
         if self.device.type == "cpu" or not getattr(self.task.test, "fixed", False):
             return self.task
         return replace(self.task, test=whole(self.task.test, self.device, self.dtype))
@@ -263,7 +258,7 @@ class BlockEngine:
 
     @contextmanager
     def _setting(self) -> Iterator[None]:
-        """The same bits every time. On a CPU each rank has one thread, so their number changes nothing."""
+        """Compute the same bits every time. On a CPU each rank has one thread."""
         threads = torch.get_num_threads()
         with reproducible(self.device, self.plan.config.precision):
             if self.device.type == "cpu":
@@ -274,39 +269,44 @@ class BlockEngine:
                 torch.set_num_threads(threads)
 
     def begin(self, state: State) -> State:
-        """Rank 0 has a state with everybody's residuals; each rank keeps those of its own clients."""
-        return self.crew.begin(state, self.plan.m)
+        """Send each rank the residuals of its clients; return the state with those of rank 0."""
+        return self.commands.begin(state, self.plan.m)
 
     def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
-        """Saves the state with everybody's residuals."""
-        self.crew.tell("collect", state)
-        parts = self.crew.answers(state.residuals)
-        save(replace(state, residuals=state.residuals.merged(parts)) if len(parts) > 1 else state)
-        state.residuals.settled()
-        self.crew.tell("settled", state)
+        """Save the state with the residuals of all ranks."""
+        self.commands.send("residuals", state)
+        parts = self.commands.collect(state.residuals)
+        save(replace(state, residuals=state.residuals.merge(parts)) if len(parts) > 1 else state)
+        state.residuals.settle()
+        self.commands.send("settle", state)
 
     def close(self) -> None:
-        """Sends the other ranks home."""
+        """End the other ranks and the threads."""
         try:
-            self.crew.dismiss()
+            self.commands.dismiss()
         finally:
             if self._counters:
                 self._counters.close()
 
     def serve(self) -> State:
-        """What a rank other than 0 does, until it is sent home; the last state that it saw."""
-        return serve(self.ranks, self.start(), self._answer)
+        """Carry out rank 0's commands until it ends this rank; return the last state seen."""
+        return obey(self.ranks, self.start(), self._compute)
 
-    def _answer(self, command: str, state: State) -> tuple[Any, Residuals]:
-        """To a command of rank 0: what it asks for, and the residuals after it."""
+    def _compute(self, command: str, state: State) -> tuple[Any, Residuals]:
+        """Do a `round` or `evaluate`; return the result for rank 0, and the residuals after it."""
         if command == "evaluate":
             return self._evaluate(state), state.residuals
         with self._setting():
-            after, sent = self._part(state)
-        sent.counts, sent.buffers = [sent.bytes()], [b.cpu().clone() for b in sent.buffers]
-        sent.g_sum = None if sent.g_sum is None else sent.g_sum.cpu()
-        return sent, after
+            after, mine = self._clients(state)
+        mine.counts, mine.buffers = [mine.bytes()], [b.cpu().clone() for b in mine.buffers]
+        mine.g_sum = None if mine.g_sum is None else mine.g_sum.cpu()
+        return mine, after
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+def _raise_first(t: int, parts: Sequence[Any]) -> None:
+    """Raise the first error of a rank, or Diverged for the clients that diverged on any."""
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+    if diverged := sorted(i for part in parts if isinstance(part, RankRound) for i in part.diverged):
+        raise Diverged(t, diverged, "the loss or the update")

@@ -1,13 +1,16 @@
-"""Ranks: processes that share the clients of a run. Rank 0 leads, the others do what it asks for.
+"""Ranks: processes that share the clients of a run. Rank 0 sends commands, the others obey.
 
-Clients are dealt out to the ranks in turn, and a client's residual lives with its rank. All words between
-ranks go through `torch.distributed`: objects over gloo, the model over NCCL if each rank has its own GPU.
+Client i belongs to rank i modulo their number, and its residual lives there. Ranks talk through
+`torch.distributed`: objects over gloo, the model over NCCL if each rank has its own GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -17,8 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it later
 
+from cfedavg.algorithm import ServerMemory
+from cfedavg.core.config import Config, toml_value
 from cfedavg.core.errors import InputError
 from cfedavg.core.interrupts import defer_stops
+from cfedavg.simulate.local import Vectors
+from cfedavg.simulate.residuals import InMemory, Residuals
+from cfedavg.simulate.state import State
+from cfedavg.task import Task, fingerprint_content
 
 _FOREVER = timedelta(days=30)  # a round may take long; a rank that dies closes its connection, which shows
 # While ranks join, there is no connection yet: one that dies or stops then shows only by its absence.
@@ -30,8 +39,20 @@ class RankLost(InputError):
     """A process of the run is gone."""
 
 
+def choose_device(name: str) -> torch.device:
+    """Return the device of this name; `auto` is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise InputError(f"`device` {name} cannot be used here; try auto or cpu") from None
+    return device
+
+
 class Ranks:
-    """The group as one of its members sees it; alone if there is only one."""
+    """The group of ranks as one member sees it. With one process, every exchange is a no-op."""
 
     under_torchrun: ClassVar[bool] = False  # whether this process has joined a group of torchrun's
 
@@ -46,7 +67,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks | None:
-        """The group that torchrun has set up, if it has."""
+        """Join the group of torchrun; return None outside torchrun."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1 or "RANK" not in os.environ:
             return None
@@ -54,11 +75,11 @@ class Ranks:
         return cls(int(os.environ["RANK"]), size)
 
     def mine(self, clients: Iterable[int]) -> list[int]:
-        """Those of the clients that live here."""
+        """Return the clients that belong to this rank."""
         return [i for i in clients if i % self.size == self.rank]
 
     def device(self, device: torch.device) -> torch.device:
-        """Where this rank computes: ranks of one machine share its GPUs out among them."""
+        """Return the device of this rank: the ranks of one machine share its GPUs."""
         if device.type != "cuda" or device.index is not None or self.size == 1:
             return device
         here = int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
@@ -67,7 +88,7 @@ class Ranks:
         return torch.device("cuda", here)
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank has, in the order of the ranks; only rank 0 gets it."""
+        """Return on rank 0 the values of all ranks, in their order; elsewhere an empty list."""
         if self.size == 1:
             return [mine]
         found = [None] * self.size if self.rank == 0 else None
@@ -76,7 +97,7 @@ class Ranks:
         return found or []
 
     def share(self, thing: Any = None) -> Any:
-        """What rank 0 has, for everyone."""
+        """Return the value of rank 0 on every rank."""
         if self.size == 1:
             return thing
         box = [thing]
@@ -85,7 +106,7 @@ class Ranks:
         return box[0]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, for everyone; the others give one of the same shape."""
+        """Return rank 0's tensor on every rank; the others pass one of the same shape."""
         if self.size == 1:
             return tensor
         with _whole():
@@ -97,7 +118,7 @@ class Ranks:
             return plain.to(tensor.device)
 
     def deal(self, things: Sequence[Any] | None = None) -> Any:
-        """One thing for each rank; rank 0 has them all."""
+        """Return to each rank its own value; rank 0 passes all of them."""
         if self.size == 1:
             assert things is not None
             return things[0]
@@ -107,7 +128,7 @@ class Ranks:
         return box[0]
 
     def together(self) -> AbstractContextManager[None]:
-        """Around words that belong together: broken off between them, the ranks would misunderstand."""
+        """Hold interrupts during several exchanges: a gap would put the ranks out of step."""
         return nullcontext() if self.size == 1 else _whole()
 
     def close(self) -> None:
@@ -117,7 +138,7 @@ class Ranks:
 
 @contextmanager
 def _whole() -> Iterator[None]:
-    """Something that all ranks do together: an interrupt waits, a lost connection is a lost rank."""
+    """Hold interrupts during an exchange, and turn a lost connection into RankLost."""
     with defer_stops():
         try:
             yield
@@ -125,3 +146,131 @@ def _whole() -> Iterator[None]:
             raise
         except RuntimeError as error:
             raise RankLost(f"a process of the run is gone ({str(error).splitlines()[0][:160]})") from None
+
+
+class RankCommands:
+    """Sends commands from rank 0 to the others. With one process, commands are no-ops."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._waiting = False  # for results
+
+    def begin(self, state: State, m: int) -> State:
+        """Send each rank the residuals of its clients; return the state with those of rank 0."""
+        size = self.ranks.size
+        if size == 1:
+            return state
+        parts = [state.residuals.select(range(rank, m, size)) for rank in range(size)]
+        with self.ranks.together():
+            self.send("begin", state)
+            self.ranks.deal(parts)
+        return dataclasses.replace(state, residuals=parts[0])
+
+    def send(self, command: str, state: State | None) -> None:
+        """Send a command; `collect` must follow for `round`, `evaluate` and `residuals`."""
+        if self.ranks.size == 1:
+            return
+        with self.ranks.together():
+            if self._waiting:  # a round was broken off: its results are still to come, and nobody needs them
+                self.collect(None)
+            self.ranks.share((command, state and state.t))
+            if command in ("round", "evaluate"):
+                assert state is not None
+                for tensor in _travelling(state):
+                    self.ranks.share_tensor(tensor)
+            self._waiting = command in ("round", "evaluate", "residuals")
+
+    def collect(self, mine: Any) -> list[Any]:
+        """Return the results of all ranks, those of rank 0 first."""
+        with self.ranks.together():
+            found = self.ranks.gather(None)  # rank 0's need not travel, and may hold what pickle cannot
+            self._waiting = False
+        return [mine, *found[1:]]
+
+    def dismiss(self) -> None:
+        """End the other ranks."""
+        with self.ranks.together():
+            self.send("stop", None)
+            self.collect(None)  # all have received it, so connections may be closed
+
+
+def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, Residuals]]) -> State:
+    """Carry out rank 0's commands until it ends this rank; return the last state seen.
+
+    `compute` does a `round` or `evaluate` and returns its result and the residuals after it. Residuals of
+    this round and of the last one are kept, since a round that is broken off goes back.
+    """
+    residuals = dict[int, Residuals]()
+    while True:
+        command, t = ranks.share()
+        if command == "stop":
+            ranks.gather(None)
+            return state
+        if command == "begin":
+            residuals = {t: ranks.deal()}
+        elif command == "residuals":
+            ranks.gather(residuals[t])
+        elif command == "settle":
+            residuals[t].settle()
+        else:
+            x, b, *feedback = [ranks.share_tensor(tensor.clone()) for tensor in _travelling(state)]
+            memory = ServerMemory(feedback[0] if feedback else None)
+            state = State(t, x, b, residuals.get(t, InMemory()), memory=memory)
+            try:
+                found, after = compute(command, state)
+                if command == "round":
+                    residuals[t + 1] = after
+                    residuals.pop(t - 1, None)
+            except Exception as error:  # rank 0 raises it
+                found = _portable(error)
+            ranks.gather(found)
+
+
+def _travelling(state: State) -> list[Tensor]:
+    """Return what every rank needs of a state: the broadcast model, its buffers, the shared feedback."""
+    return [state.broadcast, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that pickle can send: the same or its text; a bug keeps its traceback."""
+    if not isinstance(error, InputError) or error.__cause__:  # in the user's code, say
+        error.add_note("on another rank: " + "".join(traceback.format_exception(error)))
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    except Exception:  # a class of somebody else may do anything
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def facts(config: Config, task: Task) -> dict[str, str]:
+    """Return by name what must be the same on every rank of torchrun.
+
+    Machines may differ in data folder and in GPU number, but not mix GPUs and CPUs. Trainable parameters may
+    differ: all ranks start from those of rank 0.
+    """
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config) if f.name != "data_dir"}
+    device = choose_device(config.device)
+    values["device"] = device.type + (":N" if device.index is not None else "")
+    sizes = [len(samples) for samples in task.clients]
+    return {f"`{name}`": "none" if value is None else toml_value(value) for name, value in values.items()} | {
+        "the number of clients": str(len(sizes)),
+        "the number of samples": str(sum(sizes)),
+        "the number of test samples": "none" if task.test is None else str(len(task.test)),
+        "the hash of layout and frozen values": f"{Vectors(task.model).identity():08x}",
+        "the hash of the data": fingerprint_content(task),
+    }
+
+
+def check_same(ranks: Ranks, mine: Mapping[str, str]) -> None:
+    """Raise the same InputError on every rank if a value of one differs from rank 0's."""
+    everyone: list[Mapping[str, str]] = ranks.share(ranks.gather(dict(mine)))
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differing:
+            values = ", ".join(
+                f"{name} is {other.get(name, 'missing')} instead of {first.get(name, 'missing')}"
+                for name in differing
+            )
+            raise InputError(f"rank {rank} differs from rank 0: {values}; start all ranks alike")

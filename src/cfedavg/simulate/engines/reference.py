@@ -17,37 +17,29 @@ from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, key, signed
 from cfedavg.core.payload import Payload
-from cfedavg.core.run_files import Record, Reply, residual_norms, summarise
-from cfedavg.simulate.engines.common import (
+from cfedavg.core.run_files import Record, Reply
+from cfedavg.simulate.engines import server, trainer
+from cfedavg.simulate.engines.traffic import Ledger, Statistics
+from cfedavg.simulate.evaluate import evaluate
+from cfedavg.simulate.local import (
     PRECISIONS,
-    Ended,
-    broadcast_of,
-    count_downloads,
-    download_columns,
-    explained,
-    first_state,
-    guarded_batches,
-    guarded_loss,
+    Vectors,
+    after,
+    batches,
+    local_steps,
     model_of,
-    next_state,
     reproducible,
     seed_generators,
-    server_step,
-    simulated_seconds,
-    weighted_mean,
-)
-from cfedavg.simulate.engines.ledger import Ledger
-from cfedavg.simulate.engines.statistics import Statistics
-from cfedavg.simulate.evaluate import evaluate
-from cfedavg.simulate.local import Vectors, after, batches, local_steps, to_device
+    to_device,
+)  # fmt: skip
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.residuals import Residuals, stochastic_bf16
+from cfedavg.simulate.residuals import stochastic_bf16
 from cfedavg.simulate.state import State
 from cfedavg.task import Task
 
 
 @dataclass(frozen=True)
-class Sent:
+class ClientRound:
     """A client's round: what it sent, what it kept, and what is reported of it."""
 
     payload: Payload
@@ -66,49 +58,45 @@ class ReferenceEngine:
         self.plan, self.task, self.device = plan, task, device
         self.dtype = PRECISIONS[plan.config.precision]
         self.vectors = Vectors(copy.deepcopy(task.model).to(device, self.dtype))
-        self._blank = copy.deepcopy(self.vectors.model)  # what a user gets is made of it
+        self._blank = copy.deepcopy(self.vectors.model)  # models for the user are copies of it
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages)
         self.channel = plan.channel(self.layout)
         self.up = Statistics(self.vectors.buffer_layout, plan.compressor)
 
     def start(self) -> State:
-        return first_state(self.plan, self.vectors)
+        return server.first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
-        plan, t = self.plan, state.t
-        sampled = plan.sampled(t)
+        """Run lines 3 to 19 as the pseudocode has them."""
+        plan, rates, t = self.plan, self.plan.rates, state.t
         self.ledger.open(t)
-        with reproducible(self.device, self.plan.config.precision):
-            sent = self._clients(state, [i for i in sampled if plan.steps.at(t, i) > 0])
-            arrived = [s for s in sent if not s.reply.lost]
-            weights = [plan.weight(s.reply.client) for s in arrived]
-            applied = ((s.payload, [weight]) for s, weight in zip(arrived, weights, strict=True))
-            x_next, memory = server_step(plan, state, applied)
-            residuals = self._residuals_after(state, sent)
-            b_next = weighted_mean([s.b for s in arrived], weights, state.b)
-            ended = Ended(x_next, b_next, memory, [s.reply.client for s in arrived])
-            after = next_state(plan, self.vectors, state, ended, residuals)
-        counts = count_downloads(plan, self.vectors, state, cache)
+        with reproducible(self.device, plan.config.precision):
+            sent = self._clients(state, [i for i in plan.sampled(t) if plan.steps.at(t, i) > 0])
+            arrived = [each for each in sent if not each.reply.lost]
+            weights = [plan.weight(each.reply.client) for each in arrived]
+            payloads = ((each.payload, [weight]) for each, weight in zip(arrived, weights, strict=True))
+            x_next, memory = plan.aggregator.step(
+                state.x, state.memory, payloads, everyone=plan.everyone, eta=rates.eta, scale=rates.scale, t=t
+            )
+            residuals = state.residuals
+            if plan.feedback.keeps_client_memory:
+                kept = {each.reply.client: each.memory for each in sent if each.memory is not None}
+                residuals = residuals.update({i: self._kept(t, i, memory) for i, memory in kept.items()})
+            b_next = server.weighted_mean([each.b for each in arrived], weights, state.b)
+            names = [each.reply.client for each in arrived]
+            state_next = server.next_state(
+                plan, self.vectors, state, (x_next, b_next, memory), names, residuals
+            )
+        counts = server.count_downloads(plan, self.vectors, state, cache)
         downloads = {i: count() for i, count in counts.items()}
-        record = summarise(
-            [s.reply for s in sent], len(sampled) - len(sent), self.layout.d, _mean_norm2([s.g for s in sent])
-        )
-        record |= download_columns(broadcast_of(state, after), downloads)
-        record |= residual_norms(residuals.norms2.values(), plan.m)
-        took = {s.reply.client: (s.reply.K, s.reply.up_bytes) for s in sent}
-        down = {i: each.bytes for i, each in downloads.items()}
-        record["simulated_seconds"] = simulated_seconds(plan, took, down)
-        return after, lambda: record
+        replies, mean_g2 = [each.reply for each in sent], _mean_norm2([each.g for each in sent])
+        broadcast, norms2 = server.measure_broadcast(state, state_next), residuals.norms2.values()
+        row = server.record_round(plan, self.layout.d, replies, mean_g2, norms2, broadcast, downloads)
+        return state_next, lambda: row
 
-    def _residuals_after(self, state: State, sent: list[Sent]) -> Residuals:
-        if not self.plan.feedback.keeps_client_memory:
-            return state.residuals
-        kept = {s.reply.client: s.memory for s in sent if s.memory is not None}
-        return state.residuals.updated({i: self._kept(state.t, i, memory) for i, memory in kept.items()})
-
-    def _clients(self, state: State, clients: list[int]) -> list[Sent]:
-        """Every client's round; if some diverge, the error names them all."""
+    def _clients(self, state: State, clients: list[int]) -> list[ClientRound]:
+        """Run every client's round; if some diverge, the error names them all."""
         sent, diverged = [], []
         for client in clients:
             try:
@@ -116,25 +104,24 @@ class ReferenceEngine:
             except NotFinite:
                 diverged.append(client)
             except ValueError as error:
-                raise explained(error, client) from error.__cause__
+                raise trainer.explain_one_sample(error, client) from error.__cause__
         if diverged:
             raise Diverged(state.t, diverged, "the loss or the update")
         return sent
 
-    def _client(self, state: State, client: int) -> Sent:
-        """Lines 5 to 15 for one client. What gets lost is restored by the feedback."""
+    def _client(self, state: State, client: int) -> ClientRound:
+        """Do lines 5 to 15 for one client. The feedback restores a lost reply."""
         plan, t = self.plan, state.t
         config, shared = plan.config, plan.feedback.broadcast(state.memory.feedback)
-        kept = plan.feedback.keeps_client_memory
-        memory = state.residuals.get(client, state.x) if kept else None
+        memory = state.residuals.get(client, state.x) if plan.feedback.keeps_client_memory else None
         x_0 = plan.feedback.start(state.broadcast, memory, shared)
         self.vectors.write(x_0, state.b)
         seed_generators(self.device, config.seed, t, client)
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
         work = local_steps(
             self.vectors.model,
-            guarded_loss(self.task, client),
-            (to_device(batch, self.device, self.dtype) for batch in guarded_batches(data, client)),
+            trainer.guard_loss(self.task, client),
+            (to_device(batch, self.device, self.dtype) for batch in trainer.guard_batches(data, client)),
             plan.local_optimiser,
             plan.rates.eta_local(t),
             after(plan.steps.at(t, client)),
@@ -151,10 +138,10 @@ class ReferenceEngine:
         up = self.ledger.replies(t, [client], made.payload)[0] + self.up.bytes(b_sent)
         sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())
         reply = Reply(client, work.K, loss, *sizes, up, lost)
-        return Sent(made.payload, b_sent, g, after_loss, reply)
+        return ClientRound(made.payload, b_sent, g, after_loss, reply)
 
     def _kept(self, t: int, client: int, memory: Tensor) -> Tensor:
-        """The client's next memory, as it is stored."""
+        """Return the client's next memory as it is stored."""
         if self.plan.config.residual_precision == "full":
             return memory
         word = signed(key(self.plan.config.seed, t, client, Purpose.RESIDUAL))
@@ -163,7 +150,7 @@ class ReferenceEngine:
     def evaluate(self, state: State) -> Record:
         self.vectors.write(state.broadcast, state.b)
         with reproducible(self.device, self.plan.config.precision):
-            # For a metric that draws; no client has this number.
+            # For a metric that draws; no client has the number m.
             seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
             return evaluate(self.vectors.model, self.task, self.device, self.dtype)
 
@@ -181,7 +168,7 @@ class ReferenceEngine:
 
 
 def _mean_norm2(g: list[Tensor]) -> float:
-    """|mean g_i|^2."""
+    """Return |mean g_i|^2."""
     if not g:
         return 0.0
     total = torch.zeros_like(g[0])

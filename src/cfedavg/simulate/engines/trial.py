@@ -1,16 +1,15 @@
-"""A few steps of two clients, taken together and one after the other, to see whether the two agree.
+"""Trials before a run: does the task train, and do steps of two clients together match steps one by one?
 
-What torch.func.vmap and make_fx do to a module is not known from its name: some fail, and some give other
-numbers without a word. So the batched trainer itself is tried, on the device of the run, with real samples.
+vmap and make_fx fail on some modules and silently give other numbers on others. So the batched trainer is
+tried on the device of the run, with real samples.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,81 @@ from torch import Tensor, nn
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
-from cfedavg.simulate.engines.base import Trained
 from cfedavg.simulate.engines.batched import Batched
-from cfedavg.simulate.engines.common import PRECISIONS, reproducible, seed_generators
-from cfedavg.simulate.engines.probes import is_one_sample
-from cfedavg.simulate.local import Vectors, after, batches, local_steps, to_device
+from cfedavg.simulate.engines.trainer import Trained, is_one_sample
+from cfedavg.simulate.evaluate import evaluate_first
+from cfedavg.simulate.local import (
+    PRECISIONS,
+    Vectors,
+    after,
+    batches,
+    channels_last,
+    local_steps,
+    reproducible,
+    seed_generators,
+    to_device,
+)  # fmt: skip
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.vectorised import Steady
-from cfedavg.task import Batch, Samples, Task, Tensors
+from cfedavg.simulate.vectorised.rules import Steady
+from cfedavg.task import Batch, Samples, Task, Tensors, check_labels, check_loss, wrap_errors
 
 STEPS = 5  # on a GPU the first runs, the second is recorded, the third is played
 # How far steps may be apart, relatively: float32 and less are there to find what fails, or is far off.
 TOLERANCE = {"float64": 1e-6, "float32": 0.02, "tf32": 0.2, "bf16": 0.5}
+
+
+def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
+    """Take the first step of client 0 and evaluate one batch; raise InputError if one fails.
+
+    Return the trainable parameters that the loss does not use: torch.optim leaves them unchanged.
+    """
+    dtype = PRECISIONS[config.precision]
+    try:
+        with restore_generators(device):
+            model = copy.deepcopy(task.model).to(device, dtype).train()
+            data = batches(task.clients[0], config.batch_size, config.seed, 0, 0)
+            first = wrap_errors(
+                lambda: to_device(next(data), device, dtype), "Task.clients[0] gives no batch"
+            )
+            found = _without_gradient(task, model, first())
+            evaluate_first(model, task, device, dtype)
+    except (torch.OutOfMemoryError, MemoryError):  # the run makes smaller blocks, or raises
+        return set()
+    return found
+
+
+def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
+    """Return the trainable parameters without gradient; raise InputError if none has one."""
+    check_labels(task, batch)
+    what = "Task.loss fails on a batch of Task.clients[0]"
+    try:
+        value = wrap_errors(task.loss, what)(model, batch)
+        check_loss(value)
+        wrap_errors(value.backward, what)()
+    except InputError as error:
+        if is_one_sample(error):
+            return set()
+        raise
+    trained = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
+    if not any(trained.values()):
+        raise InputError(
+            "Task.loss depends on no trainable parameter of Task.model: nothing would be trained"
+        )
+    return {name for name, used in trained.items() if not used}
+
+
+def takes_channels_last(task: Task, dtype: torch.dtype) -> bool:
+    """Return whether the model takes images channels-last; one that uses `view` may not."""
+    cpu = torch.device("cpu")
+    model: Any = copy.deepcopy(task.model).to(cpu, dtype).train()
+    rows = np.arange(max(0, len(task.clients[0]) - 2), len(task.clients[0]))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            batch = channels_last(to_device(task.clients[0].batch(rows), cpu, dtype))
+            task.loss(model.to(memory_format=torch.channels_last), batch)
+    except Exception as error:
+        return is_one_sample(error)
+    return True
 
 
 def cannot_batch(
@@ -53,40 +115,37 @@ def cannot_batch(
                 lists, at = precision == config.precision, trial.replace(precision=precision)
                 ours = dots if lists else None
                 if not _agree(small, at, device, ours, unused, lists=lists, compares=compares):
-                    return f"{_named(task.model)} learns something else in a step of many clients"
+                    return f"{_name(task.model)} learns something else in a step of many clients"
     except (torch.OutOfMemoryError, MemoryError):
         return None  # the run makes smaller blocks
     except Exception as error:
-        return None if is_one_sample(error) else reason(task.model, error)
+        return None if is_one_sample(error) else explain_failure(task.model, error)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return None
 
 
-def reason(model: nn.Module, error: Exception) -> str:
-    """Say which module failed, as far as the traceback shows it, and how."""
+def explain_failure(model: nn.Module, error: Exception) -> str:
+    """Return which module failed, if the traceback shows it, and how."""
     if isinstance(error, InputError):
         return str(error)
-    return f"{_culprit(model, error)} fails in a step of many clients ({summarise_error(error)})"
+    return f"{_find_culprit(model, error)} fails in a step of many clients ({summarise_error(error)})"
 
 
-def _culprit(model: nn.Module, error: Exception) -> str:
-    """The innermost module of the traceback, else the model, of which it may hold a copy."""
-    selves = list(_selves(error.__traceback__))
+def _find_culprit(model: nn.Module, error: Exception) -> str:
+    """Return the innermost module of the traceback, else the model, of which it may hold a copy."""
+    selves, trace = list[Any](), error.__traceback__
+    while trace is not None:
+        selves.append(trace.tb_frame.f_locals.get("self"))
+        trace = trace.tb_next
     root = next((each for each in selves if type(each) is type(model)), model)
     names = {id(module): name for name, module in root.named_modules()}
     inner = [each for each in selves if id(each) in names]
-    return _named(inner[-1], names[id(inner[-1])]) if inner else _named(model)
+    return _name(inner[-1], names[id(inner[-1])]) if inner else _name(model)
 
 
-def _selves(trace: TracebackType | None) -> Iterator[Any]:
-    while trace is not None:
-        yield trace.tb_frame.f_locals.get("self")
-        trace = trace.tb_next
-
-
-def _named(module: nn.Module, name: str = "") -> str:
+def _name(module: nn.Module, name: str = "") -> str:
     return f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
 
 
@@ -106,7 +165,7 @@ class _Part:
 
 
 def _part(samples: Samples, size: int) -> Samples:
-    """The first samples of a client; those that may change, as augmented ones do, are asked for once."""
+    """Return the first samples of a client; read those that may change, as augmented ones do, once."""
     if getattr(samples, "fixed", False):
         return _Part(samples, size)
     part = Tensors(samples.batch(np.arange(size)))
@@ -115,12 +174,12 @@ def _part(samples: Samples, size: int) -> Samples:
 
 
 def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
-    """The smallest and the largest client, each with one full and one short batch, as far as it has them."""
+    """Return a task of the smallest and the largest client, each with a full and a short batch."""
     sizes = [len(data) for data in task.clients]
     b, last = config.batch_size, len(sizes) - 1
     pair = (0, last) if len(set(sizes)) == 1 else (sizes.index(min(sizes)), sizes.index(max(sizes)))
     parts = [_part(task.clients[i], min(sizes[i], b + sizes[i] % b)) for i in pair]
-    slow = config.eta_local / 10 or config.eta_local  # so that rounding stays what it is
+    slow = config.eta_local / 10 or config.eta_local  # so that rounding is not amplified
     trial = Config(
         clients=2, rounds=1, local_steps=str(STEPS), batch_size=b, eta_local=slow, compressor="none",
         local_optimiser=config.local_optimiser, precision=config.precision, seed=config.seed,
@@ -134,7 +193,7 @@ def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
 
 
 def _changes(task: Task, config: Config, device: torch.device) -> str:
-    """The first attribute beside tensors that a step changes: a recorded step would not do so again."""
+    """Return the first attribute beside tensors that a step changes: a recorded step would not."""
     model, batch = _model_and_batch(task, config, device)
     before = _attributes(model)
     task.loss(model, batch)
@@ -152,7 +211,7 @@ def _attributes(model: nn.Module) -> dict[str, str]:
 
 
 def _draws(task: Task, config: Config, device: torch.device) -> bool:
-    """Whether a step draws at random, dropout aside: then two ways to take it cannot be compared."""
+    """Return whether a step draws at random, dropout aside: then two ways to take it cannot be compared."""
     values = []
     for seed in (0, 1):
         model, batch = _model_and_batch(task, config, device)
@@ -180,7 +239,7 @@ def _agree(
     lists: bool,
     compares: bool,
 ) -> bool:
-    """Whether steps taken together end where steps taken one after another do, if that can be compared."""
+    """Return whether steps together end where steps one by one do, if that can be compared."""
     dtype, plan = PRECISIONS[config.precision], Plan(config, task)
     vectors = Vectors(copy.deepcopy(task.model).to(device, dtype))
     x, b = vectors.read()
@@ -200,7 +259,7 @@ def _agree(
 
 
 def _apart(plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> Trained:
-    """What the reference engine does."""
+    """Train two clients one after another, as the reference engine does."""
     config = plan.config
     x, b = vectors.read()
     found = []
@@ -223,9 +282,9 @@ def _apart(plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> Tr
 
 
 def _close(mine: Tensor, theirs: Tensor, tolerance: float, noise: float) -> bool:
-    """Compared client by client, as whole vectors: single numbers may be nothing but rounding."""
+    """Compare whole vectors client by client: single numbers may differ by rounding alone."""
     mine, theirs = (each.double().reshape(2, -1) for each in (mine, theirs))
     if not bool(torch.isfinite(theirs).all()):
-        return True  # the run itself says so
+        return True  # the run itself raises
     apart, length = (mine - theirs).norm(dim=1), theirs.norm(dim=1)
     return bool((apart <= tolerance * length + noise + 1e-12).all())

@@ -1,23 +1,34 @@
-"""Three operators of torch: the convolution of a block of clients, and its gradients.
+"""Convolution of a block of clients at once, each with its own weights: what vmap does with conv2d here.
 
-Channels come last: x is (m, N, H, W, C), w is (m, KH, KW, C, O), y is (m, N, OH, OW, O). On a GPU they are
-Triton kernels; on a CPU one client is convolved after another, which is what the kernels are tested with.
+vmap's own rule makes it a grouped convolution, for which cuDNN has no fast kernels. Ours read the clients'
+images and weights channels-last and multiply on the tensor cores; the matrix of patches is never written.
+
+Three operators of torch do the work. Channels come last: x is (m, N, H, W, C), w is (m, KH, KW, C, O), y is
+(m, N, OH, OW, O). On a GPU they are Triton kernels; on a CPU one client is convolved after another, and the
+kernels are tested against that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+# What the operands are, and how Triton multiplies them.
+DOTS = {
+    "bf16": (torch.bfloat16, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "float32": (torch.float32, "tf32x3"),  # three products of halves: as exact as float32
+    "float64": (torch.float64, "ieee"),
+}
 # `shape` is ten numbers: height and width of the input, of the kernel, stride, padding and dilation.
 
 
 def out_size(shape: Sequence[int]) -> tuple[int, int]:
-    """Height and width of the output."""
+    """Return height and width of the output."""
     size, kernel, stride, padding, dilation = (shape[i : i + 2] for i in range(0, 10, 2))
     h, w = ((size[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1))
     return h, w
@@ -25,7 +36,7 @@ def out_size(shape: Sequence[int]) -> tuple[int, int]:
 
 @torch.library.custom_op("cfedavg::convolve", mutates_args=())
 def forward(x: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """y of x and w."""
+    """Return y of x and w."""
     if x.is_cuda:
         y: Tensor = _kernels().forward(x, w, shape, dots)
         return y
@@ -40,7 +51,7 @@ def _(x: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
 
 @torch.library.custom_op("cfedavg::convolve_input_grad", mutates_args=())
 def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """dx of dy and w."""
+    """Return dx of dy and w."""
     if dy.is_cuda:
         dx: Tensor = _kernels().input_grad(dy, w, shape, dots)
         return dx
@@ -57,7 +68,7 @@ def _(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
 
 @torch.library.custom_op("cfedavg::convolve_weight_grad", mutates_args=())
 def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """dw of x and dy, in float32 at least."""
+    """Return dw of x and dy, in float32 at least."""
     if x.is_cuda:
         dw: Tensor = _kernels().weight_grad(x, dy, shape, dots)
         return dw
@@ -84,12 +95,128 @@ def _moves(shape: Sequence[int]) -> dict[str, Any]:
 
 
 def _images(x: Tensor) -> Tensor:
+    """Return (m, N, H, W, C) as (m, N, C, H, W), the channels still last in memory."""
     return x.permute(0, 1, 4, 2, 3)
 
 
 def _weights(w: Tensor) -> Tensor:
+    """Return (m, KH, KW, C, O) as (m, O, C, KH, KW)."""
     return w.permute(0, 4, 3, 1, 2)
 
 
 def _at_least_single(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
+
+
+class Shape(NamedTuple):
+    """How a convolution moves over its input, each as (height, width)."""
+
+    size: tuple[int, int]  # of the input
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def flat(self) -> list[int]:
+        """Return the ten numbers that an operator of torch takes."""
+        return [number for pair in self for number in pair]
+
+
+def convolve(
+    dots: str | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Do conv2d by our kernels, multiplying as `dots` says; NotImplemented if torch must do it."""
+    size, kernel = input.shape[2:], weight.shape[2:]
+    if dots is None or groups != 1 or isinstance(padding, str) or input.dim() != 4:
+        return NotImplemented
+    if _pair(stride) != (1, 1) != _pair(dilation):
+        return NotImplemented
+    shape = Shape(_pair(size), _pair(kernel), _pair(stride), _pair(padding), _pair(dilation))
+    y = _apply(Convolution)(input, weight, shape, dots)
+    return y if bias is None else y + bias.view(-1, 1, 1).to(y.dtype)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+class Clients(torch.autograd.Function):
+    """A function of tensors with a client axis in front; without vmap, a block of one client."""
+
+    @staticmethod
+    def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def forward(cls, a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
+        return cls.block(a[None], b[None], shape, dots)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.shape, ctx.dots = inputs[2:]
+        ctx.save_for_backward(*inputs[:2])
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, a: Tensor, b: Tensor, shape: Shape, dots: str) -> Any:
+        return cls.block(_front(a, in_dims[0], info), _front(b, in_dims[1], info), shape, dots), 0
+
+
+def _front(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
+    """Return the tensor with the clients' axis in front; repeat one that they share."""
+    return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+class Convolution(Clients):
+    """y = conv2d(x, w)."""
+
+    @staticmethod
+    def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
+        dtype, how = DOTS[dots]
+        return _images(forward(_last(a, dtype), _kernel(b, dtype), shape.flat, how))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        dx = _apply(InputGrad)(dy, w, ctx.shape, ctx.dots) if ctx.needs_input_grad[0] else None
+        dw = _apply(WeightGrad)(x, dy, ctx.shape, ctx.dots) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None
+
+
+class InputGrad(Clients):
+    """dx, from dy and w."""
+
+    @staticmethod
+    def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
+        dtype, how = DOTS[dots]
+        return _images(input_grad(_last(a, dtype), _kernel(b, dtype), shape.flat, how))
+
+
+class WeightGrad(Clients):
+    """dw, from x and dy; in float32, as the weights are."""
+
+    @staticmethod
+    def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
+        dtype, how = DOTS[dots]
+        return _weights(weight_grad(_last(a, dtype), _last(b, dtype), shape.flat, how))
+
+
+def _apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return function.apply
+
+
+def _last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (m, N, C, H, W) as (m, N, H, W, C), contiguous."""
+    return x.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
+
+
+def _kernel(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (m, O, C, KH, KW) as (m, KH, KW, C, O), contiguous."""
+    return w.to(dtype).permute(0, 3, 4, 2, 1).contiguous()

@@ -1,4 +1,4 @@
-"""The clients' samples where the engine computes: copied there once, read in any order."""
+"""The clients' samples on the device: copied there once, read in any order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Source(Protocol):
     """The samples of the clients of a block."""
 
     def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
-        """The batches of some clients of the block, or of the first: `rows` (n, b) are of their own data."""
+        """Return batches of `clients`, or of the first n, of the block; `rows` (n, b) count in their data."""
 
 
 class Resident:
-    """Samples that lie on the device, of all clients in one row."""
+    """Samples on the device, those of all clients concatenated."""
 
     def __init__(self, tree: Any, starts: Tensor) -> None:
         self.tree, self.starts = tree, starts
@@ -39,7 +39,7 @@ class Resident:
 
 
 class Hosted:
-    """Samples that are made anew for every batch, one client after another: augmented ones, say."""
+    """Samples that are read anew for every batch, as augmented ones must be."""
 
     def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
         self.clients, self.device, self.dtype = clients, device, dtype
@@ -47,13 +47,13 @@ class Hosted:
     def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
         some = np.arange(len(rows)) if clients is None else clients
         each = [self.clients[c].batch(at) for c, at in zip(some, rows.cpu().numpy(), strict=True)]
-        return to_device(_joined(torch.stack, each), self.device, self.dtype)
+        return to_device(_join(torch.stack, each), self.device, self.dtype)
 
 
 class Pool:
-    """All clients' samples. Those that never change stay on the device; if memory is short, the last used.
+    """All clients' samples. Those with the attribute `fixed` stay on the device.
 
-    Samples say that they never change by an attribute `fixed`.
+    If memory is short, the least recently used leave it.
     """
 
     def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
@@ -63,19 +63,19 @@ class Pool:
         self._last: tuple[list[int], Source] | None = None
 
     def block(self, clients: list[int]) -> Source:
-        """The samples of some clients, in this order."""
-        if self._last is None or self._last[0] != clients:
-            self._last = None
-            self._last = (clients, self._source(clients))
-        return self._last[1]
-
-    def _source(self, clients: list[int]) -> Source:
-        if not all(getattr(self.clients[i], "fixed", False) for i in clients):
-            return Hosted([self.clients[i] for i in clients], self.device, self.dtype)
-        trees = [self._resident(i) for i in clients]
-        sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
-        starts = torch.from_numpy(np.cumsum(sizes)).to(self.device)
-        return Resident(_joined(torch.cat, trees), starts)
+        """Return the samples of some clients, in this order."""
+        if self._last is not None and self._last[0] == clients:
+            return self._last[1]
+        self._last = None  # frees the last block first
+        source: Source
+        if all(getattr(self.clients[i], "fixed", False) for i in clients):
+            trees = [self._resident(i) for i in clients]
+            sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
+            source = Resident(_join(torch.cat, trees), torch.from_numpy(np.cumsum(sizes)).to(self.device))
+        else:
+            source = Hosted([self.clients[i] for i in clients], self.device, self.dtype)
+        self._last = (clients, source)
+        return source
 
     def _resident(self, client: int) -> Any:
         if client in self._kept:
@@ -89,13 +89,13 @@ class Pool:
         return tree
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self._kept.clear()
         self._bytes, self._last = 0, None
 
 
-def _joined(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
-    """The data of several clients in one tree; clients must have the same structure and shapes."""
+def _join(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
+    """Return the data of several clients in one tree; raise ShapesDiffer if they do not fit."""
     try:
         return tree_map(lambda *leaves: join(list(leaves)), *trees)
     except torch.OutOfMemoryError:
@@ -105,7 +105,7 @@ def _joined(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any
 
 
 def whole(samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
-    """All samples as one batch on the device."""
+    """Return all samples as one batch on the device."""
     return to_device(samples.batch(np.arange(len(samples))), device, dtype)
 
 

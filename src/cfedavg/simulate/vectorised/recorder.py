@@ -1,7 +1,7 @@
-"""A step written down once for each shape of its inputs, then played again and again.
+"""A step listed once for each shape of its inputs, then replayed.
 
-`make_fx` lists the operators of the batched step. On a GPU the list is compiled, and from the second time
-on recorded as a CUDA graph, which one launch plays. Where one of these fails, what there is runs as it is.
+`make_fx` lists the operators of the batched step. On a GPU the list is compiled and, the second time,
+recorded as a CUDA graph that one launch replays. If one of these fails, the stage before it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMPILED: dict[Any, Any] = {}
 
 
 class Recorder:
-    """Plays steps of stacks that stay where they are in memory."""
+    """Replays steps of stacks that keep their place in memory."""
 
     compiling = True  # on a GPU; tests of many small models switch it off
 
@@ -37,13 +37,13 @@ class Recorder:
         self._plays: dict[Any, Play] = {}
 
     def simplify(self, *, lists: bool) -> None:
-        """Compile nothing, and without `lists` write nothing down: for a few steps it does not pay."""
+        """Compile nothing, and without `lists` list nothing: for a few steps it does not pay."""
         self.compiles, self.lists, self.records = False, lists, self.records and lists
 
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
     ) -> None:
-        """One step of the clients of the stack."""
+        """Take a step of the clients of the stack."""
         leaves, tree = tree_flatten(batch)
         options = [each for each in (valid, active) if each is not None]
         inputs = [*leaves, *options, eta]
@@ -53,16 +53,16 @@ class Recorder:
         self._plays[kind](inputs)
 
     def forget(self) -> None:
-        """The stack moves, or its memory is needed."""
+        """Drop all recorded steps: the stack moves, or its memory is needed."""
         self._plays.clear()
 
     def _first(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Play:
-        """What to do the first time: run, so that everything is loaded; the second time is recorded."""
+        """Return the first play: it runs, so that everything is loaded; the second is recorded."""
         tensors = stack.tensors()
         listed = self._list(stack, inputs, leaves, tree, kind)
         n, width = inputs[0].shape[:2]
         step = f"the step of {n} clients on batches of {width}"
-        run = self._compiled(listed, step) if self.compiles else listed
+        run = self._compile(listed, step) if self.compiles else listed
         if not self.records:
             return lambda given: run(*tensors, *given)
 
@@ -72,13 +72,13 @@ class Recorder:
 
         def second(given: list[Tensor]) -> None:
             play = lambda inputs: run(*tensors, *inputs)  # noqa: E731
-            self._plays[kind] = self._recorded(play, given) if self.records else play
+            self._plays[kind] = self._record(play, given) if self.records else play
             self._plays[kind](given)
 
         return first
 
     def _list(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Any:
-        """The operators of the step, for tensors of these shapes; the step itself if it cannot be listed."""
+        """Return the operators of the step for these shapes; the step itself if it cannot be listed."""
         mine, structure = tree_flatten(stack.tree)
         whole, partial = kind[:2]
 
@@ -103,20 +103,20 @@ class Recorder:
             self.say(f"the step cannot be written down ({summarise_error(error)}): it runs as it is, slower")
             self.compiles = False
             return flat
-        if _python_generators() != before:  # a list would draw once and for all
+        if _python_generators() != before:  # a list would repeat the same draw
             self.say("the model draws with Python's or NumPy's generator: its step runs as it is, slower")
             self.compiles = self.records = False
             return flat
         return listed
 
-    def _compiled(self, listed: Any, step: str) -> Any:
+    def _compile(self, listed: Any, step: str) -> Any:
         run: Any = None
 
         def compiled(*tensors: Tensor) -> None:
             nonlocal run
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the compiler, about itself
+                    warnings.simplefilter("ignore")  # the compiler warns about itself
                     if run is None:
                         run = self._shared(listed, tensors, step)
                     run(*tensors)
@@ -126,28 +126,28 @@ class Recorder:
                 if run is listed:
                     raise
                 self.say(f"the step cannot be compiled ({summarise_error(error)}): it runs as it is, slower")
-                _COMPILED.clear()  # whoever comes next shall try for himself
+                _COMPILED.clear()  # the next run in this process tries again
                 run, self.compiles = listed, False
                 run(*tensors)
 
         return compiled
 
     def _shared(self, listed: Any, tensors: tuple[Tensor, ...], step: str) -> Any:
-        """The list compiled; one of the same operators, of a run before in this process, serves again."""
+        """Compile the list, or return what an earlier run in this process compiled of the same operators."""
         constants = any(node.op == "get_attr" for node in listed.graph.nodes)  # which the text does not show
         key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
         if not constants and key in _COMPILED:
             return _COMPILED[key]
         self.say(f"compiling {step}, once: half a minute or more")
-        # Else the compiler times several kernels for a sum and takes the fastest, which may be another one
-        # after its cache is lost: a resumed run would then round differently.
+        # Otherwise the compiler takes the kernel that it timed fastest, which may change when its cache is
+        # lost: a resumed run would then round differently.
         made = torch.compile(listed, fullgraph=True, dynamic=False, options={"deterministic": True})
         if not constants:
             _COMPILED[key] = made
         return made
 
-    def _recorded(self, run: Play, given: list[Tensor]) -> Play:
-        """A CUDA graph of the step with inputs of its own, into which those given are copied."""
+    def _record(self, run: Play, given: list[Tensor]) -> Play:
+        """Return a CUDA graph of the step; given inputs are copied into its own."""
         inputs = [each.clone() for each in given]
         graph = torch.cuda.CUDAGraph()
         try:

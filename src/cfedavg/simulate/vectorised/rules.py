@@ -1,4 +1,4 @@
-"""Functions that a batched step computes in its own way, for any module that calls them.
+"""Functions of torch that a batched step replaces, in any module that calls them.
 
 A step trains many clients at once through `torch.func.vmap`. Three kinds of functions are caught on their
 way from the user's module or loss to torch: convolutions, for which vmap's own rule is slow; norms, pooling
@@ -8,16 +8,18 @@ not see the rows that only fill up the batch of a client with fewer samples.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
-from cfedavg.simulate.vectorised.convolution import convolve
+from cfedavg.simulate.local import to_device
 from cfedavg.simulate.vectorised.operators import (
     attention,
     batch_norm,
@@ -25,7 +27,9 @@ from cfedavg.simulate.vectorised.operators import (
     max_pool,
     mean_pool,
     multi_head,
-)
+)  # fmt: skip
+from cfedavg.simulate.vectorised.ops import convolve
+from cfedavg.task import Batch, Loss
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 # Losses whose "mean" is the mean of what they give with reduction="none".
@@ -75,7 +79,7 @@ class Rules(TorchFunctionMode):
         return func(*args, **kwargs) if found is NotImplemented else found
 
     def _mean(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """The mean over the rows that count, where `func` takes one over all rows."""
+        """Return the mean over the rows that count if `func` takes one over all rows."""
         assert self.valid is not None
         if func in MEANS:
             plain = len(args) == 1 and not kwargs and self._spans(args[0])
@@ -92,12 +96,12 @@ class Rules(TorchFunctionMode):
         return self._mean_of(each, _class_weights(given))
 
     def _spans(self, x: Tensor) -> bool:
-        """Whether x has a row for each of the batch."""
+        """Return whether x has a row for each sample of the batch."""
         assert self.valid is not None
         return x.dim() > 0 and len(x) == len(self.valid)
 
     def _mean_of(self, each: Tensor, weights: Tensor | None = None) -> Tensor:
-        """sum(each) / sum(weights) over the rows that count; both have one entry for each term."""
+        """Return sum(each) / sum(weights) over the rows that count."""
         assert self.valid is not None
         self.means += 1
         counts = self.valid.view(-1, *[1] * (each.dim() - 1)).expand(each.shape)
@@ -107,7 +111,7 @@ class Rules(TorchFunctionMode):
 
 
 class Steady(TorchFunctionMode):
-    """Switches dropout off, so that two ways to take a step can be compared; all else is as it is."""
+    """Switches dropout off, so that two ways to take a step can be compared."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -121,18 +125,64 @@ class Steady(TorchFunctionMode):
 
 
 def _bound(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, with the defaults of those not given."""
+    """Return the arguments by name, with the defaults of those not given."""
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
 def _class_weights(given: dict[str, Any]) -> Tensor | None:
-    """What each term of a cross entropy counts in the mean: its class's weight, nothing if it is ignored."""
+    """Return the weight of each term of a cross entropy: that of its class, 0 if it is ignored."""
     target, weight = given["target"], given["weight"]
-    if target.is_floating_point():  # probabilities of classes: the mean is over samples, whatever the weights
+    if target.is_floating_point():  # class probabilities: the mean is over samples, whatever the weights
         return None
     kept: Tensor = target != given["ignore_index"]
     if weight is None:
         return kept.to(given["input"].dtype)
     return torch.where(kept, weight[torch.where(kept, target, 0)], 0.0)
+
+
+def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
+    """Return whether a batch of n samples, of which some do not count, trains like one without them.
+
+    Try it with the weights unchanged and with noise on them: a fresh model may give zeros, which
+    hide what mixes samples.
+    """
+    kept = max(1, n - 2)
+    batch = to_device(batch, torch.device("cpu"), torch.float64)
+    try:
+        fewer = tree_map(lambda leaf: leaf[:kept], batch)
+        for noise in (0.0, 0.1, 1.0):
+            noisy = _with_noise(model, noise)
+            after = [_after(noisy, loss, fewer, None), _after(noisy, loss, batch, torch.arange(n) < kept)]
+            if not all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(*after, strict=True)):
+                return False
+    except Exception:  # not a batch of rows, or one sample is too few
+        return False
+    return True
+
+
+def count_means(model: nn.Module, loss: Loss, batch: Batch, n: int) -> int:
+    """Return how many means over n rows a step takes."""
+    rules = Rules(torch.ones(n, dtype=torch.bool, device=next(model.parameters()).device))
+    with Steady(), rules, torch.no_grad():
+        loss(copy.deepcopy(model), batch)
+    return rules.means
+
+
+def _with_noise(model: nn.Module, scale: float) -> nn.Module:
+    noisy, generator = copy.deepcopy(model).double().cpu(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in noisy.parameters():
+            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=scale)
+    return noisy
+
+
+def _after(model: nn.Module, loss: Loss, batch: Batch, valid: Tensor | None) -> list[Tensor]:
+    """Return the loss, the gradients and the buffers after a step without dropout."""
+    trained = copy.deepcopy(model)
+    with Steady(), Rules(valid):
+        value = loss(trained, batch)
+    value.backward()  # type: ignore[no-untyped-call]
+    grads = [p.grad for p in trained.parameters() if p.grad is not None]
+    return [each.detach().double() for each in (value, *grads, *trained.buffers())]

@@ -1,8 +1,7 @@
 """Who takes which step with which samples, when many clients of a block step together.
 
-Each client goes through its own batches, as `local.batches` deals them out: epoch after epoch in a new
-order, the last batch of an epoch short. Clients do not depend on each other within a round, so they may
-wait for one another: a turn is a step of those whose next batches fit together.
+Each client goes through its own batches as `local.batches` yields them. Clients are independent within a
+round, so they may wait for one another: a turn is a step of those whose next batches fit together.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ _LAST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Turn:
-    """One step. `clients` of the block take it, with step `k` of their own each, on batches of `width`.
+    """One step that `clients` of the block take, each its own step `k`, on batches of `width` rows.
 
-    Clients are a range from the start of the block, or some of them. Of a client's batch the first `sizes`
-    rows count; all do where that is None.
+    An int means the first clients of the block. The first `sizes` rows of a client's batch count; all if
+    None.
     """
 
     clients: np.ndarray | int
     k: np.ndarray
     width: int
     sizes: np.ndarray | None
-    active: int  # of a range, so many still have steps to do
+    active: int  # of the first clients, how many still have steps to do
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """The turns of a block whose clients are in the order of their number of steps, most first."""
+    """The turns of a block whose clients are sorted by their number of steps, most first."""
 
     clients: Sequence[int]
     samples: np.ndarray  # of each client
@@ -51,18 +50,18 @@ class Timetable:
         return -(-self.samples // self.batch_size)
 
     def size(self, k: np.ndarray, c: np.ndarray | slice) -> np.ndarray:
-        """The size of client c's batch in its step k."""
+        """Return the size of client c's batch in its step k."""
         left = self.samples[c] - k % self.per_epoch[c] * self.batch_size
         found: np.ndarray = np.minimum(left, self.batch_size)
         return found
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether all have the same number of samples, so that short batches come at the same time."""
+        """Whether all clients have equally many samples, so that short batches coincide."""
         return bool((self.samples == self.samples[0]).all())
 
     def together(self) -> Iterator[Turn]:
-        """All clients in step; where their batches differ in size, rows are filled up and do not count."""
+        """Yield turns of all clients; rows that fill up shorter batches do not count."""
         n = len(self.clients)
         for k in range(int(self.steps[0])):
             active = int((self.steps > k).sum())
@@ -76,7 +75,7 @@ class Timetable:
                 yield Turn(running, np.full(running, k), width, None if full else sizes, active)
 
     def apart(self) -> Iterator[Turn]:
-        """Turns of clients whose batches have the same size; the others wait."""
+        """Yield turns of clients whose batches have the same size; the others wait."""
         if self.uniform:
             yield from self.together()
             return
@@ -93,7 +92,7 @@ class Timetable:
 
 
 class Rows:
-    """The rows of every batch, on the device; a stretch of steps is made at a time."""
+    """The rows of every batch, on the device, made for one stretch of steps at a time."""
 
     def __init__(self, timetable: Timetable, device: torch.device) -> None:
         self.timetable, self.device = timetable, device
@@ -105,7 +104,7 @@ class Rows:
         self.start, self.table = -1, torch.empty(0)
 
     def at(self, turn: Turn) -> Tensor:
-        """(clients, width): the rows of each client's batch; beyond its size, some row."""
+        """Return the rows of each client's batch, (clients, width); beyond its size, any row."""
         if isinstance(turn.clients, int):
             step = int(turn.k[0])
             return self._stretch(step)[step - self.start, : turn.clients, : turn.width]
@@ -117,7 +116,7 @@ class Rows:
         return found
 
     def _stretch(self, k: int) -> Tensor:
-        """The table of the stretch that step k is in."""
+        """Return the table of the stretch that contains step k."""
         start = k // self.length * self.length
         if start != self.start:
             last = int(self.timetable.steps.max())
@@ -125,7 +124,7 @@ class Rows:
         return self.table
 
     def _table(self, start: int, stop: int) -> Tensor:
-        """(steps, clients, batch). A client that is done repeats its last epoch, which nobody looks at."""
+        """Return (steps, clients, batch). A client that is done repeats its last epoch; it is not read."""
         table = self.timetable
         last = np.maximum(table.steps - 1, 0) // table.per_epoch
         first, final = (np.minimum(k // table.per_epoch, last) for k in (start, stop - 1))
@@ -139,9 +138,9 @@ class Rows:
         return orders.view(-1)[row[..., None] * orders.shape[1] + place]
 
     def _orders(self, first: np.ndarray, final: np.ndarray) -> Tensor:
-        """(epochs, samples): the rows of client 0 in the order of each of its epochs, then of client 1, ...
+        """Return (epochs, samples): the order of rows in each epoch of client 0, then of client 1, ...
 
-        Those from its `first` to its `final` epoch, each as by `permutation`.
+        From each client's `first` to its `final` epoch, as `permutation` orders them.
         """
         table, batch = self.timetable, int(Purpose.BATCH)
         counts = final - first + 1
@@ -150,7 +149,7 @@ class Rows:
         clients = keys(table.seed, table.t, np.asarray(table.clients, np.int64)[owner], batch)
         words = self._here(keys(clients, epoch, 0, batch))
         row = torch.arange(int(table.samples.max()), device=self.device)
-        # Rows that a client does not have come last; stable, so even if a draw is that large.
+        # Rows that a client does not have come last, by the stable sort even if a draw equals _LAST.
         draws = torch.where(row < self._here(table.samples[owner])[:, None], bits(words[:, None], row), _LAST)
         return draws.sort(dim=-1, stable=True).indices
 
@@ -159,7 +158,7 @@ class Rows:
 
 
 def rounded_up(active: int, n: int) -> int:
-    """n, n/2, n/4, ...: the least that holds the active ones. Few numbers: few kinds of steps to compile."""
+    """Return the least of n, n/2, n/4, ... that holds the active clients: few sizes to compile."""
     while active <= -(-n // 2) < n:
         n = -(-n // 2)
     return n
