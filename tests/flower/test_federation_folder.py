@@ -307,7 +307,7 @@ def test_the_cost_of_a_round_does_not_grow_with_its_rows(
     """What is summed up in a round are its own rows."""
     it, sums, real = Federation(tmp_path, Adding().app), list[int](), run_files.checksum_rows
     monkeypatch.setattr(
-        "cfedavg.flower.federation_folder.checksum_of",
+        "cfedavg.flower.federation_folder.checksum_rows",
         lambda rows, before=0: sums.append(len(rows)) or real(rows, before),
     )
     it.start(5)

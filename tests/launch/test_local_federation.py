@@ -307,7 +307,7 @@ def test_a_watchdog_that_hangs_is_not_waited_for(
 def _closed(processes: Processes) -> None:
     """Signals are set by the main thread only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cfedavg.launch.processes.deaf", nullcontext)
+        patch.setattr("cfedavg.launch.processes.ignore_stops", nullcontext)
         processes.close()
 
 
