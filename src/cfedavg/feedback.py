@@ -183,7 +183,7 @@ class EF21(Feedback):
         return minus(memory, sent)
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
-        """The server's memory is the weighted sum of all h: a mean would be wrong after a client joins."""
+        """Return the mean of all h, and their sum: a mean in memory would be wrong after a client joins."""
         total = weights.arrived * mean_sent
         total = total if memory is None else memory + total
         return total / weights.everyone, total
