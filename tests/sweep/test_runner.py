@@ -29,7 +29,7 @@ from cfedavg.sweep import (
     read_table,
     write_cell,
 )
-from cfedavg.sweep.grid import COLUMNS
+from cfedavg.sweep.cells import COLUMNS
 
 MINE = """
 title = "Mine"
@@ -367,7 +367,7 @@ def test_a_long_cell_has_checkpoints(mine: str, tmp_path: Path, monkeypatch: pyt
     """So that a kill does not cost all of it; the grid may say how many."""
     seen = list[int]()
     monkeypatch.setattr(
-        "cfedavg.sweep.grid.run",
+        "cfedavg.sweep.cells.run",
         lambda config, **_: seen.append(config.checkpoint_every) or SimpleNamespace(rows=[]),
     )
     for typed in ({"rounds": 100}, {"rounds": 100, "checkpoint_every": 3}):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cfedavg.sweep import Frame, Observer, SealedCell, Settings, default_settings
+from cfedavg.sweep import Frame, Observer, SealedCell, Settings, Study, default_settings
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
 
 
 @dataclass(frozen=True)
-class SmallStudy:
+class SmallStudy(Study):
     """A study whose cells, values, figure and table are functions of a module."""
 
     name: str
@@ -21,15 +21,12 @@ class SmallStudy:
     module: ModuleType
     scale: str = "paper"
     seeds: tuple[int, ...] = (0,)
-    device: str = "cpu"
+    title: str = field(init=False)
+    note: str = field(init=False)
 
-    @property
-    def title(self) -> str:
-        return str(self.module.TITLE)
-
-    @property
-    def note(self) -> str:
-        return f"scale {self.scale}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", self.module.TITLE)
+        object.__setattr__(self, "note", f"scale {self.scale}")
 
     def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
         """Return the settings of every cell, by name."""

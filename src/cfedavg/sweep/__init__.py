@@ -7,7 +7,7 @@
     sweep.draw()
 
 `grid` says which cells there are, `runner` runs those that are missing, `cells` seals them, and `figures`
-draws. A study of your own is any class with the methods of `Study`.
+draws. A study of your own is a subclass of `Study`.
 """
 
 from cfedavg.core.units import in_bytes
@@ -22,6 +22,7 @@ from cfedavg.sweep.cells import (
     DamagedCell,
     SealedCell,
     Settings,
+    Study,
     is_beginning,
     read_cell,
     read_cells,
@@ -39,7 +40,7 @@ from cfedavg.sweep.figures import (
     write_markdown,
 )  # fmt: skip
 from cfedavg.sweep.grid import Grid, Line, read_table
-from cfedavg.sweep.runner import MANY, Study, Sweep
+from cfedavg.sweep.runner import MANY, Sweep
 
 __all__ = [
     "BLUE", "CELLS", "GREEN", "INK", "MANY", "MUTED", "PLAIN", "VERMILION", "DamagedCell", "Frame", "Grid",

@@ -1,18 +1,31 @@
-"""A cell of a sweep: what one run gave, in one sealed file."""
+"""A cell of a sweep: how it is measured, and the sealed file of what it gave."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cfedavg.core.errors import InputError
+from cfedavg.core.config import Config
+from cfedavg.core.errors import CannotResume, Diverged, InputError
 from cfedavg.core.files import read_file, write_atomic
+from cfedavg.core.metrics import Record
 from cfedavg.core.retired import renew
+from cfedavg.core.run_files import METRICS, read_rows
+from cfedavg.simulate.run import Observer, run
 
+# The columns that a cell keeps; bytes and counts are whole numbers and stay exact.
+COLUMNS = (
+    "train_loss", "test_loss", "test_accuracy", "client_accuracy_min", "uplink_bytes", "model_sizes_sent",
+    "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min", "local_steps_mean",
+    "simulated_seconds",
+)  # fmt: skip
 CELLS = "cells"  # the folder of the sealed files
 # How and where a cell is run. Two cells that differ only in these are the same cell.
 MACHINE = {"data_dir", "device", "engine", "workers", "precision", "residuals", "checkpoint_every"}
@@ -39,6 +52,66 @@ class SealedCell:
 
 class DamagedCell(InputError):
     """A cell's file that is not as it was written, or lacks values that its study needs."""
+
+
+class Study:
+    """What a sweep runs: cells, how to measure one, and a figure and a table of them. A Grid is one."""
+
+    name: str
+    title: str
+    seeds: tuple[int, ...]
+    note: str = ""  # on all cells, under the figure
+
+    def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
+        """Return the settings of every cell, by name."""
+        raise NotImplementedError
+
+    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+        """Return the values of a cell. In `folder`, it may leave what it needs to go on after a stop."""
+        raise NotImplementedError
+
+    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
+        """Draw the cells that there are, as PNG."""
+        raise NotImplementedError
+
+    def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
+        """Return the numbers behind the figure, a header first."""
+        raise NotImplementedError
+
+    def device(self) -> str:
+        """Return the device that measures."""
+        return "cpu"
+
+    def missing_values(self, cell: SealedCell) -> list[str]:
+        """Return the names of the values that the study needs and a cell of another version lacks."""
+        return []
+
+
+def config_settings(config: Config) -> Settings:
+    """Return a configuration as a cell keeps it: what decides the result, and the precision."""
+    left_out = MACHINE - {"precision"}
+    table = dataclasses.asdict(config).items()
+    return {name: value for name, value in table if value is not None and name not in left_out}
+
+
+def train_cell(config: Config, folder: Path, observer: Observer) -> dict[str, Any]:
+    """Train in a folder, continuing what is there, and return the columns of all rounds."""
+    diverged = {}
+    try:
+        rows = _train(config, folder, observer)
+    except Diverged as error:  # a result too
+        rows, diverged = read_rows(folder / METRICS), {"diverged": str(error)}
+    known = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    return {name: [round_value(row.get(name)) for row in rows] for name in known} | diverged
+
+
+def _train(config: Config, folder: Path, observer: Observer) -> list[Record]:
+    try:
+        return run(config, out=folder, resume=folder.exists(), observer=observer, draw=False).rows
+    except CannotResume as error:
+        observer.say(f"{folder.name} is done again from its first round ({error})")
+        shutil.rmtree(folder)
+        return run(config, out=folder, observer=observer, draw=False).rows
 
 
 def write_cell(folder: Path, cell: SealedCell) -> Path:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
-import shutil
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,33 +13,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from cfedavg.core.config import EXCLUSIVE, OPTIONS, Config, kinds, parse_toml, refuse_code
-from cfedavg.core.errors import CannotResume, Diverged, InputError
+from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
-from cfedavg.core.metrics import Record
-from cfedavg.core.run_files import METRICS, read_rows
 from cfedavg.schedule import build_schedule
 from cfedavg.simulate.plan import parse_parts
-from cfedavg.simulate.run import Observer, run
-from cfedavg.sweep.cells import MACHINE, SealedCell, Settings, round_value
+from cfedavg.simulate.run import Observer
+from cfedavg.sweep.cells import COLUMNS, SealedCell, Settings, Study, config_settings, train_cell
 
-# The columns that a cell keeps; bytes and counts are whole numbers and stay exact.
-COLUMNS = (
-    "train_loss", "test_loss", "test_accuracy", "client_accuracy_min", "uplink_bytes", "model_sizes_sent",
-    "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min", "local_steps_mean",
-    "simulated_seconds",
-)  # fmt: skip
 OVER = ("rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "simulated_seconds")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "like": (lambda v: isinstance(v, str), "text"),
-    "title": (lambda v: isinstance(v, str), "text"),
-    "subtitle": (lambda v: isinstance(v, str), "text"),
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of the keys that a grid's TOML may have
+    **dict.fromkeys(("like", "title", "subtitle"), (lambda v: isinstance(v, str), "text")),
     "base": (lambda v: isinstance(v, dict), "a table"),
     "line": (lambda v: isinstance(v, list), "tables, each begun with [[line]]"),
     "seeds": (lambda v: type(v) is int and 1 <= v <= 1000, "a whole number between 1 and 1000"),
     "p": (lambda v: _are_shares(v), "a list of different whole numbers, 1 or more"),
     "columns": (lambda v: _are_some(v, COLUMNS), f"a list of some of {', '.join(COLUMNS)}"),
     "over": (lambda v: _are_some(v, OVER), f"a list of some of {', '.join(OVER)}"),
-}  # of the keys that a grid's TOML may have
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(Study):
     """What a sweep runs and how it is drawn: each p is a row of panels, each line a line in all of them."""
 
     name: str
@@ -95,12 +83,10 @@ class Grid:
         lines, seeds = _cross(lines, vary)
         if not seeds:
             seeds = tuple(range(table["seeds"])) if "seeds" in table else (base.get("seed", 0),)
-        named = {key: table[key] for key in ("subtitle",) if key in table}
-        named |= {key: tuple(table[key]) for key in ("p", "columns", "over") if key in table}
+        more |= {"title": name} | {key: table[key] for key in ("title", "subtitle") if key in table}
+        more |= {key: tuple(table[key]) for key in ("p", "columns", "over") if key in table}
         prefix = str(base.get("dataset", "embedded")).replace("/", "-") if table else ""
-        made = cls(
-            name, table.get("title", name), base, tuple(lines), seeds=seeds, prefix=prefix, **named, **more
-        )
+        made = cls(name, base=base, lines=tuple(lines), seeds=seeds, prefix=prefix, **more)
         made._check(where if table else "")
         return made
 
@@ -130,8 +116,8 @@ class Grid:
             found[self.stem(p, line)] = config.replace(rounds=rounds)
         return found
 
-    @property
     def device(self) -> str:
+        """Return the device that the grid asks for."""
         return str(self.base.get("device", Config.device))
 
     def pairs(self) -> Iterator[tuple[int | None, Line]]:
@@ -163,15 +149,7 @@ class Grid:
         if "checkpoint_every" not in self.base:
             # A checkpoint holds every client's residuals: four in a run are a compromise.
             config = config.replace(checkpoint_every=max(1, config.rounds // 4))
-        try:
-            rows = _train(config, folder, observer)
-        except Diverged as error:  # a result too
-            return _keep_columns(read_rows(folder / METRICS)) | {"diverged": str(error)}
-        return _keep_columns(rows)
-
-    def missing_values(self, cell: SealedCell) -> list[str]:
-        """Return nothing: a column that is missing is not drawn."""
-        return []
+        return train_cell(config, folder, observer)
 
     def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
         """Draw a row of panels for each p, a panel for each column over each x axis, as PNG."""
@@ -184,27 +162,6 @@ class Grid:
         from cfedavg.sweep.figures import summarise_cells
 
         return summarise_cells(self, found)
-
-
-def config_settings(config: Config) -> Settings:
-    """Return a configuration as a cell keeps it: what decides the result, and the precision."""
-    left_out = MACHINE - {"precision"}
-    table = dataclasses.asdict(config).items()
-    return {name: value for name, value in table if value is not None and name not in left_out}
-
-
-def _train(config: Config, folder: Path, observer: Observer) -> list[Record]:
-    try:
-        return run(config, out=folder, resume=folder.exists(), observer=observer, draw=False).rows
-    except CannotResume as error:
-        observer.say(f"{folder.name} is done again from its first round ({error})")
-        shutil.rmtree(folder)
-        return run(config, out=folder, observer=observer, draw=False).rows
-
-
-def _keep_columns(rows: list[Record]) -> dict[str, Any]:
-    known = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
-    return {name: [round_value(row.get(name)) for row in rows] for name in known}
 
 
 # Reading a grid

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -25,46 +24,11 @@ from cfedavg.core.run_files import CHECKPOINT, METRICS, RESIDUALS, read_rows
 from cfedavg.core.units import in_time
 from cfedavg.simulate.run import Observer
 from cfedavg.sweep import cells as archive
-from cfedavg.sweep.cells import CELLS, DamagedCell, SealedCell, Settings
+from cfedavg.sweep.cells import CELLS, DamagedCell, SealedCell, Settings, Study
 from cfedavg.sweep.figures import write_markdown
 
 MANY = range(20)  # the seeds that a figure shows, if they are there
 Show = Callable[[str, int], AbstractContextManager[Observer]]  # of a cell, from its title and rounds
-
-
-class Study(Protocol):
-    """What a sweep runs: cells, how to measure one, and a figure and a table of them. A Grid is one."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def seeds(self) -> tuple[int, ...]: ...
-
-    @property
-    def note(self) -> str:
-        """What to say of all cells under the figure."""
-
-    def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
-        """Return the settings of every cell, by name."""
-
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
-        """Return the values of a cell. In `folder`, it may leave what it needs to go on after a stop."""
-
-    def missing_values(self, cell: SealedCell) -> list[str]:
-        """Return the names of the values that the study needs and a cell of another version lacks."""
-
-    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Draw the cells that there are, as PNG."""
-
-    def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
-        """Return the numbers behind the figure, a header first."""
 
 
 class TimeUp(KeyboardInterrupt):
@@ -189,7 +153,7 @@ class Sweep:
             timer = _Timer(observer, rounds, until)
             values = study.measure(name, settings, folder, timer)
         seconds = max(timer.seconds, time.monotonic() - began)  # rounds of earlier calls count
-        made = {"command": command, "seconds": round(seconds, 1), **describe_machine(study.device)}
+        made = {"command": command, "seconds": round(seconds, 1), **describe_machine(study.device())}
         path = archive.write_cell(self.out / CELLS, SealedCell(name, settings, values, made))
         self.found[name] = archive.read_cell(path)
         # What it takes to go on is of no use any more, and may be gigabytes.
