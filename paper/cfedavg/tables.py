@@ -21,7 +21,7 @@ Measure = Callable[[SealedCell], float]
 
 
 def table(experiment: Experiment, found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """One row for each p and line, a header first; accuracies are in percent, ± over seeds."""
+    """Return a row for each p and line, a header first; accuracies are in percent, ± over seeds."""
     columns = _TABLES[experiment.draw]
     rows = [["p", "line", "seeds", *columns]]
     for p, line in experiment.pairs():
@@ -32,7 +32,7 @@ def table(experiment: Experiment, found: Mapping[str, SealedCell]) -> list[list[
 
 
 def _mean(measure: Measure, text: Callable[[float], str] = number) -> Callable[[Sequence[SealedCell]], str]:
-    """A column: the mean of a measure over the seeds."""
+    """Make a column: the mean of a measure over the seeds."""
 
     def column(entries: Sequence[SealedCell]) -> str:
         try:
@@ -44,7 +44,7 @@ def _mean(measure: Measure, text: Callable[[float], str] = number) -> Callable[[
 
 
 def _accuracy(measure: Measure) -> Callable[[Sequence[SealedCell]], str]:
-    """A column: an accuracy, with its spread over the seeds."""
+    """Make a column: an accuracy, with its spread over the seeds."""
 
     def column(entries: Sequence[SealedCell]) -> str:
         try:
@@ -56,7 +56,7 @@ def _accuracy(measure: Measure) -> Callable[[Sequence[SealedCell]], str]:
 
 
 def _last(name: str) -> Measure:
-    """The last number of a column."""
+    """Make a measure: the last number of a column."""
     return lambda entry: results.mean(results.column(entry, name)[-1:])
 
 
@@ -70,7 +70,7 @@ def _zigzag(entries: Sequence[SealedCell]) -> str:
 
 
 def _at(budget: float) -> Measure:
-    """The accuracy for a budget that the run begins with and uses up, within a hundredth."""
+    """Make a measure: the accuracy for a budget that the run reaches, within 1/100."""
 
     def measure(entry: SealedCell) -> float:
         sizes = results.column(entry, "model_sizes_sent")

@@ -20,7 +20,7 @@ from cfedavg.simulate.local import batches
 from cfedavg.sweep import Frame, SealedCell
 from cfedavg.task import Tensors
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
-from paper.cfedavg.studies.problem import Bowl, Point, gradient_norm2, power_law, tilted
+from paper.cfedavg.studies.problem import Bowl, Point, gradient_norm2, power_law, tilt_loss
 
 STUDIES = (speedup, bounds, variance, conditions)
 FRAME = Frame("A title", "a subtitle", (), "a note")
@@ -42,7 +42,7 @@ def ignore(text: str) -> None:
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=6), st.floats(0.01, 10))
 def test_gradient_in_closed_form_is_autograds(at: list[float], L: float) -> None:
     model = Point(torch.tensor(at, dtype=torch.float64), L)
-    (automatic,) = torch.autograd.grad(tilted(model, torch.zeros(1, len(at))), [model.x])
+    (automatic,) = torch.autograd.grad(tilt_loss(model, torch.zeros(1, len(at))), [model.x])
     assert torch.allclose(model.gradient(), automatic, rtol=1e-9, atol=1e-9)
     assert gradient_norm2(model, None).item() == pytest.approx(automatic.square().sum().item())
 

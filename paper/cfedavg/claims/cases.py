@@ -25,7 +25,7 @@ _NAMES = {**DATASETS, "none": "no compression"}
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict, the numbers it is from, and the cells these are from."""
+    """A verdict, its numbers, and the cells that the numbers are from."""
 
     verdict: str
     numbers: str
@@ -63,7 +63,7 @@ Judge = Callable[[Results], Verdict]
 
 
 def finding(judge: Judge, results: Results) -> Finding | None:
-    """What a judge finds, or None if the cells are missing."""
+    """Return what a judge finds, or None if the cells are missing."""
     look = Results(results.found, results.planned)
     try:
         verdict, numbers = judge(look)
@@ -75,14 +75,14 @@ def finding(judge: Judge, results: Results) -> Finding | None:
 def weigh(
     results: Results, items: Iterable[tuple[Any, ...]], one: Callable[..., Outcome], *, apart: bool = False
 ) -> Verdict:
-    """Judges every item of which the cells are there; Missing if there is none.
+    """Judge every item that has its cells; raise Missing if none has.
 
-    An item compares its runs, which must be of one length, unless it judges them `apart`.
+    The runs of an item are compared and must be of one length, unless they are judged `apart`.
     """
     cases: list[Case] = []
     absent: list[tuple[str, str]] = []
     for item in items:
-        group, label = spelt(item[0]), " ".join(map(spelt, item[1:]))
+        group, label = spell(item[0]), " ".join(map(spell, item[1:]))
         before = dict(results.shown)
         results.lengths.clear()
         try:
@@ -103,14 +103,14 @@ def weigh(
 
 
 def where_run(verdict: str, numbers: str, absent: Sequence[str]) -> Verdict:
-    """The verdict says so where cells are missing, and the numbers which."""
+    """Say in the verdict that cells are missing, and in the numbers which."""
     if not absent:
         return verdict, numbers
     return verdict + WHERE_RUN, f"{numbers} (not run: {', '.join(absent)})"
 
 
 def decide(outcomes: Iterable[int | None]) -> str:
-    """The verdict: at least half of the cases must be told, and of these at least half go as claimed.
+    """Return the verdict: at least half of the cases must be told, and half of these go as claimed.
 
     >>> decide([1, 0, None]), decide([1, -1]), decide([1, -1, -1]), decide([1, 0, 0]), decide([1, None, None])
     ('holds', 'holds in part', 'does not hold', 'does not hold', 'undecided')
@@ -125,16 +125,16 @@ def decide(outcomes: Iterable[int | None]) -> str:
 
 
 def tell(cases: Iterable[Case]) -> str:
-    """The numbers of all cases, those of a group together."""
+    """Return the numbers of all cases as text, those of a group together."""
     return "; ".join(
         f"{group}: " + ", ".join(f"{c.label} {c.text} {MARKS[c.outcome]}".strip() for c in its)
         for group, its in itertools.groupby(cases, key=lambda case: case.group)
     )
 
 
-def spelt(part: Any) -> str:
+def spell(part: Any) -> str:
     """
-    >>> spelt(10), spelt("rd0.99"), spelt("cifar10"), spelt("0.9"), spelt("deadline")
+    >>> spell(10), spell("rd0.99"), spell("cifar10"), spell("0.9"), spell("deadline")
     ('p=10', 'random dropping 0.99', 'CIFAR-10', 'comp 0.9', 'deadline')
     """
     if isinstance(part, int):
@@ -149,17 +149,17 @@ def yes(condition: bool) -> int:
     return 1 if condition else -1
 
 
-def satisfied(conditions: Iterable[float | None]) -> bool:
-    """Whether those on the rates are, each given as value over limit, null for infinite.
+def are_satisfied(conditions: Iterable[float | None]) -> bool:
+    """Whether all conditions on the rates hold, each given as value over limit, None for infinity.
 
-    >>> satisfied([0.2, 1.0, 0.5]), satisfied([0.2, None]), satisfied([1.1])
+    >>> are_satisfied([0.2, 1.0, 0.5]), are_satisfied([0.2, None]), are_satisfied([1.1])
     (True, False, False)
     """
     return all(ratio is not None and ratio <= 1 for ratio in conditions)
 
 
 def larger(factor: float) -> int:
-    """Much larger is twice; anything smaller speaks against it."""
+    """Return 1 for twice or more, 0 for as large, -1 for less."""
     return 1 if factor >= 2 else 0 if factor >= 1 else -1
 
 
@@ -176,7 +176,7 @@ def percent(sample: Sample) -> str:
 
 
 def points(zigzags: Sample) -> str:
-    """In points of accuracy; of several the geometric mean, the smallest and the largest.
+    """Write zigzags in points of accuracy; of several the geometric mean, the smallest and the largest.
 
     >>> points(Sample((0.01, 0.04))), points(Sample((0.01,), left_out=1))
     ('2.00 (1.00 to 4.00)', '1.00 (1 of 2 diverged)')
@@ -207,6 +207,6 @@ def against(a: Sample, b: Sample) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """The smallest and the largest."""
+    """Write the smallest and the largest value."""
     low, high = min(values), max(values)
     return number(low) if low == high else f"{number(low)} to {number(high)}"

@@ -60,7 +60,7 @@ def _each(
     criterion: str,
     judge: Callable[[str, Results], Verdict],
 ) -> Iterator[Claim]:
-    """One claim for each data set that has a figure."""
+    """Yield one claim for each data set that has a figure."""
     for dataset, figure in figures.items():
         slug, own = dataset.removesuffix("_mnist"), f"{DATASETS[dataset]}: {text}"
         yield _claim(f"{name}-{slug}", own, where, ran, figure, criterion, partial(judge, dataset))
@@ -71,7 +71,7 @@ def _only(figures: Mapping[str, str], *datasets: str) -> dict[str, str]:
 
 
 def _keeps_growing(dataset: str, lines: tuple[str, ...], named: str, where: str) -> Claim:
-    """The paper names other lines for each data set."""
+    """Make the claim for one data set: the paper names other lines for each."""
     (claim,) = _each(
         "residual-keeps-growing",
         f"under {named}, which is too much, the residuals do not stop growing.",

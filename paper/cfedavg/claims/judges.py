@@ -23,7 +23,7 @@ from paper.cfedavg.claims.cases import (
     number,
     percent,
     points,
-    spelt,
+    spell,
     weigh,
     where_run,
     yes,
@@ -50,7 +50,7 @@ def converges(dataset: str, results: Results) -> Verdict:
 
 
 def _trains(results: Results, dataset: str, p: int, line: str, reference: str) -> Outcome:
-    """Whether no seed diverges and the accuracy rises, to above the bar; if early, all the better."""
+    """Judge whether no seed diverges and the accuracy rises above the bar, however early."""
     ends, start = results.finals(dataset, p, line), results.sample(dataset, p, line, seen.first)
     if ends.diverged:
         return -1, percent(ends)
@@ -59,12 +59,12 @@ def _trains(results: Results, dataset: str, p: int, line: str, reference: str) -
 
 
 def _if_whole(results: Results, dataset: str, p: int, line: str, outcome: int | None) -> int | None:
-    """What comes out at the end cannot be told from runs that were broken off."""
+    """Return None for runs that were broken off: they do not say how they end."""
     return None if results.is_cut(dataset, p, line) else outcome
 
 
 def as_good(dataset: str, results: Results) -> Verdict:
-    """Top-k beside no compression."""
+    """Compare top-k with no compression."""
 
     def one(p: int, line: str) -> Outcome:
         a, b = results.finals(dataset, p, line), results.reference(dataset, p, "none")
@@ -74,7 +74,7 @@ def as_good(dataset: str, results: Results) -> Verdict:
 
 
 def as_fast(dataset: str, results: Results) -> Verdict:
-    """The rounds to 95% of what no compression ends with."""
+    """Compare the rounds to 95% of what no compression ends with."""
 
     def one(p: int, line: str) -> Outcome:
         reach = seen.rounds_to(0.95 * results.reference(dataset, p, "none").mean)
@@ -120,7 +120,7 @@ def rd_fails(dataset: str, results: Results) -> Verdict:
 
 
 def zigzag_grows(dataset: str, results: Results) -> Verdict:
-    """Without compression, from p = 10 to the smallest p that was run."""
+    """Compare zigzags without compression, from p = 10 to the smallest p that was run."""
     size = {10: results.zigzags(dataset, 10, "none")}
     for p in LEVELS[1:]:
         with suppress(Missing):
@@ -136,7 +136,7 @@ def zigzag_grows(dataset: str, results: Results) -> Verdict:
 
 
 def smoother(levels: Iterable[int], dataset: str, results: Results) -> Verdict:
-    """Zigzag with compression and without; a line that does not train is flat for another reason."""
+    """Compare zigzags with compression and without. A line that does not train is flat for another reason."""
 
     def one(p: int, line: str) -> Outcome:
         a, b = (results.zigzags(dataset, p, name) for name in (line, "none"))
@@ -148,7 +148,7 @@ def smoother(levels: Iterable[int], dataset: str, results: Results) -> Verdict:
 
 
 def rd_unstable(dataset: str, results: Results) -> Verdict:
-    """Whether random dropping at 0.99 zigzags more than no compression."""
+    """Judge whether random dropping at 0.99 zigzags more than no compression."""
 
     def one(p: int) -> Outcome:
         a, b = (results.zigzags(dataset, p, name) for name in ("rd0.99", "none"))
@@ -183,7 +183,7 @@ def feedback_helps(dataset: str, results: Results, levels: Iterable[int] = LEVEL
 
 
 def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
-    """The gap at the smallest p that was run beside that at p = 10."""
+    """Compare the gap at the smallest p that was run with that at p = 10."""
     lowest = set[int]()
 
     def one(line: str) -> Outcome:
@@ -214,7 +214,7 @@ def bounded(dataset: str, results: Results) -> Verdict:
 
 
 def _growth(results: Results, dataset: str, p: int, line: str) -> tuple[bool, str]:
-    """Whether most seeds' residuals still grow at the end, and the growth; of those that turned, when."""
+    """Return whether most seeds' residuals still grow at the end, and the growth as text."""
     growth, share, peak = (
         results.residuals(dataset, p, line, measure)
         for measure in (seen.residual_growth, seen.still_grows, seen.residual_peak)
@@ -247,13 +247,13 @@ def larger_at_high_comp(dataset: str, results: Results) -> Verdict:
 
 
 def _factor(a: float, b: float) -> Outcome:
-    """How many times b is in a."""
+    """Judge whether a is much larger than b."""
     factor = 1.0 if a == b else a / b if b else math.inf
     return larger(factor), f"{number(a)} against {number(b)}"
 
 
 def keeps_growing(lines: Iterable[str], dataset: str, results: Results) -> Verdict:
-    """The lines of which it is said decide; others that grow are named."""
+    """Judge the lines that the paper names, and list others that grow."""
 
     def one(p: int, line: str) -> Outcome:
         grows, text = _growth(results, dataset, p, line)
@@ -272,7 +272,7 @@ def _growing(dataset: str, results: Results, lines: Iterable[str]) -> list[str]:
         except (Missing, Undecided):
             continue
         if grows:
-            found.append(f"p={p} {spelt(line)} {text}")
+            found.append(f"p={p} {spell(line)} {text}")
     return found
 
 
@@ -294,7 +294,7 @@ def spares_uplink(dataset: str, results: Results) -> Verdict:
 
 
 def better_at_equal_uplink(dataset: str, results: Results) -> Verdict:
-    """Compressors beside no compression, and no compression beside a single local step, at p = 5."""
+    """Compare compressors with no compression, and no compression with a single local step, at p = 5."""
 
     def one(line: str) -> Outcome:
         pair = (line, "one-step" if line == "none" else "none")

@@ -16,8 +16,8 @@ from paper.cfedavg.claims.cases import (
     DATASETS,
     Outcome,
     Verdict,
+    are_satisfied,
     number,
-    satisfied,
     span,
     weigh,
     yes,
@@ -42,7 +42,7 @@ USEFUL = 10  # times what it bounds
 
 
 def slopes(study: str, keys: Mapping[str, str], allowed: Interval, results: Results) -> Verdict:
-    """Slopes that a small study has fitted, by label and by the name that the study gives them."""
+    """Judge slopes that a small study has fitted. `keys` has the study's name of each, by label."""
     cells = results.study(study)
     numbers = _STUDIES[study](cells)
 
@@ -59,7 +59,7 @@ def slopes(study: str, keys: Mapping[str, str], allowed: Interval, results: Resu
 
 
 def inside(slope: float, error: float, allowed: Interval) -> int | None:
-    """1 if the slope is in the interval, -1 if not, None if it is within two standard errors of an end.
+    """Return 1 for a slope in the interval, -1 outside, None within two standard errors of an end.
 
     >>> [inside(slope, 0.02, STAYS) for slope in (-0.3, -0.22, 0.0, 0.2, 0.28)]
     [-1, None, 1, 1, None]
@@ -71,7 +71,7 @@ def inside(slope: float, error: float, allowed: Interval) -> int | None:
 
 
 def variance_is_slight(results: Results) -> Verdict:
-    """What compression adds, as a share of the level without."""
+    """Judge what compression adds, as a share of the level without."""
     cells = results.study("variance").values()
 
     def one(kind: str) -> Outcome:
@@ -82,7 +82,7 @@ def variance_is_slight(results: Results) -> Verdict:
 
 
 def variance_bound(results: Results) -> Verdict:
-    """What the Remark allows over what was measured; where that is not above 0, the bound is not in doubt."""
+    """Compare what the Remark allows with what was measured, where that is above 0."""
     cells = results.study("variance").values()
 
     def one(kind: str) -> Outcome:
@@ -96,14 +96,14 @@ def variance_bound(results: Results) -> Verdict:
 
 
 def theorem_holds(theorem: int, results: Results) -> Verdict:
-    """Its bound over the mean of |∇f|², where the rates satisfy its conditions."""
+    """Compare a theorem's bound with the mean of |∇f|², where the rates satisfy its conditions."""
     own = [entry for entry in results.study("bounds").values() if entry.settings["theorem"] == theorem]
 
     def one(kind: str) -> Outcome:
         cells = [entry.values for entry in own if entry.settings["compressor"].startswith(kind)]
         if not cells:
             raise Missing
-        ratios = [each["bound"] / each["mean"] for each in cells if satisfied(each["conditions"])]
+        ratios = [each["bound"] / each["mean"] for each in cells if are_satisfied(each["conditions"])]
         if not ratios:
             raise Undecided("no rates satisfy the conditions")
         text = f"the bound is {span(ratios)} times what was measured, in {len(ratios)} of {len(cells)} cells"
@@ -113,7 +113,7 @@ def theorem_holds(theorem: int, results: Results) -> Verdict:
 
 
 def lemma_holds(results: Results) -> Verdict:
-    """The bound over what it bounds, in every run with error feedback."""
+    """Compare Lemma 1's bound with what it bounds, in every run with error feedback."""
 
     def one(line: str) -> Outcome:
         runs, gamma = _runs(results, line), guaranteed(line)
@@ -143,7 +143,7 @@ def loss_is_a_fraction(results: Results) -> Verdict:
 
 
 def _lines(results: Results) -> Iterator[tuple[str, str, int]]:
-    """Every line with error feedback that was run, at every p."""
+    """Return every line with error feedback that was run, at every p."""
     for line, dataset, p in itertools.product(LINES, DATASETS, LEVELS):
         with suppress(Missing):
             _runs(results, line, [dataset], [p])
@@ -153,7 +153,7 @@ def _lines(results: Results) -> Iterator[tuple[str, str, int]]:
 def _runs(
     results: Results, line: str, datasets: Iterable[str] = DATASETS, levels: Iterable[int] = LEVELS
 ) -> list[SealedCell]:
-    """Those that stayed finite and in which something was held back."""
+    """Return the runs that stayed finite and held something back; raise Missing if there is none."""
     found = []
     for dataset, p in itertools.product(datasets, levels):
         with suppress(Missing):
@@ -165,7 +165,7 @@ def _runs(
 
 
 def guaranteed(line: str) -> float:
-    """The SNR of Definition 1: of |p|², top-k drops at most the share comp, random dropping on average.
+    """Return the SNR of Definition 1: top-k drops at most comp of |p|², random dropping so on average.
 
     >>> guaranteed("topk0.9") == guaranteed("rd0.9") == 1 / 0.9
     True
@@ -174,23 +174,23 @@ def guaranteed(line: str) -> float:
 
 
 def _measured(entry: SealedCell) -> float:
-    """The lowest SNR of any client in any round."""
+    """Return the lowest SNR of any client in any round."""
     return min(column(entry, "snr_min"), default=math.inf)
 
 
 def _share(entry: SealedCell) -> float:
-    """Residuals over updates, both squared, averaged over clients and added up over rounds."""
+    """Return residuals over updates, both squared, averaged over clients and added up over rounds."""
     updates = math.fsum(column(entry, "delta_norm2"))
     return math.fsum(column(entry, "error_norm2")) / updates if updates else math.inf
 
 
 def _bound(entry: SealedCell, gamma: float) -> float:
-    """Lemma 1's bound over the residuals. As h is proportional to alpha, alpha |mean g|² is mean |g_i|²."""
+    """Return Lemma 1's bound over the residuals: h is proportional to alpha, alpha |mean g|² = mean |g_i|²."""
     return h(gamma, 1.0) / _share(entry)
 
 
 def long_enough(results: Results) -> Verdict:
-    """T beside mK, for the first line of each data set; T is the paper's, however many rounds were run."""
+    """Compare T with mK for each data set. T is the paper's, however many rounds were run."""
 
     def one(dataset: str) -> Outcome:
         entry, rounds = results.plan(dataset, 10, "none")
@@ -201,7 +201,7 @@ def long_enough(results: Results) -> Verdict:
 
 
 def rate_conditions(results: Results) -> Verdict:
-    """Each condition's value over its limit; a cell has the three in `ratios`, null for infinite."""
+    """Judge each condition's value over its limit. A cell has the three in `ratios`, None for infinity."""
     cells = [entry.values.get("ratios") or () for entry in results.study("conditions").values()]
     triples = [[math.inf if ratio is None else ratio for ratio in each] for each in cells if each]
 

@@ -28,11 +28,11 @@ class Missing(Exception):
 
 
 class Undecided(Exception):
-    """Cells are there, and do not say; why not is the message."""
+    """The cells are there but do not decide; the message says why."""
 
 
 def column(entry: SealedCell, name: str) -> list[float]:
-    """What was measured, without the rounds in which nothing was."""
+    """Return what was measured, without the rounds in which nothing was."""
     return [value for value in entry.values.get(name) or () if value is not None]
 
 
@@ -41,27 +41,27 @@ def diverged(entry: SealedCell) -> bool:
 
 
 def sound(entries: Sequence[SealedCell]) -> list[SealedCell]:
-    """Those that did not diverge; all of them, if none is left then."""
+    """Return the cells that did not diverge; all of them, if every one did."""
     return [entry for entry in entries if not diverged(entry)] or list(entries)
 
 
 def final(entry: SealedCell) -> float:
-    """The accuracy at the end, as the mean of the last five rounds."""
+    """Return the accuracy at the end: the mean of the last five rounds."""
     return CHANCE if diverged(entry) else mean(column(entry, "test_accuracy")[-LAST:])
 
 
 def first(entry: SealedCell) -> float:
-    """The accuracy after the first round that was evaluated."""
+    """Return the accuracy after the first round that was evaluated."""
     return (column(entry, "test_accuracy") or [CHANCE])[0]
 
 
 def curve(entry: SealedCell) -> float:
-    """The accuracy averaged over all rounds: high if a run is fast, and ends high."""
+    """Return the accuracy averaged over all rounds: high if a run is fast, and ends high."""
     return CHANCE if diverged(entry) else mean(column(entry, "test_accuracy"))
 
 
 def zigzag(entry: SealedCell) -> float:
-    """How far the accuracy strays from a straight line through its last 20 rounds (standard deviation).
+    """Return how far the accuracy strays from a line through its last 20 rounds (standard deviation).
 
     From a line, because a curve that still rises steadily does not zigzag.
     """
@@ -75,7 +75,7 @@ def zigzag(entry: SealedCell) -> float:
 
 
 def rounds_to(accuracy: float) -> Callable[[SealedCell], float]:
-    """A measure: the rounds until the accuracy is this high, infinite if it never is.
+    """Make a measure: the rounds until the accuracy is this high, infinite if it never is.
 
     A tip of a zigzag is not enough: with the four rounds after it, it has to be so on average.
     """
@@ -93,7 +93,7 @@ def rounds_to(accuracy: float) -> Callable[[SealedCell], float]:
 
 
 def accuracy_at(budget: float) -> Callable[[SealedCell], float]:
-    """A measure: the accuracy when a client has sent this many model sizes, as nearly as rounds allow."""
+    """Make a measure: the accuracy in the round nearest to a budget of model sizes that a client sends."""
 
     def measure(entry: SealedCell) -> float:
         sizes, seen = (entry.values.get(name) or () for name in ("model_sizes_sent", "test_accuracy"))
@@ -106,25 +106,25 @@ def accuracy_at(budget: float) -> Callable[[SealedCell], float]:
 
 
 def sent(entry: SealedCell) -> float:
-    """The model sizes that a client sends in the whole run."""
+    """Return the model sizes that a client sends in the whole run."""
     return math.fsum(column(entry, "model_sizes_sent"))
 
 
 def residual(entry: SealedCell) -> float:
-    """The clients' mean |e_i| over the last 20 rounds."""
+    """Return the clients' mean |e_i| over the last 20 rounds."""
     _stayed_finite(entry)
     return mean(column(entry, "error_norm")[-TAIL:])
 
 
 def residual_ratio(entry: SealedCell, norm: str = "norm") -> float:
-    """Residuals over updates, both as means of the last 20 rounds; `norm2` takes squared norms."""
+    """Return residuals over updates, both as means of the last 20 rounds; `norm2` takes squared norms."""
     _stayed_finite(entry)
     update = mean(column(entry, f"delta_{norm}")[-TAIL:])
     return mean(column(entry, f"error_{norm}")[-TAIL:]) / update if update else math.inf
 
 
 def residual_growth(entry: SealedCell) -> float:
-    """The mean residual of the last fifth of the rounds over that of the fifth in the middle."""
+    """Return the mean residual of the last fifth of the rounds over that of the fifth in the middle."""
     _stayed_finite(entry)
     seen = column(entry, "error_norm")
     fifth = max(1, len(seen) // 5)
@@ -134,20 +134,20 @@ def residual_growth(entry: SealedCell) -> float:
 
 
 def residual_peak(entry: SealedCell) -> float:
-    """The round in which the mean residual is largest."""
+    """Return the round in which the mean residual is largest."""
     _stayed_finite(entry)
     seen = column(entry, "error_norm")
     return 1 + seen.index(max(seen)) if seen else 0.0
 
 
 def still_grows(entry: SealedCell) -> float:
-    """1 if the residual has grown since the middle and is largest in one of the last five rounds, else 0."""
+    """Return 1 if the residual has grown since the middle and peaks in the last five rounds, else 0."""
     late = len(column(entry, "error_norm")) - residual_peak(entry) < LAST
     return float(late and residual_growth(entry) > GROWS)
 
 
 def _stayed_finite(entry: SealedCell) -> None:
-    """Of a run that did not, the size of residuals says nothing about compression."""
+    """Raise Undecided for a run that diverged: its residuals say nothing about compression."""
     if diverged(entry):
         raise Undecided("diverged")
 
@@ -173,13 +173,13 @@ class Sample:
 
     @property
     def std(self) -> float:
-        """Over seeds; 0 where it cannot be told."""
+        """Return the standard deviation over seeds; 0 where it cannot be told."""
         several = len(self.values) > 1 and all(map(math.isfinite, self.values))
         return statistics.stdev(self.values) if several else 0.0
 
 
 def standard_error(a: Sample, b: Sample) -> float:
-    """Of the difference of two means, from the spread of both pooled.
+    """Return the standard error of the difference of two means, from the pooled spread of both.
 
     >>> standard_error(Sample((1.0, 3.0)), Sample((1.0, 3.0))) == math.sqrt(2)
     True
@@ -192,7 +192,7 @@ def standard_error(a: Sample, b: Sample) -> float:
 
 
 def above(a: Sample, bar: float) -> int | None:
-    """1 if a is above the bar, -1 if below, None if it is within two standard errors of it.
+    """Return 1 if a is above the bar, -1 if below, None within two standard errors of it.
 
     >>> [above(Sample((0.5,), wobble=w), 0.45) for w in (0.04, 0.01)], above(Sample((0.4, 0.42)), 0.45)
     ([None, 1], -1)
@@ -204,7 +204,7 @@ def above(a: Sample, bar: float) -> int | None:
 
 
 def rougher(a: Sample, b: Sample) -> int | None:
-    """1 if a zigzags more than b, 0 if they are alike, -1 if less, None if the seeds differ too much to tell.
+    """Return 1 if a zigzags more than b, 0 if alike, -1 if less, None if the seeds differ too much to tell.
 
     They differ by factors, so logarithms are compared.
 
@@ -225,7 +225,7 @@ def _log(zigzag: float) -> float:
 
 
 def typical(zigzags: Sample) -> float:
-    """Their geometric mean.
+    """Return the geometric mean of zigzags.
 
     >>> round(typical(Sample((0.01, 0.04))), 6)
     0.02
@@ -234,7 +234,7 @@ def typical(zigzags: Sample) -> float:
 
 
 def compare(a: Sample, b: Sample) -> int | None:
-    """1 if a is ahead of b, -1 if behind, 0 if not ahead, None if that cannot be told.
+    """Return 1 if a is ahead of b, -1 if behind, 0 if not ahead, None if that cannot be told.
 
     >>> compare(Sample((0.99,)), Sample((0.98,))), compare(Sample((0.99,)), Sample((0.987,)))
     (1, 0)
@@ -243,7 +243,7 @@ def compare(a: Sample, b: Sample) -> int | None:
 
 
 def ahead(difference: float, error: float) -> int | None:
-    """1 if it exceeds half a point and two standard errors, -1 if it is below zero by as much.
+    """Return 1 for more than half a point and two standard errors, -1 for as much below zero.
 
     Otherwise 0 if it surely is less than half a point, None if it may be more.
 
@@ -256,7 +256,7 @@ def ahead(difference: float, error: float) -> int | None:
 
 
 def as_good(a: Sample, b: Sample) -> int | None:
-    """1 if a is at most half a point below b, -1 if it is behind or diverged, None if that cannot be told.
+    """Return 1 if a is at most half a point below b, -1 if behind or diverged, None if that cannot be told.
 
     >>> as_good(Sample((0.9, 0.94)), Sample((0.94, 0.94))), as_good(Sample((0.9,)), Sample((0.94,)))
     (None, -1)
@@ -279,7 +279,7 @@ class Results:
         self._by_plan: set[str] = set()  # cells of which only the plan was asked
 
     def cut(self) -> str:
-        """What a verdict from the beginnings of runs has to say of them."""
+        """Say of how many rounds a verdict is, where runs are not whole."""
         runs = [
             (self.found[name].settings["rounds"], self.planned[name])
             for name in self.shown
@@ -290,7 +290,7 @@ class Results:
         return "".join(f", {part}after {done} of {whole} rounds" for done, whole in short)
 
     def line(self, dataset: str, p: int, name: str) -> list[SealedCell]:
-        """The cells of a line over seeds; Missing if there is none that says anything."""
+        """Return the cells of a line over seeds; raise Missing if none says anything."""
         if not (cells := self._cells(dataset, p, name)):
             raise Missing
         self.shown |= dict.fromkeys(entry.name for entry in cells)
@@ -298,7 +298,7 @@ class Results:
         return cells
 
     def unlike(self) -> str:
-        """Why the runs that were asked for are not compared: the beginning of one beside more of another."""
+        """Say why the runs that were asked for are not compared, if they differ in length."""
         if len(self.lengths) < 2:
             return ""
         return f" (runs of {' and '.join(map(str, sorted(self.lengths)))} rounds are not compared)"
@@ -313,7 +313,7 @@ class Results:
         return [entry for entry in cells if diverged(entry) or column(entry, "test_accuracy")]
 
     def plan(self, dataset: str, p: int, name: str) -> tuple[SealedCell, int]:
-        """The first cell of a line, and the rounds that it should have, whether they were run or not."""
+        """Return the first cell of a line, and the rounds that it should have, run or not."""
         cells = self.line(dataset, p, name)
         self._by_plan |= {entry.name for entry in cells}
         return cells[0], self.planned.get(cells[0].name, cells[0].settings["rounds"])
@@ -326,7 +326,7 @@ class Results:
         )
 
     def study(self, name: str) -> dict[str, SealedCell]:
-        """The cells of one of the small studies; Missing if there is none."""
+        """Return the cells of a small study; raise Missing if there is none."""
         cells = {n: entry for n, entry in self.found.items() if n.startswith(f"{name}-")}
         if not cells:
             raise Missing
@@ -334,45 +334,45 @@ class Results:
         return cells
 
     def sample(self, dataset: str, p: int, name: str, measure: Callable[[SealedCell], float]) -> Sample:
-        """A measure of a line, for each seed."""
+        """Return a measure of a line, for each seed."""
         cells = self.line(dataset, p, name)
         return Sample(tuple(map(measure, cells)), diverged=sum(map(diverged, cells)))
 
     def residuals(self, dataset: str, p: int, name: str, measure: Callable[[SealedCell], float]) -> float:
-        """The mean of a measure of residuals; Undecided if all seeds diverged."""
+        """Return the mean of a measure of residuals; raise Undecided if all seeds diverged."""
         return mean(list(map(measure, sound(self.line(dataset, p, name)))))
 
     def zigzags(self, dataset: str, p: int, name: str) -> Sample:
-        """How the seeds of a line zigzag."""
+        """Return the zigzag of each seed of a line."""
         cells = self.line(dataset, p, name)
         kept = sound(cells)
         return Sample(tuple(map(zigzag, kept)), 0.0, sum(map(diverged, kept)), len(cells) - len(kept))
 
     def finals(self, dataset: str, p: int, name: str) -> Sample:
-        """The final accuracies."""
+        """Return the final accuracies."""
         return self._accuracy(self.line(dataset, p, name), final, LAST)
 
     def reference(self, dataset: str, p: int, name: str) -> Sample:
-        """The final accuracies of a line that others are held against."""
+        """Return the final accuracies of a line that others are compared with."""
         cells = self.line(dataset, p, name)
         kept = sound(cells)
         return replace(self._accuracy(kept, final, LAST), left_out=len(cells) - len(kept))
 
     def curves(self, dataset: str, p: int, name: str) -> Sample:
-        """The accuracies averaged over all rounds."""
+        """Return the accuracies averaged over all rounds."""
         cells = self.line(dataset, p, name)
         return self._accuracy(cells, curve, max(1, len(column(cells[0], "test_accuracy"))))
 
     def at_budget(self, dataset: str, p: int, name: str, budget: float) -> Sample:
-        """The accuracies, of one round each, for a budget."""
+        """Return the accuracies, of one round each, for a budget."""
         return self._accuracy(self.line(dataset, p, name), accuracy_at(budget), 1)
 
     @staticmethod
     def _accuracy(cells: list[SealedCell], measure: Callable[[SealedCell], float], rounds: int) -> Sample:
-        """Where there is one seed, its zigzag says how sure a mean over so many rounds is."""
+        """Measure accuracies; a seed that is alone has its error from its zigzag over so many rounds."""
         wobble = 0.0 if diverged(cells[0]) else zigzag(cells[0]) / math.sqrt(rounds)
         return Sample(tuple(map(measure, cells)), wobble, sum(map(diverged, cells)))
 
     def bar(self, dataset: str, p: int, reference: str = "none") -> float:
-        """The accuracy from which a run has trained: thrice chance, and half of the reference's gain."""
+        """Return the accuracy of a run that trains: 3 times chance, and half of the reference's gain."""
         return max(3 * CHANCE, (CHANCE + self.reference(dataset, p, reference).mean) / 2)

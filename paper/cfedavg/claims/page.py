@@ -52,7 +52,7 @@ These checks would pass, or nearly always pass, even if the paper were wrong. Th
 def judge_all(
     found: Mapping[str, SealedCell], planned: Mapping[str, int] | None = None
 ) -> list[tuple[Claim, Finding | None]]:
-    """Every claim with what was found, or None where its cells are missing.
+    """Judge every claim; None where its cells are missing.
 
     Verdicts say where runs have fewer rounds than planned.
     """
@@ -61,7 +61,7 @@ def judge_all(
 
 
 def overview(judged: Judged) -> str:
-    """The verdicts alone: of claims on data sets, with one column for each, of the theory, of questions."""
+    """Write three tables of verdicts: claims with a column for each data set, theory, and questions."""
     shown: dict[str, dict[str, str]] = {}
     theory, questions = list[list[str]](), list[list[str]]()
     for claim, found in judged:
@@ -78,7 +78,7 @@ def overview(judged: Judged) -> str:
 
 
 def _brief(found: Finding | None) -> str:
-    """The verdict, with the number of cases of each kind."""
+    """Write the verdict, with the number of cases of each kind."""
     if not found:
         return NOT_RUN
     counts = [f"{count}{mark}" for mark in MARKS.values() if (count := found.numbers.count(mark))]
@@ -86,7 +86,7 @@ def _brief(found: Finding | None) -> str:
 
 
 def weak_checks(judged: Judged) -> str:
-    """The checks of little power, why they have little, and what came out; empty if none was run."""
+    """Write the checks of little power, why, and what came out; nothing if none was run."""
     rows = [[claim.text, claim.weak, found.numbers] for claim, found in judged if found and claim.weak]
     table = _table(["check", "why it says little", "what came out"], rows)
     return f"{LITTLE_POWER}\n\n{table}" if rows else ""
@@ -119,7 +119,7 @@ def _read_words(path: Path, known: set[str]) -> dict[str, Any]:
 
 
 def as_markdown(judged: Judged, why: Mapping[str, str] | None = None) -> str:
-    """The rules and a table of all claims; `why` explains verdicts, by the claim's name."""
+    """Write the rules and a table of all claims; `why` explains verdicts, by the claim's name."""
     rows = [_row(claim, found, (why or {}).get(claim.name, "")) for claim, found in judged]
     head = ["claim", "what was run", "figure", "what came out", "verdict and why"]
     return f"{RULES}\n\n{_table(head, rows)}"
@@ -142,5 +142,5 @@ def _row(claim: Claim, found: Finding | None, why: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that stays in its cell of a table."""
+    """Make text stay in its cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")

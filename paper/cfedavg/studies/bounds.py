@@ -21,7 +21,7 @@ from cfedavg import Config, Layout, Steps, resolve_rates, run
 from cfedavg.compress import parse
 from cfedavg.sweep import MUTED, Frame, Pen, SealedCell, as_png, framed, round_value
 from cfedavg.theory import Problem, h, rate_conditions, theorem1, theorem2, theorem3
-from paper.cfedavg.claims.cases import satisfied
+from paper.cfedavg.claims.cases import are_satisfied
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 
 TITLE = "The theorems' bounds and the corollaries' rates"
@@ -45,9 +45,9 @@ _WINDOW = 32  # rounds
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """A cell for each theorem, compressor and point of a line."""
+    """Return a cell for each theorem, compressor and point of a line."""
     return {
-        f"bounds-theorem{theorem}-{name}-{_named(point)}-seed{seed}": {
+        f"bounds-theorem{theorem}-{name}-{_name_point(point)}-seed{seed}": {
             **_FIXED, "theorem": theorem, "schedule": _RATES[theorem], "compressor": compressor, **point,
             "seed": seed,
         }
@@ -57,7 +57,7 @@ def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
 
 
 def _points(theorem: int, over: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """Over the rounds and the clients; of Theorem 1 also over K, and over the clients with like data."""
+    """Yield points over rounds and clients; of Theorem 1 also over K, and over clients with like data."""
     base = {"rounds": over["rounds"][1], "m": over["m"][0], "K": _STEPS[theorem], "sigma_G": _SIGMA_G}
     for name in ("rounds", "m"):
         yield from ({**base, name: value} for value in over[name])
@@ -66,13 +66,13 @@ def _points(theorem: int, over: Mapping[str, Sequence[int]]) -> Iterator[dict[st
         yield from ({**base, "m": m, "sigma_G": 0.0} for m in over["m"])
 
 
-def _named(point: Mapping[str, Any]) -> str:
+def _name_point(point: Mapping[str, Any]) -> str:
     steps = "-".join(map(str, dict.fromkeys(point["K"])))
     return f"T{point['rounds']}-m{point['m']}-K{steps}-g{point['sigma_G']:g}"
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """The mean of |grad f|^2, its bound, the mean alpha and h that are in it, and the conditions."""
+    """Measure the mean of |grad f|^2, its bound with the mean alpha and h in it, and the conditions."""
     task, config = Bowl.of(settings).task(), _config(settings)
     rows = run(config, task, draw=False).rows
     rates = resolve_rates(config, Steps(config, [], []), settings["m"])
@@ -96,7 +96,7 @@ def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, A
 
 
 def _alphas(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The ratio of expectations that alpha is, as that of sums over some rounds: one round's is all noise."""
+    """Return alpha as a ratio of sums over some rounds each: that of one round is all noise."""
     found = []
     for start in range(0, len(rows), _WINDOW):
         part = rows[start : start + _WINDOW]
@@ -114,12 +114,12 @@ def _config(settings: Mapping[str, Any]) -> Config:
 
 
 def _steps(settings: Mapping[str, Any]) -> list[int]:
-    """K_i of every client."""
+    """Return K_i of every client."""
     return [settings["K"][i % 2] for i in range(settings["m"])]
 
 
 def _bound(settings: Mapping[str, Any], eta: float, eta_L: Sequence[float], factor: float) -> float:
-    """That of the theorem; `factor` is the mean of h."""
+    """Return the theorem's bound; `factor` is the mean of h."""
     gap, K, T = Bowl.of(settings).gap(), _steps(settings), len(eta_L)
     problem = Problem(gap, settings["L"], settings["sigma_L"] ** 2, settings["sigma_G"] ** 2, settings["m"])
     if settings["theorem"] == 1:
@@ -148,7 +148,7 @@ class Line:
         return [entry.values[key] for entry in self.entries]
 
     def points(self, key: str) -> tuple[list[int], list[float]]:
-        """What is varied, and beside it the means over the seeds."""
+        """Return what is varied, and the means over the seeds."""
         found: dict[int, list[float]] = {}
         for at, value in zip(self.at, self.all(key), strict=True):
             found.setdefault(at, []).append(value)
@@ -158,13 +158,13 @@ class Line:
         return power_law(self.at, self.all(key))
 
     def third(self) -> float:
-        """The largest value of the third condition, over its limit."""
+        """Return the largest value of the third condition, over its limit."""
         ratios = [entry.values["conditions"][2] for entry in self.entries]
         return math.inf if None in ratios else max(ratios)
 
     def within(self) -> Line:
-        """Those cells whose rates satisfy the conditions."""
-        return replace(self, entries=[e for e in self.entries if satisfied(e.values["conditions"])])
+        """Return the line of those cells whose rates satisfy the conditions."""
+        return replace(self, entries=[e for e in self.entries if are_satisfied(e.values["conditions"])])
 
 
 _IID = ", IID"
@@ -172,7 +172,7 @@ _KEYS = {"rounds": "rounds", "m": "m", "K": "K", f"m{_IID}": "m_iid"}
 
 
 def lines(found: Mapping[str, SealedCell]) -> list[Line]:
-    """All that have a cell."""
+    """Return all lines that have a cell."""
     made = [
         Line(theorem, name, over, _along(found, theorem, COMPRESSORS[name], over))
         for theorem in _RATES
@@ -183,7 +183,7 @@ def lines(found: Mapping[str, SealedCell]) -> list[Line]:
 
 
 def _along(found: Mapping[str, SealedCell], theorem: int, compressor: str, over: str) -> list[SealedCell]:
-    """What is not varied is as usual: the fewest clients, and the rounds that more of them have too."""
+    """Return the cells of a line: what it does not vary is as usual."""
     kind = theorem, compressor, 0.0 if over.endswith(_IID) else _SIGMA_G
     own = [
         e
@@ -202,7 +202,7 @@ def _along(found: Mapping[str, SealedCell], theorem: int, compressor: str, over:
 
 
 def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
-    """The exponents, slope_rounds_theorem2_topk and the like, with their _se and a _condition if broken.
+    """Return the exponents, slope_rounds_theorem2_topk and so on, with _se, and _condition if broken.
 
     slope_h_theorem1_topk is that of h over m.
     """
@@ -220,7 +220,7 @@ def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """A row for each line; -1/2 is what 1/sqrt(mKT) comes to."""
+    """Return a row for each line; the exponent of 1/sqrt(mKT) is -1/2."""
     head = ["theorem", "compressor", "over", "exponent", "mean ‖∇f‖² from", "to", "the bound over it"]
     return [[*head, "condition 3 over its limit, at most"], *map(_row, lines(found))]
 
@@ -249,7 +249,7 @@ _WIDTHS = {"none": 1.0, "topk": 2.0, "rd": 2.6}
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """A column for each theorem, over rounds and clients, and one more of Theorem 1: over K, and IID."""
+    """Draw a column for each theorem, over rounds and clients, and one more of Theorem 1: over K, and IID."""
     drawing = framed(5.0, replace(frame, legend=_legend()))
     places = drawing.subplots(2, 4, sharey=True)
     drawn = lines(found)
@@ -268,7 +268,7 @@ def _legend() -> list[tuple[str, Pen]]:
 
 
 def _draw(axes: Axes, drawn: Sequence[Line]) -> None:
-    """No compression comes last and is the thinnest, since the others lie where it does."""
+    """Draw lines; no compression comes last and is the thinnest, since the others lie below it."""
     for line in reversed(drawn):
         colour, width = COLOURS[line.name], _WIDTHS[line.name]
         axes.plot(*line.points("mean"), color=colour, linewidth=width, marker="o", markersize=width + 1.5)

@@ -37,7 +37,7 @@ _COLOURS = (BLUE, GREEN, VERMILION)
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """The first model and a trained one, for clients with all digits and with one."""
+    """Return cells of the first model and of a trained one, for clients with all digits and with one."""
     return {
         f"conditions-p{p}-{at}-seed{seed}": {**_PAPER, **_SCALES[scale], "p": p, "at": at, "seed": seed}
         for seed in seeds
@@ -47,7 +47,7 @@ def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """The largest eigenvalue for f and for a client, gamma and alpha of a short run, the conditions."""
+    """Measure the largest eigenvalue for f and a client, gamma and alpha of a short run, the conditions."""
     start = settings["at"] == "start"
     task = build_task(_config(settings))
     result = run(_config(settings).replace(rounds=1 if start else settings["rounds"]), task, draw=False)
@@ -74,30 +74,30 @@ def _config(settings: Mapping[str, Any]) -> Config:
 
 
 def _conditions(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Condition, ...]:
-    """At the paper's rates and K, with what was measured."""
+    """Return the conditions at the paper's rates and K, with what was measured."""
     rates = settings["eta_local"], settings["eta"], settings["K"]
     return rate_conditions(*rates, values["L"], values["gamma"], values["alpha"], "sum")
 
 
 def _everyone(task: Task, samples: int) -> Any:
-    """As many samples of each client: f, as far as they tell."""
+    """Return samples of every client, equally many, whose loss estimates f."""
     rows = np.arange(samples // len(task.clients))
     images, labels = zip(*(client.batch(rows) for client in task.clients), strict=True)
     return torch.cat(images), torch.cat(labels)
 
 
 def _first(task: Task, settings: Mapping[str, Any]) -> Any:
-    """Samples of the first client: its F_i."""
+    """Return samples of the first client, whose loss is its F_i."""
     return task.clients[0].batch(np.arange(settings["samples"]))
 
 
 def largest_eigenvalue(
     model: nn.Module, loss: Callable[..., Any], batch: Any, iterations: int
 ) -> tuple[float, float]:
-    """The Hessian's largest, in magnitude, by power iteration, and how much of it the last iteration added.
+    """Return the Hessian's largest eigenvalue in magnitude, and how much of it the last iteration added.
 
-    |Hv| for a unit vector v never exceeds it and never falls, so that it may be stopped at any time; also
-    where the largest two are of opposite sign, between which v itself would waver.
+    Power iteration: |Hv| of a unit vector v never exceeds it and never falls, so it may stop at any time,
+    also where the largest two are of opposite sign, between which v itself would waver.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     slopes = torch.autograd.grad(loss(model, batch), parameters, create_graph=True)
@@ -112,7 +112,7 @@ def largest_eigenvalue(
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """A row for each cell: L, the largest eta_L by the first condition, and value / limit of each."""
+    """Return a row for each cell: L, the largest eta_L by condition 1, and value / limit of each."""
     head = ["p", "model", "L at least", "largest η_L", *(f"times over: {name}" for name in CONDITIONS)]
     return [head, *(_row(entry) for entry in found.values())]
 
@@ -129,7 +129,7 @@ def _times(ratio: float | None) -> str:
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """A dot for each condition and cell, all seeds in one row: how many times its limit the value is."""
+    """Draw a dot for each condition and cell, at value / limit; all seeds are in one row."""
     rows = list(dict.fromkeys(map(_where, found.values())))
     legend = [(name, Pen(colour)) for name, colour in zip(CONDITIONS, _COLOURS, strict=True)]
     legend.append(("the limit", Pen(MUTED, dashed=True)))

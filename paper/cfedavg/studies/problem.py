@@ -41,18 +41,18 @@ class Point(nn.Module):
         return self.c * (self.x.square() / 2 + 2 * (1 - self.x.cos())).sum()
 
     def gradient(self) -> Tensor:
-        """That of f, in closed form."""
+        """Return the gradient of f, in closed form."""
         return self.c * (self.x + 2 * self.x.sin())
 
 
-def tilted(model: nn.Module, pulls: Tensor) -> Tensor:
-    """The loss of a batch of pulls; with no pull, f itself."""
+def tilt_loss(model: nn.Module, pulls: Tensor) -> Tensor:
+    """Return the loss of a batch of pulls; with no pull, f itself."""
     assert isinstance(model, Point)
     return model.height() - (pulls.mean(0) * model.x).sum()
 
 
 def gradient_norm2(model: nn.Module, batch: Tensor) -> Tensor:
-    """|grad f(x)|^2: of the whole objective, whatever the batch."""
+    """Return |grad f(x)|^2 of the whole objective, whatever the batch."""
     assert isinstance(model, Point)
     return model.gradient().square().sum()
 
@@ -75,32 +75,34 @@ class Bowl:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """That of a cell, whose settings have more besides."""
+        """Make the bowl of a cell, whose settings have more besides."""
         return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
     def task(self) -> Task:
         clients = list(self.pulls())
         # One row of no pull: the test loss is f, and the metric needs no data.
-        return Task(self._first(), clients, test=torch.zeros(1, self.d), loss=tilted, metric=gradient_norm2)
+        return Task(
+            self._first(), clients, test=torch.zeros(1, self.d), loss=tilt_loss, metric=gradient_norm2
+        )
 
     def gap(self) -> float:
-        """How far f falls, from the start to its minimum, which is 0."""
+        """Return how far f falls from the start to its minimum, which is 0."""
         return float(self._first().height().item())
 
     def _first(self) -> Point:
         return Point(torch.full((self.d,), self.start), self.L)
 
     def pulls(self) -> Tensor:
-        """Of each client and sample, (m, samples, d)."""
+        """Draw the pull of each client and sample, (m, samples, d)."""
         generator = torch.Generator().manual_seed(self.seed)
         draw = torch.randn(self.m, self.samples, self.d, generator=generator, dtype=torch.float64)
         apart = torch.randn(self.m, self.d, generator=generator, dtype=torch.float64)
-        noise = _centred(draw, dim=1, rms=self.sigma_L)
-        return (noise + _centred(apart, dim=0, rms=self.sigma_G)[:, None]).float()
+        noise = _centre(draw, dim=1, rms=self.sigma_L)
+        return (noise + _centre(apart, dim=0, rms=self.sigma_G)[:, None]).float()
 
 
-def _centred(draw: Tensor, dim: int, rms: float) -> Tensor:
-    """The vectors with mean 0 along `dim`, and there with this root mean square of their norms."""
+def _centre(draw: Tensor, dim: int, rms: float) -> Tensor:
+    """Shift vectors to mean 0 along `dim`, and scale their norms there to this root mean square."""
     centred = draw - draw.mean(dim, keepdim=True)
     size = centred.square().sum(-1, keepdim=True).mean(dim, keepdim=True).sqrt()
     return rms * centred / size.clamp_min(torch.finfo(draw.dtype).tiny)
@@ -118,7 +120,7 @@ class Fit:
 
 
 def power_law(x: Sequence[float], y: Sequence[float]) -> Fit | None:
-    """The line through log y over log x; None if the points do not say how uncertain it is.
+    """Fit a line to log y over log x; return None if the points do not say how uncertain it is.
 
     The error is that of least squares: it holds the scatter of the points, and any bend of the line.
 
@@ -135,7 +137,7 @@ def power_law(x: Sequence[float], y: Sequence[float]) -> Fit | None:
 
 
 def finish_axes(axes: Axes, title: str, x: str, y: str) -> None:
-    """Names and a quiet frame, as the report's figures have them."""
+    """Give axes names and a quiet frame, as the report's figures have them."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlabel(x, fontsize=9, color=MUTED)
     axes.set_ylabel(y, fontsize=9, color=MUTED)
@@ -143,7 +145,7 @@ def finish_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def mark(axis: Axis, values: Iterable[float]) -> None:
-    """Ticks at these values of a logarithmic axis, and no others."""
+    """Put ticks at these values of a logarithmic axis, and no others."""
     axis.set_major_locator(FixedLocator(sorted(set(values))))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

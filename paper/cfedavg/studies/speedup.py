@@ -36,7 +36,7 @@ _LOOKS = 1000  # evaluations in a run
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """One search for each number of clients, compressor and seed."""
+    """Return one search for each number of clients, compressor and seed."""
     most, samples = _SCALES[scale]
     clients = [2**i for i in range(int(math.log2(most)) + 1)]
     target = round_value(_TARGET * math.sqrt(16384 / samples))
@@ -50,7 +50,7 @@ def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
 
 
 def short(compressor: str) -> str:
-    """The compressor as part of a name.
+    """Write a compressor as part of a name.
 
     >>> short("topk(0.9)")
     'topk0.9'
@@ -59,7 +59,7 @@ def short(compressor: str) -> str:
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """The horizon, every T tried with its mean level, and what the last of these runs was like."""
+    """Measure the horizon, every T tried with its mean level, and the last of these runs."""
     runs: list[tuple[int, float, Result]] = []
 
     def level(T: int) -> float:
@@ -74,7 +74,7 @@ def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, A
 
 
 def _measured(result: Result) -> dict[str, Any]:
-    """The mean alpha_t, and the last rate condition's value / limit in the middle round, null if infinite."""
+    """Return the mean alpha_t, and condition 3's median value / limit, None if infinite."""
     ratios = [list(row["rate_conditions"].values())[2]["ratio"] for row in result.rows]
     worst = statistics.median(math.inf if ratio is None else ratio for ratio in ratios)
     alphas = [row["alpha"] for row in result.rows if row["alpha"] is not None]
@@ -82,7 +82,7 @@ def _measured(result: Result) -> dict[str, Any]:
 
 
 def mean_level(settings: Mapping[str, Any], T: int) -> tuple[float, Result]:
-    """The mean of |grad f(x_t)|^2 over t < T, of a run made for T rounds."""
+    """Return the mean of |grad f(x_t)|^2 over t < T, of a run made for T rounds."""
     task = Bowl.of(settings).task()
     config = Config(
         rounds=T, schedule="corollary1", smoothness=settings["L"], local_steps=str(settings["K"]),
@@ -96,7 +96,7 @@ def mean_level(settings: Mapping[str, Any], T: int) -> tuple[float, Result]:
 
 
 def horizon(level: Callable[[int], float], target: float, first: int) -> float:
-    """Where a falling `level` meets the target: between the two powers of 2 times `first` around it.
+    """Find where a falling `level` meets the target, between two powers of 2 times `first`.
 
     Between them a power law is assumed, which the level nearly is.
 
@@ -127,7 +127,7 @@ class Line:
     condition: float  # the largest value of Theorem 1's third, over its limit
 
     def fit(self, most: float = math.inf) -> Fit | None:
-        """The slope of log T over log m, for m up to `most`."""
+        """Fit the slope of log T over log m, for m up to `most`."""
         some = [(m, T) for m, T in zip(self.m, self.T, strict=True) if m <= most]
         return power_law([m for m, _ in some], [T for _, T in some])
 
@@ -135,7 +135,7 @@ class Line:
         return [T / (m * K) for m, T, K in zip(self.m, self.T, self.K, strict=True)]
 
     def rate(self) -> tuple[float, float]:
-        """C1 and C2 of C1 / sqrt(mKT) + C2 / T, which is the target at every T found: Corollary 1's rate."""
+        """Fit C1 and C2 of Corollary 1's rate: C1 / sqrt(mKT) + C2 / T is the target at every T found."""
         m, T, K = (np.array(column, dtype=float) for column in (self.m, self.T, self.K))
         terms = np.stack([1 / np.sqrt(m * K * T), 1 / T], 1) / self.target
         found = np.linalg.lstsq(terms, np.ones(len(T)), rcond=None)[0]
@@ -143,7 +143,7 @@ class Line:
 
 
 def lines(found: Mapping[str, SealedCell]) -> list[Line]:
-    """What there is, by compressor; a line has at least two different m."""
+    """Return a line for each compressor that has two different m or more."""
     made = []
     for compressor in COMPRESSORS:
         own = [e for e in found.values() if e.settings["compressor"] == compressor]
@@ -157,7 +157,7 @@ def lines(found: Mapping[str, SealedCell]) -> list[Line]:
 
 
 def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
-    """The slopes over all m, slope_none and the like, with their _se, and how far a _condition is broken."""
+    """Return the slopes over all m, slope_none and so on, with _se, and _condition if broken."""
     numbers: dict[str, float] = {}
     for line in lines(found):
         if fit := line.fit():
@@ -169,7 +169,7 @@ def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """A row for each compressor."""
+    """Return a row for each compressor."""
     slopes = ["slope, all m", f"slope, m up to {FEW}"]
     more = ["C1", "C2", "C2/T is the less from T =", "least T found", "condition 3, at most times its limit"]
     head = ["compressor", *slopes, *more]
@@ -185,7 +185,7 @@ def _row(line: Line) -> list[str]:
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """T over m, with the rate that fits, and slopes of -1 to hold it against."""
+    """Draw T over m, with the rate that fits, and slopes of -1 to compare."""
     drawing = framed(4.4, frame)
     axes = drawing.add_subplot()
     drawn = lines(found)
@@ -199,7 +199,7 @@ def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    """The cells as dots, and the T at which C1 / sqrt(mKT) + C2 / T is the target, as a line."""
+    """Draw cells as dots, and the T at which C1 / sqrt(mKT) + C2 / T is the target as a line."""
     colour, fit = COLOURS[line.compressor.split("(")[0]], line.fit()
     label = f"{line.compressor}: slope {fit}" if fit else line.compressor
     axes.plot(line.m, line.T, "o", color=colour, markersize=5, alpha=0.75, markeredgewidth=0, label=label)
@@ -208,7 +208,7 @@ def _draw(axes: Axes, line: Line) -> None:
 
 
 def solve(c1: float, c2: float, mK: np.ndarray, target: float) -> np.ndarray:
-    """The T at which c1 / sqrt(mK T) + c2 / T is the target: a quadratic equation in 1 / sqrt(T)."""
+    """Return the T at which c1 / sqrt(mK T) + c2 / T is the target, quadratic in 1 / sqrt(T)."""
     half = c1 / np.sqrt(mK) / 2
     root: np.ndarray = (half + np.sqrt(half**2 + c2 * target)) / target
     return root**2

@@ -36,7 +36,7 @@ _TIMES = {"smoke": 1, "small": 4, "paper": 10}
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """A cell for each point of the three lines, and of one more over K with sigma_G = 0."""
+    """Return a cell for each point of the three lines, and of one more over K with sigma_G = 0."""
     return {
         f"variance-K{point['K']}-m{point['m']}-g{point['sigma_G']:g}-seed{seed}": {
             **_FIXED, **point, "rounds": _rounds(point["K"], _TIMES[scale]), "seed": seed
@@ -58,7 +58,7 @@ def _rounds(K: float, times: int) -> int:
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """The level without a compressor; for each of the two what it adds, alpha, h, and what was promised."""
+    """Measure the level without a compressor, and what each compressor adds, alpha, h and the bound."""
     plain = level(_run(settings, "none"))
     values: dict[str, Any] = {"level": round_value(plain)}
     for name, compressor in COMPRESSORS.items():
@@ -85,12 +85,12 @@ def _run(settings: Mapping[str, Any], compressor: str) -> Result:
 
 
 def level(result: Result) -> float:
-    """The mean of |grad f(x_t)|^2 over the rounds after the first quarter."""
+    """Return the mean of |grad f(x_t)|^2 over the rounds after the first quarter."""
     return statistics.fmean(row[METRIC] for row in result.rows[len(result.rows) // 4 :])
 
 
 def _theory(settings: Mapping[str, Any], compressor: str, result: Result) -> dict[str, Any]:
-    """The mean alpha_t, h with the guaranteed gamma, the bound's extra term, and each condition's ratio."""
+    """Return the mean alpha_t, h with the guaranteed gamma, the bound's extra term, and the conditions."""
     alpha = statistics.fmean(row["alpha"] for row in result.rows[len(result.rows) // 4 :])
     gamma = parse(compressor).gamma(Layout.of(result.model))
     L, rate, factor = settings["L"], settings["eta"] * settings["eta_local"], h(gamma, alpha)
@@ -117,18 +117,18 @@ class Line:
     each: list[tuple[float, float, float]]
 
     def points(self, column: int = 1) -> Iterator[tuple[float, float, float]]:
-        """Each value of the quantity, with the mean over seeds and its standard error."""
+        """Yield each value of the quantity, with the mean over seeds and its standard error."""
         for value in sorted({cell[0] for cell in self.each}):
             extras = [cell[column] for cell in self.each if cell[0] == value]
             spread = statistics.stdev(extras) if len(extras) > 1 else 0.0
             yield value, statistics.fmean(extras), spread / math.sqrt(len(extras))
 
     def fit(self) -> Fit | None:
-        """The exponent of what was measured, of the means: an extra variance near 0 may come out below it."""
+        """Fit the exponent of the measured means: a single extra variance near 0 may come out below it."""
         return self._power_law(1)
 
     def promise(self) -> Fit | None:
-        """The exponent of the theorem's bound, with the alpha that was measured."""
+        """Fit the exponent of the theorem's bound, with the alpha that was measured."""
         return self._power_law(2)
 
     def _power_law(self, column: int) -> Fit | None:
@@ -137,7 +137,7 @@ class Line:
 
 
 def lines(found: Mapping[str, SealedCell]) -> list[Line]:
-    """All that have a point; "K, IID" is the line over K with sigma_G = 0."""
+    """Return all lines that have a point; "K, IID" is the line over K with sigma_G = 0."""
     bases = dict.fromkeys(_OVER, _BASE) | {"K, IID": _BASE | {"sigma_G": 0.0}}
     made = [
         Line(over, name, _along(found, over.removesuffix(", IID"), base, name))
@@ -150,7 +150,7 @@ def lines(found: Mapping[str, SealedCell]) -> list[Line]:
 def _along(
     found: Mapping[str, SealedCell], over: str, base: Mapping[str, float], name: str
 ) -> list[tuple[float, float, float]]:
-    """The cells that differ from the base in one quantity only."""
+    """Return the cells that differ from the base in one quantity only."""
     others = [other for other in base if other != over]
     return [
         (e.settings[over], e.values[name]["extra"], e.values[name]["promised"])
@@ -164,7 +164,7 @@ _KEYS = {"K": "K", "K, IID": "K_iid", "m": "m", "sigma_G": "sigma"}
 
 
 def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
-    """The exponents found, slope_K_topk and the like, with their _se; the level's is without compression."""
+    """Return the exponents, slope_K_topk and so on, with _se; slope_m_level is without compression."""
     fits = {f"slope_{_KEYS[line.over]}_{line.name}": line.fit() for line in lines(found)}
     fits["slope_m_level"] = _level_over_m(found)
     return {
@@ -176,13 +176,13 @@ def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
 
 
 def _level_over_m(found: Mapping[str, SealedCell]) -> Fit | None:
-    """The exponent of the level without compression, of every cell."""
+    """Fit the exponent of the level without compression, of every cell."""
     own = [e for e in found.values() if all(e.settings[name] == _BASE[name] for name in ("K", "sigma_G"))]
     return power_law([e.settings["m"] for e in own], [e.values["level"] for e in own])
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """A row for each line: the exponent the Remark claims, the one found, and the bound's with measured h."""
+    """Return a row for each line: the exponents claimed, found, and of the bound with measured h."""
     head = ["over", "compressor", "claimed", "exponent found", "the bound's, with measured h", "from", "to"]
     head += ["the bound over it, at least"]
     rows = []
@@ -201,7 +201,7 @@ _PROMISES = {"K": "does not grow with K", "m": "falls as 1/m", "sigma_G": r"does
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Three panels; dashed: what the Remark says, from where each line begins."""
+    """Draw three panels; dashed lines show what the Remark says, from where each line begins."""
     drawing = framed(3.2, replace(frame, legend=_legend()))
     drawn = lines(found)
     panels = {over: drawing.add_subplot(1, 3, place) for place, over in enumerate(_NAMES, 1)}
@@ -248,7 +248,7 @@ def _finish(axes: Axes, over: str, drawn: list[Line]) -> None:
 
 
 def _promise(axes: Axes, over: str, values: list[float], start: float) -> None:
-    """The Remark's line, from where a measured one begins."""
+    """Draw the Remark's line, from where a measured one begins."""
     ends = [values[0], values[-1]]
     heights = [start, start * ends[0] / ends[1] if over == "m" else start]
     axes.plot(ends, heights, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2)
