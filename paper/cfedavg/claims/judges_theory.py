@@ -185,7 +185,7 @@ def _share(entry: SealedCell) -> float:
 
 
 def _bound(entry: SealedCell, gamma: float) -> float:
-    """Return Lemma 1's bound over the residuals: h is proportional to alpha, alpha |mean g|² = mean |g_i|²."""
+    """Return Lemma 1's bound over the residuals; h is linear in alpha, and alpha |mean g|² is mean |g_i|²."""
     return h(gamma, 1.0) / _share(entry)
 
 

@@ -20,7 +20,7 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 
 if TYPE_CHECKING:
-    from cfedavg.sweep import Grid, Observer
+    from cfedavg.sweep import Grid, Observer, Sweep
 
 
 @takes_config()
@@ -62,24 +62,29 @@ def sweep(
     made, say = _grid(grid, vary or [], config, given, trust), partial(OptionConsole().print, **PLAIN)
     chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), say)
     if draw:
-        idle = {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}
-        if name := next((name for name, is_given in idle.items() if is_given), ""):
-            raise InputError(f"{flag(name)} is for training, and --draw trains nothing: leave one out")
-        if not out:
-            raise InputError("--draw needs --out, the folder of the cells")
-        if not chosen.draw():
-            raise InputError(f"`draw`: {out} holds none of these cells; make some without --draw")
-    else:
-        chosen = dataclasses.replace(chosen, out=folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
-        chosen.open(resume=resume)
-        typed = {"vary": vary, "seeds": seeds, **given}
-        try:
-            chosen.run(command=_command(grid, typed), minutes=minutes, show=_show)
-        finally:  # also after Ctrl-C; of all cells that are there
-            whole = dataclasses.replace(made, rounds=None)
-            dataclasses.replace(chosen, studies=[whole], seeds=None, only=("*",)).draw()
+        _draw(chosen, {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}, out)
+        return
+    chosen = dataclasses.replace(chosen, out=folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
+    chosen.open(resume=resume)
+    try:
+        command = _command(grid, {"vary": vary, "seeds": seeds, **given})
+        chosen.run(command=command, minutes=minutes, show=_show)
+    finally:  # also after Ctrl-C; of all cells that are there
+        whole = dataclasses.replace(made, rounds=None)
+        dataclasses.replace(chosen, studies=[whole], seeds=None, only=("*",)).draw()
     if runs := [chosen.out / name for name in chosen.found if (chosen.out / name).is_dir()]:
         show_report(runs, chosen.out)
+
+
+def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None) -> None:
+    """Draw without training; refuse the `idle` options that are given."""
+    for name, is_given in idle.items():
+        if is_given:
+            raise InputError(f"{flag(name)} is for training, and --draw trains nothing: leave one out")
+    if not out:
+        raise InputError("--draw needs --out, the folder of the cells")
+    if not chosen.draw():
+        raise InputError(f"`draw`: {out} holds none of these cells; make some without --draw")
 
 
 def _grid(

@@ -79,27 +79,37 @@ class Sweep:
 
     def open(self, *, resume: bool) -> None:
         """Find the cells that are done; damaged ones count as missing, other settings are refused."""
-        damaged = []
-        for name, (study, wanted) in self.cells.items():
-            path = self.out / CELLS / f"{name}.json"
-            if not os.path.lexists(path):
-                continue
-            try:
-                cell = _read(path, study)
-            except DamagedCell as error:
-                damaged.append(f"{error}: the cell is done again")
-                continue
-            if not archive.is_same(cell.settings, wanted):
+        found, damaged = self._read(self.cells)
+        for name, cell in found.items():
+            if not archive.is_same(cell.settings, wanted := self.cells[name][1]):
+                path = self.out / CELLS / f"{name}.json"
                 raise InputError(f"`out`: {path} holds {_difference(cell.settings, wanted)}")
-            self.found[name] = cell
-        begun = len(self.found) + sum(self._rounds_done(name) > 0 for name in self.missing)
+        self.found.update(found)
+        begun = len(found) + sum(self._rounds_done(name) > 0 for name in self.missing)
         if begun and self.missing and not resume:
             raise InputError(
                 f"`out`: {self.out} holds {begun} of the {len(self.cells)} cells, done or begun; "
                 "set `resume` to go on, or choose another folder"
             )
-        for sentence in damaged:
-            self.say(sentence)
+        for error in damaged:
+            self.say(f"{error}: the cell is done again")
+
+    def _read(
+        self, cells: Mapping[str, tuple[Study, Settings]]
+    ) -> tuple[dict[str, SealedCell], list[DamagedCell]]:
+        """Read those cells that are in the folder; return them, and what is wrong with the damaged ones."""
+        found, damaged = {}, []
+        for name, (study, _) in cells.items():
+            if not os.path.lexists(path := self.out / CELLS / f"{name}.json"):
+                continue
+            try:
+                found[name] = archive.read_cell(path)
+                if missing := study.missing_values(found[name]):
+                    del found[name]
+                    raise DamagedCell(f"{path} lacks {missing[0]}")
+            except DamagedCell as error:
+                damaged.append(error)
+        return found, damaged
 
     @property
     def missing(self) -> list[str]:
@@ -177,30 +187,14 @@ class Sweep:
 
     def _drawable(self, study: Study, planned: Mapping[str, Settings]) -> dict[str, SealedCell]:
         """Return the cells in the folder, whole or cut, that are the study's."""
-        found, others = {}, []
-        for name, settings in planned.items():
-            if not os.path.lexists(path := self.out / CELLS / f"{name}.json"):
-                continue
-            try:
-                cell = _read(path, study)
-            except DamagedCell as error:
-                self.say(f"{error}: it is not drawn")
-                continue
-            if archive.is_beginning(cell.settings, settings):
-                found[name] = cell
-            else:
-                others.append(name)
+        found, damaged = self._read({name: (study, settings) for name, settings in planned.items()})
+        for error in damaged:
+            self.say(f"{error}: it is not drawn")
+        others = [n for n, cell in found.items() if not archive.is_beginning(cell.settings, planned[n])]
         if others:
             names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
             self.say(f"not drawn, for their settings are not those of {study.name}: {names}")
-        return found
-
-
-def _read(path: Path, study: Study) -> SealedCell:
-    cell = archive.read_cell(path)
-    if missing := study.missing_values(cell):
-        raise DamagedCell(f"{path} lacks {missing[0]}")
-    return cell
+        return {name: cell for name, cell in found.items() if name not in others}
 
 
 def _note(study: Study, found: Mapping[str, SealedCell], planned: Mapping[str, Settings]) -> str:
