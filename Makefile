@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
 
-.PHONY: install lock demo test test-all lint bench bench-peers bench-many claims fuzz clean
+.PHONY: install lock demo test test-all lint bench bench-peers bench-many paper fuzz clean
 
 install: $(INSTALLED)
 
@@ -57,9 +57,9 @@ bench-many: install  ## ten thousand clients: memory and disk over the rounds (s
 	rm -rf runs/many
 	$(BIN)/python bench/many.py --out runs/many
 
-claims: install  ## figures, tables and docs/claims.md again, from the cells in results/paper alone
-	$(BIN)/cfedavg reproduce --draw --scale paper --out results/paper
-	$(BIN)/cfedavg claims results/paper --words docs/claims.toml --out docs/claims.md
+paper: install  ## figures, tables and the claims page again, from the cells in paper/cfedavg/results alone
+	$(BIN)/python -m paper.cfedavg draw
+	$(BIN)/python -m paper.cfedavg claims
 
 fuzz: install  ## ten million mutated messages: only WireError, no growing memory
 	$(BIN)/python bench/fuzz.py

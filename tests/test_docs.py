@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import runpy
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench import both_ways_tables
 
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.units import format_bytes
-from cfedavg.reproduce import archive, claims, studies
-from cfedavg.reproduce.command import of_scale
-from cfedavg.reproduce.command import page as page_of
-from cfedavg.reproduce.grid import CELLS
-from cfedavg.reproduce.tables import as_markdown
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "paper/cfedavg").glob("*.md")),
+]
 SNIPPETS = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES
@@ -96,63 +92,6 @@ def test_table_of_the_peers_on_a_cpu(name: str) -> None:
     )
     assert f"| {statistics.median(seconds[name]):.2f} |" in row
     assert name.startswith("pfl") or f"{statistics.median(ratios):.2f}" in row
-
-
-PAPER = ROOT / "results" / "paper"
-
-
-def test_tables_are_made_of_the_cells() -> None:
-    """`make claims` again would change no number."""
-    found, seen = archive.read_all(PAPER / CELLS), set[str]()
-    for study in map(studies.find, studies.names()):
-        own = {name: found[name] for name in study.cells("paper", 20) if name in found}
-        seen |= own.keys()
-        path = PAPER / f"{study.name}.md"
-        assert path.exists() == (PAPER / f"{study.name}.png").exists() == bool(own), study.name
-        if own:
-            assert path.read_text() == f"# {study.title}\n\n{as_markdown(study.table(own))}", study.name
-    assert seen == found.keys()
-
-
-def test_claims_are_made_of_the_cells() -> None:
-    found = archive.read_all(PAPER / CELLS)
-    mine, planned = of_scale(found, "paper")
-    assert mine == found
-    judged = claims.judge_all(found, planned)
-    assert (ROOT / "docs" / "claims.md").read_text() == page_of(judged, ROOT / "docs" / "claims.toml")
-
-
-def test_cells_say_how_they_were_made() -> None:
-    for entry in archive.read_all(PAPER / CELLS).values():
-        assert entry.made.keys() == {"command", "seconds", "version", "torch", "python", "hardware"}
-        assert entry.made["command"].startswith("cfedavg reproduce ")
-        assert "/" not in entry.made["command"].replace("--data-dir DIR", "")
-
-
-def numbers(value: Any) -> Iterator[float | None]:
-    """All numbers in lists and tables of a small study."""
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from numbers(each)
-    else:
-        yield value
-
-
-LONG = (
-    "speedup-m16-topk0.9-seed1", "bounds-theorem3-rd-T1024-m2-K1-3-g2.5-seed0", "variance-K4-m2-g2.5-seed0",
-    "conditions-p1-start-seed0",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", ["speedup-m64-none-seed2", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
-)
-def test_cells_of_small_studies_come_out_again(name: str) -> None:
-    """To the digits that rounding on another processor leaves alone."""
-    entry = archive.read(PAPER / CELLS / f"{name}.json")
-    module = importlib.import_module(f"cfedavg.reproduce.{name.partition('-')[0]}")
-    again = module.measure(entry.settings, lambda text: None)
-    assert list(numbers(again)) == pytest.approx(list(numbers(entry.values)), rel=0.01)
 
 
 @pytest.mark.parametrize("name", both_ways_tables.TABLES)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cfedavg.feedback import Feedback
     from cfedavg.optimise.local import GradientChange, LocalOptimiser
     from cfedavg.optimise.server import ServerOptimiser
+    from cfedavg.schedule import Steps, resolve_rates
     from cfedavg.simulate.run import Result, run
     from cfedavg.task import Task
     from cfedavg.wire import WireError, decode, encode
@@ -33,6 +34,7 @@ _HOME = {
     "feedback": ("Feedback",),
     "core.layout": ("Layout",),
     "core.payload": ("Payload",),
+    "schedule": ("Steps", "resolve_rates"),
     "simulate.run": ("Result", "run"),
     "optimise.local": ("GradientChange", "LocalOptimiser"),
     "optimise.server": ("ServerOptimiser",),
@@ -43,8 +45,8 @@ _HOME = {
 __version__ = "0.5.0"
 __all__ = [
     "Aggregator", "Channel", "Compressor", "Config", "Feedback", "GradientChange", "InputError", "Layout",
-    "LocalOptimiser", "Payload", "Quantiser", "Result", "Selector", "ServerOptimiser", "Task", "WireError",
-    "average", "decode", "decompress", "encode", "local_update", "parse", "run",
+    "LocalOptimiser", "Payload", "Quantiser", "Result", "Selector", "ServerOptimiser", "Steps", "Task",
+    "WireError", "average", "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
 ]  # fmt: skip
 
 

@@ -10,6 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+__all__ = [
+    "Condition", "Problem", "descent", "h", "rate_conditions", "theorem1", "theorem2", "theorem3",
+]  # fmt: skip
+
 
 def h(gamma: float, alpha: float) -> float:
     """Return Lemma 1's factor at its best epsilon, 1/sqrt(gamma): alpha / (sqrt(gamma) - 1)^2.

@@ -19,7 +19,6 @@ from cfedavg.feedback import FEEDBACKS
 from cfedavg.optimise.local import LOCAL_OPTIMISERS
 from cfedavg.optimise.server import SERVER_OPTIMISERS
 from cfedavg.report.read import read_run
-from cfedavg.simulate.sweep import cells
 from tests.conftest import Command
 from tests.golden_cases import FOLDER as GOLDEN
 from tests.golden_cases import NET
@@ -66,7 +65,7 @@ def test_sweep_and_report(cfedavg: Command, tmp_path: Path) -> None:
     assert "±" in outcome.out
     assert outcome.out.count("in total, of which") == 2  # whole models come down once a client
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == [
-        "none-seed0", "none-seed1", "topk0.9-seed0", "topk0.9-seed1",
+        "cells", "none-seed0", "none-seed1", "topk0.9-seed0", "topk0.9-seed1",
     ]  # fmt: skip
     assert (out / "report.html").exists()
     assert cfedavg("sweep", *SMALL, *grid, "--out", out, "--resume").code == 0
@@ -270,16 +269,6 @@ def test_bad_file(text: str, words: str, cfedavg: Command, tmp_path: Path) -> No
     assert words in outcome.err
 
 
-@pytest.mark.parametrize("text", ["seed", "speed=1", "seed=0|0", "compressor=none|topk(1.5)"])
-def test_bad_grid(text: str) -> None:
-    with pytest.raises(InputError, match=r"`vary`|`compressor`: topk\(1.5\)"):
-        cells(Config(), [text])
-    with pytest.raises(InputError, match="seed is given twice"):
-        cells(Config(), ["seed=0|1", "seed=2|3"])
-    with pytest.raises(InputError, match="must be field=value"):
-        cells(Config(), ["compressor,compress=none"])
-
-
 # Files and folders of a stranger
 
 OWN_PARTS = """
@@ -324,12 +313,12 @@ def test_a_file_that_names_code_needs_trust(field: str, cfedavg: Command, strang
         ["run", "--resume", "--out", "new", "--config", "run/config.toml"],
         ["sweep", "--config", "file/c.toml", "--vary", "seed=0|1"],
         ["federate", "up", "--resume", "--out", "up"],
-        ["reproduce", "mine.toml", "--scale", "smoke"],
+        ["sweep", "mine.toml"],
     ):
         outcome = cfedavg(*command)
         assert outcome.code == 2
         assert f"--{field} '{stranger}:Own(0.9)' would import Python code" in outcome.err
-        assert ("--trust" in outcome.err) == (command[0] != "reproduce")
+        assert "--trust" in outcome.err
         assert held(Path()) == before
     assert getattr(read_run(Path("run")).config, field) == f"{stranger}:Own(0.9)"  # as `report` reads it
 

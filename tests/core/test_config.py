@@ -25,13 +25,6 @@ COMMAND_LINES = {
     ("launch/services.py", "--port"),  # Flower's own commands
     ("report/page.py", "--config"),  # the page says how to run again
     ("report/page.py", "--engine"),
-    ("reproduce/command.py", "--scale"),  # how to make a cell
-    ("reproduce/command.py", "--out"),
-    ("reproduce/command.py", "--seeds"),
-    ("reproduce/command.py", "--rounds"),
-    ("reproduce/command.py", "--device"),
-    ("reproduce/command.py", "--precision"),
-    ("reproduce/command.py", "--data-dir"),
 }
 
 
@@ -128,7 +121,7 @@ def test_parts_are_texts() -> None:
 
 
 def test_the_command_names_options() -> None:
-    assert {*OPTIONS, "out", "resume", "messages", "config", "nodes", "picture", "words"} <= _options().keys()
+    assert {*OPTIONS, "out", "resume", "messages", "config", "nodes", "picture", "vary"} <= _options().keys()
     assert with_options("`resume` needs `out`") == "--resume needs --out"
     for text in ("row 3 has no `round`", "try `cfedavg run --resume`", "eta_local is 3", "`a` `b"):
         assert with_options(text) == text

@@ -706,7 +706,6 @@ def test_without_network_the_answer_is_quick_and_useful(tmp_path: Path) -> None:
         "could not be downloaded",
         "set `data_dir` to a folder",
         "embedded",
-        "`scale` to smoke",
     ):
         assert words in line
 

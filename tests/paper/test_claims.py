@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
-from cfedavg.reproduce import experiment, judges_theory, results
-from cfedavg.reproduce.archive import Entry
-from cfedavg.reproduce.cases import FAILS, HOLDS, MARKS, PARTLY, UNDECIDED, WHERE_RUN, decide
-from cfedavg.reproduce.claims import (
+from cfedavg.sweep import SealedCell, read_table
+from cfedavg.theory import h
+from paper.cfedavg import experiment
+from paper.cfedavg.claims import judges_theory
+from paper.cfedavg.claims import measures as results
+from paper.cfedavg.claims.cases import FAILS, HOLDS, MARKS, PARTLY, UNDECIDED, WHERE_RUN, decide
+from paper.cfedavg.claims.measures import Sample, compare
+from paper.cfedavg.claims.page import (
     CLAIMS,
     Claim,
     Finding,
@@ -28,8 +30,6 @@ from cfedavg.reproduce.claims import (
     overview,
     weak_checks,
 )
-from cfedavg.reproduce.results import Sample, compare
-from cfedavg.theory import h
 
 VERDICTS = {HOLDS, PARTLY, FAILS, UNDECIDED, HOLDS + WHERE_RUN, FAILS + WHERE_RUN, "not run yet"}
 DATASETS = ("mnist", "fashion_mnist", "cifar10")
@@ -160,7 +160,7 @@ SLOPES = {"slope_none": -1.0, "slope_topk0.9": -0.9, "slope_rd0.9": -1.1, "slope
 }  # fmt: skip
 
 
-def world(rule: Rule, seeds: int = 1) -> dict[str, Entry]:
+def world(rule: Rule, seeds: int = 1) -> dict[str, SealedCell]:
     """All cells that any claim asks for."""
     lines = ["none", "one-step", *LINES, *(f"{line}-noef" for line in LINES)]
     lines += ["k50", "k5..95", "deadline", "topk0.99-decaying1", "topk0.99-decaying25", *OTHERS]
@@ -170,25 +170,25 @@ def world(rule: Rule, seeds: int = 1) -> dict[str, Entry]:
     )  # fmt: skip
 
 
-def cell(name: str, run: Run) -> tuple[str, Entry]:
-    return name, Entry(name, {"rounds": run.rounds, "clients": run.clients}, dict(values_of(run)), {})
+def cell(name: str, run: Run) -> tuple[str, SealedCell]:
+    return name, SealedCell(name, {"rounds": run.rounds, "clients": run.clients}, dict(values_of(run)), {})
 
 
-def conditions(ratio: float | None) -> dict[str, Entry]:
-    return {"conditions-x": Entry("conditions-x", {}, {"ratios": [ratio] * 3}, {})}
+def conditions(ratio: float | None) -> dict[str, SealedCell]:
+    return {"conditions-x": SealedCell("conditions-x", {}, {"ratios": [ratio] * 3}, {})}
 
 
-def studies(ratio: float | None) -> dict[str, Entry]:
+def studies(ratio: float | None) -> dict[str, SealedCell]:
     extra = {"extra": 0.1 * (ratio or 1), "promised": 0.1}
     values = {"level": 1.0, "topk": extra, "rd": extra}
-    found = {f"{name}-x": Entry(f"{name}-x", {}, values, {}) for name in ("speedup", "variance")}
+    found = {f"{name}-x": SealedCell(f"{name}-x", {}, values, {}) for name in ("speedup", "variance")}
     return found | bounds(ratio or 1) | conditions(ratio)
 
 
-def bounds(mean: float, broken: float | None = 0.9) -> dict[str, Entry]:
+def bounds(mean: float, broken: float | None = 0.9) -> dict[str, SealedCell]:
     """A cell for each theorem and compressor; the bound is 1."""
     return {
-        (name := f"bounds-{theorem}-{kind}"): Entry(
+        (name := f"bounds-{theorem}-{kind}"): SealedCell(
             name,
             {"theorem": theorem, "compressor": kind},
             {"mean": mean, "bound": 1.0, "conditions": [0.1, 0.1, broken]},
@@ -205,8 +205,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], Non
     def put(numbers: Mapping[str, float]) -> None:
         errors = {f"{key}_se": 0.05 for key in numbers}
         for name in ("speedup", "bounds", "variance"):
-            study = SimpleNamespace(verdict_numbers=lambda found: {**numbers, **errors})
-            monkeypatch.setitem(sys.modules, f"cfedavg.reproduce.{name}", study)
+            monkeypatch.setitem(judges_theory._STUDIES, name, lambda found: {**numbers, **errors})
 
     return put
 
@@ -215,7 +214,7 @@ def rule_for(claim: Claim, special: Mapping[str, Rule], rule: Rule) -> Rule:
     return next((each for name, each in special.items() if claim.name.startswith(name)), rule)
 
 
-def verdict(name: str, found: Mapping[str, Entry]) -> str:
+def verdict(name: str, found: Mapping[str, SealedCell]) -> str:
     finding = BY_NAME[name].judge(Results(found))
     assert finding is not None
     return finding.verdict
@@ -297,17 +296,17 @@ def test_one_broken_condition_of_three_is_in_part() -> None:
 
 
 def test_the_small_studies_give_what_is_asked_of_them() -> None:
-    from cfedavg.reproduce import bounds, speedup, variance
+    from paper.cfedavg.studies import bounds, speedup, variance
 
-    cells = speedup.cells("paper", 1)
-    found = {n: Entry(n, s, {"horizon": 1000 / s["m"], "condition3": 0.5}, {}) for n, s in cells.items()}
-    for n, s in variance.cells("paper", 1).items():
+    cells = speedup.cells("paper", range(1))
+    found = {n: SealedCell(n, s, {"horizon": 1000 / s["m"], "condition3": 0.5}, {}) for n, s in cells.items()}
+    for n, s in variance.cells("paper", range(1)).items():
         added = {"extra": 0.1 / s["m"], "promised": 1.0, "h": 1.0}
-        found[n] = Entry(n, s, {"level": 1 / s["m"], "topk": added, "rd": added}, {})
-    for n, s in bounds.cells("paper", 1).items():
+        found[n] = SealedCell(n, s, {"level": 1 / s["m"], "topk": added, "rd": added}, {})
+    for n, s in bounds.cells("paper", range(1)).items():
         mean = 1 / math.sqrt(s["rounds"] * s["m"] * s["K"][0])
         h = 0.0 if s["compressor"] == "none" else 2.0
-        found[n] = Entry(n, s, {"mean": mean, "bound": 2 * mean, "h": h, "conditions": [0.5] * 3}, {})
+        found[n] = SealedCell(n, s, {"mean": mean, "bound": 2 * mean, "h": h, "conditions": [0.5] * 3}, {})
     for name in (name for name in BY_NAME if name.startswith(SMALL)):
         finding = BY_NAME[name].judge(Results(found))
         assert finding is not None
@@ -385,7 +384,7 @@ def test_what_was_not_run_is_said_and_not_judged() -> None:
     assert finding.verdict == FAILS + WHERE_RUN
 
 
-def flat(found: dict[str, Entry]) -> dict[str, Entry]:
+def flat(found: dict[str, SealedCell]) -> dict[str, SealedCell]:
     """All lines end alike."""
     like = found["mnist-p10-none-seed0"].values
     return {name: replace(entry, values=like) for name, entry in found.items()}
@@ -477,8 +476,8 @@ def test_short_runs_are_judged_too(rounds: int) -> None:
 # Measures
 
 
-def entry(**values: Any) -> Entry:
-    return Entry("mnist-p1-none-seed0", {"rounds": 4}, values, {})
+def entry(**values: Any) -> SealedCell:
+    return SealedCell("mnist-p1-none-seed0", {"rounds": 4}, values, {})
 
 
 def test_a_steady_rise_is_no_zigzag() -> None:
@@ -537,7 +536,7 @@ def test_a_single_seed_is_as_sure_as_its_curve_is_smooth() -> None:
     """Two curves of coin flips: what their means differ by says nothing."""
     flips = [[0.3 + 0.5 * (hash((i, j)) % 2) for j in range(100)] for i in range(2)]
     found = {
-        f"mnist-p10-rd{comp}-seed0": Entry(
+        f"mnist-p10-rd{comp}-seed0": SealedCell(
             "", {"rounds": 100}, {"test_accuracy": flips[i], "model_sizes_sent": [1.0] * 100}, {}
         )
         for i, comp in enumerate(("0.9", "0.99"))
@@ -580,7 +579,7 @@ def test_lines_are_not_mistaken_for_one_another() -> None:
 
 
 def test_the_bound_of_lemma_1_is_that_of_its_definition() -> None:
-    from cfedavg.reproduce.judges_theory import _bound
+    from paper.cfedavg.claims.judges_theory import _bound
 
     seen = entry(alpha=[3.0, 5.0], delta_norm2=[1.0, 2.0], error_norm2=[0.5, 0.25])
     right = math.fsum(h(2.0, a) * d / a for a, d in ((3.0, 1.0), (5.0, 2.0)))
@@ -613,7 +612,7 @@ def test_names_and_figures() -> None:
 
 
 def test_every_cell_that_a_claim_asks_for_is_in_an_experiment() -> None:
-    tables = [experiment._table(name) for name in experiment.names()]  # `load` checks, which takes seconds
+    tables = [read_table(experiment.FOLDER / f"{name}.toml") for name in experiment.names()]
     there = {
         f"{table['base']['dataset']}-p{p}-{line['name']}-seed0"
         for table in tables for p in table["p"] for line in table["line"]
@@ -667,7 +666,7 @@ def test_a_finding_of_ones_own_is_written_down() -> None:
 # What a programmer could get wrong and nobody would see in a table
 
 
-def judged_in(name: str, found: Mapping[str, Entry]) -> Finding:
+def judged_in(name: str, found: Mapping[str, SealedCell]) -> Finding:
     finding = BY_NAME[name].judge(Results(found))
     assert finding is not None
     return finding
@@ -862,7 +861,7 @@ def test_the_worst_run_and_the_worst_cell_decide() -> None:
     found = world(as_claimed)
     found |= [cell("cifar10-p1-rd0.9-seed7", Run(0.9, residual=20.0))]
     assert judged_in("lemma1-holds", found).verdict == PARTLY
-    worst = conditions(0.5) | {"conditions-y": Entry("conditions-y", {}, {"ratios": [2.0] * 3}, {})}
+    worst = conditions(0.5) | {"conditions-y": SealedCell("conditions-y", {}, {"ratios": [2.0] * 3}, {})}
     assert judged_in("rate-conditions", worst).verdict == FAILS
 
 

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cfedavg import Config, run
-from cfedavg.report.panels import Frame
-from cfedavg.reproduce import bounds, conditions, speedup, variance
-from cfedavg.reproduce.archive import Entry
-from cfedavg.reproduce.problem import Bowl, Point, gradient_norm2, power_law, tilted
 from cfedavg.simulate.local import batches
+from cfedavg.sweep import Frame, SealedCell
 from cfedavg.task import Tensors
+from paper.cfedavg.studies import bounds, conditions, speedup, variance
+from paper.cfedavg.studies.problem import Bowl, Point, gradient_norm2, power_law, tilt_loss
 
 STUDIES = (speedup, bounds, variance, conditions)
 FRAME = Frame("A title", "a subtitle", (), "a note")
@@ -43,7 +42,7 @@ def ignore(text: str) -> None:
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=6), st.floats(0.01, 10))
 def test_gradient_in_closed_form_is_autograds(at: list[float], L: float) -> None:
     model = Point(torch.tensor(at, dtype=torch.float64), L)
-    (automatic,) = torch.autograd.grad(tilted(model, torch.zeros(1, len(at))), [model.x])
+    (automatic,) = torch.autograd.grad(tilt_loss(model, torch.zeros(1, len(at))), [model.x])
     assert torch.allclose(model.gradient(), automatic, rtol=1e-9, atol=1e-9)
     assert gradient_norm2(model, None).item() == pytest.approx(automatic.square().sum().item())
 
@@ -163,7 +162,7 @@ def test_largest_eigenvalue_of_a_quadratic(curvature: list[float]) -> None:
 @pytest.mark.parametrize("study", STUDIES)
 @pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
 def test_cells(study: ModuleType, scale: str) -> None:
-    one, two = study.cells(scale, 1), study.cells(scale, 2)
+    one, two = study.cells(scale, range(1)), study.cells(scale, range(2))
     prefix = study.__name__.split(".")[-1]
     assert all(name.startswith(f"{prefix}-") and "/" not in name for name in two)
     assert len(two) == 2 * len(one)
@@ -172,13 +171,13 @@ def test_cells(study: ModuleType, scale: str) -> None:
 
 
 def test_enough_clients_and_no_horizon_below_mK_to_begin_with() -> None:
-    first = [(s["first"], s["m"] * s["K"]) for s in speedup.cells("paper", 1).values()]
+    first = [(s["first"], s["m"] * s["K"]) for s in speedup.cells("paper", range(1)).values()]
     assert {mK for _, mK in first} == {2 * 2**i for i in range(7)}
     assert all(mK <= T for T, mK in first)
 
 
-def entries(study: ModuleType, fake: Any) -> dict[str, Entry]:
-    return {name: Entry(name, s, fake(s), {}) for name, s in study.cells("paper", 2).items()}
+def entries(study: ModuleType, fake: Any) -> dict[str, SealedCell]:
+    return {name: SealedCell(name, s, fake(s), {}) for name, s in study.cells("paper", range(2)).items()}
 
 
 def fake_speedup(s: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +229,7 @@ def test_speedup_verdict() -> None:
     assert numbers["slope_none"] == pytest.approx(-1, abs=0.01)
     assert 0 < numbers["slope_rd0.9_se"] < 0.01
     broken = {name: ratio for name, ratio in numbers.items() if name.endswith("_condition")}
-    most = 2.0 * max(s["m"] for s in speedup.cells("paper", 1).values())
+    most = 2.0 * max(s["m"] for s in speedup.cells("paper", range(1)).values())
     assert broken == {"slope_topk0.9_condition": most, "slope_rd0.9_condition": math.inf}
 
 
@@ -288,14 +287,16 @@ def test_conditions_table_says_how_far_over() -> None:
     ],
 )
 def test_measure_twice_is_the_same(study: ModuleType, name: str, shorter: dict[str, Any]) -> None:
-    cell = study.cells("smoke", 2)[name] | shorter
+    cell = study.cells("smoke", range(2))[name] | shorter
     first = study.measure(cell, ignore)
     assert study.measure(cell, ignore) == first
     assert study.measure({**cell, "seed": 1}, ignore) != first
 
 
 def test_more_clients_need_fewer_rounds() -> None:
-    found = [speedup.measure(speedup.cells("smoke", 1)[f"speedup-m{m}-none-seed0"], ignore) for m in (1, 4)]
+    found = [
+        speedup.measure(speedup.cells("smoke", range(1))[f"speedup-m{m}-none-seed0"], ignore) for m in (1, 4)
+    ]
     assert found[0]["horizon"] > 2 * found[1]["horizon"]
 
 
@@ -304,7 +305,7 @@ def test_bounds_are_of_the_rates_and_steps_that_were_run(theorem: int, m: int) -
     """What a cell says, computed again from its settings, a run of its own and the theorem as it stands."""
     T, L, sL2, sG2 = 200, 0.2, 25.0, 6.25
     K = {1: [2, 2], 2: [2, 2], 3: [1, 3]}[theorem] * (m // 2)
-    s = bounds.cells("smoke", 1)[
+    s = bounds.cells("smoke", range(1))[
         f"bounds-theorem{theorem}-topk-T256-m{m}-K{'1-3' if theorem == 3 else 2}-g2.5-seed0"
     ]
     s |= {"rounds": T}
@@ -347,12 +348,12 @@ def test_bounds_are_of_the_rates_and_steps_that_were_run(theorem: int, m: int) -
 
 def test_a_bound_that_is_infinite_is_written_as_null() -> None:
     """Where a client does so many steps that the descent is lost."""
-    s = bounds.cells("smoke", 1)["bounds-theorem3-none-T160-m2-K1-3-g2.5-seed0"] | {"rounds": 32}
+    s = bounds.cells("smoke", range(1))["bounds-theorem3-none-T160-m2-K1-3-g2.5-seed0"] | {"rounds": 32}
     assert bounds.measure(s, ignore)["bound"] is None
 
 
 def test_variance_promises_what_the_remark_says() -> None:
-    s = variance.cells("smoke", 1)["variance-K4-m4-g2.5-seed0"] | {"rounds": 12}
+    s = variance.cells("smoke", range(1))["variance-K4-m4-g2.5-seed0"] | {"rounds": 12}
     found = variance.measure(s, ignore)
     for name in variance.COMPRESSORS:
         own = found[name]
@@ -366,7 +367,7 @@ def test_variance_promises_what_the_remark_says() -> None:
 
 
 def test_a_horizon_comes_with_what_its_last_run_was_like() -> None:
-    s = speedup.cells("smoke", 1)["speedup-m4-topk0.9-seed0"] | {"first": 16, "target": 600.0}
+    s = speedup.cells("smoke", range(1))["speedup-m4-topk0.9-seed0"] | {"first": 16, "target": 600.0}
     found = speedup.measure(s, ignore)
     (T, level), (before, _) = found["tried"][-1], found["tried"][-2]
     assert min(T, before) <= found["horizon"] <= max(T, before)
@@ -379,7 +380,7 @@ def test_a_horizon_comes_with_what_its_last_run_was_like() -> None:
 
 def test_samples_of_a_round_are_drawn_without_replacement_as_the_page_says() -> None:
     """With the variance of K steps that this leaves, and what it does to a slope over K."""
-    page = (Path(__file__).parents[2] / "docs" / "claims.toml").read_text()
+    page = (Path(__file__).parents[2] / "paper" / "cfedavg" / "claims.toml").read_text()
     n, most = bounds._FIXED["samples"], bounds._OVER["paper"]["K"]
     drawn = islice(batches(Tensors(torch.arange(float(n))[:, None]), 1, seed=0, t=3, client=1), int(n))
     assert len({float(batch) for batch in drawn}) == n

@@ -23,7 +23,7 @@ from cfedavg import Config, InputError, Layout
 from cfedavg import run as run_and_draw
 from cfedavg.cli.inspect_message import show
 from cfedavg.core.config import read_config
-from cfedavg.reproduce import archive
+from cfedavg.sweep import DamagedCell, read_cell
 from cfedavg.wire.header import CHECKSUM, Coding, Header, Kind, Where
 from tests.conftest import Command, blobs
 from tests.golden_cases import FOLDER as GOLDEN
@@ -301,26 +301,28 @@ def test_no_data(cfedavg: Command, tmp_path: Path, name: str, monkeypatch: pytes
     assert refused(outcome, "--data-dir: ")
 
 
-# Reproduction
+# Sweeps
 
 
 @pytest.mark.parametrize("name", NO_TOML)
-def test_no_experiment(cfedavg: Command, tmp_path: Path, name: str) -> None:
+def test_no_grid(cfedavg: Command, tmp_path: Path, name: str) -> None:
     file = put(tmp_path / "e.toml", NO_TOML[name])
-    assert refused(cfedavg("reproduce", file, "--out", tmp_path / "out"), "experiment")
+    assert refused(cfedavg("sweep", file, "--out", tmp_path / "out"), "grid")
 
 
 @pytest.mark.parametrize("name", NO_FILE)
 def test_no_cell(cfedavg: Command, tmp_path: Path, name: str) -> None:
     (tmp_path / "cells").mkdir()
-    file = put(tmp_path / "cells" / "cell.json", NO_FILE[name])
-    assert refused(cfedavg("claims", tmp_path), str(file))
+    file = put(tmp_path / "cells" / "none-seed0.json", NO_FILE[name])
+    sweep = cfedavg("sweep", "--vary", "compressor=none", "--draw", "--out", tmp_path)
+    assert refused(sweep)
+    assert str(file) in (sweep.out + sweep.err).replace("\n", "")
 
 
 @pytest.mark.parametrize("content", ["", DEEP, "3", "{}", '{"seal": NaN}', "\0", '{"a":' * 100_000])
 def test_a_damaged_cell(tmp_path: Path, content: str) -> None:
-    with pytest.raises(archive.Damaged, match="is damaged"):
-        archive.read(put(tmp_path / "cell.json", text(content)))
+    with pytest.raises(DamagedCell, match="is damaged"):
+        read_cell(put(tmp_path / "cell.json", text(content)))
 
 
 # A run's folder, changed at random

@@ -7,9 +7,9 @@ import typer
 from cfedavg.cli.console import fail, first_rank_only
 from cfedavg.cli.federate import federation
 from cfedavg.cli.inspect import data, inspect_message
-from cfedavg.cli.paper import claims, reproduce
 from cfedavg.cli.parts import parts
-from cfedavg.cli.training import report, run, sweep
+from cfedavg.cli.sweep import sweep
+from cfedavg.cli.training import report, run
 from cfedavg.core.errors import InputError
 
 # The base class of click's errors, wherever this version of typer has its click.
@@ -32,7 +32,7 @@ def version() -> None:
 
 
 # In the order of `--help`.
-for command in (run, sweep, report, reproduce, claims, data, parts):
+for command in (run, sweep, report, data, parts):
     app.command()(command)
 app.command("inspect")(inspect_message)
 app.command()(version)

@@ -1,4 +1,4 @@
-"""`cfedavg run`, `sweep` and `report`: train, once or in a grid, and compare."""
+"""`cfedavg run` and `report`: train, and compare."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 from rich.text import Text
 
-from cfedavg.cli.console import PLAIN, OptionConsole, ranks
+from cfedavg.cli.console import PLAIN, OptionConsole
 from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, folder, takes_config
-from cfedavg.core.config import Config
-from cfedavg.core.errors import InputError
 from cfedavg.core.files import exists
 
 
@@ -34,54 +32,17 @@ def run(
     With no options: the MNIST subset inside the package, 10 clients of 2 classes each, both directions
     compressed to 3% of the numbers in 3 bits.
     """
-    out = folder(out, resume, "%Y%m%d-%H%M%S")
-    if resume and not config and exists(out / "config.toml"):
-        config = out / "config.toml"
-    train(config_from(config, given, trust=trust), out, resume=resume, messages=messages)
-    OptionConsole().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
-
-
-def train(
-    config: Config, out: Path, *, resume: bool, title: str = "training", messages: Path | None = None
-) -> None:
-    """One run with its display."""
     from cfedavg.cli.progress import Display
     from cfedavg.simulate.run import run as run_loop
 
-    with Display(OptionConsole(), config.rounds, title) as display:
-        run_loop(config, out=out, resume=resume, observer=display, messages=messages)
+    out = folder(out, resume, "%Y%m%d-%H%M%S")
+    if resume and not config and exists(out / "config.toml"):
+        config = out / "config.toml"
+    given_config = config_from(config, given, trust=trust)
+    with Display(OptionConsole(), given_config.rounds, "training") as display:
+        run_loop(given_config, out=out, resume=resume, observer=display, messages=messages)
     display.say_total()
-
-
-@takes_config()
-def sweep(
-    given: dict[str, Any],
-    vary: Annotated[
-        list[str],
-        typer.Option(
-            "--vary",
-            help='field=value|value|..., for instance "seed=0|1|2"; field,field=... gives fields one value; '
-            "repeatable",
-        ),
-    ],
-    out: Out = None,
-    resume: Resume = False,
-    config: ConfigFile = None,
-    trust: Trust = False,
-) -> None:
-    """Run a small grid and compare: mean and spread over the seeds, and one page.
-
-    For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
-    """
-    from cfedavg.simulate.sweep import cells
-
-    if ranks() > 1:
-        raise InputError("start `cfedavg run` with torchrun; sweep uses --workers")
-    out = folder(out, resume, "sweep-%Y%m%d-%H%M%S")
-    grid = cells(config_from(config, given, trust=trust), vary)
-    for number, (name, cell) in enumerate(grid.items(), 1):
-        train(cell, out / name, resume=resume, title=f"{number}/{len(grid)} {name}")
-    _report([out / name for name in grid], out)
+    OptionConsole().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
 
 
 def report(
@@ -91,10 +52,11 @@ def report(
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
 ) -> None:
     """Compare runs: accuracy over rounds, bytes and simulated time, loss, norms; pictures and one page."""
-    _report(runs, out)
+    show_report(runs, out)
 
 
-def _report(runs: list[Path], out: Path) -> None:
+def show_report(runs: list[Path], out: Path) -> None:
+    """Write the page that compares runs, and print its table."""
     from cfedavg.report import write_report
 
     made = write_report(runs, out)

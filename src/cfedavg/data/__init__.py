@@ -3,12 +3,14 @@
 from cfedavg.data.cache import cache_folder
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
 from cfedavg.data.sources import HUB, ImageData, Images, load
+from cfedavg.data.tasks import build_task
 
 __all__ = [
     "HUB",
     "ImageData",
     "Images",
     "Partition",
+    "build_task",
     "by_classes",
     "by_dirichlet",
     "cache_folder",

@@ -163,7 +163,7 @@ def _downloaded(repo: str, revision: str | None, where: str) -> dict[str, list[P
         raise InputError(
             f"{where} could not be downloaded from the Hugging Face hub ({_reason(error)}): "
             "set `data_dir` to a folder with its parquet files, or run once on a machine with network, "
-            "or set `dataset` to embedded (with `cfedavg reproduce`: `scale` to smoke)"
+            "or set `dataset` to embedded"
         ) from None
     raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
 

@@ -1,0 +1,1 @@
+"""The CFedAvg paper, made again on the public API: experiments, studies of the theory, claims, results."""

@@ -1,0 +1,1 @@
+"""What the paper claims, held against archived cells: verdicts come from numbers."""

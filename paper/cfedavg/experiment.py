@@ -1,0 +1,136 @@
+"""The paper's experiments: the grids in `experiments/`, at three scales, drawn in the paper's layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from cfedavg import InputError
+from cfedavg.sweep import (
+    PLAIN,
+    Grid,
+    Line,
+    Panel,
+    Pen,
+    SealedCell,
+    Series,
+    draw_grid,
+    fill_panel,
+    frame_of,
+    read_table,
+    started_lines,
+    started_shares,
+)  # fmt: skip
+from paper.cfedavg import tables
+
+FOLDER = Path(__file__).parent / "experiments"
+SCALES = ("smoke", "small", "paper")
+DRAWINGS = ("curves", "budget", "norms")
+# The compressors of the paper: a hue for each kind, the darker shade for what sends less.
+COLOURS = {"none": PLAIN, "topk(0.9)": "#56B4E9", "topk(0.99)": "#0072B2", "rd(0.9)": "#E69F00",
+           "rd(0.99)": "#D55E00"}  # fmt: skip
+_OTHERS = ("#009E73", "#CC79A7", "#882255", "#999933")
+# From light to dark, as the clients' data grow more different.
+_SHARES = {10: "#A6A61F", 5: "#35A06F", 2: "#31688E", 1: "#440154"}
+
+
+@dataclass(frozen=True)
+class Experiment(Grid):
+    """A grid of the paper; `draw` is the layout of its figure and the kind of its table."""
+
+    draw: str = "curves"
+
+    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
+        """Draw the cells that there are, as PNG."""
+        return _draw_norms(self, found, note) if self.draw == "norms" else super().figure(found, note)
+
+    def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
+        """Return the numbers behind the figure, measured as the claims are."""
+        return tables.table(self, found)
+
+
+def names() -> list[str]:
+    """Return the names of the experiments, the paper's figures first."""
+    return sorted((path.stem for path in FOLDER.glob("*.toml")), key=lambda name: (name[:3] != "fig", name))
+
+
+def load(name: str, scale: str = "paper", **more: Any) -> Experiment:
+    """Return an experiment at a scale; `more` are fields of the Grid, and `typed` options."""
+    check_scale(scale)
+    return from_table(name, read_table(FOLDER / f"{name}.toml"), scale, **more)
+
+
+def check_scale(scale: str) -> None:
+    """Refuse a scale that does not exist."""
+    if scale not in SCALES:
+        raise InputError(f"`scale` must be smoke, small or paper, got {scale!r}")
+
+
+def from_table(name: str, table: Mapping[str, Any], scale: str, **more: Any) -> Experiment:
+    """Make an experiment of a table that has, beside a grid's keys, `paper`, `draw` and `scale`."""
+    rest = dict(table)
+    draw, scales, own = rest.pop("draw", "curves"), rest.pop("scale", {}), rest["base"]
+    rest["subtitle"] = rest.pop("paper")
+    if draw == "budget":
+        rest["over"] = ["model_sizes_sent", "client_bytes"]
+    rest["line"] = [_line(line, rest, scale) for line in rest["line"]]
+    prefix, note = own["dataset"], f"scale {scale}"
+    typed = {**scales.get(scale, {}), **more.pop("typed", {})}
+    if scale == "smoke":  # to start processes would take longer than such a cell
+        typed.setdefault("workers", 1)
+    if (data := typed.get("dataset", prefix)) != prefix:
+        note += ", on embedded digits" if data == "embedded" else f", on {data}"
+    made = Experiment.from_table(name, rest, typed=typed, note=note, draw=draw, **more)
+    # A cell is named after the data of the paper, whatever a smaller scale uses.
+    return dataclasses.replace(made, prefix=prefix)
+
+
+def _line(line: Mapping[str, Any], table: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """Return a line as the grid takes it: at the scale, and in the colour that it has in every figure."""
+    changes = {key: value for key, value in line.items() if key not in SCALES}
+    special = _special(changes, table["base"])
+    if set(special) == {"compressor"} and special["compressor"] in COLOURS:
+        colour = COLOURS[special["compressor"]]
+    else:
+        kinds = [_special(each, table["base"]) for each in table["line"]]
+        others = [each for each in kinds if set(each) != {"compressor"} or each["compressor"] not in COLOURS]
+        colour = _OTHERS[others.index(special) % len(_OTHERS)]
+    return {"colour": colour, **changes, **line.get(scale, {})}
+
+
+def _special(line: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the compressor, and what else, feedback aside, the line does in another way than the base."""
+    names = {"name", "label", "feedback", *SCALES}
+    changes = {key: value for key, value in line.items() if key not in names and base.get(key) != value}
+    return {"compressor": base.get("compressor"), **changes}
+
+
+def _draw_norms(grid: Experiment, found: Mapping[str, SealedCell], note: str) -> bytes:
+    """Draw a column for each line; the squared norms of the paper's captions above those of its text."""
+    lines = started_lines(grid, found)
+    rows = [
+        [fill_panel(_norms_panel(grid, line, square, line == lines[0]), _by_share(grid, found, line))
+         for line in lines]
+        for square in ("2", "")
+    ]  # fmt: skip
+    legend = [(f"p = {p}", Pen(_SHARES[p])) for p in started_shares(grid, found) if p is not None]
+    legend += [("updates ‖g‖", Pen(PLAIN)), ("residuals ‖e‖", Pen(PLAIN, dashed=True))]
+    return draw_grid(rows, frame_of(grid, found, legend, note), share_y=True)
+
+
+def _norms_panel(grid: Experiment, line: Line, square: str, first: bool) -> Panel:
+    letter = ascii_lowercase[grid.lines.index(line) % 26]
+    title = f"({letter}) {line.label}".replace(", ", "\n") if square else ""
+    side = "" if not first else "squared norms" if square else "norms"
+    series = (Series(f"delta_norm{square}", ""), Series(f"error_norm{square}", "", dashed=True))
+    return Panel("norms", title, series, "", log=True, side=side)
+
+
+def _by_share(
+    grid: Experiment, found: Mapping[str, SealedCell], line: Line
+) -> list[tuple[str, list[SealedCell], Pen]]:
+    return [(line.label, grid.find_cells(found, p, line), Pen(_SHARES[p])) for p in grid.p if p is not None]

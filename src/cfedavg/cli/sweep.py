@@ -1,0 +1,125 @@
+"""`cfedavg sweep`: run a grid, stop it, resume it, and draw it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cfedavg.cli.console import PLAIN, OptionConsole, ranks
+from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, flag, folder, takes_config
+from cfedavg.cli.training import show_report
+from cfedavg.core.config import Config
+from cfedavg.core.errors import InputError
+
+if TYPE_CHECKING:
+    from cfedavg.sweep import Grid, Observer, Sweep
+
+
+@takes_config()
+def sweep(
+    given: dict[str, Any],
+    grid: Annotated[
+        Path | None, typer.Argument(help="a TOML file with base, p, lines and seeds", metavar="GRID.toml")
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='field=value|value|..., for instance "seed=0|1|2"; field,field=... gives fields one value; '
+            "repeatable",
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="run each cell with seeds 0, 1, ...", min=1, max=1000)
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="stop after this many minutes; continue with --resume", min=0)
+    ] = math.inf,
+    draw: Annotated[bool, typer.Option("--draw", help="train nothing: draw the cells in --out")] = False,
+    out: Out = None,
+    resume: Resume = False,
+    config: ConfigFile = None,
+    trust: Trust = False,
+) -> None:
+    """Run a grid and compare: mean and spread over the seeds, a figure, a table and one page.
+
+    For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
+    """
+    from cfedavg.sweep import Sweep
+
+    if ranks() > 1:
+        raise InputError("start `cfedavg run` with torchrun; sweep uses --workers")
+    made, say = _grid(grid, vary or [], config, given, trust), partial(OptionConsole().print, **PLAIN)
+    chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), say)
+    if draw:
+        _draw(chosen, {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}, out)
+        return
+    chosen = dataclasses.replace(chosen, out=folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
+    chosen.open(resume=resume)
+    try:
+        command = _command(grid, {"vary": vary, "seeds": seeds, **given})
+        chosen.run(command=command, minutes=minutes, show=_show)
+    finally:  # also after Ctrl-C; of all cells that are there
+        whole = dataclasses.replace(made, rounds=None)
+        dataclasses.replace(chosen, studies=[whole], seeds=None, only=("*",)).draw()
+    if runs := [chosen.out / name for name in chosen.found if (chosen.out / name).is_dir()]:
+        show_report(runs, chosen.out)
+
+
+def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None) -> None:
+    """Draw without training; refuse the `idle` options that are given."""
+    for name, is_given in idle.items():
+        if is_given:
+            raise InputError(f"{flag(name)} is for training, and --draw trains nothing: leave one out")
+    if not out:
+        raise InputError("--draw needs --out, the folder of the cells")
+    if not chosen.draw():
+        raise InputError(f"`draw`: {out} holds none of these cells; make some without --draw")
+
+
+def _grid(
+    path: Path | None, vary: list[str], config: Path | None, given: dict[str, Any], trust: bool
+) -> Grid:
+    """Make the grid that a file describes, or that --vary and the other options do."""
+    from cfedavg.sweep import Grid, read_table
+
+    if path:
+        if config:
+            raise InputError("--config: GRID.toml has the configuration, in [base]; leave one out")
+        typed = {name: value for name, value in given.items() if name != "rounds"}
+        table, rounds = read_table(path), given.get("rounds")
+        return Grid.from_table(path.stem, table, typed=typed, vary=vary, trust=trust, rounds=rounds)
+    if not vary:
+        raise InputError("a sweep needs GRID.toml or --vary")
+    usual = dataclasses.asdict(Config())
+    fields = dataclasses.asdict(config_from(config, given, trust=trust))
+    typed = {name: value for name, value in fields.items() if value is not None and value != usual[name]}
+    return Grid.from_table("sweep", {}, typed=typed, vary=vary)
+
+
+def _command(grid: Path | None, typed: dict[str, Any]) -> str:
+    """Write down how to make a cell again, wherever grid and data are."""
+    words = ["cfedavg", "sweep", *([grid.name] if grid else [])]
+    for name, value in typed.items():
+        for each in value if isinstance(value, list) else [] if value is None else [value]:
+            words += [flag(name), "DIR" if name == "data_dir" else str(each)]
+    return shlex.join(words)
+
+
+@contextmanager
+def _show(title: str, rounds: int) -> Iterator[Observer]:
+    from cfedavg.cli.progress import Display
+
+    with Display(OptionConsole(), rounds, title) as display:
+        yield display
+    display.say_total()

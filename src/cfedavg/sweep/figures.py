@@ -1,0 +1,179 @@
+"""Figures and tables of a grid's cells: means over the seeds, with bands from the lowest to the highest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from cfedavg.core.config import Config
+from cfedavg.core.units import format_bytes, format_metric, is_share, spell_out
+from cfedavg.report.grid import draw_grid
+from cfedavg.report.groups import Group
+from cfedavg.report.panels import Cell as PanelCell
+from cfedavg.report.panels import Frame, Panel, Series
+from cfedavg.report.pens import COLOURS, PLAIN, Pen
+from cfedavg.report.read import Run
+from cfedavg.sweep.cells import SealedCell
+from cfedavg.sweep.grid import Grid, Line
+
+Found = Mapping[str, SealedCell]
+NOTHING = "–"
+
+
+def draw_grid_figure(grid: Grid, found: Found, note: str) -> bytes:
+    """Draw a row of panels for each p, a panel for each column over each x axis, as PNG."""
+    lines = started_lines(grid, found)
+    rows = [
+        [_panel(grid, found, p, key, x) for x in grid.over for key in grid.columns]
+        for p in started_shares(grid, found)
+    ]
+    legend = [(line.label, pen_of(grid, line)) for line in lines]
+    return draw_grid(rows, frame_of(grid, found, legend, note))
+
+
+def frame_of(grid: Grid, found: Found, legend: Sequence[tuple[str, Pen]], note: str) -> Frame:
+    """Return what stands around a grid's panels: title, seeds, legend, and what has not been run."""
+    counts = [grid.find_cells(found, *pair) for pair in grid.pairs()]
+    crosses = "× where a seed diverged" if any(cell.diverged for cell in itertools.chain(*counts)) else ""
+    subtitle = " · ".join(filter(None, [grid.subtitle, _count_seeds(map(len, counts)), crosses]))
+    return Frame(grid.title, subtitle, legend, "; ".join(filter(None, [note, _name_missing(grid, found)])))
+
+
+def started_shares(grid: Grid, found: Found) -> Sequence[int | None]:
+    """Return each p that has a cell; all of them before there is any."""
+    return [p for p in grid.p if any(grid.find_cells(found, p, line) for line in grid.lines)] or grid.p
+
+
+def started_lines(grid: Grid, found: Found) -> Sequence[Line]:
+    """Return each line that has a cell; all of them before there is any."""
+    return [line for line in grid.lines if any(grid.find_cells(found, p, line) for p in grid.p)] or grid.lines
+
+
+def _panel(grid: Grid, found: Found, p: int | None, key: str, x: str) -> PanelCell:
+    panel = Panel(
+        key, "" if p is None else f"p = {p}", (Series(key, ""),), "", x,
+        log=key.endswith("loss"), percent=is_share(key), side=spell_out(key),
+    )  # fmt: skip
+    return fill_panel(
+        panel, [(line.label, grid.find_cells(found, p, line), pen_of(grid, line)) for line in grid.lines]
+    )
+
+
+def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pen]]) -> PanelCell:
+    """Give a panel its lines: the mean of a line's seeds; each seed that diverged alone, up to a cross."""
+    groups, pens = [], []
+    for label, cells, pen in lines:
+        if whole := tuple(_as_run(cell, label) for cell in cells if not cell.diverged):
+            groups.append(Group(label, whole))
+            pens.append(pen)
+        for cell in cells:
+            if cell.diverged:
+                groups.append(Group(label, (_as_run(cell, label),)))
+                pens.append(dataclasses.replace(pen, crossed=True))
+    return PanelCell(panel if groups else dataclasses.replace(panel, empty="not run yet"), groups, pens)
+
+
+def _as_run(cell: SealedCell, label: str) -> Run:
+    """Return a cell as the report takes it: rows instead of columns, with the bytes of one client besides."""
+    config = Config.from_dict(cell.settings, cell.name, trust=True)  # to draw it runs nothing
+    columns = {key: values for key, values in cell.values.items() if isinstance(values, list)}
+    sent = columns.get("uplink_bytes", [])
+    columns["client_bytes"] = [None if each is None else each / config.clients for each in sent]
+    lines = itertools.zip_longest(*columns.values())
+    rows = [{"round": t} | dict(zip(columns, values, strict=True)) for t, values in enumerate(lines)]
+    return Run(Path(cell.name), config, rows, label)
+
+
+def pen_of(grid: Grid, line: Line) -> Pen:
+    """Return a line's pen: its own colour, else grey without compression, else the next free colour."""
+    told = {each.name: {**grid.base, **each.changes} for each in grid.lines}
+    plain = [name for name, settings in told.items() if settings.get("compressor") == "none"]
+    free = [each.name for each in grid.lines if not each.colour and each.name not in plain]
+    usual = COLOURS[free.index(line.name) % len(COLOURS)] if line.name in free else PLAIN
+    return Pen(line.colour or usual, dashed=told[line.name].get("feedback") == "none")
+
+
+def _name_missing(grid: Grid, found: Found) -> str:
+    """Name each p and each line without a cell, and what is missing besides."""
+    shares, lines = started_shares(grid, found), started_lines(grid, found)
+    names = [f"p = {p}" for p in grid.p if p not in shares]
+    names += [line.label for line in grid.lines if line not in lines]
+    names += [
+        line.label if p is None else f"{line.label} at p = {p}"
+        for p, line in itertools.product(shares, lines)
+        if found and not grid.find_cells(found, p, line)
+    ]
+    return f"not run yet: {'; '.join(names)}" if names else ""
+
+
+def _count_seeds(counts: Iterable[int]) -> str:
+    """
+    >>> _count_seeds([3, 0, 2]), _count_seeds([1, 1]), _count_seeds([0])
+    ('mean of 2 to 3 seeds, shaded from the lowest to the highest', 'one seed', '')
+    """
+    some = sorted(filter(None, counts))
+    if not some or some[-1] == 1:
+        return "one seed" if some else ""
+    count = f"{some[-1]}" if some[0] == some[-1] else f"{some[0]} to {some[-1]}"
+    return f"mean of {count} seeds, shaded from the lowest to the highest"
+
+
+# Tables
+
+
+def summarise_cells(grid: Grid, found: Found) -> list[list[str]]:
+    """Return a row for each p and line, a header first: last values, ± over the seeds, and bytes sent."""
+    names = [f"{spell_out(name)} after the last round" for name in grid.columns]
+    rows = [["p", "line", "seeds", "rounds", *names, "uplink of a client"]]
+    for p, line in grid.pairs():
+        cells = grid.find_cells(found, p, line)
+        rounds = count_rounds(cells) if cells else NOTHING
+        values = [_mean_text(name, [_last(cell, name) for cell in cells]) for name in grid.columns]
+        sent = format_bytes(statistics.fmean(map(_client_bytes, cells))) if cells else NOTHING
+        share = NOTHING if p is None else str(p)
+        rows.append([share, line.label, count_cells(cells), rounds, *values, sent])
+    return rows
+
+
+def count_rounds(cells: Sequence[SealedCell]) -> str:
+    """Return the rounds of all cells, from the fewest to the most."""
+    counts = sorted({len(cell.values.get("uplink_bytes") or ()) for cell in cells})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def _client_bytes(cell: SealedCell) -> float:
+    return math.fsum(filter(None, cell.values.get("uplink_bytes") or ())) / int(cell.settings["clients"])
+
+
+def count_cells(cells: Sequence[SealedCell]) -> str:
+    """Return the number of seeds, and how many of them diverged."""
+    diverged = sum(cell.diverged for cell in cells)
+    return f"{len(cells)}" + (f", {diverged} diverged" if diverged else "")
+
+
+def _last(cell: SealedCell, name: str) -> float | None:
+    return next((value for value in reversed(cell.values.get(name, ())) if value is not None), None)
+
+
+def _mean_text(name: str, values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return NOTHING
+    return format_metric(name, statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def write_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown.
+
+    >>> print(write_markdown([["p", "line", "seeds"], ["10", "a|b", "3"]]), end="")
+    | p | line | seeds |
+    | ---: | :--- | ---: |
+    | 10 | a\\|b | 3 |
+    """
+    rule = [":---" if name == "line" else "---:" for name in rows[0]]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [cells[0], rule, *cells[1:]])

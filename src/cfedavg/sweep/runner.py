@@ -1,0 +1,246 @@
+"""A sweep: the cells of studies in one folder, run one after another, sealed and drawn."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from cfedavg import __version__
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import make_folder, write_atomic
+from cfedavg.core.run_files import CHECKPOINT, METRICS, RESIDUALS, Record, read_rows
+from cfedavg.core.units import format_time
+from cfedavg.simulate.run import Observer
+from cfedavg.sweep import cells as archive
+from cfedavg.sweep.cells import CELLS, DamagedCell, SealedCell, Settings, Study
+from cfedavg.sweep.figures import write_markdown
+
+MANY = range(20)  # the seeds that a figure shows, if they are there
+Show = Callable[[str, int], AbstractContextManager[Observer]]  # of a cell, from its title and rounds
+
+
+class TimeUp(KeyboardInterrupt):
+    """The minutes that were given are over; a run saves its state, as after Ctrl-C."""
+
+
+class _Timer(Observer):
+    """Passes everything on, counts the seconds of all rounds, and stops the run when the time is over."""
+
+    def __init__(self, inner: Observer, rounds: int, until: float) -> None:
+        self.say, self.now = inner.say, inner.now  # type: ignore[method-assign]
+        self.inner, self.rounds, self.until, self.seconds = inner, rounds, until, 0.0
+
+    def begin(self, rows: list[Record]) -> None:
+        self.inner.begin(rows)
+        self.seconds = math.fsum(row["seconds"] for row in rows)
+
+    def row(self, row: Record) -> None:
+        self.inner.row(row)
+        self.seconds += row["seconds"]
+        if time.monotonic() > self.until and row["round"] + 1 < self.rounds:
+            raise TimeUp
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The cells of some studies in a folder; cells of other names in it are left alone."""
+
+    studies: Sequence[Study]
+    out: Path
+    seeds: tuple[int, ...] | None = None  # None: those of each study
+    only: Sequence[str] = ("*",)  # patterns of names
+    say: Callable[[str], None] = print
+    found: dict[str, SealedCell] = field(default_factory=dict)
+
+    @cached_property
+    def cells(self) -> dict[str, tuple[Study, Settings]]:
+        """Each cell once, however many studies it belongs to."""
+        return {name: (study, each) for study in self.studies for name, each in self._plan(study).items()}
+
+    def _plan(self, study: Study, seeds: Iterable[int] | None = None) -> dict[str, Settings]:
+        """Return those cells of a study that are asked for."""
+        every = study.cells(self.seeds or seeds or study.seeds)
+        if chosen := {n: s for n, s in every.items() if any(fnmatch.fnmatch(n, one) for one in self.only)}:
+            return chosen
+        one = next(iter(every))
+        raise InputError(f"`only`: no cell is named {' or '.join(self.only)}; one is {one}")
+
+    def open(self, *, resume: bool) -> None:
+        """Find the cells that are done; damaged ones count as missing, other settings are refused."""
+        found, damaged = self._read(self.cells)
+        for name, cell in found.items():
+            if not archive.is_same(cell.settings, wanted := self.cells[name][1]):
+                path = self.out / CELLS / f"{name}.json"
+                raise InputError(f"`out`: {path} holds {_difference(cell.settings, wanted)}")
+        self.found.update(found)
+        begun = len(found) + sum(self._rounds_done(name) > 0 for name in self.missing)
+        if begun and self.missing and not resume:
+            raise InputError(
+                f"`out`: {self.out} holds {begun} of the {len(self.cells)} cells, done or begun; "
+                "set `resume` to go on, or choose another folder"
+            )
+        for error in damaged:
+            self.say(f"{error}: the cell is done again")
+
+    def _read(
+        self, cells: Mapping[str, tuple[Study, Settings]]
+    ) -> tuple[dict[str, SealedCell], list[DamagedCell]]:
+        """Read those cells that are in the folder; return them, and what is wrong with the damaged ones."""
+        found, damaged = {}, []
+        for name, (study, _) in cells.items():
+            if not os.path.lexists(path := self.out / CELLS / f"{name}.json"):
+                continue
+            try:
+                found[name] = archive.read_cell(path)
+                if missing := study.missing_values(found[name]):
+                    del found[name]
+                    raise DamagedCell(f"{path} lacks {missing[0]}")
+            except DamagedCell as error:
+                damaged.append(error)
+        return found, damaged
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self.cells if name not in self.found]
+
+    def _rounds_done(self, name: str) -> int:
+        return len(read_rows(self.out / name / METRICS))
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time of the missing cells from cells of the same study, or else from all."""
+        took: dict[str, list[float]] = {}
+        for name, cell in self.found.items():
+            took.setdefault(self.cells[name][0].name, []).append(cell.made["seconds"])
+        if not (every := [seconds for each in took.values() for seconds in each]):
+            return None
+        total = 0.0
+        for name in self.missing:
+            study, settings = self.cells[name]
+            part = 1 - self._rounds_done(name) / settings.get("rounds", math.inf)
+            total += part * sum(own := took.get(study.name, every)) / len(own)
+        return total
+
+    def run(self, *, command: str, minutes: float = math.inf, show: Show | None = None) -> bool:
+        """Run the missing cells while there is time, but at least a round; return whether all are done."""
+        until = time.monotonic() + 60 * minutes
+        make_folder(self.out / CELLS, "`out`")
+        for name in self.missing:
+            if rounds := self._rounds_done(name):
+                self.say(f"{name}: begun, {rounds} of {self.cells[name][1].get('rounds', '?')} rounds")
+        self.say(f"{len(self.found)} of {len(self.cells)} cells are done{self._time_left()}")
+        for number, name in enumerate(self.missing):
+            if number and time.monotonic() > until:
+                break
+            try:
+                self._run_cell(name, command, until, show or (lambda title, rounds: nullcontext(Observer())))
+            except TimeUp:
+                break
+            self.say(f"{name}: done, {len(self.found)} of {len(self.cells)} cells{self._time_left()}")
+        if self.missing:
+            self.say(f"the time is over: {len(self.missing)} cells are left; `resume` goes on")
+        return not self.missing
+
+    def _time_left(self) -> str:
+        left = self.seconds_left()
+        return f"; the others take about {format_time(left)}" if self.missing and left else ""
+
+    def _run_cell(self, name: str, command: str, until: float, show: Show) -> None:
+        study, settings = self.cells[name]
+        folder, began, rounds = self.out / name, time.monotonic(), settings.get("rounds", 1)
+        with show(f"{len(self.found) + 1}/{len(self.cells)} {name}", rounds) as observer:
+            timer = _Timer(observer, rounds, until)
+            values = study.measure(name, settings, folder, timer)
+        seconds = max(timer.seconds, time.monotonic() - began)  # rounds of earlier calls count
+        made = {"command": command, "seconds": round(seconds, 1), **describe_machine(study.device())}
+        path = archive.write_cell(self.out / CELLS, SealedCell(name, settings, values, made))
+        self.found[name] = archive.read_cell(path)
+        # What it takes to go on is of no use any more, and may be gigabytes.
+        (folder / CHECKPOINT).unlink(missing_ok=True)
+        shutil.rmtree(folder / RESIDUALS, ignore_errors=True)
+
+    def draw(self) -> list[Path]:
+        """Draw the figure and write the table of every study that has cells; say which are left out."""
+        pictures = []
+        for study in self.studies:
+            planned = self._plan(study, sorted({*MANY, *study.seeds}))
+            if not (found := self._drawable(study, planned)):
+                continue
+            picture = self.out / f"{study.name}.png"
+            write_atomic(picture, study.figure(found, _note(study, found, planned)))
+            table = f"# {study.title}\n\n{write_markdown(study.table(found))}"
+            write_atomic(picture.with_suffix(".md"), table.encode())
+            self.say(f"drawn: {picture}, and its table beside it")
+            pictures.append(picture)
+        return pictures
+
+    def _drawable(self, study: Study, planned: Mapping[str, Settings]) -> dict[str, SealedCell]:
+        """Return the cells in the folder, whole or cut, that are the study's."""
+        found, damaged = self._read({name: (study, settings) for name, settings in planned.items()})
+        for error in damaged:
+            self.say(f"{error}: it is not drawn")
+        others = [n for n, cell in found.items() if not archive.is_beginning(cell.settings, planned[n])]
+        if others:
+            names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            self.say(f"not drawn, for their settings are not those of {study.name}: {names}")
+        return {name: cell for name, cell in found.items() if name not in others}
+
+
+def _note(study: Study, found: Mapping[str, SealedCell], planned: Mapping[str, Settings]) -> str:
+    """Say where the numbers are from, for under the figure; what is not true of all cells is so in part."""
+    versions, hardware = (sorted({c.made[key] for c in found.values()}) for key in ("version", "hardware"))
+    cuts = sorted({_cut(cell.settings, planned[name]) for name, cell in found.items()})
+    part = "in part " if len(cuts) > 1 else ""
+    about = [study.note, *(part + cut for cut in cuts if cut)]
+    made = f"cfedavg {', '.join(versions)} on {', '.join(hardware)}"
+    return "; ".join(filter(None, [", ".join(filter(None, about)), made]))
+
+
+def _cut(done: Settings, whole: Settings) -> str:
+    same = done.get("rounds") == whole.get("rounds")
+    return "" if same else f"the first {done['rounds']} of {whole['rounds']} rounds"
+
+
+def _difference(found: Settings, wanted: Settings) -> str:
+    """Say how a cell differs from the wanted one, and what to do."""
+    if archive.is_beginning(found, wanted):
+        return (
+            f"{_cut(found, wanted)}, without what it takes to go on; "
+            f"set `rounds` to {found['rounds']}, or choose another folder"
+        )
+    keys = [key for key in {**found, **wanted} if key not in archive.MACHINE]
+    name = next(key for key in keys if found.get(key) != wanted.get(key))
+    differs = f"{name} is {found.get(name)!r}, here {wanted.get(name)!r}"
+    return f"a cell of other settings ({differs}); choose another folder"
+
+
+def describe_machine(device: str) -> dict[str, str]:
+    """Return the versions and the hardware that a cell is computed with."""
+    cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    index = torch.device(device).index if device != "auto" else None
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hardware": torch.cuda.get_device_name(index) if cuda else _processor(),
+    }
+
+
+def _processor() -> str:
+    """Return the processor's name, as Linux knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.machine()
