@@ -39,15 +39,14 @@ from cfedavg.compress import parse
 from cfedavg.core.run_files import read_rows
 from cfedavg.federate.client import Client
 from cfedavg.federate.client_store import ClientStore
-from cfedavg.federate.protocol import mark_of
+from cfedavg.federate.protocol import make_mark
 from cfedavg.federate.server import Server
 from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE
-from cfedavg.federate.uplink import Uplink
+from cfedavg.federate.uplink import MessageSender, Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.client_message import Packing
 
 # Outside a task of Flower's no Message can be made.
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
@@ -339,7 +338,7 @@ class Disks:
 
     def payload(self, message: bytes) -> Vector:
         channel = Channel(parse("none"), ErrorFeedback(), self.form.layout)
-        found: Vector = Packing(Uplink(channel, 0)).restore(self.zero, message)
+        found: Vector = MessageSender(Uplink(channel, 0)).restore(self.zero, message)
         return found
 
     def on_the_way(self, node: LocalNode) -> Vector:
@@ -347,7 +346,7 @@ class Disks:
         client = self.client(node)
         if client is None or client.sent is None:
             return self.zero
-        mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+        mark = make_mark(client.sent.stamp, client.incarnation, client.sent.message)
         there = self.server().applied.get(self.identity(node)) == mark
         return self.zero if there else self.payload(client.sent.message)
 

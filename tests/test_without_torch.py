@@ -51,11 +51,11 @@ from pathlib import Path
 import numpy as np
 from cfedavg import Aggregator, Channel, Layout, parse
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.federate.client import Train, answer, receive
+from cfedavg.federate.client import Train, make_answer, receive
 from cfedavg.federate.protocol import Request, Stamp
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.server import Server
-from cfedavg.federate.server_store import Served, ServerStore
+from cfedavg.federate.server_store import ServerState, ServerStore
 from cfedavg.federate.uplink import Uplink
 from cfedavg.optimise import SERVER_OPTIMISERS
 from cfedavg.wire import decode
@@ -69,7 +69,7 @@ for name in FEEDBACKS.entries:
         store = ClientStore(Path(folder), "f", "me", layout)
         with store.locked():
             first = Request(Stamp(1, 1), 0, None)
-            client, message = answer(receive(store.load(), first, uplink)[0], first, g, uplink)
+            client, message = make_answer(receive(store.load(), first, uplink)[0], first, g, uplink)
             store.save(client)
             again, action = receive(store.load(), Request(Stamp(1, 2), 1, None), uplink)
         assert isinstance(action, Train), name
@@ -82,7 +82,7 @@ for name in FEEDBACKS.entries:
         assert np.count_nonzero(x) == 30 and x.dtype == np.float32
         server = ServerStore(Path(folder) / "server", "f", layout)
         with server.locked():
-            server.save(Served(Server(x), extra=memory.vectors()))
+            server.save(ServerState(Server(x), extra=memory.vectors()))
             assert np.array_equal(server.load().extra["optimiser.v"], memory.optimiser["v"])
 assert "torch" not in sys.modules
 print("done")

@@ -15,8 +15,8 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from cfedavg.core.files import replacing, write_atomic
+from cfedavg.flower.messages import read_order, read_reply
 from cfedavg.flower.mod import compressed
-from cfedavg.flower.records import answer_of, order_of
 from cfedavg.launch.app import client
 
 
@@ -28,11 +28,11 @@ def _folder(context: Context) -> Path:
 
 def outside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Keeps what is sent, by round."""
-    order = order_of(message)
+    order = read_order(message)
     reply = call_next(message, context)
     if order is not None and not reply.has_error():
         folder = _folder(context)
-        write_atomic(folder / f"{order.t}.message", answer_of(reply.content).message)
+        write_atomic(folder / f"{order.t}.message", read_reply(reply.content).message)
         if (computed := folder / "computed.npy").exists():
             computed.rename(folder / f"{order.t}.npy")
     return reply

@@ -14,8 +14,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError
 from cfedavg.flower import CFedAvg, RoundPolicy, compressed
+from cfedavg.flower.messages import OURS
 from cfedavg.flower.mod import state_folder
-from cfedavg.flower.records import OURS
 from cfedavg.launch.app.settings import TRUST, config_of
 from tests.compress.test_compress import EveryNth
 from tests.grid import (

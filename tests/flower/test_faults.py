@@ -25,7 +25,7 @@ from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE
 from cfedavg.federate.versions import Copy
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.records import answer_of
+from cfedavg.flower.messages import read_reply
 from tests.grid import (
     MODEL,
     Adding,
@@ -256,7 +256,7 @@ def test_a_server_from_a_backup(tmp_path: Path) -> None:
 
     def note(node: LocalNode, request: Message, reply: Message) -> Message:
         if not reply.has_error():
-            sent[node.partition, int(request.metadata.group_id)] = answer_of(reply.content).message
+            sent[node.partition, int(request.metadata.group_id)] = read_reply(reply.content).message
         return reply
 
     it.grid.on_reply = note

@@ -27,9 +27,9 @@ from cfedavg.core.run_files import read_rows
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.server_store import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy
-from cfedavg.flower.federation_state import FederationState
-from cfedavg.flower.nodes import Numbers, online
-from cfedavg.flower.rows import Residuals
+from cfedavg.flower.dispatch import list_online
+from cfedavg.flower.federation_state import FederationState, Numbers
+from cfedavg.flower.rounds import Residuals
 from cfedavg.launch.app import client, server
 from cfedavg.launch.app.settings import TRUST, config_of, run_config_of
 from tests.grid import (
@@ -369,7 +369,7 @@ def test_who_never_delivered_leaves_nothing_behind(tmp_path: Path) -> None:
     served = ServerStore(it.out / "state", Disks(it).federation, Disks(it).form.layout).load()
     assert served is not None
     assert len(served.clients) == len(served.server.applied) == 3
-    assert len(FederationState.from_served(served).lent) <= 1
+    assert len(FederationState.from_stored(served).lent) <= 1
     assert read_config(it.out / "config.toml").clients <= 5
 
 
@@ -484,7 +484,7 @@ def test_who_a_node_is() -> None:
     def seen(*nodes: tuple[int, bytes]) -> list[tuple[int, int]]:
         found = [SimpleNamespace(node_id=i, public_key=key, name="") for i, key in nodes]
         grid.get_nodes = lambda: found  # type: ignore[method-assign]
-        return [(node.id, node.number) for node in online(grid, known)]
+        return [(node.id, node.number) for node in list_online(grid, known)]
 
     assert [n for _, n in seen((5, b"a"), (6, b"b"), (7, b""))] == [0, 1, 2]
     again = dict(seen((8, b"b"), (9, b"a"), (10, b"")))
