@@ -37,13 +37,12 @@ from flwr.supercore.task_identity import TaskIdentity
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
 from cfedavg.core.run_files import read_rows
-from cfedavg.federate.client import Client
+from cfedavg.federate.client import Client, Uplink
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.protocol import make_mark
 from cfedavg.federate.server import Server
 from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE
-from cfedavg.federate.uplink import MessageSender, Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed
 from cfedavg.flower.array_layout import Form
@@ -338,7 +337,7 @@ class Disks:
 
     def payload(self, message: bytes) -> Vector:
         channel = Channel(parse("none"), ErrorFeedback(), self.form.layout)
-        found: Vector = MessageSender(Uplink(channel, 0)).restore(self.zero, message)
+        found: Vector = Uplink(channel, 0).restore(self.zero, message)
         return found
 
     def on_the_way(self, node: LocalNode) -> Vector:

@@ -56,7 +56,7 @@ from cfedavg.federate.protocol import Request, Stamp
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.server import Server
 from cfedavg.federate.server_store import ServerState, ServerStore
-from cfedavg.federate.uplink import Uplink
+from cfedavg.federate.client import Uplink, unpack_message
 from cfedavg.optimise import SERVER_OPTIMISERS
 from cfedavg.wire import decode
 
@@ -77,7 +77,8 @@ for name in FEEDBACKS.entries:
         wanted = {"ef": g, "ef21": 0 * g, "none": 0 * g}
         assert np.array_equal(again.memory, wanted.get(name, again.memory)), name
         aggregator = Aggregator(feedback, SERVER_OPTIMISERS.parse("adam"))
-        payload, x = decode(message, layout=layout), np.zeros(300, np.float32)
+        payload = decode(unpack_message(message, len(message), 0).payload, layout=layout)
+        x = np.zeros(300, np.float32)
         x, memory = aggregator.step(x, aggregator.init(x), [(payload, [1.0])], everyone=1.0, eta=0.1)
         assert np.count_nonzero(x) == 30 and x.dtype == np.float32
         server = ServerStore(Path(folder) / "server", "f", layout)

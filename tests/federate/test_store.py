@@ -33,15 +33,16 @@ from cfedavg.federate.client import (
     NeedWhole,
     Outdated,
     Resend,
+    Uplink,
     make_answer,
     receive,
+    unpack_message,
 )
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
 from cfedavg.federate.server import Primary, Server, Table, find_held_version, make_request, restore_backup
 from cfedavg.federate.server_store import KnownClient, ServerState, ServerStore, new_generation
 from cfedavg.federate.state_file import FILE, as_array
-from cfedavg.federate.uplink import Uplink
 from cfedavg.federate.versions import Copy, Version, compute_digest
 from cfedavg.feedback import EF21, ErrorFeedback
 from cfedavg.wire import decode, encode, read_header
@@ -54,6 +55,10 @@ NAMES = ("north", "south")
 
 def wire(number: int, compressor: str = "topk(0.9)") -> Uplink:
     return Uplink(Channel(parse(compressor), ErrorFeedback(), LAYOUT), number)
+
+
+def payload_of(message: bytes) -> bytes:
+    return unpack_message(message, len(message), 0).payload
 
 
 def update(number: int, t: int) -> np.ndarray:
@@ -155,7 +160,7 @@ def server_round(
                 reply = client_round(its, number, request_to(server, name, whole=True))
         assert reply is not None
         taken[name] = make_mark(server.stamp, *reply)
-        payloads.append(decode(reply[1], layout=LAYOUT))
+        payloads.append(decode(payload_of(reply[1]), layout=LAYOUT))
     # The sum, not the mean: exact.
     mean, weight = average(server.x, [(payload, [1.0]) for payload in payloads])
     x_next = server.x + mean * np.float32(weight)
@@ -1033,7 +1038,7 @@ def test_what_is_sent_and_what_is_left_make_up_the_whole(compressor: str) -> Non
     p, zero = np.random.default_rng(1).standard_normal(D).astype(np.float32), np.zeros(D, np.float32)
     uplink, request = wire(3, compressor), Request(Stamp(7, 2), 5, None)
     message, e = uplink.send(p, zero, request)
-    header = read_header(message)
+    header = read_header(payload_of(message))
     assert (header.client, header.sequence, header.round) == (3, 7 * 2**32 + 2, 5)
     np.testing.assert_allclose(uplink.restore(e, message), p, rtol=1e-5, atol=1e-6)
     if ">>" not in compressor and "qsgd" not in compressor:

@@ -26,10 +26,10 @@ from cfedavg import InputError
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
+from cfedavg.federate.client import Uplink, pack_message, unpack_message
 from cfedavg.federate.protocol import AHEAD, Request, Stamp, object_to_stamp
 from cfedavg.federate.server import Server
 from cfedavg.federate.server_store import ServerStore
-from cfedavg.federate.uplink import MessageSender, Uplink, pack_message, unpack_message
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import RoundPolicy, round_policy
 from cfedavg.flower import messages as records
@@ -184,7 +184,7 @@ def test_a_spike_goes_bit_by_bit(tmp_path: Path) -> None:
 
 def test_what_clients_say_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal-to-noise ratio of 1e308 from each of three has no sum, but a mean."""
-    monkeypatch.setattr(MessageSender, "send", saying(MessageSender.send, p2=1e100, noise2=6e-209))
+    monkeypatch.setattr(Uplink, "send", saying(Uplink.send, p2=1e100, noise2=6e-209))
     it = Federation(tmp_path, Adding().app)
     it.start(1)
     assert it.outcomes == [{"replied": 3}]
@@ -194,7 +194,7 @@ def test_what_clients_say_may_be_large(tmp_path: Path, monkeypatch: pytest.Monke
 def saying(send: Any, **facts: float) -> Any:
     """Clients that report these numbers."""
 
-    def made(packing: MessageSender, g: Any, memory: Any, request: Request) -> Any:
+    def made(packing: Uplink, g: Any, memory: Any, request: Request) -> Any:
         message, after = send(packing, g, memory, request)
         parts = unpack_message(message, len(message), 0)
         return pack_message(parts._replace(facts={**parts.facts, **facts})), after
@@ -205,7 +205,7 @@ def saying(send: Any, **facts: float) -> Any:
 def test_a_bound_is_used_up() -> None:
     """Of p a tenth is above the bound: what is sent is near it, not below it by as much again."""
     layout = Layout.flat(1000)
-    packing = MessageSender(Uplink(Channel(parse("topk(0.99)"), ErrorFeedback(), layout), 0), max_norm=1.0)
+    packing = Uplink(Channel(parse("topk(0.99)"), ErrorFeedback(), layout), 0, max_norm=1.0)
     p = np.full(1000, 100.0, np.float32)  # its norm is 3,162, of which the largest ten have 316
     _, e = packing.send(p, 0 * p, Request(Stamp(1, 1), 0, None))
     assert 0.9 < np.linalg.norm(p - e) <= 1.0

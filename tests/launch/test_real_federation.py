@@ -24,9 +24,9 @@ from cfedavg.core.run_files import read_rows
 from cfedavg.core.tensors import read_tensors
 from cfedavg.data.tasks import build_task
 from cfedavg.downlink import Downlink
+from cfedavg.federate.client import unpack_message
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.replica import ModelReplica, advance, begin
-from cfedavg.federate.uplink import unpack_message
 from cfedavg.launch import up
 from cfedavg.launch.app.settings import DEFAULT, config_of
 from cfedavg.launch.local_federation import Machine

@@ -1,13 +1,24 @@
-"""The client's half of the protocol, without I/O: see `protocol` for the rules."""
+"""The client's half of the protocol, without I/O, and its messages: see `protocol` for the rules."""
 
 from __future__ import annotations
 
+import json
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from cfedavg.channel import Channel, Outgoing, TooLarge
+from cfedavg.core.arrays import Array, norm2
+from cfedavg.core.errors import NotFinite
+from cfedavg.core.keys import Purpose, key, signed
 from cfedavg.federate.protocol import NEVER, Mark, Request, Sender, Stamp, make_mark
 from cfedavg.federate.versions import Broadcast, Copy, Replica, follow
+from cfedavg.wire import WireError, decode, encode
+
+_LENGTHS = struct.Struct("<II")  # of a message: of its payload, of its facts; what travels whole is the rest
+MOST_FACTS = 65_536  # bytes
 
 
 class LastAnswer(NamedTuple):
@@ -163,3 +174,86 @@ def _settle(client: Client, request: Request, sender: Sender) -> Client:
 
 def _last_mark(client: Client) -> Mark | None:
     return client.sent and make_mark(client.sent.stamp, client.incarnation, client.sent.message)
+
+
+class ClientMessage(NamedTuple):
+    """The parts of a message: the payload as on the wire, facts of the round, arrays that travel whole."""
+
+    payload: bytes
+    facts: dict[str, Any]
+    whole: bytes
+
+
+def pack_message(message: ClientMessage) -> bytes:
+    """Return the message as bytes.
+
+    >>> unpack_message(pack_message(ClientMessage(b"abc", {"K": 3}, b"")), most=100, whole=0).facts
+    {'K': 3}
+    """
+    facts = json.dumps(message.facts, separators=(",", ":")).encode()
+    return _LENGTHS.pack(len(message.payload), len(facts)) + message.payload + facts + message.whole
+
+
+def unpack_message(data: bytes, most: int, whole: int) -> ClientMessage:
+    """Return the parts. `most` bytes of payload are accepted; `whole` bytes must travel whole."""
+    if len(data) < _LENGTHS.size:
+        raise WireError(f"a message of {len(data)} bytes is cut short")
+    payload, facts = _LENGTHS.unpack_from(data)
+    if payload > most:
+        raise WireError(f"the payload has {payload} bytes, more than the {most} that are accepted")
+    if facts > MOST_FACTS or len(data) != _LENGTHS.size + payload + facts + whole:
+        raise WireError("the parts of the message do not add up to its length")
+    at = _LENGTHS.size + payload
+    try:
+        found = json.loads(data[at : at + facts])
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise WireError("what the client says of its round is not a JSON object")
+    return ClientMessage(data[_LENGTHS.size : at], found, data[at + facts :])
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """The sender that the protocol asks for. Its draws go by (seed, round, client), as in a simulation.
+
+    No payload has a larger norm than `max_norm`. `facts` and `whole` are the other parts of a message.
+    """
+
+    channel: Channel
+    client: int
+    seed: int = 0
+    max_norm: float = math.inf
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    whole: bytes = b""
+
+    def _compress(self, g: Array, memory: Array, t: int) -> Outgoing:
+        """Do lines 12 to 15 of Algorithm 1; raise NotFinite if NaN or Inf would be sent."""
+        word = signed(key(self.seed, t, self.client, Purpose.SELECT))
+        return self.channel.send(g, memory, word, t, max_norm=self.max_norm)
+
+    def send(self, g: Array, memory: Array, request: Request) -> tuple[bytes, Array]:
+        """Return the message and the memory after it; the facts tell the norms of p and of what is left."""
+        made = self._compress(g, memory, request.t)
+        facts = {**self.facts, "p2": norm2(made.p), "noise2": norm2(made.left)}
+        if made.memory is not made.left:
+            facts["memory2"] = norm2(made.memory)
+        layout, sequence = self.channel.layout, request.stamp.sequence
+        payload = encode(made.payload.numpy(), layout, client=self.client, sequence=sequence, round=request.t)
+        return pack_message(ClientMessage(payload, facts, self.whole)), made.memory
+
+    def can_send(self, memory: Array, t: int) -> bool:
+        """Whether the memory can be sent, if only in parts."""
+        try:
+            self._compress(0 * memory, memory, t)
+        except (TooLarge, NotFinite):
+            return False
+        return True
+
+    def restore(self, memory: Array, message: bytes) -> Array:
+        """Return the memory after one's own message got lost: with `ef` exact where nothing was rounded."""
+        whole = 0  # if the message is cut short, `unpack_message` says so
+        if len(message) >= _LENGTHS.size:
+            whole = len(message) - _LENGTHS.size - sum(_LENGTHS.unpack_from(message))
+        payload = unpack_message(message, len(message), whole).payload
+        return self.channel.restore(memory, decode(payload, layout=self.channel.layout))

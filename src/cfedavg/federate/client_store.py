@@ -6,60 +6,50 @@ same when the node restarts; never a number that the network gave it.
 
 from __future__ import annotations
 
+import hashlib
 import reprlib
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cfedavg.core.files import locked, make_folder
 from cfedavg.core.layout import Layout
-from cfedavg.federate import state_file
 from cfedavg.federate.client import Client, LastAnswer
 from cfedavg.federate.protocol import NEVER
-from cfedavg.federate.state_file import check_integer, check_list, check_stamp, check_vector
+from cfedavg.federate.state_file import (
+    StateStore,
+    as_array,
+    check_integer,
+    check_list,
+    check_stamp,
+    check_vector,
+)
 from cfedavg.federate.versions import Copy
 
 
-class ClientStore:
-    """The state of one client of one federation, for a model of this layout.
+class ClientStore(StateStore):
+    """The state of one client of one federation."""
 
-    `copy_dtype` is how a copy lies on the disk: "int16" for the bits of bf16, with 2 bytes a number.
-    """
+    busy = "another process answers for this client, in {}"
+    remedy = "move it away to go on as a new client, without its residual"
 
     def __init__(
         self, root: Path, federation: str, identity: str, layout: Layout, copy_dtype: str = "float32"
     ) -> None:
-        self.folder = root / state_file.shorten(federation) / state_file.shorten(identity)
-        self.layout, self.copy_form = layout, state_file.CopyForm(layout.d, copy_dtype)
-        self.owner = {"federation": federation, "identity": identity, "kind": "client"}
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the client's folder: one process at a time answers for a client."""
-        make_folder(self.folder, "the client's state")
-        with locked(self.folder, f"another process answers for this client, in {self.folder}"):
-            yield
+        # Names are hashed: keys are long, and hold characters that a disk changes.
+        names = [hashlib.sha256(name.encode()).hexdigest()[:32] for name in (federation, identity)]
+        owner = {"federation": federation, "identity": identity, "kind": "client"}
+        super().__init__(root.joinpath(*names), owner, layout, copy_dtype)
 
     def load(self) -> Client:
         """Return the stored client; a fresh one if there is none."""
-        path = self.folder / state_file.FILE
-        if not path.exists():
+        if not self.path.exists():
             return self.fresh()
         with self.naming_damage():
-            tensors, about = state_file.read_state(path, self.owner, self.layout)
+            tensors, about = self._read()
             copy = self.copy_form.read_copy(tensors, about)
             return _read_client(tensors, about, self.layout.d, copy)
-
-    @contextmanager
-    def naming_damage(self) -> Iterator[None]:
-        """Turn every error that shows a damaged state into one sentence."""
-        remedy = "move it away to go on as a new client, without its residual"
-        with state_file.name_damage(self.folder / state_file.FILE, remedy):
-            yield
 
     def fresh(self, copy: Copy | None = None) -> Client:
         """Return a client without a past, whose incarnation was never drawn before.
@@ -72,9 +62,8 @@ class ClientStore:
         """Make the state durable."""
         tensors = {"e": client.memory}
         if client.sent is not None:
-            tensors["sent"] = state_file.as_array(client.sent.message)
-        about = self.owner | {
-            "layout": self.layout.text,
+            tensors["sent"] = as_array(client.sent.message)
+        about = {
             "incarnation": client.incarnation,
             "sent": client.sent and client.sent.stamp,
             "seen": client.seen,
@@ -83,8 +72,7 @@ class ClientStore:
             "agreed": list(client.agreed.items()),
             "copy": self.copy_form.describe_copy(client.copy),
         }
-        tensors |= self.copy_form.tensors(client.copy)
-        state_file.write_state(self.folder / state_file.FILE, tensors, about)
+        self._write(tensors | self.copy_form.tensors(client.copy), about)
 
 
 def _read_client(tensors: dict[str, np.ndarray], about: dict[str, Any], d: int, copy: Copy | None) -> Client:

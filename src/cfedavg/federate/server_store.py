@@ -14,8 +14,8 @@ import re
 import reprlib
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import append, locked, make_folder, read_file, sync, write_atomic
+from cfedavg.core.files import append, read_file, sync, write_atomic
 from cfedavg.core.layout import Layout
 from cfedavg.federate import state_file
 from cfedavg.federate.protocol import AHEAD, Mark, Stamp
@@ -90,31 +90,23 @@ def new_generation(server: Server) -> int:
     return generation
 
 
-class ServerStore:
-    """The state of the server of one federation; `copy_dtype` is that of the primary's w."""
+class ServerStore(state_file.StateStore):
+    """The state of the server of one federation."""
+
+    busy = "another server works in {}: wait until it ends, or give another `out`"
+    remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
 
     def __init__(self, folder: Path, federation: str, layout: Layout, copy_dtype: str = "float32") -> None:
-        self.folder, self.layout = folder, layout
-        self.owner = {"federation": federation, "kind": "server"}
-        self.copy_form = state_file.CopyForm(layout.d, copy_dtype)
+        super().__init__(folder, {"federation": federation, "kind": "server"}, layout, copy_dtype)
         self._last: tuple[ServerState, Place] | None = None  # what this store has saved
         self._compact = 0  # the length of the journal when it was begun
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the server's folder: one server at a time works in it."""
-        make_folder(self.folder, "the server's state")
-        sentence = f"another server works in {self.folder}: wait until it ends, or give another `out`"
-        with locked(self.folder, sentence):
-            yield
-
     def load(self) -> ServerState | None:
         """Return the stored state; None if there is none."""
-        path = self.folder / state_file.FILE
-        if not path.exists():
+        if not self.path.exists():
             return None
         with self.naming_damage():
-            tensors, about = state_file.read_state(path, self.owner, self.layout)
+            tensors, about = self._read()
             t = check_integer("t", about["t"], 0, 2**32)
             stamp = state_file.check_stamp("stamp", about["stamp"])
             check_integer("the number of its stamp", stamp.number, 1, t + 2)
@@ -133,18 +125,10 @@ class ServerStore:
             extra = {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
             return ServerState(Server(x, t, stamp, applied, primary), clients, extra, facts)
 
-    @contextmanager
-    def naming_damage(self) -> Iterator[None]:
-        """Turn every error that shows a damaged state into one sentence."""
-        remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
-        with state_file.name_damage(self.folder / state_file.FILE, remedy):
-            yield
-
     def save(self, state: ServerState) -> None:
         """Make the state durable, at the cost of what has changed of the clients since it was last saved."""
         server, place = state.server, self._write_journal(state)
-        about = self.owner | {
-            "layout": self.layout.text,
+        about = {
             "t": server.t,
             "stamp": server.stamp,
             "clients": place,
@@ -153,7 +137,7 @@ class ServerStore:
         extra = {EXTRA + name: np.array(tensor) for name, tensor in state.extra.items()}
         facts = state_file.as_array(json.dumps(state.facts).encode())  # the header may be too short for them
         tensors = {"x": server.x, "facts": facts, **extra, **self.copy_form.tensors(server.primary)}
-        state_file.write_state(self.folder / state_file.FILE, tensors, about)
+        self._write(tensors, about)
         for path, number in _journals(self.folder).items():  # nothing durable refers to the others now
             if number != place.number:
                 with suppress(OSError):

@@ -6,7 +6,6 @@ A checksum proves that nothing broke, not who wrote the file. So every value is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import reprlib
 from collections.abc import Iterator
@@ -14,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cfedavg.core.errors import InputError
+from cfedavg.core.files import locked, make_folder
 from cfedavg.core.layout import Layout
 from cfedavg.core.tensors import UNREADABLE, checksum, read_arrays, save_tensors
 from cfedavg.federate.protocol import Mark, Stamp
@@ -41,62 +41,78 @@ class OtherCopy(InputError):
     """A state whose copy is kept in another dtype, since its broadcasts were compressed otherwise."""
 
 
-def write_state(path: Path, tensors: dict[str, np.ndarray], about: dict[str, Any]) -> None:
-    """Make a state durable in one step."""
-    about = {"format": FORMATS[about["kind"]][-1], **about}
-    about = json.loads(json.dumps(about))  # as it will be read, names as text
-    save_tensors(tensors, path, {**about, "checksum": _checksum(tensors, about)})
+class StateStore:
+    """A folder with the file of one owner's state, for a model of this layout.
 
-
-def read_state(
-    path: Path, owner: dict[str, Any], layout: Layout
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the tensors of a state and what it says of itself.
-
-    Raise ValueError if its checksum is wrong, and InputError unless it is of this owner, of this model, and
-    of a format that is read here.
+    `copy_dtype` is how a copy lies on the disk: "int16" for the bits of bf16, with 2 bytes a number.
     """
-    tensors, about = read_arrays(path)
-    if about.pop("checksum") != _checksum(tensors, about):
-        raise ValueError("its checksum is wrong")
-    for name, value in owner.items():
-        if about.get(name) != value:
+
+    busy: ClassVar[str]  # why the folder cannot be locked
+    remedy: ClassVar[str]  # for a damaged state
+
+    def __init__(self, folder: Path, owner: dict[str, str], layout: Layout, copy_dtype: str) -> None:
+        self.folder, self.owner, self.layout = folder, owner, layout
+        self.copy_form = CopyForm(layout.d, copy_dtype)
+
+    @property
+    def path(self) -> Path:
+        """The file of the state."""
+        return self.folder / FILE
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and hold it: one process at a time works in it."""
+        make_folder(self.folder, f"the {self.owner['kind']}'s state")
+        with locked(self.folder, self.busy.format(self.folder)):
+            yield
+
+    @contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Turn every error that shows a damaged state into one sentence."""
+        try:
+            yield
+        except InputError:
+            raise
+        except UNREADABLE as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise InputError(f"{self.path} is damaged ({why}); {self.remedy}") from None
+
+    def _write(self, tensors: dict[str, np.ndarray], about: dict[str, Any]) -> None:
+        """Make a state durable in one step."""
+        about = {"format": FORMATS[self.owner["kind"]][-1], **self.owner, "layout": self.layout.text, **about}
+        about = json.loads(json.dumps(about))  # as it will be read, names as text
+        save_tensors(tensors, self.path, {**about, "checksum": _checksum(tensors, about)})
+
+    def _read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return the tensors of a state and what it says of itself.
+
+        Raise ValueError if its checksum is wrong, and InputError unless it is of this owner, of this model,
+        and of a format that is read here.
+        """
+        tensors, about = read_arrays(self.path)
+        if about.pop("checksum") != _checksum(tensors, about):
+            raise ValueError("its checksum is wrong")
+        for name, value in self.owner.items():
+            if about.get(name) != value:
+                found, here = reprlib.repr(about.get(name)), reprlib.repr(value)
+                raise InputError(f"{self.path} is of another {name}: {found}, here {here}")
+        formats = FORMATS[self.owner["kind"]]
+        if about.get("format") not in formats:
             raise InputError(
-                f"{path} is of another {name}: {reprlib.repr(about.get(name))}, here {reprlib.repr(value)}"
+                f"{self.path} is of another format: {reprlib.repr(about.get('format'))}, here {formats[-1]}; "
+                "go on with the version of cfedavg that wrote it, or start another federation"
             )
-    formats = FORMATS[owner["kind"]]
-    if about.get("format") not in formats:
-        raise InputError(
-            f"{path} is of another format: {reprlib.repr(about.get('format'))}, here {formats[-1]}; "
-            "go on with the version of cfedavg that wrote it, or start another federation"
-        )
-    if about["layout"] != layout.text:
-        found = Layout.from_text(about["layout"]).difference(layout) or "the arrays are in another order"
-        raise OtherModel(f"{path} is of another model: in that of now {found}")
-    return tensors, about
+        if about["layout"] != self.layout.text:
+            stored = Layout.from_text(about["layout"])
+            why = stored.difference(self.layout) or "the arrays are in another order"
+            raise OtherModel(f"{self.path} is of another model: in that of now {why}")
+        return tensors, about
 
 
 def _checksum(tensors: dict[str, np.ndarray], about: dict[str, Any]) -> int:
     """Return the checksum of a state, a single number such as BatchNorm's counter taken as a vector."""
     vectors = {name: array.reshape(array.shape or (1,)) for name, array in tensors.items() if name != APART}
     return checksum(vectors, about)
-
-
-@contextmanager
-def name_damage(path: Path, remedy: str) -> Iterator[None]:
-    """Turn every error that shows a damaged state into one sentence."""
-    try:
-        yield
-    except InputError:
-        raise
-    except UNREADABLE as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise InputError(f"{path} is damaged ({why}); {remedy}") from None
-
-
-def shorten(name: str) -> str:
-    """Return a folder's name for any name: keys are long, and hold characters that a disk changes."""
-    return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def as_array(message: bytes) -> np.ndarray:
@@ -123,15 +139,17 @@ def check_list(name: str, value: Any, length: int | None = None) -> list[Any]:
 
 def check_table(name: str, value: Any) -> dict[str, Any]:
     """Return the value, a table."""
-    if type(value) is not dict:
-        raise ValueError(f"{name} must be a table, got {reprlib.repr(value)}")
-    return value
+    return _check_kind(name, value, dict, "table")  # type: ignore[no-any-return]
 
 
 def check_text(name: str, value: Any) -> str:
     """Return the value, a text."""
-    if type(value) is not str:
-        raise ValueError(f"{name} must be a text, got {reprlib.repr(value)}")
+    return _check_kind(name, value, str, "text")  # type: ignore[no-any-return]
+
+
+def _check_kind(name: str, value: Any, kind: type, word: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{name} must be a {word}, got {reprlib.repr(value)}")
     return value
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import cached_property
 from logging import WARNING
 from pathlib import Path
@@ -28,11 +29,10 @@ from cfedavg.core.arrays import Array, norm2
 from cfedavg.core.errors import Busy, InputError, NotFinite
 from cfedavg.core.parts import Part
 from cfedavg.federate import client as machine
-from cfedavg.federate.client import Client, NeedWhole, Outdated, Refuse, Resend
+from cfedavg.federate.client import MOST_FACTS, Client, NeedWhole, Outdated, Refuse, Resend, Uplink
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.protocol import Request, Stamp, object_to_stamp
 from cfedavg.federate.replica import ModelReplica
-from cfedavg.federate.uplink import MOST_FACTS, MessageSender, Uplink
 from cfedavg.federate.versions import Broadcast, unpack
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower import messages
@@ -191,7 +191,7 @@ class _Exchange:
 
     def _receive(self, client: Client) -> tuple[Client, Any]:
         with self.store.naming_damage():  # the last answer is decoded only here
-            return machine.receive(client, self.request, MessageSender(self.uplink), self.replica)
+            return machine.receive(client, self.request, self.uplink, self.replica)
 
     def _send(self, client: Client, x: Array, trained: Message) -> Message:
         """Return the answer after the local work from x; the state with it is stored first."""
@@ -205,7 +205,7 @@ class _Exchange:
         whole = self.form.shorten(whole) if self.uplink.channel.compressor.rounds else whole
         g = local_update(x, x_K, facts["K"], self.order.update)
         facts |= {"g2": norm2(g), "arrays": name}
-        sender = MessageSender(self.uplink, self.order.max_norm, facts, whole)
+        sender = replace(self.uplink, max_norm=self.order.max_norm, facts=facts, whole=whole)
         try:
             client, sent = self._make_answer(client, g, sender)
         except NotFinite:
@@ -217,7 +217,7 @@ class _Exchange:
         self.store.save(client)
         return self._pack_reply(client, sent)
 
-    def _make_answer(self, client: Client, g: Array, sender: MessageSender) -> tuple[Client, bytes]:
+    def _make_answer(self, client: Client, g: Array, sender: Uplink) -> tuple[Client, bytes]:
         """Return the state and the message; drop a residual that by itself is too large to be ever sent.
 
         A feedback whose memory the server mirrors keeps it: the server would go on with it.
@@ -226,7 +226,7 @@ class _Exchange:
             return machine.make_answer(client, self.request, g, sender)
         except (TooLarge, NotFinite):
             mirrored = self.uplink.channel.feedback.mirrors_clients
-            if mirrored or sender.can_send(client.memory, self.request):
+            if mirrored or sender.can_send(client.memory, self.request.t):
                 raise
         log(WARNING, "this node's residual is too large to be ever sent: it starts again without one")
         client, _ = self._receive(self.store.fresh(client.copy))

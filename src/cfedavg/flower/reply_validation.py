@@ -16,9 +16,9 @@ from cfedavg.compress import Compressor, values_of
 from cfedavg.core.arrays import cast, norm2
 from cfedavg.core.metrics import Reply
 from cfedavg.core.payload import Payload
+from cfedavg.federate.client import MOST_FACTS, unpack_message
 from cfedavg.federate.protocol import Mark, make_mark
 from cfedavg.federate.server import Server, object_to_reply
-from cfedavg.federate.uplink import MOST_FACTS, unpack_message
 from cfedavg.flower import messages
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import Node
