@@ -306,7 +306,7 @@ class World:
                 self.send(server, name, None, broadcast)
 
     def draw_broadcast(self, server: Server, name: str) -> Broadcast | None:
-        """Any kind that the server may send; mostly the whole model if it knows nothing of the client."""
+        """Draw a kind that the server may send; mostly the whole model if it knows nothing of the client."""
         primary = server.primary
         if primary is None:
             return None
@@ -335,7 +335,7 @@ class World:
             self.requests.append(Dispatch(self.now + late, name, request, data, oldest, broken))
 
     def damage(self, broadcast: Broadcast) -> Broadcast:
-        """Another message in the place of one, as well formed, that no checksum of a network shows."""
+        """Replace one message by another that is well formed, so that no checksum of a network shows it."""
         other = pack_items([(self.chance.randrange(5), self.chance.getrandbits(40))])
         if not isinstance(broadcast, Chain):
             return replace(broadcast, message=other)
@@ -456,7 +456,7 @@ class World:
         return Whole(pack_items(enumerate(w)), version, REPLICA.digest(w))
 
     def cause_of(self, dispatch: Dispatch, broadcast: Broadcast) -> str:
-        """Why a client needs the whole model: the second half of the law says that there is a cause."""
+        """Return why a client needs the whole model; raise Broken without a cause."""
         client, fate = self.clients[dispatch.name], self.fates[dispatch.name]
         causes = {
             "new": fate.held is None,
@@ -471,7 +471,7 @@ class World:
         return found
 
     def check_copy(self, name: str, copy: Copy | None) -> None:
-        """The second half of the law: a copy is that of its version, whichever server made that."""
+        """Check the second half of the law: a copy is that of its version, whichever server made it."""
         if copy is not None and self.copies.get(copy.version) != copy.w:
             raise Broken(f"seed {self.seed}, round {self.now}: {name} has a wrong copy of {copy.version}")
 
@@ -502,7 +502,7 @@ class World:
         return self.rules.receive(fresh, request, self.sender, REPLICA)
 
     def answered(self, name: str, after: Client, g: int) -> None:
-        """Stored; whoever answers the present server, and as the first of its name, is past all doubt."""
+        """Store an answer. Who answers the present server first is past all doubt."""
         fate = self.fates[name]
         self.store_client(name, after)
         fate.made += g
@@ -548,7 +548,7 @@ class World:
         return self.disk.x.sums[name] + self.clients[name].memory + self.on_the_way(name)
 
     def check(self, name: str) -> None:
-        """The law, bit for bit: of all that was computed, each part is in one place, or lost by a fault."""
+        """Check the law bit for bit: each part of what was computed is in one place, or lost by a fault."""
         fate, total = self.fates[name], self.total(name)
         wrong = {
             "twice in the model": self.disk.x.sums[name] & TWOS,

@@ -86,7 +86,7 @@ class LocalNode:
         )
 
     def answer(self, message: Message) -> Message:
-        """What the node says, as its SuperNode would report it."""
+        """Return what the node says, as its SuperNode would report it."""
         received = travelled(message)  # the app may change what it gets
         try:
             return travelled(self.app(received, self.context))
@@ -304,7 +304,7 @@ Vector = np.ndarray[Any, Any]
 
 
 class Disks:
-    """Looks at the files of a federation, as nobody in it can."""
+    """Reads the files of all nodes and of the server, which no part of a federation can."""
 
     def __init__(self, it: Federation, copy_dtype: str = "float32") -> None:
         self.it, self.form, self.copy_dtype = it, Form.of(it.model), copy_dtype
@@ -370,6 +370,6 @@ class Disks:
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In order, whoever was asked first."""
+    """Return the rows sorted by round and node, without times."""
     rows = sorted(rows, key=lambda row: (row["round"], row.get("number")))
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]

@@ -1,4 +1,4 @@
-"""The packaged client app between two witnesses: what it computed and what it sent are kept, for the law.
+"""The packaged client app between two mods that keep what it computed and what it sent.
 
 It runs in the processes of a real federation. What was computed counts once the state with it is stored,
 which is when the mod has returned.
@@ -27,7 +27,7 @@ def _folder(context: Context) -> Path:
 
 
 def outside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Keeps what is sent, by round."""
+    """Keep what is sent, by round."""
     order = read_order(message)
     reply = call_next(message, context)
     if order is not None and not reply.has_error():
@@ -39,7 +39,7 @@ def outside(message: Message, context: Context, call_next: ClientAppCallable) ->
 
 
 def inside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Keeps what was computed."""
+    """Keep what was computed."""
     before = _vector(message)
     _dawdle(_folder(context) / "slow")
     reply = call_next(message, context)
@@ -50,7 +50,7 @@ def inside(message: Message, context: Context, call_next: ClientAppCallable) -> 
 
 
 def _dawdle(while_there_is: Path, most: float = 120.0) -> None:
-    """A node may be told to be slow."""
+    """Wait while the file exists."""
     end = time.monotonic() + most
     while while_there_is.exists() and time.monotonic() < end:
         time.sleep(0.2)

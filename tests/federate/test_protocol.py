@@ -58,7 +58,7 @@ FEW, ALL = 300, 10_000
 
 
 def schedules(count: int, *, compressed: bool = True) -> tuple[Counter[str], Counter[str]]:
-    """Plays so many; adds up what happened, and why clients needed the whole model."""
+    """Play so many schedules; count the faults, and why clients needed the whole model."""
     faults, causes = Counter[str](), Counter[str]()
     for seed in range(count):
         world = World(seed, compressed=compressed).run()
@@ -120,7 +120,7 @@ LAWS: dict[str, tuple[Feedback, float]] = {
 
 
 def feedback_schedules(count: int, feedback: Feedback, tolerance: float) -> int:
-    """How many of the schedules break the law."""
+    """Return how many of the schedules break the law."""
     broken = 0
     for seed in range(count):
         try:
@@ -213,7 +213,7 @@ def takes_for_its_own(client: Client, request: Request, *ways: Any, mine: bool) 
 
 
 def its_mark(client: Client) -> Mark:
-    """Of the client's last answer."""
+    """Return the mark of the client's last answer."""
     assert client.sent is not None
     return make_mark(client.sent.stamp, client.incarnation, client.sent.message)
 

@@ -46,7 +46,7 @@ class Trajectory(NamedTuple):
 
 
 def travel(text: str, seed: int, d: int, rounds: int) -> Trajectory:
-    """A model of which some numbers change in each round, by little or by much."""
+    """A model: some of its numbers change in each round, by little or by much."""
     layout = Layout(("a", "b"), ((d // 2,), (d - d // 2,)), ("float32", "float32"))
     downlink = downlink_of(parse(text), layout)
     assert downlink is not None

@@ -119,7 +119,7 @@ def stores(root: Path) -> tuple[ServerStore, dict[str, ClientStore]]:
 
 
 def client_round(store: ClientStore, number: int, request: Request) -> tuple[int, bytes] | None:
-    """What a client does about a request; it sends what it has stored. None if it needs the whole model."""
+    """Let a client answer a request and store that; None if it needs the whole model."""
     before = store.load()
     client, action = receive(before, request, wire(number), VECTOR)
     if isinstance(action, Outdated):
@@ -211,7 +211,7 @@ ROUNDS = 4
 def test_a_crash_at_any_step(
     tmp_path: Path, share: float, growth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before each thing done to a file, and again later; at the end nothing shows it."""
+    """Kill it before each file operation, and again later; the final state is the same."""
     monkeypatch.setattr("cfedavg.federate.server_store.GROWTH", growth)
     counter = Disk(math.inf)
     with counter.at_work():
@@ -843,7 +843,7 @@ def stored(folder: Path, count: int = 3) -> ServerStore:
 
 
 def unchanged(folder: Path, action: Any) -> None:
-    """A refusal in one sentence, and no file is another afterwards."""
+    """The state is refused in one sentence, and no file changes."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(InputError) as caught:
         action()
@@ -946,7 +946,7 @@ def test_forged_lines_of_clients(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file(tmp_path: Path, make: Any) -> None:
-    """A pipe would be waited for, and a device read for ever."""
+    """Opening a pipe would wait for ever, and so would reading a device."""
     client, _ = saved(tmp_path / "client")
     server = stored(tmp_path / "server", 1)
     for store, path in (

@@ -108,7 +108,7 @@ def test_what_was_applied_is_not_applied_again() -> None:
 
 
 def damage(broadcast: Broadcast, chance: random.Random) -> Broadcast:
-    """Put another message, well formed, in the place of one."""
+    """Replace one message by another that is well formed."""
     other = draw_message(chance)
     if not isinstance(broadcast, Chain):
         return replace(broadcast, message=other)

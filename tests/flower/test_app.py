@@ -52,7 +52,7 @@ ODD = {
 
 
 def kept(arrays: Any, metrics: dict[str, Any], message: Message) -> Message:
-    """As an app does that changes what it can."""
+    """Reply as an app that changes every array but the boolean one."""
     (found,) = message.content.array_records.values()
     changed = {name: array + array.dtype.type(1) for name, array in arrays_of(found).items()}
     return reply_with({**changed, "yes": ODD["yes"]}, metrics, message)

@@ -180,7 +180,7 @@ def test_a_copy_that_cannot_follow(fault: Any, incarnation: int, tmp_path: Path)
 
 
 def test_a_node_that_can_never_follow(tmp_path: Path) -> None:
-    """It gets the whole model once in a round, not again and again."""
+    """It gets the whole model at most once in a round."""
     it = Watched(tmp_path, Adding())
     it.run(1)
     it.grid.on_request = lambda node, message: (
@@ -527,7 +527,7 @@ def disk(node: LocalNode) -> dict[Path, bytes]:
 
 
 def check_one_request_lost(it: Watched, app: Adding, cause: str, why: str) -> None:
-    """Node 1 says why in one sentence and keeps its disk; in the next round it goes on as if nothing was."""
+    """Node 1 says why in one sentence and keeps its disk; in the next round it takes part as before."""
     before = disk(it.nodes[1])
     it.run(2, Summing())
     row = next(row for row in it.of_nodes if (row["round"], row["node"]) == (1, "node1"))

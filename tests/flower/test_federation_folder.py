@@ -248,7 +248,7 @@ def refuses(it: Federation, words: str, rounds: int = 3, **options: Any) -> None
 
 @pytest.mark.parametrize("name", [*NO_FILE, *NO_NAME])
 def test_no_name(tmp_path: Path, name: str) -> None:
-    """Of a federation that has a state, and of one that has none yet."""
+    """Damage the name of a federation with a state, and of one without."""
     it, make = Federation(tmp_path, Adding().app), (NO_FILE | NO_NAME)[name]
     it.out.mkdir()
     put(it.out / "federation.txt", make)
@@ -354,7 +354,7 @@ def test_forged_facts(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("t", [10**9, 2**32 - 1, 3, 1, 0])
 def test_a_forged_round(tmp_path: Path, t: int) -> None:
-    """However large it is, nothing is made because of it."""
+    """A forged round is refused, and a large one costs no memory."""
     it = Federation(tmp_path, Adding().app)
     it.start(2)
     forge(it.out / "state" / FILE, t=t)

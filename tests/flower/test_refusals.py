@@ -129,7 +129,7 @@ def without_some(rounds: int, lost: tuple[int, ...]) -> tuple[ArrayRecord, list[
 def compared(
     tmp_path: Path, app: Adding, rounds: int, touch: Any = None, lost: tuple[int, ...] = (1,)
 ) -> Federation:
-    """The federation after so many rounds, of which the model must be that of the other nodes."""
+    """Run a federation, and check that its model is that of the other nodes alone."""
     it = Federation(tmp_path, app.app, 4, NORMED)
     it.grid.on_reply = touch or it.grid.on_reply
     found = it.start(rounds, max_norm=100)
@@ -203,7 +203,7 @@ def saying(send: Any, **facts: float) -> Any:
 
 
 def test_a_bound_is_used_up() -> None:
-    """Of p a tenth is above the bound: what is sent is near it, not below it by as much again."""
+    """A share of p is sent whose norm is just below the bound."""
     layout = Layout.flat(1000)
     packing = Uplink(Channel(parse("topk(0.99)"), ErrorFeedback(), layout), 0, max_norm=1.0)
     p = np.full(1000, 100.0, np.float32)  # its norm is 3,162, of which the largest ten have 316
@@ -250,7 +250,7 @@ def test_a_node_has_an_odd_name() -> None:
 
 
 def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
-    """Also not if nobody else is asked."""
+    """One refusal proves nothing, even if nobody else is asked."""
     app = Adding()
 
     def older(arrays: Any, metrics: Any, message: Message) -> Message:
@@ -265,7 +265,7 @@ def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
 
 
 def test_two_can(tmp_path: Path) -> None:
-    """Asked one after the other, if nobody says otherwise."""
+    """Two refusals prove it, even in two rounds, if nobody has replied."""
     app = Adding()
     app.spoil = dict.fromkeys(range(4), lambda a, m, message: error(REFUSED, "older", message))
     it = Federation(tmp_path, app.app, 4)

@@ -235,7 +235,7 @@ def test_a_quorum_is_of_those_needed(tmp_path: Path) -> None:
 
 
 def dropping(it: Federation, rate: float) -> None:
-    """Of the requests this share is lost: the node dies before it trains or after it, without a word."""
+    """This share of requests is lost: the node dies before or after it trains."""
     draw, each = random.Random(7), 1 - math.sqrt(1 - rate)
 
     def request(node: LocalNode, message: Message) -> Message | None:
@@ -271,7 +271,7 @@ def test_over_selection_makes_up_for_drop_outs(tmp_path: Path) -> None:
 
 
 def test_clocks_may_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a day, and another one whenever somebody looks: only the time that passes counts."""
+    """Every look at a clock is wrong by up to a day: only durations count."""
     first, second = (Federation(tmp_path / name, Adding().app) for name in ("right", "wrong"))
     wanted = first.start(5)
     draw, right, pull, pulls = random.Random(0), time.time, second.grid.pull_messages, itertools.count()
@@ -446,7 +446,7 @@ def test_rounds_are_counted(rounds: Any, tmp_path: Path) -> None:
 
 
 def test_one_node_is_too_few(tmp_path: Path) -> None:
-    """Unless it is said that one will do."""
+    """One node is enough only if `min_nodes` says so."""
     it = Federation(tmp_path, Adding().app, 1)
     with pytest.raises(InputError, match="`min_nodes` is 2, but only 1"):
         it.start(1)

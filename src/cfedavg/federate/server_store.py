@@ -14,7 +14,7 @@ import re
 import reprlib
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,14 @@ EXTRA = "extra."
 GROWTH = 4  # times the length that it began with: then the journal of the clients is begun anew
 SHORT = 65_536  # bytes: a shorter journal is not begun anew
 _JOURNAL = re.compile(r"clients\.(\d+)\.jsonl")
+
+
+class Place(NamedTuple):
+    """How much of which journal counts, and the checksum of that."""
+
+    number: int
+    length: int
+    checksum: int
 
 
 class KnownClient(NamedTuple):
@@ -112,7 +120,7 @@ class ServerStore(state_file.StateStore):
             check_integer("the number of its stamp", stamp.number, 1, t + 2)
             numbers = check_list("clients", about["clients"], 3)
             place = Place(*(check_integer("clients", number, 0, 2**63) for number in numbers))
-            applied, clients = _read_clients(_read_journal(self.folder, place), stamp)
+            applied, clients = _read_clients(self.folder, place, stamp)
             primary = self.copy_form.read_primary(tensors, about, (stamp.generation, t))
             x = check_vector("x", tensors.pop("x"), "float32", self.layout.d)
             if not np.isfinite(x).all():
@@ -156,67 +164,42 @@ class ServerStore(state_file.StateStore):
             # Within a generation each state follows from those before, and has all of their clients.
             follows = now.generation == then.generation and now.number >= then.number
             if follows and place.length <= GROWTH * max(self._compact, SHORT):
-                return _add_lines(self.folder, place, _client_lines(state, before))
-        place = _begin_journal(self.folder, _client_lines(state, ServerState(Server(None))))
-        self._compact = place.length
-        return place
+                if not (data := _encode_clients(state, before)):
+                    return place
+                path = _journal(self.folder, place.number)
+                append(path, data)
+                sync(path)
+                return Place(place.number, place.length + len(data), zlib.crc32(data, place.checksum))
+        data = _encode_clients(state, ServerState(Server(None)))
+        number, self._compact = 1 + max(_journals(self.folder).values(), default=0), len(data)
+        write_atomic(_journal(self.folder, number), data)
+        return Place(number, len(data), zlib.crc32(data))
 
 
-def _client_lines(now: ServerState, before: ServerState) -> list[Any]:
+def _encode_clients(now: ServerState, before: ServerState) -> bytes:
     """Return a line for each client of which something has changed."""
     changed = now.server.applied.since(before.server.applied) | now.clients.since(before.clients)
-    return [(who, now.server.applied[who], now.clients[who]) for who in changed]
+    lines = [(who, now.server.applied[who], now.clients[who]) for who in changed]
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
-def _read_clients(lines: list[Any], before: Stamp) -> tuple[Table[Mark], Table[KnownClient]]:
-    """Return the clients by their last lines; ValueError unless a server before this stamp wrote them."""
+def _read_clients(folder: Path, place: Place, before: Stamp) -> tuple[Table[Mark], Table[KnownClient]]:
+    """Return the clients by the last of their lines that count.
+
+    Raise ValueError or OSError unless a server before this stamp wrote them as they are.
+    """
+    path = _journal(folder, place.number)
+    data = read_file(path)[: place.length]
+    if len(data) != place.length or zlib.crc32(data) != place.checksum:
+        raise ValueError(f"{path.name} does not fit to it")
     applied, clients = dict[str, Mark](), dict[str, KnownClient]()
-    for line in lines:
-        who, mark, known = check_list("a client", line, 3)
+    for line in data.splitlines():
+        who, mark, known = check_list("a client", json.loads(line), 3)
         met, note = check_list("a client", known, 2)
         state_file.check_text("a client's name", who)
         applied[who] = state_file.check_mark("a client's mark", mark, before)
         clients[who] = KnownClient(check_integer("a client's incarnations", met, 1, 2**53), note)
     return Table(applied), Table(clients)
-
-
-class Place(NamedTuple):
-    """How much of which journal counts, and the checksum of that."""
-
-    number: int
-    length: int
-    checksum: int
-
-
-def _begin_journal(folder: Path, lines: Iterable[Any]) -> Place:
-    """Make a journal of these lines, durably. Every other journal stays as it is."""
-    data = _encode(lines)
-    number = 1 + max(_journals(folder).values(), default=0)
-    write_atomic(_journal(folder, number), data)
-    return Place(number, len(data), zlib.crc32(data))
-
-
-def _add_lines(folder: Path, place: Place, lines: Iterable[Any]) -> Place:
-    """Add lines, durably, to a journal that ends at the place."""
-    if not (data := _encode(lines)):
-        return place
-    path = _journal(folder, place.number)
-    append(path, data)
-    sync(path)
-    return Place(place.number, place.length + len(data), zlib.crc32(data, place.checksum))
-
-
-def _read_journal(folder: Path, place: Place) -> list[Any]:
-    """Return the lines that count; ValueError or OSError unless they are as they were written."""
-    path = _journal(folder, place.number)
-    data = read_file(path)[: place.length]
-    if len(data) != place.length or zlib.crc32(data) != place.checksum:
-        raise ValueError(f"{path.name} does not fit to it")
-    return [json.loads(line) for line in data.splitlines()]
-
-
-def _encode(lines: Iterable[Any]) -> bytes:
-    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
 def _journal(folder: Path, number: int) -> Path:

@@ -69,7 +69,15 @@ class FederationFolder:
             )
         make_folder(self.out, "`out`")
         with ExitStack() as stack:
-            self._lock(stack)
+            end = time.monotonic() + HANDOVER
+            while True:
+                try:
+                    stack.enter_context(ServerStore(self.out / STATE, "", self.form.layout).locked())
+                    break
+                except Busy:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.5)
             tidy(self.out)
             self.federation = self._read_name()  # under the lock, so that it gets one name only
             dtype = self.replica.dtype if self.replica else "float32"
@@ -93,17 +101,6 @@ class FederationFolder:
                 f"got {reprlib.repr(name)}; put it back"
             )
         return name
-
-    def _lock(self, stack: ExitStack) -> None:
-        end = time.monotonic() + HANDOVER
-        while True:
-            try:
-                stack.enter_context(ServerStore(self.out / STATE, "", self.form.layout).locked())
-                return
-            except Busy:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.5)
 
     def begin(
         self, x: NDArray[np.float32], whole: bytes, memory: ServerMemory, *, resume: bool, from_backup: bool

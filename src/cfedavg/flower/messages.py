@@ -165,11 +165,6 @@ def read_body(content: RecordDict, order: Order) -> Body:
     return Body.unpack(record["body"].numpy().tobytes())
 
 
-def tell_version(reply: Message, version: Version) -> None:
-    """Say in a reply which version of the copy this node holds."""
-    reply.content[OURS] = ConfigRecord({"version": list(version)})
-
-
 def take_version(reply: Message) -> Version | None:
     """Take the version out of a reply, which a strategy does not expect; None if it says none."""
     if reply.has_error():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message, MessageType
+from flwr.app import ConfigRecord, Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.logger import log
 
@@ -157,7 +157,7 @@ class _Exchange:
         self._give_model(client)
         evaluated = run_app()
         if not evaluated.has_error():
-            messages.tell_version(evaluated, client.copy.version)
+            evaluated.content[messages.OURS] = ConfigRecord({"version": list(client.copy.version)})
         return evaluated
 
     def _train(self, run_app: Callable[[], Message]) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -39,36 +39,36 @@ class AppConfig(NamedTuple):
     evaluate_fn: EvaluateFunction | None
 
 
+@dataclass
 class Session:
     """Goes from the state that it is given to the last round; every round ends durably."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        folder: FederationFolder,
-        state: FederationState,
-        *,
-        policy: RoundPolicy,
-        channels: Channels,
-        averaging: Averaging,
-        inner: Strategy | None,
-        max_norm: float | None,
-        app: AppConfig,
-    ) -> None:
-        self.grid, self.folder, self.form, self.state = grid, folder, folder.form, state
-        self.policy, self.channels, self.averaging, self.inner = policy, channels, averaging, inner
-        self.downlink = channels.downlink(self.form.layout)
-        self.max_norm, self.train_config, self.result = max_norm, app.train_config, Result()
-        self.validator = ReplyValidator(self.form, channels.compressor, max_norm, averaging.by_samples)
-        kept = {who: known.note.number for who, known in state.clients.items()}
-        self.numbers = Numbers(kept, state.lent)
-        self.residuals = Residuals(known.note.residual2 for known in state.clients.values())
-        self.age = ServerAge()
-        self.dispatcher = Dispatcher(grid, self.form, folder.federation, self.numbers, policy, channels)
+    grid: Grid
+    folder: FederationFolder
+    state: FederationState
+    policy: RoundPolicy
+    channels: Channels
+    averaging: Averaging
+    inner: Strategy | None
+    max_norm: float | None
+    app: AppConfig
+
+    def __post_init__(self) -> None:
+        self.form, self.result, self.age = self.folder.form, Result(), ServerAge()
+        self.downlink = self.channels.downlink(self.form.layout)
+        by_samples = self.averaging.by_samples
+        self.validator = ReplyValidator(self.form, self.channels.compressor, self.max_norm, by_samples)
+        notes = {who: known.note for who, known in self.state.clients.items()}
+        self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
+        self.residuals = Residuals(note.residual2 for note in notes.values())
+        federation, app = self.folder.federation, self.app
+        self.dispatcher = Dispatcher(
+            self.grid, self.form, federation, self.numbers, self.policy, self.channels
+        )
         self.evaluation = Evaluation(app.evaluate_fn, app.evaluate_config, self.dispatcher, self.result)
-        self._at_first = strategy_state.read_attributes(inner) if inner else {}
-        if inner and state.inner is not None:
-            strategy_state.restore_memory(inner, state.inner)
+        self._at_first = strategy_state.read_attributes(self.inner) if self.inner else {}
+        if self.inner and self.state.inner is not None:
+            strategy_state.restore_memory(self.inner, self.state.inner)
 
     def run(self, num_rounds: int) -> Result:
         """Do the rounds that are left."""
@@ -130,10 +130,11 @@ class Session:
 
     def _make_requests(self, now: Round) -> list[Message]:
         """Return the requests of a round. Its number has been durable since the round before ended."""
+        config = self.app.train_config
         if self.inner is None:
-            wanted: Iterable[Message] = self.dispatcher.sample(now, self.train_config)
+            wanted: Iterable[Message] = self.dispatcher.sample(now, config)
         else:
-            wanted = self.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
+            wanted = self.inner.configure_train(now.server_round, now.arrays, config, self.grid)
         messages = self.dispatcher.pack(now, wanted, self.state)
         now.needed = now.needed or len(now.nodes)  # a strategy may ask one node twice
         if self.numbers.lent != self.state.lent:  # a client's draws go by its number: make it durable first

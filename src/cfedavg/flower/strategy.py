@@ -88,15 +88,9 @@ class CFedAvg(Strategy):
         self.resume, self.from_backup = resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         self._check(out is not None)
-        given: dict[str, Any] = {
-            "compressor": compressor,
-            "compressor_down": compressor_down,
-            "feedback": feedback,
-            "update": update,
-            "server_optimiser": server_optimiser,
-            "weighting": weighting,
-            "seed": seed,
-        }
+        given: dict[str, Any] = {"compressor": compressor, "compressor_down": compressor_down}
+        given |= {"feedback": feedback, "update": update, "server_optimiser": server_optimiser}
+        given |= {"weighting": weighting, "seed": seed}
         self.config = self._make_config(config, given)
         down = parse(compressor_down, "compressor_down")
         self.channels = Channels(parse(compressor), down, FEEDBACKS.parse(feedback), update, seed)
@@ -215,6 +209,10 @@ class CFedAvg(Strategy):
         replica = self.channels.replica(form.layout)
         comments = self._list_more_options(policy)
         folder = FederationFolder(self.out, config, form, replica, self._fixed_options(), comments)
+        by_steps, by_samples = self.channels.update == "mean", self.config.weighting == "samples"
+        averaging: Averaging = OwnAverage(form, self.aggregator, self.eta, by_steps, by_samples)
+        if self.inner is not None:
+            averaging = WrappedAverage(form, self.inner)
         app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
         with folder.hold():
             x, whole = form.split(arrays)
@@ -227,7 +225,7 @@ class CFedAvg(Strategy):
                 state,
                 policy=policy,
                 channels=self.channels,
-                averaging=self._make_averaging(form),
+                averaging=averaging,
                 inner=self.inner,
                 max_norm=self.max_norm,
                 app=app,
@@ -247,23 +245,11 @@ class CFedAvg(Strategy):
             log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
         return form
 
-    def _make_averaging(self, form: Form) -> Averaging:
-        if self.inner is not None:
-            return WrappedAverage(form, self.inner)
-        by_steps, by_samples = self.channels.update == "mean", self.config.weighting == "samples"
-        return OwnAverage(form, self.aggregator, self.eta, by_steps, by_samples)
-
     def _fixed_options(self) -> FixedOptions:
-        channels = self.channels
-        return FixedOptions(
-            inner=name_strategy(self.inner) if self.inner else None,
-            compressor=str(channels.compressor),
-            compressor_down=str(channels.compressor_down),
-            feedback=str(channels.feedback),
-            update=channels.update,
-            server_optimiser=str(self.aggregator.optimiser),
-            seed=channels.seed,
-        )
+        inner, channels = name_strategy(self.inner) if self.inner else None, self.channels
+        up, down = str(channels.compressor), str(channels.compressor_down)
+        feedback, optimiser = str(channels.feedback), str(self.aggregator.optimiser)
+        return FixedOptions(inner, up, down, feedback, channels.update, optimiser, channels.seed)
 
     def _list_more_options(self, policy: RoundPolicy) -> dict[str, Any]:
         """Return the options that config.toml has no fields for."""
