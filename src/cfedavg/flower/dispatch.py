@@ -56,38 +56,6 @@ def _sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(digits or 0), letters) for letters, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
-class Exchange:
-    """Messages under way to nodes, and their replies, until the time is over."""
-
-    def __init__(self, grid: Grid, messages: Iterable[Message], seconds: float) -> None:
-        self.grid, self._end = grid, time.monotonic() + seconds
-        self._waiting: dict[str, int] = {}  # the nodes asked, by Flower's id of the message
-        self.send(messages)
-
-    def send(self, messages: Iterable[Message]) -> None:
-        """Send messages, also while others are under way."""
-        sent = list(messages)
-        names = list(self.grid.push_messages(sent)) if sent else []
-        self._waiting |= {
-            name: message.metadata.dst_node_id for name, message in zip(names, sent, strict=True) if name
-        }
-
-    def replies(self) -> Iterator[tuple[int, Message]]:
-        """Yield each reply with the node that was asked, as they come, until all are there or time is over.
-
-        An error need not say whose it is, so a reply is matched by the message that it replies to.
-        """
-        while self._waiting:
-            for reply in self.grid.pull_messages(list(self._waiting)):
-                asked = self._waiting.pop(reply.metadata.reply_to_message_id, None)
-                if asked is not None:
-                    yield asked, reply
-            if time.monotonic() > self._end:
-                return
-            if self._waiting:
-                time.sleep(POLL)
-
-
 @dataclass(frozen=True)
 class Channels:
     """How updates and the model travel: the server decides, and each request says so."""
@@ -166,19 +134,35 @@ class Dispatcher:
     def exchange(
         self, now: Round, messages: list[Message], state: FederationState
     ) -> Iterator[tuple[Node, Message]]:
-        """Send the requests, and yield the replies that come by the deadline.
+        """Send the requests, and yield each reply that comes by the deadline, with the node that was asked.
 
         A node whose copy cannot follow, since its disk is an older one, say, gets the whole model at once.
+        An error need not say whose it is, so a reply is matched by the message that it replies to.
         """
-        exchange, again = Exchange(self.grid, messages, self.policy.deadline), set[int]()
-        for node_id, reply in exchange.replies():
-            needs_whole = reply.has_error() and reply.error.code == NEED_WHOLE
-            if not needs_whole or node_id in again or now.loads is None:
-                yield now.nodes[node_id], reply
-                continue
-            again.add(node_id)
-            whole = now.loads.load_for(None, is_first=False)
-            exchange.send([self._make_request(now, now.nodes[node_id], state, whole)])
+        end, again = time.monotonic() + self.policy.deadline, set[int]()
+        waiting = self._push(messages)
+        while waiting:
+            for reply in self.grid.pull_messages(list(waiting)):
+                asked = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if asked is None:
+                    continue
+                needs_whole = reply.has_error() and reply.error.code == NEED_WHOLE
+                if not needs_whole or asked in again or now.loads is None:
+                    yield now.nodes[asked], reply
+                    continue
+                again.add(asked)
+                whole = now.loads.load_for(None, is_first=False)
+                waiting |= self._push([self._make_request(now, now.nodes[asked], state, whole)])
+            if time.monotonic() > end:
+                return
+            if waiting:
+                time.sleep(POLL)
+
+    def _push(self, messages: list[Message]) -> dict[str, int]:
+        """Send messages; return the nodes asked, by Flower's id of the message."""
+        names = list(self.grid.push_messages(messages)) if messages else []
+        pairs = zip(names, messages, strict=True)
+        return {name: message.metadata.dst_node_id for name, message in pairs if name}
 
     def _make_request(
         self, now: Round, node: Node, state: FederationState, download: NodeDownload

@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
-from typing import NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -31,14 +30,6 @@ from cfedavg.flower.round_policy import RoundPolicy
 from cfedavg.flower.rounds import Outcome, Residuals, Round, make_node_row, make_round_row
 
 
-class AppConfig(NamedTuple):
-    """What an app passes to `start`: configurations for its clients, and its own evaluation."""
-
-    train_config: ConfigRecord
-    evaluate_config: ConfigRecord
-    evaluate_fn: EvaluateFunction | None
-
-
 @dataclass
 class Session:
     """Goes from the state that it is given to the last round; every round ends durably."""
@@ -51,7 +42,9 @@ class Session:
     averaging: Averaging
     inner: Strategy | None
     max_norm: float | None
-    app: AppConfig
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFunction | None
 
     def __post_init__(self) -> None:
         self.form, self.result, self.age = self.folder.form, Result(), ServerAge()
@@ -61,11 +54,11 @@ class Session:
         notes = {who: known.note for who, known in self.state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
         self.residuals = Residuals(note.residual2 for note in notes.values())
-        federation, app = self.folder.federation, self.app
+        federation = self.folder.federation
         self.dispatcher = Dispatcher(
             self.grid, self.form, federation, self.numbers, self.policy, self.channels
         )
-        self.evaluation = Evaluation(app.evaluate_fn, app.evaluate_config, self.dispatcher, self.result)
+        self.evaluation = Evaluation(self.evaluate_fn, self.evaluate_config, self.dispatcher, self.result)
         self._at_first = strategy_state.read_attributes(self.inner) if self.inner else {}
         if self.inner and self.state.inner is not None:
             strategy_state.restore_memory(self.inner, self.state.inner)
@@ -130,11 +123,10 @@ class Session:
 
     def _make_requests(self, now: Round) -> list[Message]:
         """Return the requests of a round. Its number has been durable since the round before ended."""
-        config = self.app.train_config
         if self.inner is None:
-            wanted: Iterable[Message] = self.dispatcher.sample(now, config)
+            wanted: Iterable[Message] = self.dispatcher.sample(now, self.train_config)
         else:
-            wanted = self.inner.configure_train(now.server_round, now.arrays, config, self.grid)
+            wanted = self.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
         messages = self.dispatcher.pack(now, wanted, self.state)
         now.needed = now.needed or len(now.nodes)  # a strategy may ask one node twice
         if self.numbers.lent != self.state.lent:  # a client's draws go by its number: make it durable first

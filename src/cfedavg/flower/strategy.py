@@ -28,7 +28,7 @@ from cfedavg.flower.dispatch import Channels
 from cfedavg.flower.federation_folder import FederationFolder
 from cfedavg.flower.federation_state import FixedOptions
 from cfedavg.flower.round_policy import RoundPolicy
-from cfedavg.flower.session import AppConfig, Session
+from cfedavg.flower.session import Session
 from cfedavg.flower.strategy_state import name_strategy
 from cfedavg.optimise.server import SERVER_OPTIMISERS
 
@@ -213,7 +213,6 @@ class CFedAvg(Strategy):
         averaging: Averaging = OwnAverage(form, self.aggregator, self.eta, by_steps, by_samples)
         if self.inner is not None:
             averaging = WrappedAverage(form, self.inner)
-        app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
         with folder.hold():
             x, whole = form.split(arrays)
             whole = form.lengthen(form.shorten(whole)) if replica and replica.rounds else whole
@@ -228,7 +227,9 @@ class CFedAvg(Strategy):
                 averaging=averaging,
                 inner=self.inner,
                 max_norm=self.max_norm,
-                app=app,
+                train_config=train_config or ConfigRecord(),
+                evaluate_config=evaluate_config or ConfigRecord(),
+                evaluate_fn=evaluate_fn,
             )
             folder.open(state)  # a session that refuses the state leaves everything as it was
             return session.run(num_rounds)
