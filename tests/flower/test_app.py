@@ -197,8 +197,8 @@ def test_a_bad_deadline(timeout: Any, tmp_path: Path) -> None:
     [
         ({"n": np.array(3)}, "no float32 array to compress"),
         ({"bn.running_mean": np.ones(3, np.float32)}, "no float32 array to compress"),
-        ({"w": np.array([1, math.inf], np.float32)}, "initial_arrays: 'w' holds NaN or Inf"),
-        ({"w": np.ones(2, np.float32), "n": np.array(math.nan)}, "initial_arrays: 'n' holds NaN or Inf"),
+        ({"w": np.array([1, math.inf], np.float32)}, "`initial_arrays`: 'w' holds NaN or Inf"),
+        ({"w": np.ones(2, np.float32), "n": np.array(math.nan)}, "`initial_arrays`: 'n' holds NaN or Inf"),
     ],
 )
 def test_bad_models(model: dict[str, np.ndarray], sentence: str, tmp_path: Path) -> None:

@@ -504,9 +504,8 @@ def test_a_resume_with_another_compressor(before: str, other: str, tmp_path: Pat
         return
     it = Watched(tmp_path, Adding())
     it.start(2, compressor_down=before, compressor="topk(0.9)")
-    refuses(
-        it, rf"compressor_down is '{re.escape(other)}', but", compressor_down=other, compressor="topk(0.9)"
-    )
+    words = rf"`compressor_down` is '{re.escape(other)}', but"
+    refuses(it, words, compressor_down=other, compressor="topk(0.9)")
     it.start(3, resume=True, compressor_down=before, compressor="topk(0.9)")
     assert it.outcomes == [{"replied": 3}] * 3
 
@@ -703,5 +702,5 @@ def test_a_model_too_large_to_broadcast(down: str, tmp_path: Path) -> None:
 
 def test_a_first_model_too_large_to_broadcast(tmp_path: Path) -> None:
     it = Watched(tmp_path, Adding(), model=LARGE | {"b": np.full(24, -3.4e38, np.float32)})
-    with pytest.raises(InputError, match=r"initial_arrays: 'b' must not hold a number above 1e\+36"):
+    with pytest.raises(InputError, match=r"`initial_arrays`: 'b' must not hold a number above 1e\+36"):
         it.run(1)

@@ -120,7 +120,7 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     it.start(2, resume=True)  # there is nothing yet
     with pytest.raises(InputError, match=r"`out`: .* holds a federation; resume it, or give another folder"):
         it.start(2)
-    with pytest.raises(InputError, match=r"num_rounds is 1, but the federation in .* has done 2"):
+    with pytest.raises(InputError, match=r"`num_rounds` is 1, but the federation in .* has done 2"):
         it.start(1, resume=True)
     for other in (
         {"w": MODEL["w"], "b": MODEL["b"][:4]},

@@ -138,14 +138,14 @@ class FederationFolder:
             raise InputError(f"{self.out / STATE} is of another model: what is not compressed differs")
         if state.server.t > self.config.rounds:
             raise InputError(
-                f"num_rounds is {self.config.rounds}, but the federation in {self.out} has done "
+                f"`num_rounds` is {self.config.rounds}, but the federation in {self.out} has done "
                 f"{state.server.t}"
             )
         for item in fields(FixedOptions):
             before, now = getattr(state.options, item.name), getattr(self.options, item.name)
             if before != now:
                 was = reprlib.repr(before)
-                raise InputError(f"{item.name} is {now!r}, but the federation in {self.out} has {was}")
+                raise InputError(f"`{item.name}` is {now!r}, but the federation in {self.out} has {was}")
         with self.store.naming_damage():
             state.check_whole(self.form)
             state.check_memory(memory)
@@ -167,7 +167,7 @@ class FederationFolder:
         except OtherCopy:
             which = "does not round" if self.replica and self.replica.rounds else "rounds"
             raise InputError(
-                f"compressor_down is {self.options.compressor_down!r}, but the federation in {self.out} "
+                f"`compressor_down` is {self.options.compressor_down!r}, but the federation in {self.out} "
                 f"has one that {which} values"
             ) from None
         if stored is None:

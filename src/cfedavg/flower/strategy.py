@@ -205,14 +205,9 @@ class CFedAvg(Strategy):
         form = self._make_form(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"`num_rounds` must be a whole number of 1 or more, got {num_rounds!r}")
-        config = self.config.replace(rounds=num_rounds)
+        config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
         replica = self.channels.replica(form.layout)
-        comments = self._list_more_options(policy)
         folder = FederationFolder(self.out, config, form, replica, self._fixed_options(), comments)
-        by_steps, by_samples = self.channels.update == "mean", self.config.weighting == "samples"
-        averaging: Averaging = OwnAverage(form, self.aggregator, self.eta, by_steps, by_samples)
-        if self.inner is not None:
-            averaging = WrappedAverage(form, self.inner)
         with folder.hold():
             x, whole = form.split(arrays)
             whole = form.lengthen(form.shorten(whole)) if replica and replica.rounds else whole
@@ -224,7 +219,7 @@ class CFedAvg(Strategy):
                 state,
                 policy=policy,
                 channels=self.channels,
-                averaging=averaging,
+                averaging=self._make_averaging(form),
                 inner=self.inner,
                 max_norm=self.max_norm,
                 train_config=train_config or ConfigRecord(),
@@ -238,13 +233,21 @@ class CFedAvg(Strategy):
         """Return the form of the first model, which must be finite."""
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
+                raise InputError(
+                    f"`initial_arrays`: {name!r} holds NaN or Inf, from which no client can train"
+                )
             if array.dtype == np.float32 and np.abs(array).max(initial=0) > LARGEST:
-                raise InputError(f"initial_arrays: {name!r} must not hold a number above {LARGEST:g}")
+                raise InputError(f"`initial_arrays`: {name!r} must not hold a number above {LARGEST:g}")
         form = Form.of(arrays, self.whole)
         if form.whole_bytes > 4 * form.layout.d:
             log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
         return form
+
+    def _make_averaging(self, form: Form) -> Averaging:
+        if self.inner is not None:
+            return WrappedAverage(form, self.inner)
+        by_steps, by_samples = self.channels.update == "mean", self.config.weighting == "samples"
+        return OwnAverage(form, self.aggregator, self.eta, by_steps, by_samples)
 
     def _fixed_options(self) -> FixedOptions:
         inner, channels = name_strategy(self.inner) if self.inner else None, self.channels
