@@ -6,8 +6,8 @@ import random
 import struct
 from collections.abc import Iterable, Sequence
 
-from cfedavg.federate.primary import Primary
-from cfedavg.federate.versions import Broadcast, Changes, Version, Whole, digest_of
+from cfedavg.federate.server import Primary
+from cfedavg.federate.versions import Broadcast, Changes, Version, Whole, compute_digest
 from cfedavg.wire import WireError
 
 D = 5
@@ -46,7 +46,7 @@ class Coordinates:
         return self.change(ZERO, message)
 
     def digest(self, w: W) -> int:
-        return digest_of(repr(w).encode())
+        return compute_digest(repr(w).encode())
 
 
 REPLICA = Coordinates()

@@ -118,7 +118,7 @@ class Disk:
             path.write_bytes(data)
 
     def cut_power(self, share: float, draw: random.Random, spared: int = 0) -> None:
-        """Each change is lost with this probability, but for the newest: a disk may keep any order."""
+        """Lose each change with this probability, except the newest: a disk may keep any order."""
         for path in sorted(self.dirty):
             if path.exists() and draw.random() < share:
                 os.truncate(path, max(self.synced.get(path, 0), path.stat().st_size // 2))
@@ -127,7 +127,7 @@ class Disk:
                 back()
 
     def telling(self) -> list[int]:
-        """Of the steps taken at the same place the first, with no past, and the last, with the longest."""
+        """Return the first and the last of the steps taken at each place."""
         last = {place: n for n, place in enumerate(self.places)}
         first = {place: n for n, place in reversed([*enumerate(self.places)])}
         return sorted({*first.values(), *last.values()})
@@ -138,7 +138,7 @@ class Disk:
         places += [(f"pathlib.Path.{name}", getattr(self, name)) for name in
                    ("write_bytes", "replace", "unlink", "mkdir")]  # fmt: skip
         places += [("cfedavg.simulate.folder.Folder.append", self.append)]
-        places += [("cfedavg.federate.journal.append", self.append_bytes)]
+        places += [("cfedavg.federate.server_store.append", self.append_bytes)]
         places += [("os.getpid", lambda real: real() + self.number)]  # no process is another
         with pytest.MonkeyPatch.context() as patch:
             for place, mine in places:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from cfedavg.federate.broadcast_format import pack, unpack
 from cfedavg.federate.client import (
     Client,
     Evaluate,
@@ -26,14 +25,21 @@ from cfedavg.federate.client import (
     Outdated,
     Resend,
     Train,
-    answer,
     catch_up,
+    make_answer,
     receive,
 )
-from cfedavg.federate.primary import Primary
-from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, mark_of
-from cfedavg.federate.server import Server, ended, held_version, objection, request_of, restored
-from cfedavg.federate.versions import Broadcast, Chain, Copy, Version, Whole, follow
+from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
+from cfedavg.federate.server import (
+    Primary,
+    Server,
+    end_round,
+    find_held_version,
+    make_request,
+    object_to_reply,
+    restore_backup,
+)
+from cfedavg.federate.versions import Broadcast, Chain, Copy, Version, Whole, follow, pack, unpack
 from tests.copies import REPLICA, ZERO, advance, changes_of, draw_message, pack_items, whole_of
 
 D, KEPT = 6, 2
@@ -98,7 +104,7 @@ class Reply(NamedTuple):
 
     @property
     def mark(self) -> Mark:
-        return mark_of(self.stamp, self.incarnation, self.message)
+        return make_mark(self.stamp, self.incarnation, self.message)
 
 
 class Dispatch(NamedTuple):
@@ -131,7 +137,7 @@ class Rules:
     """The machines and the order in which the server stores; mutants replace one of them."""
 
     receive: Callable[..., Any] = receive
-    objection: Callable[..., str] = objection
+    objection: Callable[..., str] = object_to_reply
     stored: Callable[[Server, Server], Server] = lambda before, after: after
     store_late: bool = False
     # Of copies
@@ -232,7 +238,7 @@ class World:
             self.restart()
         asked = self.names if everyone else self.chance.sample(self.names, 3)
         for name in asked:
-            self.send_request(name, request_of(self.server, name))
+            self.send_request(name, make_request(self.server, name))
         self.clients_work()
         if self.happens("server killed while it waited"):
             self.restart()
@@ -248,7 +254,7 @@ class World:
         """Aggregates, stores, and goes on from there."""
         marks = {reply.name: reply.mark for reply in taken}
         primary = self.server.primary and advance(self.server.primary, draw_message(self.chance), HISTORY)
-        after = ended(self.server, marks, self.server.x.with_(taken), primary)
+        after = end_round(self.server, marks, self.server.x.with_(taken), primary)
         if self.rules.evaluate_early:
             self.evaluate(after)
         if self.happens("server killed before it stored"):
@@ -286,7 +292,7 @@ class World:
             fate.doubt |= any(its == name for its, _ in more)
         self.generation += 1
         digest = backup.primary and REPLICA.digest(backup.primary.w)
-        self.store(restored(backup, self.generation, digest))
+        self.store(restore_backup(backup, self.generation, digest))
         self.restart()
 
     def send_request(self, name: str, request: Request) -> None:
@@ -300,13 +306,13 @@ class World:
                 self.send(server, name, None, broadcast)
 
     def draw_broadcast(self, server: Server, name: str) -> Broadcast | None:
-        """Any kind that the server may send; mostly the whole model if it knows nothing of the client."""
+        """Draw a kind that the server may send; mostly the whole model if it knows nothing of the client."""
         primary = server.primary
         if primary is None:
             return None
         if self.happens("told version forgotten"):
             self.told.pop(name, None)
-        known = held_version(server, name, self.told.get(name))
+        known = find_held_version(server, name, self.told.get(name))
         if known is None and self.chance.random() < 0.8:
             return whole_of(primary)
         start = known or primary.versions[0]
@@ -329,7 +335,7 @@ class World:
             self.requests.append(Dispatch(self.now + late, name, request, data, oldest, broken))
 
     def damage(self, broadcast: Broadcast) -> Broadcast:
-        """Another message in the place of one, as well formed, that no checksum of a network shows."""
+        """Replace one message by another that is well formed, so that no checksum of a network shows it."""
         other = pack_items([(self.chance.randrange(5), self.chance.getrandbits(40))])
         if not isinstance(broadcast, Chain):
             return replace(broadcast, message=other)
@@ -396,7 +402,7 @@ class World:
             return
         self.check_copy(name, client.copy)
         g = self.make_update()
-        after, message = answer(client, request, g, self.sender)
+        after, message = make_answer(client, request, g, self.sender)
         if self.happens("client killed before it stored"):
             return
         self.updates += 1
@@ -450,7 +456,7 @@ class World:
         return Whole(pack_items(enumerate(w)), version, REPLICA.digest(w))
 
     def cause_of(self, dispatch: Dispatch, broadcast: Broadcast) -> str:
-        """Why a client needs the whole model: the second half of the law says that there is a cause."""
+        """Return why a client needs the whole model; raise Broken without a cause."""
         client, fate = self.clients[dispatch.name], self.fates[dispatch.name]
         causes = {
             "new": fate.held is None,
@@ -465,7 +471,7 @@ class World:
         return found
 
     def check_copy(self, name: str, copy: Copy | None) -> None:
-        """The second half of the law: a copy is that of its version, whichever server made that."""
+        """Check the second half of the law: a copy is that of its version, whichever server made it."""
         if copy is not None and self.copies.get(copy.version) != copy.w:
             raise Broken(f"seed {self.seed}, round {self.now}: {name} has a wrong copy of {copy.version}")
 
@@ -496,7 +502,7 @@ class World:
         return self.rules.receive(fresh, request, self.sender, REPLICA)
 
     def answered(self, name: str, after: Client, g: int) -> None:
-        """Stored; whoever answers the present server, and as the first of its name, is past all doubt."""
+        """Store an answer. Who answers the present server first is past all doubt."""
         fate = self.fates[name]
         self.store_client(name, after)
         fate.made += g
@@ -524,8 +530,8 @@ class World:
         taken: list[Reply] = []
         for reply in due:
             names = [each.name for each in taken]
-            objection = self.rules.objection(self.server, asked, names, reply.name, reply.stamp)
-            if not objection and not self.happens("reply broken"):
+            why = self.rules.objection(self.server, asked, names, reply.name, reply.stamp)
+            if not why and not self.happens("reply broken"):
                 taken.append(reply)
         return taken
 
@@ -534,7 +540,7 @@ class World:
         client = self.clients[name]
         if client.sent is None:
             return self.nothing()
-        mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+        mark = make_mark(client.sent.stamp, client.incarnation, client.sent.message)
         return self.nothing() if (name, mark) in self.disk.x.holds else self.read(client.sent.message)
 
     def total(self, name: str) -> int:
@@ -542,7 +548,7 @@ class World:
         return self.disk.x.sums[name] + self.clients[name].memory + self.on_the_way(name)
 
     def check(self, name: str) -> None:
-        """The law, bit for bit: of all that was computed, each part is in one place, or lost by a fault."""
+        """Check the law bit for bit: each part of what was computed is in one place, or lost by a fault."""
         fate, total = self.fates[name], self.total(name)
         wrong = {
             "twice in the model": self.disk.x.sums[name] & TWOS,

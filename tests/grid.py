@@ -37,17 +37,15 @@ from flwr.supercore.task_identity import TaskIdentity
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
 from cfedavg.core.run_files import read_rows
-from cfedavg.federate.client import Client
+from cfedavg.federate.client import Client, Uplink
 from cfedavg.federate.client_store import ClientStore
-from cfedavg.federate.protocol import mark_of
+from cfedavg.federate.protocol import make_mark
 from cfedavg.federate.server import Server
 from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE
-from cfedavg.federate.uplink import Uplink
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.client_message import Packing
 
 # Outside a task of Flower's no Message can be made.
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
@@ -88,7 +86,7 @@ class LocalNode:
         )
 
     def answer(self, message: Message) -> Message:
-        """What the node says, as its SuperNode would report it."""
+        """Return what the node says, as its SuperNode would report it."""
         received = travelled(message)  # the app may change what it gets
         try:
             return travelled(self.app(received, self.context))
@@ -306,7 +304,7 @@ Vector = np.ndarray[Any, Any]
 
 
 class Disks:
-    """Looks at the files of a federation, as nobody in it can."""
+    """Reads the files of all nodes and of the server, which no part of a federation can."""
 
     def __init__(self, it: Federation, copy_dtype: str = "float32") -> None:
         self.it, self.form, self.copy_dtype = it, Form.of(it.model), copy_dtype
@@ -339,7 +337,7 @@ class Disks:
 
     def payload(self, message: bytes) -> Vector:
         channel = Channel(parse("none"), ErrorFeedback(), self.form.layout)
-        found: Vector = Packing(Uplink(channel, 0)).restore(self.zero, message)
+        found: Vector = Uplink(channel, 0).restore(self.zero, message)
         return found
 
     def on_the_way(self, node: LocalNode) -> Vector:
@@ -347,7 +345,7 @@ class Disks:
         client = self.client(node)
         if client is None or client.sent is None:
             return self.zero
-        mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+        mark = make_mark(client.sent.stamp, client.incarnation, client.sent.message)
         there = self.server().applied.get(self.identity(node)) == mark
         return self.zero if there else self.payload(client.sent.message)
 
@@ -372,6 +370,6 @@ class Disks:
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In order, whoever was asked first."""
+    """Return the rows sorted by round and node, without times."""
     rows = sorted(rows, key=lambda row: (row["round"], row.get("number")))
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]

@@ -62,7 +62,7 @@ def sections(message: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def sealed(body: bytes) -> bytes:
-    """With the checksum that it needs."""
+    """Return the body with its checksum."""
     return body + CHECKSUM.pack(zlib.crc32(body))
 
 
@@ -73,7 +73,7 @@ def forged(
     copied: bytes | None = None,
     **fields: Any,
 ) -> bytes:
-    """The message with other sections, the lengths that they have, then other fields; with a checksum."""
+    """Return the message with other sections and fields, right lengths and a right checksum."""
     given = zip((coordinates, coded, copied), sections(message), strict=True)
     parts = [old if new is None else new for new, old in given]
     lengths = dict(zip(("index_bytes", "value_bytes", "raw_bytes"), map(len, parts), strict=True))

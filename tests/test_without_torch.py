@@ -51,12 +51,12 @@ from pathlib import Path
 import numpy as np
 from cfedavg import Aggregator, Channel, Layout, parse
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.federate.client import Train, answer, receive
+from cfedavg.federate.client import Train, make_answer, receive
 from cfedavg.federate.protocol import Request, Stamp
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.server import Server
-from cfedavg.federate.server_store import Served, ServerStore
-from cfedavg.federate.uplink import Uplink
+from cfedavg.federate.server_store import ServerState, ServerStore
+from cfedavg.federate.client import Uplink, unpack_message
 from cfedavg.optimise import SERVER_OPTIMISERS
 from cfedavg.wire import decode
 
@@ -67,9 +67,9 @@ for name in FEEDBACKS.entries:
     uplink = Uplink(Channel(parse("topk(0.9)"), feedback, layout), client=4)
     with tempfile.TemporaryDirectory() as folder:
         store = ClientStore(Path(folder), "f", "me", layout)
-        with store.locked():
+        with store.lock():
             first = Request(Stamp(1, 1), 0, None)
-            client, message = answer(receive(store.load(), first, uplink)[0], first, g, uplink)
+            client, message = make_answer(receive(store.load(), first, uplink)[0], first, g, uplink)
             store.save(client)
             again, action = receive(store.load(), Request(Stamp(1, 2), 1, None), uplink)
         assert isinstance(action, Train), name
@@ -77,12 +77,13 @@ for name in FEEDBACKS.entries:
         wanted = {"ef": g, "ef21": 0 * g, "none": 0 * g}
         assert np.array_equal(again.memory, wanted.get(name, again.memory)), name
         aggregator = Aggregator(feedback, SERVER_OPTIMISERS.parse("adam"))
-        payload, x = decode(message, layout=layout), np.zeros(300, np.float32)
+        payload = decode(unpack_message(message, len(message), 0).payload, layout=layout)
+        x = np.zeros(300, np.float32)
         x, memory = aggregator.step(x, aggregator.init(x), [(payload, [1.0])], everyone=1.0, eta=0.1)
         assert np.count_nonzero(x) == 30 and x.dtype == np.float32
         server = ServerStore(Path(folder) / "server", "f", layout)
-        with server.locked():
-            server.save(Served(Server(x), extra=memory.vectors()))
+        with server.lock():
+            server.save(ServerState(Server(x), extra=memory.vectors()))
             assert np.array_equal(server.load().extra["optimiser.v"], memory.optimiser["v"])
 assert "torch" not in sys.modules
 print("done")

@@ -1,4 +1,4 @@
-"""The packaged client app between two witnesses: what it computed and what it sent are kept, for the law.
+"""The packaged client app between two mods that keep what it computed and what it sent.
 
 It runs in the processes of a real federation. What was computed counts once the state with it is stored,
 which is when the mod has returned.
@@ -15,8 +15,8 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from cfedavg.core.files import replace_file, write_atomic
+from cfedavg.flower.messages import read_order, read_reply
 from cfedavg.flower.mod import compressed
-from cfedavg.flower.records import answer_of, order_of
 from cfedavg.launch.app import client
 
 
@@ -27,19 +27,19 @@ def _folder(context: Context) -> Path:
 
 
 def outside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Keeps what is sent, by round."""
-    order = order_of(message)
+    """Keep what is sent, by round."""
+    order = read_order(message)
     reply = call_next(message, context)
     if order is not None and not reply.has_error():
         folder = _folder(context)
-        write_atomic(folder / f"{order.t}.message", answer_of(reply.content).message)
+        write_atomic(folder / f"{order.t}.message", read_reply(reply.content).message)
         if (computed := folder / "computed.npy").exists():
             computed.rename(folder / f"{order.t}.npy")
     return reply
 
 
 def inside(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Keeps what was computed."""
+    """Keep what was computed."""
     before = _vector(message)
     _dawdle(_folder(context) / "slow")
     reply = call_next(message, context)
@@ -50,7 +50,7 @@ def inside(message: Message, context: Context, call_next: ClientAppCallable) -> 
 
 
 def _dawdle(while_there_is: Path, most: float = 120.0) -> None:
-    """A node may be told to be slow."""
+    """Wait while the file exists."""
     end = time.monotonic() + most
     while while_there_is.exists() and time.monotonic() < end:
         time.sleep(0.2)

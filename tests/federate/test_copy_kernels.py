@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cfedavg.channel import Copies
 from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
-from cfedavg.federate import copy_kernels
+from cfedavg.federate import replica as replicas
 from cfedavg.federate.replica import TOGETHER, ModelReplica
 from cfedavg.wire import encode
 
@@ -50,7 +50,7 @@ def test_the_kernels_add_as_copies_do(text: str, rounds: bool, x: np.ndarray, p:
 @pytest.mark.parametrize("rounds", [False, True])
 def test_a_chain_is_added_tile_by_tile(monkeypatch: pytest.MonkeyPatch, rounds: bool) -> None:
     """Tiles that end inside blocks of a scale, and more messages than are decoded at once."""
-    monkeypatch.setattr(copy_kernels, "TILE", 7)
+    monkeypatch.setattr(replicas, "TILE", 7)
     rng, layout, copies = np.random.default_rng(5), Layout.flat(100), Copies(rounds)
     replica, texts = ModelReplica(layout, rounds), ["topk(0.6) >> int3(16)", "int8(32)", "topk(0.9) >> bf16"]
     payloads = [

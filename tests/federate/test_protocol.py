@@ -17,20 +17,27 @@ from cfedavg.core.payload import Payload
 from cfedavg.federate.client import (
     Client,
     Evaluate,
+    LastAnswer,
     NeedWhole,
     Outdated,
     Refuse,
     Resend,
-    Sent,
     Train,
-    _begin,
-    answer,
+    begin_training,
     catch_up,
+    make_answer,
     receive,
 )
-from cfedavg.federate.primary import Primary
-from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, mark_of
-from cfedavg.federate.server import Server, ended, held_version, objection, request_of, restored
+from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
+from cfedavg.federate.server import (
+    Primary,
+    Server,
+    end_round,
+    find_held_version,
+    make_request,
+    object_to_reply,
+    restore_backup,
+)
 from cfedavg.federate.versions import (
     Broadcast,
     Chain,
@@ -39,8 +46,8 @@ from cfedavg.federate.versions import (
     Replica,
     Whole,
     follow,
-    next_version,
-    versions_from,
+    list_versions,
+    make_next_version,
 )
 from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback
 from tests.copies import REPLICA, ZERO, advance, pack_items, whole_of
@@ -51,7 +58,7 @@ FEW, ALL = 300, 10_000
 
 
 def schedules(count: int, *, compressed: bool = True) -> tuple[Counter[str], Counter[str]]:
-    """Plays so many; adds up what happened, and why clients needed the whole model."""
+    """Play so many schedules; count the faults, and why clients needed the whole model."""
     faults, causes = Counter[str](), Counter[str]()
     for seed in range(count):
         world = World(seed, compressed=compressed).run()
@@ -113,7 +120,7 @@ LAWS: dict[str, tuple[Feedback, float]] = {
 
 
 def feedback_schedules(count: int, feedback: Feedback, tolerance: float) -> int:
-    """How many of the schedules break the law."""
+    """Return how many of the schedules break the law."""
     broken = 0
     for seed in range(count):
         try:
@@ -172,16 +179,16 @@ def forgets_without_being_told(client: Client, request: Request, sender: Any, re
 
 
 def takes_repeated(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp) -> str:
-    return objection(server, asked, (), client, stamp)
+    return object_to_reply(server, asked, (), client, stamp)
 
 
 def takes_late(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp) -> str:
-    return objection(server, asked, taken, client, server.stamp)
+    return object_to_reply(server, asked, taken, client, server.stamp)
 
 
 def trains_again(client: Client, request: Request, sender: Any, replica: Any) -> Any:
     """A request that was answered is taken for a new one."""
-    return _begin(client, request, sender, replica)
+    return begin_training(client, request, sender, replica)
 
 
 def old_number(before: Server, after: Server) -> Server:
@@ -193,7 +200,7 @@ def goes_on(client: Client, request: Request, *ways: Any, where: Callable[..., b
     """Does not start anew, where the answer in the model is newer than its last, or where it is older."""
     after, action = receive(client, request, *ways)
     if action == Outdated() and where(request.mark.stamp, client.seen):
-        return _begin(client, request, *ways)
+        return begin_training(client, request, *ways)
     return after, action
 
 
@@ -206,9 +213,9 @@ def takes_for_its_own(client: Client, request: Request, *ways: Any, mine: bool) 
 
 
 def its_mark(client: Client) -> Mark:
-    """Of the client's last answer."""
+    """Return the mark of the client's last answer."""
     assert client.sent is not None
-    return mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+    return make_mark(client.sent.stamp, client.incarnation, client.sent.message)
 
 
 # Mutants of the other direction
@@ -234,7 +241,7 @@ def follows_in_any_generation(copy: Copy | None, broadcast: Broadcast, replica: 
     """A version of another generation passes for that of the same round in this one."""
     listed = [broadcast.version]
     if isinstance(broadcast, Chain):
-        listed = [*versions_from(broadcast.start, broadcast.messages)]
+        listed = [*list_versions(broadcast.start, broadcast.messages)]
     elif isinstance(broadcast, Changes):
         listed += broadcast.since
     for version in listed:
@@ -247,7 +254,7 @@ def leaves_a_gap(broadcast: Broadcast) -> Broadcast:
     """A chain begins one message after the version that the client holds."""
     if not isinstance(broadcast, Chain) or not broadcast.messages:
         return broadcast
-    start = next_version(broadcast.start, broadcast.messages[0])
+    start = make_next_version(broadcast.start, broadcast.messages[0])
     return replace(broadcast, start=start, messages=broadcast.messages[1:])
 
 
@@ -320,7 +327,7 @@ def answered(client: Client, request: Request) -> Client:
     n = 100 * (client.incarnation - 1) + 20 * request.stamp.generation + request.stamp.number
     client, action = receive(client, request, CODEC)
     assert action == Train()
-    return answer(client, request, update(n), CODEC)[0]
+    return make_answer(client, request, update(n), CODEC)[0]
 
 
 def payload(client: Client) -> int:
@@ -354,28 +361,28 @@ def test_an_old_request_is_refused() -> None:
 
 def test_whose_reply_is_taken() -> None:
     server = Server(x=0, stamp=S[5])
-    assert objection(server, ["a", "b"], [], "a", S[5]) == ""
-    assert objection(server, ["a", "b"], ["b"], "a", S[5]) == ""
-    assert objection(server, ["a", "b"], ["a"], "a", S[5]) == "repeated"
-    assert objection(server, ["b"], [], "a", S[5]) == "not asked"
-    assert objection(server, ["a"], [], "a", S[4]) == "late"
-    assert objection(server, ["a"], [], "a", Stamp(2, 5)) == "late"
+    assert object_to_reply(server, ["a", "b"], [], "a", S[5]) == ""
+    assert object_to_reply(server, ["a", "b"], ["b"], "a", S[5]) == ""
+    assert object_to_reply(server, ["a", "b"], ["a"], "a", S[5]) == "repeated"
+    assert object_to_reply(server, ["b"], [], "a", S[5]) == "not asked"
+    assert object_to_reply(server, ["a"], [], "a", S[4]) == "late"
+    assert object_to_reply(server, ["a"], [], "a", Stamp(2, 5)) == "late"
 
 
 def test_a_round_ends_with_a_new_number_and_a_list_of_what_is_in_the_model() -> None:
-    first, second = mark_of(S[1], 7, b"a"), mark_of(S[2], 8, b"b")
-    server = ended(ended(Server(x=0), {"a": first, "b": first}, 1), {"b": second}, 2)
+    first, second = make_mark(S[1], 7, b"a"), make_mark(S[2], 8, b"b")
+    server = end_round(end_round(Server(x=0), {"a": first, "b": first}, 1), {"b": second}, 2)
     assert (server.x, server.t, server.stamp) == (2, 2, S[3])
-    assert request_of(server, "a") == Request(S[3], 2, first)
-    assert request_of(server, "b") == Request(S[3], 2, second)
-    assert request_of(server, "c") == Request(S[3], 2, None)
+    assert make_request(server, "a") == Request(S[3], 2, first)
+    assert make_request(server, "b") == Request(S[3], 2, second)
+    assert make_request(server, "c") == Request(S[3], 2, None)
 
 
 def test_a_mark_tells_stamps_incarnations_and_messages_apart() -> None:
-    assert mark_of(S[1], 7, b"a") == mark_of(S[1], 7, b"a")
-    assert len({mark_of(S[1], 7, b"a"), mark_of(S[2], 7, b"a"), mark_of(S[1], 8, b"a"),
-                mark_of(S[1], 7, b"b")}) == 4  # fmt: skip
-    assert mark_of(S[1], 7, b"").digest == 0xE3B0C44298FC1C14  # SHA-256 begins with it
+    assert make_mark(S[1], 7, b"a") == make_mark(S[1], 7, b"a")
+    assert len({make_mark(S[1], 7, b"a"), make_mark(S[2], 7, b"a"), make_mark(S[1], 8, b"a"),
+                make_mark(S[1], 7, b"b")}) == 4  # fmt: skip
+    assert make_mark(S[1], 7, b"").digest == 0xE3B0C44298FC1C14  # SHA-256 begins with it
 
 
 def test_a_stamp_as_one_number_keeps_the_order() -> None:
@@ -405,7 +412,7 @@ def test_an_older_copy_of_which_nothing_newer_was_delivered_goes_on() -> None:
 def test_an_answer_of_a_copy_to_the_same_request_is_noticed_by_its_digest() -> None:
     base = answered(new(), asks(S[1]))
     one = answered(base, asks(S[2], its_mark(base)))
-    other = replace(one, sent=Sent(S[2], b"another"))
+    other = replace(one, sent=LastAnswer(S[2], b"another"))
     assert receive(one, asks(S[3], its_mark(one)), CODEC)[1] == Train()
     assert receive(one, asks(S[3], its_mark(other)), CODEC) == (one, Outdated())
 
@@ -419,34 +426,34 @@ def test_an_answer_of_a_predecessor_to_the_same_request_makes_mine_void() -> Non
 def test_a_server_from_a_backup_starts_a_generation_and_clients_count_what_is_lost() -> None:
     """Round 1 is in the backup, round 2 was applied and told after it, round 3 is on the way."""
     first = answered(new(), asks(S[1]))
-    backup = ended(Server(x=0), {"a": its_mark(first)}, 1)
+    backup = end_round(Server(x=0), {"a": its_mark(first)}, 1)
     second = answered(first, asks(S[2], its_mark(first)))
     third = answered(second, asks(S[3], its_mark(second)))
     with pytest.raises(ValueError, match="generation 1 is not above 1"):
-        restored(backup, 1)
-    server = restored(backup, 2)
+        restore_backup(backup, 1)
+    server = restore_backup(backup, 2)
     assert server.stamp == Stamp(2, 1)
-    after, action = receive(third, request_of(server, "a"), CODEC)
+    after, action = receive(third, make_request(server, "a"), CODEC)
     assert (action, after.forgotten, after.told) == (Train(), 1, S[1])
     assert after.memory == mass(third)  # of round 3 nothing is lost
-    again, _ = receive(after, request_of(server, "a"), CODEC)
+    again, _ = receive(after, make_request(server, "a"), CODEC)
     assert again.forgotten == 1  # it is counted once
 
 
 def test_a_server_that_goes_back_to_what_a_client_has_taken_back_is_noticed() -> None:
     """From the newer of two backups after the older one: round 2 is in it, and in the client's residual."""
     first = answered(new(), asks(S[1]))
-    older = ended(Server(x=0), {"a": its_mark(first)}, 1)
-    second = answered(first, request_of(older, "a"))
-    newer = ended(older, {"a": its_mark(second)}, 2)
-    client = answered(second, request_of(restored(older, 2), "a"))
+    older = end_round(Server(x=0), {"a": its_mark(first)}, 1)
+    second = answered(first, make_request(older, "a"))
+    newer = end_round(older, {"a": its_mark(second)}, 2)
+    client = answered(second, make_request(restore_backup(older, 2), "a"))
     assert client.memory + payload(client) == mass(second) + update(41)
     delivered = answered(client, asks(Stamp(2, 2), its_mark(client)))
     for state in (client, delivered):
-        assert receive(state, request_of(restored(newer, 3), "a"), CODEC) == (state, Outdated())
+        assert receive(state, make_request(restore_backup(newer, 3), "a"), CODEC) == (state, Outdated())
         # But to the older one once more, or to one without anything of this client, it may go back.
         for backup in (older, Server(x=0)):
-            after, action = receive(state, request_of(restored(backup, 3), "a"), CODEC)
+            after, action = receive(state, make_request(restore_backup(backup, 3), "a"), CODEC)
             assert (action, after.memory) == (Train(), mass(state))
 
 
@@ -468,14 +475,14 @@ def begun(t: int = 0, generation: int = 1) -> Server:
 
 
 def from_backup(server: Server, generation: int) -> Server:
-    return restored(server, generation, REPLICA.digest(primary_of(server).w))
+    return restore_backup(server, generation, REPLICA.digest(primary_of(server).w))
 
 
 def after_rounds(server: Server, rounds: int) -> Server:
     for n in range(rounds):
         assert server.primary is not None
         message = pack_items([(n % 5, 10**n)])
-        server = ended(server, {}, server.x + 1, advance(server.primary, message))
+        server = end_round(server, {}, server.x + 1, advance(server.primary, message))
     return server
 
 
@@ -485,7 +492,7 @@ def primary_of(server: Server) -> Primary:
 
 
 def whole_request(server: Server, client: str = "a") -> Request:
-    return request_of(server, client, whole_of(primary_of(server)))
+    return make_request(server, client, whole_of(primary_of(server)))
 
 
 def with_copy(client: Client, server: Server) -> Client:
@@ -498,10 +505,10 @@ def test_a_copy_follows_a_request_and_is_stored_with_the_answer() -> None:
     server = after_rounds(begun(), 2)
     client, action = receive(new(), whole_request(server), CODEC, REPLICA)
     assert action == Train()
-    client, _ = answer(client, whole_request(server), update(1), CODEC)
+    client, _ = make_answer(client, whole_request(server), update(1), CODEC)
     assert client.copy == Copy(primary_of(server).version, primary_of(server).w)
     later = after_rounds(server, 2)
-    request = request_of(later, "a", primary_of(later).chain(client.copy.version))
+    request = make_request(later, "a", primary_of(later).chain(client.copy.version))
     after, action = receive(client, request, CODEC, REPLICA)
     assert (action, after.copy) == (Train(), Copy(primary_of(later).version, primary_of(later).w))
 
@@ -511,7 +518,7 @@ def test_a_copy_that_cannot_follow_changes_nothing_and_takes_the_whole_model_by_
     chain = primary_of(server).chain(primary_of(server).versions[2])
     assert chain is not None
     for client in (new(), with_copy(new(), after_rounds(begun(), 1))):
-        same, action = receive(client, request_of(server, "a", chain), CODEC, REPLICA)
+        same, action = receive(client, make_request(server, "a", chain), CODEC, REPLICA)
         assert (action, same) == (NeedWhole(), client)
         same, other = catch_up(client, chain, REPLICA)
         assert (other, same) == (NeedWhole(), client)
@@ -536,7 +543,7 @@ def test_a_copy_does_not_go_back() -> None:
     why = Refuse("version 1.2 is older than 1.4, which this client holds")
     assert receive(client, whole_request(early), CODEC, REPLICA) == (client, why)
     assert catch_up(client, whole_of(primary_of(early)), REPLICA) == (client, why)
-    newer = restored(early, 2, digest=0)
+    newer = restore_backup(early, 2, digest=0)
     after, action = receive(
         client, whole_request(replace(newer, primary=begun(2, 2).primary)), CODEC, REPLICA
     )
@@ -567,28 +574,28 @@ def test_an_answer_in_the_model_says_which_version_its_client_holds() -> None:
     for server in (begun(), from_backup(after_rounds(begun(), 5), 2)):
         generation, first = server.stamp.generation, server.t
         one = after_rounds(server, 2)
-        mark = mark_of(one.stamp, 1, b"")
-        two = ended(one, {"a": mark}, 0, advance(primary_of(one), b""))
+        mark = make_mark(one.stamp, 1, b"")
+        two = end_round(one, {"a": mark}, 0, advance(primary_of(one), b""))
         three = after_rounds(two, 2)
-        found = held_version(three, "a")
+        found = find_held_version(three, "a")
         assert found == primary_of(one).version
         assert found[:2] == (generation, first + 2)
-        assert held_version(three, "b") is None
+        assert find_held_version(three, "b") is None
         told = primary_of(two).version
-        assert held_version(three, "a", told) == held_version(three, "b", told) == told
-        assert held_version(three, "a", primary_of(server).version) == found
-        assert held_version(three, "b", told._replace(hash=0)) is None
-        assert held_version(from_backup(three, 9), "a", told) is None
-    assert held_version(Server(x=0), "a", told) is None
+        assert find_held_version(three, "a", told) == find_held_version(three, "b", told) == told
+        assert find_held_version(three, "a", primary_of(server).version) == found
+        assert find_held_version(three, "b", told._replace(hash=0)) is None
+        assert find_held_version(from_backup(three, 9), "a", told) is None
+    assert find_held_version(Server(x=0), "a", told) is None
 
 
 def test_a_version_that_is_out_of_the_history_is_not_known() -> None:
     server = after_rounds(begun(), 1)
-    server = ended(server, {"a": mark_of(server.stamp, 1, b"")}, 0, advance(primary_of(server), b""))
-    assert held_version(server, "a") is not None
+    server = end_round(server, {"a": make_mark(server.stamp, 1, b"")}, 0, advance(primary_of(server), b""))
+    assert find_held_version(server, "a") is not None
     for _ in range(3):
-        server = ended(server, {}, 0, advance(primary_of(server), b"", most=3))
-    assert held_version(server, "a") is None
+        server = end_round(server, {}, 0, advance(primary_of(server), b"", most=3))
+    assert find_held_version(server, "a") is None
 
 
 def test_a_server_advances_its_primary_with_every_round() -> None:
@@ -596,10 +603,10 @@ def test_a_server_advances_its_primary_with_every_round() -> None:
     wrong = [None, server.primary, advance(advance(primary_of(server), b""), b""), begun(1, 2).primary]
     for primary in wrong:
         with pytest.raises(ValueError, match="the primary after round 0 must be of the round after it"):
-            ended(server, {}, 0, primary)
+            end_round(server, {}, 0, primary)
     with pytest.raises(ValueError, match="the primary after round 0"):
-        ended(Server(x=0), {}, 0, advance(primary_of(server), b""))
+        end_round(Server(x=0), {}, 0, advance(primary_of(server), b""))
     with pytest.raises(ValueError, match="a digest must be given"):
-        restored(server, 2)
+        restore_backup(server, 2)
     with pytest.raises(ValueError, match="a digest must be given"):
-        restored(Server(x=0), 2, 0)
+        restore_backup(Server(x=0), 2, 0)

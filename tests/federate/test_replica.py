@@ -14,10 +14,9 @@ from cfedavg.channel import Downlink, choose_download, make_downlink, may_be_sho
 from cfedavg.compress import decompress, parse
 from cfedavg.core.arrays import round_to_bf16
 from cfedavg.core.layout import Layout
-from cfedavg.federate.broadcast_format import pack, unpack
-from cfedavg.federate.primary import Primary
-from cfedavg.federate.replica import Broadcaster, ModelReplica, Packed, advance, begin
-from cfedavg.federate.versions import Chain, Changes, Copy, Whole, follow
+from cfedavg.federate.replica import Broadcaster, ModelReplica, PackedBroadcast, advance, begin
+from cfedavg.federate.server import Primary
+from cfedavg.federate.versions import Chain, Changes, Copy, Whole, follow, pack, unpack
 from cfedavg.wire import WireError, decode
 from tests.test_without_torch import run_without_torch
 
@@ -47,7 +46,7 @@ class Trajectory(NamedTuple):
 
 
 def travel(text: str, seed: int, d: int, rounds: int) -> Trajectory:
-    """A model of which some numbers change in each round, by little or by much."""
+    """A model: some of its numbers change in each round, by little or by much."""
     layout = Layout(("a", "b"), ((d // 2,), (d - d // 2,)), ("float32", "float32"))
     downlink = make_downlink(parse(text), layout)
     assert downlink is not None
@@ -109,7 +108,7 @@ def test_a_copy_is_the_sum_of_what_was_sent(it: Trajectory) -> None:
         assert str(copy.w.dtype) == it.replica.dtype
 
 
-def expected(it: Trajectory, held: int) -> Packed:
+def expected(it: Trajectory, held: int) -> PackedBroadcast:
     """The shortest broadcast by the rule: all three are made, whether or not they are needed."""
     last, layout, missed = it.last, it.downlink.layout, it.missed(held)
     version, digest = last.version, it.replica.digest(last.w)
@@ -119,11 +118,11 @@ def expected(it: Trajectory, held: int) -> Packed:
     def message(payload: Any) -> bytes:
         return it.replica.encode(payload, version)
 
-    whole = Packed("whole", 0, pack(Whole(message(copies.whole(w)), version, digest)))
+    whole = PackedBroadcast("whole", 0, pack(Whole(message(copies.whole(w)), version, digest)))
     start = it.copies[held].version
     if start not in last.versions:
         return whole
-    chain = Packed("chain", len(missed), pack(Chain(start, tuple(missed), version)))
+    chain = PackedBroadcast("chain", len(missed), pack(Chain(start, tuple(missed), version)))
     if not missed or 4 * len(chain.data) <= layout.d:
         return chain
     touched = [decompress(decode(each, layout=layout))[0] != 0 for each in missed]
@@ -132,7 +131,9 @@ def expected(it: Trajectory, held: int) -> Packed:
     if len(at) <= 0.75 * layout.d:
         since = tuple(copy.version for copy in it.copies[held:-1])
         kinds.append(
-            Packed("changes", 0, pack(Changes(since, message(copies.changed(w, at)), version, digest)))
+            PackedBroadcast(
+                "changes", 0, pack(Changes(since, message(copies.changed(w, at)), version, digest))
+            )
         )
     return min(kinds, key=lambda packed: len(packed.data))
 
@@ -226,7 +227,7 @@ def test_copies_need_no_torch() -> None:
 import numpy as np
 from cfedavg.compress import parse
 from cfedavg.channel import Downlink
-from cfedavg.federate.broadcast_format import unpack
+from cfedavg.federate.versions import unpack
 from cfedavg.federate.replica import Broadcaster, ModelReplica, advance, begin
 from cfedavg.federate.versions import Copy, follow
 from cfedavg.core.layout import Layout

@@ -27,16 +27,23 @@ from cfedavg.compress import plus
 from cfedavg.core.errors import NotFinite
 from cfedavg.core.layout import Layout
 from cfedavg.core.tensors import checksum, read_tensors, save_tensors
-from cfedavg.federate.client import Client, NeedWhole, Outdated, Resend, Sent, answer, receive
+from cfedavg.federate.client import (
+    Client,
+    LastAnswer,
+    NeedWhole,
+    Outdated,
+    Resend,
+    Uplink,
+    make_answer,
+    receive,
+    unpack_message,
+)
 from cfedavg.federate.client_store import ClientStore
-from cfedavg.federate.primary import Primary
-from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, mark_of
-from cfedavg.federate.server import Server, held_version, request_of, restored
-from cfedavg.federate.server_store import Known, Served, ServerStore, new_generation
+from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
+from cfedavg.federate.server import Primary, Server, Table, find_held_version, make_request, restore_backup
+from cfedavg.federate.server_store import KnownClient, ServerState, ServerStore, new_generation
 from cfedavg.federate.state_file import FILE, as_array
-from cfedavg.federate.table import Table
-from cfedavg.federate.uplink import Uplink
-from cfedavg.federate.versions import Copy, Version, digest_of
+from cfedavg.federate.versions import Copy, Version, compute_digest
 from cfedavg.feedback import EF21, ErrorFeedback
 from cfedavg.wire import decode, encode, read_header
 from tests.disk import Disk, Killed
@@ -48,6 +55,10 @@ NAMES = ("north", "south")
 
 def wire(number: int, compressor: str = "topk(0.9)") -> Uplink:
     return Uplink(Channel(parse(compressor), ErrorFeedback(), LAYOUT), number)
+
+
+def payload_of(message: bytes) -> bytes:
+    return unpack_message(message, len(message), 0).payload
 
 
 def update(number: int, t: int) -> np.ndarray:
@@ -76,7 +87,7 @@ class Vector:
         return np.frombuffer(message, np.float32)
 
     def digest(self, w: np.ndarray) -> int:
-        return digest_of(w.data)
+        return compute_digest(w.data)
 
 
 VECTOR = Vector()
@@ -97,10 +108,10 @@ def advanced(server: Server, x_next: np.ndarray) -> Primary:
 def request_to(server: Server, name: str, *, whole: bool = False) -> Request:
     primary = server.primary
     assert primary is not None
-    known = held_version(server, name)
+    known = find_held_version(server, name)
     if known is None or whole:
-        return request_of(server, name, primary.whole(primary.w.tobytes(), VECTOR.digest(primary.w)))
-    return request_of(server, name, primary.chain(known))
+        return make_request(server, name, primary.whole(primary.w.tobytes(), VECTOR.digest(primary.w)))
+    return make_request(server, name, primary.chain(known))
 
 
 def stores(root: Path) -> tuple[ServerStore, dict[str, ClientStore]]:
@@ -108,7 +119,7 @@ def stores(root: Path) -> tuple[ServerStore, dict[str, ClientStore]]:
 
 
 def client_round(store: ClientStore, number: int, request: Request) -> tuple[int, bytes] | None:
-    """What a client does about a request; it sends what it has stored. None if it needs the whole model."""
+    """Let a client answer a request and store that; None if it needs the whole model."""
     before = store.load()
     client, action = receive(before, request, wire(number), VECTOR)
     if isinstance(action, Outdated):
@@ -117,7 +128,7 @@ def client_round(store: ClientStore, number: int, request: Request) -> tuple[int
         return None
     if isinstance(action, Resend):
         return client.incarnation, action.message
-    client, message = answer(client, request, update(number, request.t), wire(number))
+    client, message = make_answer(client, request, update(number, request.t), wire(number))
     store.save(client)
     return client.incarnation, message
 
@@ -126,10 +137,10 @@ def play(root: Path, rounds: int) -> int:
     """The rounds that are left. It may end anywhere, and be called again. How many refusals there were."""
     server_store, client_stores = stores(root)
     refusals = 0
-    with server_store.locked():
+    with server_store.lock():
         served = server_store.load()
         if served is None:
-            served = Served(begun(np.zeros(D, np.float32)))
+            served = ServerState(begun(np.zeros(D, np.float32)))
             server_store.save(served)
         while served.server.t < rounds:
             served, refused = server_round(served, server_store, client_stores)
@@ -137,21 +148,23 @@ def play(root: Path, rounds: int) -> int:
     return refusals
 
 
-def server_round(served: Served, store: ServerStore, clients: dict[str, ClientStore]) -> tuple[Served, int]:
+def server_round(
+    served: ServerState, store: ServerStore, clients: dict[str, ClientStore]
+) -> tuple[ServerState, int]:
     server, taken, payloads, refusals = served.server, {}, [], 0
     for number, (name, its) in enumerate(clients.items()):
-        with its.locked():
+        with its.lock():
             reply = client_round(its, number, request_to(server, name))
             if reply is None:
                 refusals += 1
                 reply = client_round(its, number, request_to(server, name, whole=True))
         assert reply is not None
-        taken[name] = mark_of(server.stamp, *reply)
-        payloads.append(decode(reply[1], layout=LAYOUT))
+        taken[name] = make_mark(server.stamp, *reply)
+        payloads.append(decode(payload_of(reply[1]), layout=LAYOUT))
     # The sum, not the mean: exact.
     mean, weight = average(server.x, [(payload, [1.0]) for payload in payloads])
     x_next = server.x + mean * np.float32(weight)
-    after = served.ended(taken, x_next, primary_next=advanced(server, x_next))
+    after = served.end_round(taken, x_next, primary_next=advanced(server, x_next))
     store.save(after)
     return after, refusals
 
@@ -173,7 +186,7 @@ def assert_law(root: Path) -> None:
         made += sum((update(number, t) for t in range(rounds)), np.zeros(D, np.float32))
         owed += client.memory
         if client.sent is not None:
-            mark = mark_of(client.sent.stamp, client.incarnation, client.sent.message)
+            mark = make_mark(client.sent.stamp, client.incarnation, client.sent.message)
             if mark != served.server.applied.get(name):
                 owed = wire(number).restore(owed, client.sent.message)
         if client.copy is not None:
@@ -198,7 +211,7 @@ ROUNDS = 4
 def test_a_crash_at_any_step(
     tmp_path: Path, share: float, growth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before each thing done to a file, and again later; at the end nothing shows it."""
+    """Kill it before each file operation, and again later; the final state is the same."""
     monkeypatch.setattr("cfedavg.federate.server_store.GROWTH", growth)
     counter = Disk(math.inf)
     with counter.at_work():
@@ -322,7 +335,7 @@ def test_a_server_from_a_backup_goes_on(tmp_path: Path) -> None:
     generation = new_generation(backup.server)
     assert backup.server.primary is not None
     digest = VECTOR.digest(backup.server.primary.w)
-    server_store.save(replace(backup, server=restored(backup.server, generation, digest)))
+    server_store.save(replace(backup, server=restore_backup(backup.server, generation, digest)))
     assert play(tmp_path, 6) == 0  # the server knows of no copy, and sends the whole model at once
     served = server_store.load()
     assert served is not None
@@ -340,14 +353,14 @@ def saved(tmp_path: Path) -> tuple[ClientStore, Client]:
     client = Client(
         incarnation=2**63 - 1,
         memory=np.arange(D, dtype=np.float32),
-        sent=Sent(Stamp(2, 1), b"\x00\xff"),
+        sent=LastAnswer(Stamp(2, 1), b"\x00\xff"),
         seen=Stamp(2, 1),
         told=Stamp(1, 2),
         forgotten=1,
         agreed={9: 3, 10: 0},
         copy=Copy(Version(2, 7, 2**64 - 1), np.arange(D, dtype=np.float32) + np.float32(0.1)),
     )
-    with store.locked():
+    with store.lock():
         store.save(client)
     return store, client
 
@@ -373,10 +386,10 @@ def test_without_a_file_it_is_a_new_incarnation(tmp_path: Path) -> None:
         assert np.array_equal(client.memory, np.zeros(D, np.float32))
         assert replace(client, memory=None) == Client(client.incarnation, None)
     assert not path.exists()  # nothing is kept before it has answered
-    served = Served(Server(np.zeros(D, np.float32)))
+    served = ServerState(Server(np.zeros(D, np.float32)))
     for incarnation, count in ((1, 1), (1, 1), (2, 2)):
-        served = served.ended({"a": mark_of(served.server.stamp, incarnation, b"")}, served.server.x)
-        assert served.clients == {"a": Known(count)}
+        served = served.end_round({"a": make_mark(served.server.stamp, incarnation, b"")}, served.server.x)
+        assert served.clients == {"a": KnownClient(count)}
 
 
 def history() -> Primary:
@@ -396,11 +409,11 @@ def listed_primary(server: Server) -> Any:
 def test_a_server_comes_back_as_it_was(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
     assert store.load() is None
-    applied = {"a": Mark(Stamp(2, 8), 5, 2**64 - 1), "b": mark_of(Stamp(1, 4), 2**63 - 1, b"")}
+    applied = {"a": Mark(Stamp(2, 8), 5, 2**64 - 1), "b": make_mark(Stamp(1, 4), 2**63 - 1, b"")}
     server = Server(np.arange(D, dtype=np.float32), 8, Stamp(2, 9), Table(applied), history())
-    clients = Table({"a": Known(2, [3, None, 0.1]), "b": Known(1)})
-    with store.locked():
-        store.save(Served(server, clients))
+    clients = Table({"a": KnownClient(2, [3, None, 0.1]), "b": KnownClient(1)})
+    with store.lock():
+        store.save(ServerState(server, clients))
     found = store.load()
     assert found is not None
     assert np.array_equal(found.server.x, server.x)
@@ -421,8 +434,8 @@ def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
         "half": np.ones(3, np.float16),
     }
     facts = {"optimiser": "FedAdam", "beta": 0.9, "best": None, "rounds": {2: [1, 2], 10: []}}
-    served = Served(Server(x), extra=extra, facts=facts)
-    with store.locked():
+    served = ServerState(Server(x), extra=extra, facts=facts)
+    with store.lock():
         store.save(served)
     found = store.load()
     assert found is not None
@@ -433,16 +446,16 @@ def test_a_server_keeps_what_a_driver_gives_it(tmp_path: Path) -> None:
     assert np.array_equal(found.server.x, x)
 
 
-def many(count: int) -> Served:
+def many(count: int) -> ServerState:
     """A server that has heard so many clients."""
     marks = {f"client {i}": Mark(Stamp(1, 1), 2**62 + i, i) for i in range(count)}
     server, x_next = begun(np.zeros(D, np.float32)), np.ones(D, np.float32)
     notes = {who: [7, 0, 0.5] for who in marks}
-    return Served(server).ended(marks, x_next, notes, advanced(server, x_next))
+    return ServerState(server).end_round(marks, x_next, notes, advanced(server, x_next))
 
 
-def after(served: Served, taken: dict[str, Mark], x_next: np.ndarray) -> Served:
-    return served.ended(taken, x_next, primary_next=advanced(served.server, x_next))
+def after(served: ServerState, taken: dict[str, Mark], x_next: np.ndarray) -> ServerState:
+    return served.end_round(taken, x_next, primary_next=advanced(served.server, x_next))
 
 
 def of_clients(store: ServerStore) -> Path:
@@ -455,10 +468,10 @@ def test_a_round_costs_what_it_hears(tmp_path: Path) -> None:
     sizes = []
     for count in (10, 3000):
         store = ServerStore(tmp_path / str(count), "f", LAYOUT)
-        with store.locked():
+        with store.lock():
             store.save(served := many(count))
             before = of_clients(store).stat().st_size
-            taken = {f"client {i}": mark_of(served.server.stamp, 1, b"") for i in (3, 4)}
+            taken = {f"client {i}": make_mark(served.server.stamp, 1, b"") for i in (3, 4)}
             store.save(now := after(served, taken, np.zeros(D, np.float32)))
         added = of_clients(store).read_bytes()[before:].splitlines()
         assert [json.loads(line)[0] for line in added] == ["client 3", "client 4"]
@@ -474,11 +487,11 @@ def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch:
     """Within one start: it is begun anew when it is four times as long as it must be, and not before."""
     monkeypatch.setattr("cfedavg.federate.server_store.SHORT", 0)
     store, lengths = ServerStore(tmp_path, "f", LAYOUT), list[int]()
-    with store.locked():
+    with store.lock():
         store.save(served := many(50))
         compact = of_clients(store).stat().st_size
         for _ in range(40):
-            taken = {who: mark_of(served.server.stamp, 1, b"") for who in list(served.clients)[:25]}
+            taken = {who: make_mark(served.server.stamp, 1, b"") for who in list(served.clients)[:25]}
             store.save(served := after(served, taken, np.zeros(D, np.float32)))
             lengths.append(of_clients(store).stat().st_size)
     assert 4 * compact < max(lengths) < 5 * compact
@@ -491,8 +504,8 @@ def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch:
 def test_facts_of_any_length(tmp_path: Path) -> None:
     """They are not in the header of the file, which holds 100 MB: the rows of many nodes are more."""
     store = ServerStore(tmp_path, "f", LAYOUT)
-    served = Served(Server(np.zeros(D, np.float32)), facts={"last": ["x" * 100] * 1000})
-    with store.locked():
+    served = ServerState(Server(np.zeros(D, np.float32)), facts={"last": ["x" * 100] * 1000})
+    with store.lock():
         store.save(served)
     found = store.load()
     assert found is not None
@@ -503,9 +516,9 @@ def test_facts_of_any_length(tmp_path: Path) -> None:
 def test_lines_that_were_added_in_vain_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full when the model is stored, and then the round ends without those clients."""
     store = ServerStore(tmp_path, "f", LAYOUT)
-    with store.locked():
+    with store.lock():
         store.save(served := many(3))
-        taken = {"late": mark_of(served.server.stamp, 1, b"")}
+        taken = {"late": make_mark(served.server.stamp, 1, b"")}
         with monkeypatch.context() as patch:
             patch.setattr("cfedavg.core.tensors.save_file", raise_full)
             with pytest.raises(InputError, match="No space left"):
@@ -528,10 +541,10 @@ def raise_full(*_: Any, **more: Any) -> None:
 def test_an_older_state_through_the_same_store(tmp_path: Path) -> None:
     """What came after it is not in it, and must not come back."""
     store = ServerStore(tmp_path, "f", LAYOUT)
-    with store.locked():
+    with store.lock():
         store.save(older := many(2))
-        store.save(after(older, {"new": mark_of(older.server.stamp, 1, b"")}, np.ones(D, np.float32)))
-        for state in (older, replace(older, server=restored(older.server, 7, digest=1))):
+        store.save(after(older, {"new": make_mark(older.server.stamp, 1, b"")}, np.ones(D, np.float32)))
+        for state in (older, replace(older, server=restore_backup(older.server, 7, digest=1))):
             store.save(state)
             found = store.load()
             assert found is not None
@@ -540,7 +553,7 @@ def test_an_older_state_through_the_same_store(tmp_path: Path) -> None:
 
 def test_a_state_without_its_clients_is_refused(tmp_path: Path) -> None:
     store = ServerStore(tmp_path, "f", LAYOUT)
-    with store.locked():
+    with store.lock():
         store.save(many(3))
     path = of_clients(store)
     good = path.read_bytes()
@@ -590,7 +603,7 @@ def test_a_new_generation_is_above_all_before(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(time, "time", lambda: first + 1.5)
     assert new_generation(server) == first + 1  # the same backup again, later
     monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that was set back
-    assert new_generation(restored(server, first)) == first + 1
+    assert new_generation(restore_backup(server, first)) == first + 1
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -623,7 +636,7 @@ def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
     folders = [ClientStore(tmp_path, name, name, LAYOUT).folder for name in names]
     assert all(folder.parent.parent == tmp_path for folder in folders)
     assert len(set(folders)) == len(names)
-    with ClientStore(tmp_path, "k" * 300, "..", LAYOUT).locked():
+    with ClientStore(tmp_path, "k" * 300, "..", LAYOUT).lock():
         pass
 
 
@@ -672,7 +685,7 @@ def test_a_damaged_copy_is_dropped_and_the_residual_stays(tmp_path: Path) -> Non
 )
 def test_a_copy_of_another_form_is_dropped(tmp_path: Path, w: np.ndarray) -> None:
     store, client = saved(tmp_path)
-    digest = digest_of(np.ascontiguousarray(w).data)
+    digest = compute_digest(np.ascontiguousarray(w).data)
     forge(store.folder / FILE, {"copy": w}, copy=[2, 7, 1, digest])
     assert store.load().copy is None
     with pytest.raises(ValueError, match="w must be a vector of 40 float32"):
@@ -683,7 +696,7 @@ def test_a_copy_in_two_bytes_a_number(tmp_path: Path) -> None:
     """The bits of bf16."""
     bits = (np.arange(D, dtype=np.float32).view(np.int32) >> 16).astype(np.int16)
     client = ClientStore(tmp_path, "f", "a", LAYOUT, copy_dtype="int16")
-    with client.locked():
+    with client.lock():
         client.save(client.fresh(Copy(Version(1, 2, 3), bits)))
     found = client.load().copy
     assert found is not None
@@ -691,8 +704,8 @@ def test_a_copy_in_two_bytes_a_number(tmp_path: Path) -> None:
     assert ClientStore(tmp_path, "f", "a", LAYOUT).load().copy is None
     server = ServerStore(tmp_path / "s", "f", LAYOUT, copy_dtype="int16")
     primary = Primary.begin(bits, 1, 0, 5)
-    with server.locked():
-        server.save(Served(Server(np.zeros(D, np.float32), primary=primary)))
+    with server.lock():
+        server.save(ServerState(Server(np.zeros(D, np.float32), primary=primary)))
     again = server.load()
     assert again is not None
     assert again.server.primary is not None
@@ -727,14 +740,15 @@ def golden_client(number: int) -> ClientStore:
     return store
 
 
-def golden_states() -> tuple[Client, Served]:
+def golden_states() -> tuple[Client, ServerState]:
     """What is in the newest files, which `write_golden` wrote."""
     x, w = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.float32) / 2
-    client = Client(7, x, Sent(Stamp(1, 3), b"\x01\x02"), Stamp(1, 3), Stamp(1, 2), 0, {1: 2})
+    client = Client(7, x, LastAnswer(Stamp(1, 3), b"\x01\x02"), Stamp(1, 3), Stamp(1, 2), 0, {1: 2})
     server = Server(0 * x, primary=Primary.begin(0 * w, 1, 0, VECTOR.digest(0 * w)))
     assert server.primary is not None
-    marks = {"node": mark_of(Stamp(1, 1), 7, b"\x01")}
-    served = Served(server).ended(marks, x, {"node": [0, 0, 0.5]}, server.primary.advance(b"down", w))
+    marks = {"node": make_mark(Stamp(1, 1), 7, b"\x01")}
+    notes = {"node": [0, 0, 0.5]}
+    served = ServerState(server).end_round(marks, x, notes, server.primary.advance(b"down", w))
     assert served.server.primary is not None
     return replace(client, copy=Copy(served.server.primary.version, w)), served
 
@@ -823,13 +837,13 @@ OF_A_SERVER = {
 
 def stored(folder: Path, count: int = 3) -> ServerStore:
     store = ServerStore(folder, "f", LAYOUT)
-    with store.locked():
+    with store.lock():
         store.save(many(count))
     return store
 
 
 def unchanged(folder: Path, action: Any) -> None:
-    """A refusal in one sentence, and no file is another afterwards."""
+    """The state is refused in one sentence, and no file changes."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(InputError) as caught:
         action()
@@ -899,7 +913,7 @@ def test_forged_models_and_facts(tmp_path: Path, tensors: dict[str, np.ndarray])
 def test_facts_that_can_be_read_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists in lists are a matter of the stack, which is deeper when a round is stored."""
 
-    def save(found: Served, frames: int) -> None:
+    def save(found: ServerState, frames: int) -> None:
         store.save(found) if frames == 0 else save(found, frames - 1)
 
     monkeypatch.setattr("cfedavg.core.files.sync", lambda path: None)
@@ -932,7 +946,7 @@ def test_forged_lines_of_clients(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file(tmp_path: Path, make: Any) -> None:
-    """A pipe would be waited for, and a device read for ever."""
+    """Opening a pipe would wait for ever, and so would reading a device."""
     client, _ = saved(tmp_path / "client")
     server = stored(tmp_path / "server", 1)
     for store, path in (
@@ -1005,14 +1019,14 @@ class Anything:
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     client, server = ClientStore(tmp_path, "f", "a", LAYOUT), ServerStore(tmp_path / "s", "f", LAYOUT)
     with (
-        client.locked(),
+        client.lock(),
         pytest.raises(InputError, match="another process answers for this client"),
-        client.locked(),
+        client.lock(),
     ):
         pass
-    with server.locked(), pytest.raises(InputError, match="another server works in"), server.locked():
+    with server.lock(), pytest.raises(InputError, match="another server works in"), server.locked():
         pass
-    with client.locked():  # free again
+    with client.lock():  # free again
         pass
 
 
@@ -1024,7 +1038,7 @@ def test_what_is_sent_and_what_is_left_make_up_the_whole(compressor: str) -> Non
     p, zero = np.random.default_rng(1).standard_normal(D).astype(np.float32), np.zeros(D, np.float32)
     uplink, request = wire(3, compressor), Request(Stamp(7, 2), 5, None)
     message, e = uplink.send(p, zero, request)
-    header = read_header(message)
+    header = read_header(payload_of(message))
     assert (header.client, header.sequence, header.round) == (3, 7 * 2**32 + 2, 5)
     np.testing.assert_allclose(uplink.restore(e, message), p, rtol=1e-5, atol=1e-6)
     if ">>" not in compressor and "qsgd" not in compressor:

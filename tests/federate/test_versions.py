@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfedavg.federate.broadcast_format import measure, pack, unpack
-from cfedavg.federate.primary import Primary
+from cfedavg.federate.server import Primary
 from cfedavg.federate.versions import (
     Broadcast,
     Chain,
@@ -23,11 +22,13 @@ from cfedavg.federate.versions import (
     Copy,
     Version,
     Whole,
-    digest_of,
-    first_version,
+    compute_digest,
     follow,
-    next_version,
-    versions_from,
+    list_versions,
+    make_first_version,
+    make_next_version,
+    pack,
+    unpack,
 )
 from cfedavg.wire import WireError
 from tests.copies import REPLICA, ZERO, W, advance, changes_of, draw_message, kinds, whole_of
@@ -52,13 +53,13 @@ def copy_of(primary: Primary) -> Copy:
 
 
 def test_a_version_names_all_that_led_to_it() -> None:
-    first = first_version(1, 0, 5)
-    versions = {first, first_version(2, 0, 5), first_version(1, 1, 5), first_version(1, 0, 6)}
-    versions |= {next_version(first, message) for message in (b"", b"a", b"b")}
-    versions |= {versions_from(first, [b"a", b"b"])[-1], versions_from(first, [b"b", b"a"])[-1]}
+    first = make_first_version(1, 0, 5)
+    versions = {first, make_first_version(2, 0, 5), make_first_version(1, 1, 5), make_first_version(1, 0, 6)}
+    versions |= {make_next_version(first, message) for message in (b"", b"a", b"b")}
+    versions |= {list_versions(first, [b"a", b"b"])[-1], list_versions(first, [b"b", b"a"])[-1]}
     assert len({version.hash for version in versions}) == len(versions) == 9
-    assert next_version(first, b"a")[:2] == (1, 1)
-    assert digest_of(b"") == 0xE3B0C44298FC1C14  # SHA-256 begins with it
+    assert make_next_version(first, b"a")[:2] == (1, 1)
+    assert compute_digest(b"") == 0xE3B0C44298FC1C14  # SHA-256 begins with it
     assert str(first) == "1.0"
 
 
@@ -107,7 +108,7 @@ def test_what_was_applied_is_not_applied_again() -> None:
 
 
 def damage(broadcast: Broadcast, chance: random.Random) -> Broadcast:
-    """Put another message, well formed, in the place of one."""
+    """Replace one message by another that is well formed."""
     other = draw_message(chance)
     if not isinstance(broadcast, Chain):
         return replace(broadcast, message=other)
@@ -148,7 +149,7 @@ def test_the_history_is_bounded_by_count_and_by_bytes() -> None:
         primary = primary.advance(bytes(n), ZERO, most=4)
     assert [len(message) for message in primary.messages] == [6, 7, 8, 9]
     assert [version.round for version in primary.versions] == [6, 7, 8, 9, 10]
-    assert versions_from(primary.versions[0], primary.messages) == primary.versions
+    assert list_versions(primary.versions[0], primary.messages) == primary.versions
     assert len(primary.advance(bytes(10), ZERO, most_bytes=19).messages) == 2
     assert len(primary.advance(bytes(10), ZERO, most_bytes=18).messages) == 1
     assert len(primary.advance(bytes(10), ZERO, most_bytes=0).messages) == 1  # the last one stays
@@ -168,12 +169,16 @@ def test_what_was_missed_is_found_by_the_whole_version() -> None:
 
 def test_after_a_restore_nobody_follows_but_by_the_whole_model() -> None:
     before = history()
-    restored = before[4].restart(2, REPLICA.digest(before[4].w))
-    assert (restored.w, restored.version[:2], restored.messages) == (before[4].w, (2, 4), ())
-    after = advance(restored, b"")
+    again = before[4].restart(2, REPLICA.digest(before[4].w))
+    assert (again.w, again.version[:2], again.messages) == (
+        before[4].w,
+        (2, 4),
+        (),
+    )
+    after = advance(again, b"")
     for held in before:
         assert after.chain(held.version) is None
-        for broadcast in kinds(after, restored.version):
+        for broadcast in kinds(after, again.version):
             found = follow(copy_of(held), broadcast, REPLICA)
             assert found == (copy_of(after) if isinstance(broadcast, Whole) else None)
 
@@ -201,7 +206,6 @@ def broadcasts(draw: st.DrawFn) -> Broadcast:
 def test_bytes_and_back(broadcast: Broadcast) -> None:
     data = pack(broadcast)
     assert unpack(data) == broadcast
-    assert measure(broadcast) == len(data)
 
 
 @given(broadcasts(), st.data())

@@ -14,8 +14,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError
 from cfedavg.flower import CFedAvg, RoundPolicy, compressed
+from cfedavg.flower.messages import OURS
 from cfedavg.flower.mod import state_folder
-from cfedavg.flower.records import OURS
 from cfedavg.launch.app.settings import TRUST, config_of
 from tests.compress.test_compress import EveryNth
 from tests.grid import (
@@ -52,7 +52,7 @@ ODD = {
 
 
 def kept(arrays: Any, metrics: dict[str, Any], message: Message) -> Message:
-    """As an app does that changes what it can."""
+    """Reply as an app that changes every array but the boolean one."""
     (found,) = message.content.array_records.values()
     changed = {name: array + array.dtype.type(1) for name, array in arrays_of(found).items()}
     return reply_with({**changed, "yes": ODD["yes"]}, metrics, message)
@@ -197,8 +197,8 @@ def test_a_bad_deadline(timeout: Any, tmp_path: Path) -> None:
     [
         ({"n": np.array(3)}, "no float32 array to compress"),
         ({"bn.running_mean": np.ones(3, np.float32)}, "no float32 array to compress"),
-        ({"w": np.array([1, math.inf], np.float32)}, "initial_arrays: 'w' holds NaN or Inf"),
-        ({"w": np.ones(2, np.float32), "n": np.array(math.nan)}, "initial_arrays: 'n' holds NaN or Inf"),
+        ({"w": np.array([1, math.inf], np.float32)}, "`initial_arrays`: 'w' holds NaN or Inf"),
+        ({"w": np.ones(2, np.float32), "n": np.array(math.nan)}, "`initial_arrays`: 'n' holds NaN or Inf"),
     ],
 )
 def test_bad_models(model: dict[str, np.ndarray], sentence: str, tmp_path: Path) -> None:

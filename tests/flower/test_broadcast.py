@@ -21,13 +21,12 @@ from safetensors.numpy import load_file
 from cfedavg import InputError
 from cfedavg.core import tensors
 from cfedavg.core.arrays import round_to_bf16
-from cfedavg.federate.broadcast_format import unpack
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.state_file import FILE
-from cfedavg.federate.versions import Chain, Copy, Whole
+from cfedavg.federate.versions import Chain, Copy, Whole, unpack
 from cfedavg.flower import RoundPolicy
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.records import Body, Load, answer_of, body_of, order_of
+from cfedavg.flower.messages import Body, Load, read_body, read_order, read_reply
 from tests.flower.test_federation_folder import refuses
 from tests.flower.test_strategy_state import INNER, Misshapen, sized
 from tests.grid import (
@@ -181,7 +180,7 @@ def test_a_copy_that_cannot_follow(fault: Any, incarnation: int, tmp_path: Path)
 
 
 def test_a_node_that_can_never_follow(tmp_path: Path) -> None:
-    """It gets the whole model once in a round, not again and again."""
+    """It gets the whole model at most once in a round."""
     it = Watched(tmp_path, Adding())
     it.run(1)
     it.grid.on_request = lambda node, message: (
@@ -239,7 +238,7 @@ def test_a_strategy_sees_the_servers_model_and_clients_the_copy(tmp_path: Path) 
 
     def note(node: LocalNode, request: Message, reply: Message) -> Message:
         if request.metadata.message_type == MessageType.TRAIN:
-            payload = it.disks.payload(answer_of(reply.content).message)
+            payload = it.disks.payload(read_reply(reply.content).message)
             sent.append((int(request.metadata.group_id), node.partition, payload))
         else:  # the state is durable before clients evaluate it
             server = it.disks.server()
@@ -280,9 +279,9 @@ def test_nothing_travels_twice(tmp_path: Path) -> None:
     it = Watched(tmp_path, Adding())
     it.run(4, FedAvg())
     for node, message in it.grid.requests:
-        order, kind = order_of(message), message.metadata.message_type
+        order, kind = read_order(message), message.metadata.message_type
         assert order is not None
-        broadcast = unpack(body_of(message.content, order).broadcast)
+        broadcast = unpack(read_body(message.content, order).broadcast)
         if order.t == 0:
             assert isinstance(broadcast, Whole) is (kind == MessageType.TRAIN)
         elif isinstance(broadcast, Chain):
@@ -299,7 +298,7 @@ def test_a_load_is_made_once_for_all_who_need_it(
     short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five nodes have the same gap and one another: two loads, as one array each where they are long."""
-    monkeypatch.setattr("cfedavg.flower.records.SHORT", short)
+    monkeypatch.setattr("cfedavg.flower.messages.SHORT", short)
     made, bodies, real = list[Body](), list[Any](), Load.__init__
 
     def count(load: Load, body: Body) -> None:
@@ -354,9 +353,9 @@ class Ledger:
         self.known |= applied
 
     def _count(self, node: int, message: Message) -> None:
-        order = order_of(message)
+        order = read_order(message)
         assert order is not None
-        body = body_of(message.content, order)
+        body = read_body(message.content, order)
         broadcast, size = unpack(body.broadcast), len(body.pack()) + order.size
         self.kinds.setdefault(node, []).append(type(broadcast).__name__.lower())
         self.sizes[node] += size
@@ -430,10 +429,10 @@ def test_statistics_travel_in_bf16_and_counters_exactly(tmp_path: Path) -> None:
     assert (form.whole_bytes, form.short_bytes) == (24 + 8 + 24, 12 + 8 + 24)
 
     def note(node: LocalNode, request: Message, reply: Message) -> Message:
-        order = order_of(request)
+        order = read_order(request)
         assert order is not None
-        assert len(body_of(request.content, order).whole) == form.short_bytes
-        sent.append(answer_of(reply.content).message[-form.short_bytes :])
+        assert len(read_body(request.content, order).whole) == form.short_bytes
+        sent.append(read_reply(reply.content).message[-form.short_bytes :])
         return reply
 
     it.grid.on_reply = note
@@ -505,9 +504,8 @@ def test_a_resume_with_another_compressor(before: str, other: str, tmp_path: Pat
         return
     it = Watched(tmp_path, Adding())
     it.start(2, compressor_down=before, compressor="topk(0.9)")
-    refuses(
-        it, rf"compressor_down is '{re.escape(other)}', but", compressor_down=other, compressor="topk(0.9)"
-    )
+    words = rf"`compressor_down` is '{re.escape(other)}', but"
+    refuses(it, words, compressor_down=other, compressor="topk(0.9)")
     it.start(3, resume=True, compressor_down=before, compressor="topk(0.9)")
     assert it.outcomes == [{"replied": 3}] * 3
 
@@ -528,7 +526,7 @@ def disk(node: LocalNode) -> dict[Path, bytes]:
 
 
 def check_one_request_lost(it: Watched, app: Adding, cause: str, why: str) -> None:
-    """Node 1 says why in one sentence and keeps its disk; in the next round it goes on as if nothing was."""
+    """Node 1 says why in one sentence and keeps its disk; in the next round it takes part as before."""
     before = disk(it.nodes[1])
     it.run(2, Summing())
     row = next(row for row in it.of_nodes if (row["round"], row["node"]) == (1, "node1"))
@@ -594,7 +592,7 @@ def test_a_node_of_version_05(tmp_path: Path) -> None:
 def test_a_damaged_body(short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut anywhere or with any bit changed, in the order or in an array, for a model and for statistics."""
     model = LARGE | {"n.running_mean": np.ones(6, np.float32)}
-    monkeypatch.setattr("cfedavg.flower.records.SHORT", short)
+    monkeypatch.setattr("cfedavg.flower.messages.SHORT", short)
     it = Watched(tmp_path, app := Adding(), model=model)
     it.run(1, Summing())
     before, draw, answers = disk(it.nodes[1]), random.Random(0), list[Message]()
@@ -704,5 +702,5 @@ def test_a_model_too_large_to_broadcast(down: str, tmp_path: Path) -> None:
 
 def test_a_first_model_too_large_to_broadcast(tmp_path: Path) -> None:
     it = Watched(tmp_path, Adding(), model=LARGE | {"b": np.full(24, -3.4e38, np.float32)})
-    with pytest.raises(InputError, match=r"initial_arrays: 'b' must not hold a number above 1e\+36"):
+    with pytest.raises(InputError, match=r"`initial_arrays`: 'b' must not hold a number above 1e\+36"):
         it.run(1)

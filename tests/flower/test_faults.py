@@ -25,7 +25,7 @@ from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE
 from cfedavg.federate.versions import Copy
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.records import answer_of
+from cfedavg.flower.messages import read_reply
 from tests.grid import (
     MODEL,
     Adding,
@@ -159,7 +159,7 @@ class Schedule:
             raise NodeKilled
 
     def client_starts(self, real: Any, store: ClientStore, copy: Copy | None = None) -> Client:
-        """Without a past, or because of what it hears: then what it had is lost, once that is stored."""
+        """Begin a client without a past. What it had before is lost once the new state is stored."""
         self.gone = self.disks.mass(self.node)
         found: Client = real(store, copy)
         return found
@@ -256,7 +256,7 @@ def test_a_server_from_a_backup(tmp_path: Path) -> None:
 
     def note(node: LocalNode, request: Message, reply: Message) -> Message:
         if not reply.has_error():
-            sent[node.partition, int(request.metadata.group_id)] = answer_of(reply.content).message
+            sent[node.partition, int(request.metadata.group_id)] = read_reply(reply.content).message
         return reply
 
     it.grid.on_reply = note
@@ -332,7 +332,7 @@ class Points:
 
 
 class Slow:
-    """A file to which half of what is written can be written."""
+    """A file that fails after half of the bytes."""
 
     def __init__(self, file: Any, reach: Callable[[], None]) -> None:
         self.file, self.reach = file, reach
@@ -389,7 +389,7 @@ def without_lost_evaluations(found: Federation, calm: Federation) -> tuple[list[
 @pytest.mark.parametrize("down", ["none", "topk(0.7) >> bf16"])
 @pytest.mark.parametrize("inner", [Summing, FedAdam, None])
 def test_the_server_is_killed_anywhere(inner: Any, down: str, tmp_path: Path) -> None:
-    """Model and books are those of the federation in which nothing happened; nobody trains twice.
+    """Model and rows are those of an undisturbed federation; nobody trains twice.
 
     A kill while clients evaluate costs that evaluation and nothing else: the round is stored before.
     """

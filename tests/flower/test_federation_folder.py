@@ -102,7 +102,7 @@ def test_two_processes_for_one_client(tmp_path: Path) -> None:
     disks = Disks(it)
 
     def busy(node: LocalNode, message: Message) -> Message:
-        with disks.store(node).locked() if node.partition == 1 else nullcontext():
+        with disks.store(node).lock() if node.partition == 1 else nullcontext():
             return node.answer(message)
 
     it.grid.on_request = busy
@@ -120,7 +120,7 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     it.start(2, resume=True)  # there is nothing yet
     with pytest.raises(InputError, match=r"`out`: .* holds a federation; resume it, or give another folder"):
         it.start(2)
-    with pytest.raises(InputError, match=r"num_rounds is 1, but the federation in .* has done 2"):
+    with pytest.raises(InputError, match=r"`num_rounds` is 1, but the federation in .* has done 2"):
         it.start(1, resume=True)
     for other in (
         {"w": MODEL["w"], "b": MODEL["b"][:4]},
@@ -207,7 +207,7 @@ def test_two_servers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     store = ServerStore(it.out / "state", "any", Form.of(MODEL).layout)  # one that is about to end
     monkeypatch.setattr("cfedavg.flower.federation_folder.HANDOVER", 100.0)
     with ExitStack() as stack:
-        stack.enter_context(store.locked())
+        stack.enter_context(store.lock())
         monkeypatch.setattr("cfedavg.flower.federation_folder.time.sleep", lambda seconds: stack.close())
         it.start(2, resume=True)
     assert len(it.rows) == 2
@@ -248,7 +248,7 @@ def refuses(it: Federation, words: str, rounds: int = 3, **options: Any) -> None
 
 @pytest.mark.parametrize("name", [*NO_FILE, *NO_NAME])
 def test_no_name(tmp_path: Path, name: str) -> None:
-    """Of a federation that has a state, and of one that has none yet."""
+    """Damage the name of a federation with a state, and of one without."""
     it, make = Federation(tmp_path, Adding().app), (NO_FILE | NO_NAME)[name]
     it.out.mkdir()
     put(it.out / "federation.txt", make)
@@ -354,7 +354,7 @@ def test_forged_facts(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("t", [10**9, 2**32 - 1, 3, 1, 0])
 def test_a_forged_round(tmp_path: Path, t: int) -> None:
-    """However large it is, nothing is made because of it."""
+    """A forged round is refused, and a large one costs no memory."""
     it = Federation(tmp_path, Adding().app)
     it.start(2)
     forge(it.out / "state" / FILE, t=t)

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfedavg import InputError
-from cfedavg.federate.protocol import Stamp, mark_of
+from cfedavg.federate.protocol import Stamp, make_mark
 from cfedavg.federate.server import Server
-from cfedavg.federate.server_store import Served, ServerStore
+from cfedavg.federate.server_store import ServerState, ServerStore
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, RoundRows, note_of
-from cfedavg.flower.norms import Claims
+from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, RoundRows
+from cfedavg.flower.round_policy import Claims
 from cfedavg.flower.strategy_state import Memory
 from tests.grid import MODEL, Adding, Federation
 
@@ -29,14 +29,14 @@ OLD_MODEL = {**MODEL, "bn.running_mean": np.ones(2, np.float32)}
 FORM = Form.of(OLD_MODEL)
 
 
-def loaded(folder: Path) -> Served:
+def loaded(folder: Path) -> ServerState:
     name = (folder / "federation.txt").read_text()
     served = ServerStore(folder / "state", name, FORM.layout).load()
     assert served is not None
     return served
 
 
-def same(one: Served, other: Served) -> bool:
+def same(one: ServerState, other: ServerState) -> bool:
     """Bit for bit, and the facts in the same order."""
     return (
         replace(one.server, x=None) == replace(other.server, x=None)
@@ -46,7 +46,7 @@ def same(one: Served, other: Served) -> bool:
     )
 
 
-def in_bytes(served: Served) -> dict[str, Any]:
+def in_bytes(served: ServerState) -> dict[str, Any]:
     tensors = {**served.extra, "x": served.server.x}
     return {name: (each.dtype, each.tobytes()) for name, each in tensors.items()}
 
@@ -54,7 +54,7 @@ def in_bytes(served: Served) -> dict[str, Any]:
 # A state of before
 
 
-def with_options(served: Served) -> Served:
+def with_options(served: ServerState) -> ServerState:
     """An old state, with its options by their names of now."""
     options = asdict(FixedOptions("FedAdam", "topk(0.7)", "none", "ef", "sum", "sgd", 0))
     return replace(served, facts={**served.facts, "options": options})
@@ -63,12 +63,12 @@ def with_options(served: Served) -> Served:
 def test_an_old_state_is_read_and_written_as_it_is() -> None:
     served = loaded(OLD)
     assert served.facts["options"]["error_feedback"] is True
-    state = FederationState.from_served(served)
-    assert same(state.to_served(), with_options(served))
+    state = FederationState.from_stored(served)
+    assert same(state.to_stored(), with_options(served))
     assert state.claims == Claims([4.0] * 6, [10.0] * 6)
     assert len(state.norms) == 6
     assert list(state.lent.values()) == [3]
-    assert [note_of(known)[:2] for known in state.clients.values()] == [(1, 1), (0, 1), (2, 1)]
+    assert [known.note[:2] for known in state.clients.values()] == [(1, 1), (0, 1), (2, 1)]
     state.check_whole(FORM)
     assert state.inner is not None
     assert state.inner.codes.keys() == {"current_arrays", "m_t", "v_t"}
@@ -85,7 +85,7 @@ def test_an_old_federation_goes_on(tmp_path: Path) -> None:
     strategy = FedAdam(fraction_evaluate=0.0)
     it.start(2, strategy, resume=True)
     assert same(loaded(it.out), with_options(loaded(OLD)))
-    moments = FederationState.from_served(loaded(OLD)).inner
+    moments = FederationState.from_stored(loaded(OLD)).inner
     assert moments is not None
     assert strategy.m_t["w"].tobytes() == moments.arrays["m_t/0"].tobytes()
     it.start(3, FedAdam(fraction_evaluate=0.0), resume=True)
@@ -119,10 +119,10 @@ def at_first(**more: Any) -> FederationState:
 
 def stored_and_read(state: FederationState) -> FederationState:
     """Through JSON, as the store does."""
-    stored = state.to_served()
-    served = Served(stored.server, stored.clients, stored.extra, json.loads(json.dumps(stored.facts)))
+    stored = state.to_stored()
+    served = ServerState(stored.server, stored.clients, stored.extra, json.loads(json.dumps(stored.facts)))
     clients = {who: known._replace(note=list(known.note)) for who, known in stored.clients.items()}
-    return FederationState.from_served(replace(served, clients=type(stored.clients)(clients)))
+    return FederationState.from_stored(replace(served, clients=type(stored.clients)(clients)))
 
 
 @given(st.binary(), norms, norms, norms, st.none() | memories, sums)
@@ -138,18 +138,18 @@ def test_any_state_comes_back_as_it_was(
     state = at_first(
         whole=whole, norms=sizes, claims=claims, inner=memory, checksums=checksums, lent={"b": 7}
     )
-    mark = mark_of(Stamp(1, 1), 5, b"message")
+    mark = make_mark(Stamp(1, 1), 5, b"message")
     later = replace(
         state.end_round({"a": mark}, np.ones(17), {"a": Note(2, 0, 0.5)}),
         last=RoundRows({"round": 0, "loss": 0.5}, [{"round": 0}]),
     )
     for each in (state, later):
         found = stored_and_read(each)
-        assert same(found.to_served(), each.to_served())
+        assert same(found.to_stored(), each.to_stored())
         for item in fields(FederationState):
             if item.name not in ("server", "inner"):  # tensors: `same` compares them
                 assert getattr(found, item.name) == getattr(each, item.name), item.name
-    assert note_of(later.clients["a"]) == Note(2, 0, 0.5)
+    assert later.clients["a"].note == Note(2, 0, 0.5)
     assert later.server.applied == {"a": mark}
     assert (later.server.t, state.server.t) == (1, 0)
 
@@ -181,28 +181,28 @@ OPTION = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_fields(name: str) -> None:
-    stored = at_first().to_served()
+    stored = at_first().to_stored()
     facts = stored.facts | FORGED[name].get("facts", {})
     extra = {k: v for k, v in (stored.extra | FORGED[name].get("extra", {})).items() if v is not None}
     with pytest.raises((ValueError, KeyError)) as caught:
-        FederationState.from_served(replace(stored, facts=facts, extra=extra))
+        FederationState.from_stored(replace(stored, facts=facts, extra=extra))
     assert not isinstance(caught.value, InputError)  # the store says in which file
 
 
-@pytest.mark.parametrize("missing", [*at_first().to_served().facts])
+@pytest.mark.parametrize("missing", [*at_first().to_stored().facts])
 def test_missing_fields(missing: str) -> None:
-    stored = at_first().to_served()
+    stored = at_first().to_stored()
     facts = {name: value for name, value in stored.facts.items() if name != missing}
     with pytest.raises(KeyError, match=missing):
-        FederationState.from_served(replace(stored, facts=facts))
+        FederationState.from_stored(replace(stored, facts=facts))
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, each) for name in OPTION for each in OPTION[name]])
 def test_forged_options(name: str, value: Any) -> None:
-    stored = at_first().to_served()
+    stored = at_first().to_stored()
     options = asdict(OPTIONS) | {name: value}
     with pytest.raises(ValueError, match=name):
-        FederationState.from_served(replace(stored, facts=stored.facts | {"options": options}))
+        FederationState.from_stored(replace(stored, facts=stored.facts | {"options": options}))
 
 
 def test_what_travels_whole_is_of_the_model() -> None:

@@ -26,17 +26,18 @@ from cfedavg import InputError
 from cfedavg.channel import Channel
 from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
-from cfedavg.federate.protocol import AHEAD, Request, Stamp, forged
+from cfedavg.federate.client import Uplink, pack_message, unpack_message
+from cfedavg.federate.protocol import AHEAD, Request, Stamp, object_to_stamp
 from cfedavg.federate.server import Server
 from cfedavg.federate.server_store import ServerStore
-from cfedavg.federate.uplink import Uplink
 from cfedavg.feedback import ErrorFeedback
-from cfedavg.flower import RoundPolicy, norms, records
+from cfedavg.flower import RoundPolicy, round_policy
+from cfedavg.flower import messages as records
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.client_message import Packing, pack, unpack
-from cfedavg.flower.nodes import Node, Numbers, online
-from cfedavg.flower.records import OURS, REFUSED, Answer, answer_of, answered
-from cfedavg.flower.reply_validation import Door, Rejected, in_words
+from cfedavg.flower.dispatch import list_online
+from cfedavg.flower.federation_state import Node, Numbers
+from cfedavg.flower.messages import OURS, REFUSED, ReplyRecord, pack_reply, read_reply
+from cfedavg.flower.reply_validation import Rejected, ReplyValidator, shorten_reason
 from cfedavg.wire import encode
 from tests import messages
 from tests.grid import (
@@ -128,7 +129,7 @@ def without_some(rounds: int, lost: tuple[int, ...]) -> tuple[ArrayRecord, list[
 def compared(
     tmp_path: Path, app: Adding, rounds: int, touch: Any = None, lost: tuple[int, ...] = (1,)
 ) -> Federation:
-    """The federation after so many rounds, of which the model must be that of the other nodes."""
+    """Run a federation, and check that its model is that of the other nodes alone."""
     it = Federation(tmp_path, app.app, 4, NORMED)
     it.grid.on_reply = touch or it.grid.on_reply
     found = it.start(rounds, max_norm=100)
@@ -183,7 +184,7 @@ def test_a_spike_goes_bit_by_bit(tmp_path: Path) -> None:
 
 def test_what_clients_say_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal-to-noise ratio of 1e308 from each of three has no sum, but a mean."""
-    monkeypatch.setattr(Packing, "send", saying(Packing.send, p2=1e100, noise2=6e-209))
+    monkeypatch.setattr(Uplink, "send", saying(Uplink.send, p2=1e100, noise2=6e-209))
     it = Federation(tmp_path, Adding().app)
     it.start(1)
     assert it.outcomes == [{"replied": 3}]
@@ -193,18 +194,18 @@ def test_what_clients_say_may_be_large(tmp_path: Path, monkeypatch: pytest.Monke
 def saying(send: Any, **facts: float) -> Any:
     """Clients that report these numbers."""
 
-    def made(packing: Packing, g: Any, memory: Any, request: Request) -> Any:
+    def made(packing: Uplink, g: Any, memory: Any, request: Request) -> Any:
         message, after = send(packing, g, memory, request)
-        parcel = unpack(message, len(message), 0)
-        return pack(parcel._replace(facts={**parcel.facts, **facts})), after
+        parts = unpack_message(message, len(message), 0)
+        return pack_message(parts._replace(facts={**parts.facts, **facts})), after
 
     return made
 
 
 def test_a_bound_is_used_up() -> None:
-    """Of p a tenth is above the bound: what is sent is near it, not below it by as much again."""
+    """A share of p is sent whose norm is just below the bound."""
     layout = Layout.flat(1000)
-    packing = Packing(Uplink(Channel(parse("topk(0.99)"), ErrorFeedback(), layout), 0), max_norm=1.0)
+    packing = Uplink(Channel(parse("topk(0.99)"), ErrorFeedback(), layout), 0, max_norm=1.0)
     p = np.full(1000, 100.0, np.float32)  # its norm is 3,162, of which the largest ten have 316
     _, e = packing.send(p, 0 * p, Request(Stamp(1, 1), 0, None))
     assert 0.9 < np.linalg.norm(p - e) <= 1.0
@@ -229,13 +230,13 @@ def test_what_a_node_says_is_cut_before_it_is_read() -> None:
     before = signal.signal(signal.SIGALRM, stalled)
     signal.alarm(20)
     try:
-        assert len(in_words(text)) == 300
+        assert len(shorten_reason(text)) == 300
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     long = "<class 'some.app.<locals>.Problem'>:<\"no\nnews" + "x" * 5000
-    assert in_words(long).startswith("Problem: no news")
-    assert in_words("<class 'E'>:<'x'>") == "E: x"
+    assert shorten_reason(long).startswith("Problem: no news")
+    assert shorten_reason("<class 'E'>:<'x'>") == "E: x"
 
 
 def test_a_node_has_an_odd_name() -> None:
@@ -244,12 +245,12 @@ def test_a_node_has_an_odd_name() -> None:
     names = ("9" * 5000, "a\nb", "node2")
     found = [SimpleNamespace(node_id=i, public_key=b"", name=name) for i, name in enumerate(names)]
     grid.get_nodes = lambda: found  # type: ignore[method-assign]
-    assert sorted(len(node.name) for node in online(grid, Numbers())) == [3, 5, 300]
-    assert all(node.name.isprintable() for node in online(grid, Numbers()))
+    assert sorted(len(node.name) for node in list_online(grid, Numbers())) == [3, 5, 300]
+    assert all(node.name.isprintable() for node in list_online(grid, Numbers()))
 
 
 def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
-    """Also not if nobody else is asked."""
+    """One refusal proves nothing, even if nobody else is asked."""
     app = Adding()
 
     def older(arrays: Any, metrics: Any, message: Message) -> Message:
@@ -264,7 +265,7 @@ def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
 
 
 def test_two_can(tmp_path: Path) -> None:
-    """Asked one after the other, if nobody says otherwise."""
+    """Two refusals prove it, even in two rounds, if nobody has replied."""
     app = Adding()
     app.spoil = dict.fromkeys(range(4), lambda a, m, message: error(REFUSED, "older", message))
     it = Federation(tmp_path, app.app, 4)
@@ -329,7 +330,7 @@ def test_a_client_without_the_mod(
     hint = "has its client app mods=[cfedavg.flower.compressed]?"
     assert it.of_nodes[1]["why"].endswith(f"; {hint}")
     assert f"node1: app failed ({it.of_nodes[1]['why']})" in caplog.text
-    monkeypatch.setattr("cfedavg.flower.records.SHORT", 0)
+    monkeypatch.setattr("cfedavg.flower.messages.SHORT", 0)
     it.start(2, resume=True)
     assert it.outcomes[1] == {"not compressed": 1, "replied": 3}
     assert "the client app needs mods=[cfedavg.flower.compressed]" in it.of_nodes[5]["why"]
@@ -345,30 +346,31 @@ def test_a_client_without_the_mod(
 
 def changed(reply: Message, **fields: Any) -> Message:
     """The same reply with other fields, and sealed again, as by a client that lies."""
-    found = answer_of(reply.content)._replace(**fields)
+    found = read_reply(reply.content)._replace(**fields)
     made = RecordDict({OURS: seal(found)})
     return Message(metadata=reply.metadata, content=made)  # type: ignore[call-overload, no-any-return]
 
 
-def seal(answer: Answer) -> ConfigRecord:
+def seal(answer: ReplyRecord) -> ConfigRecord:
     request = Message(RecordDict(), dst_node_id=1, message_type="train")
-    return answered(answer, request).content.config_records[OURS]
+    return pack_reply(answer, request).content.config_records[OURS]
 
 
 def relabelled(reply: Message, **fields: Any) -> Message:
     """With another header of the payload."""
-    message = answer_of(reply.content).message
-    parcel = unpack(message, len(message), FORM_NORMED.whole_bytes)
-    return changed(reply, message=pack(parcel._replace(payload=messages.forged(parcel.payload, **fields))))
+    message = read_reply(reply.content).message
+    parts = unpack_message(message, len(message), FORM_NORMED.whole_bytes)
+    payload = messages.forged(parts.payload, **fields)
+    return changed(reply, message=pack_message(parts._replace(payload=payload)))
 
 
 def doubled(reply: Message) -> Message:
     """With values that only float64 can hold."""
-    message, layout = answer_of(reply.content).message, FORM_NORMED.layout
+    message, layout = read_reply(reply.content).message, FORM_NORMED.layout
     huge = parse("topk(0.7)").compress(np.full(layout.d, 1e300), key=0)
     made = encode(huge.numpy(), layout, client=1, sequence=Stamp(1, 2).sequence)
-    parcel = unpack(message, len(message), FORM_NORMED.whole_bytes)
-    return changed(reply, message=pack(parcel._replace(payload=made)))
+    parts = unpack_message(message, len(message), FORM_NORMED.whole_bytes)
+    return changed(reply, message=pack_message(parts._replace(payload=made)))
 
 
 def plain(reply: Message, **items: Any) -> Message:
@@ -378,7 +380,7 @@ def plain(reply: Message, **items: Any) -> Message:
 
 
 def message_in(reply: Message) -> bytes:
-    return answer_of(reply.content).message
+    return read_reply(reply.content).message
 
 
 # Of a reply of round 2 and the one before: what comes instead, and how that is counted.
@@ -452,24 +454,25 @@ def flipped(message: bytes, at: int, bit: int) -> bytes:
     return message[:at] + bytes([message[at] ^ 1 << bit]) + message[at + 1 :]
 
 
-def a_reply(tmp_path: Path) -> tuple[Door, Node, Server, Message]:
+def a_reply(tmp_path: Path) -> tuple[ReplyValidator, Node, Server, Message]:
     """A good reply, and what is needed to judge it."""
     it = Federation(tmp_path, Adding().app, 2, NORMED)
     replies: list[Message] = []
     it.grid.on_reply = lambda node, request, reply: replies.append(reply) or reply
     it.start(1)
     server = Server(FORM_NORMED.split(NORMED)[0])
-    return Door(FORM_NORMED, parse("topk(0.7)"), None), online(it.grid, Numbers())[0], server, replies[0]
+    node = list_online(it.grid, Numbers())[0]
+    return ReplyValidator(FORM_NORMED, parse("topk(0.7)"), None), node, server, replies[0]
 
 
 def test_every_bit_counts(tmp_path: Path) -> None:
-    door, node, server, reply = a_reply(tmp_path)
+    validator, node, server, reply = a_reply(tmp_path)
     message = message_in(reply)
-    assert door.take(reply, node, server, {node.identity}, {}).node is node
+    assert validator.take(reply, node, server, {node.identity}, {}).node is node
     for at in range(len(message)):
         for spoilt in (flipped(message, at, at % 8), message[:at]):
             with pytest.raises(Rejected) as caught:
-                door.take(plain(reply, message=spoilt), node, server, {node.identity}, {})
+                validator.take(plain(reply, message=spoilt), node, server, {node.identity}, {})
             assert caught.value.cause == "malformed"
 
 
@@ -487,16 +490,16 @@ LIES: list[Any] = [
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: str(lie)[:30])
 def test_a_client_says_something_odd(lie: Any, tmp_path: Path) -> None:
-    door, node, server, reply = a_reply(tmp_path)
+    validator, node, server, reply = a_reply(tmp_path)
     message = message_in(reply)
-    parcel = unpack(message, len(message), FORM_NORMED.whole_bytes)
+    parts = unpack_message(message, len(message), FORM_NORMED.whole_bytes)
     if isinstance(lie, bytes):
-        made = struct.pack("<II", len(parcel.payload), len(lie)) + parcel.payload + lie + parcel.whole
+        made = struct.pack("<II", len(parts.payload), len(lie)) + parts.payload + lie + parts.whole
     else:
-        made = pack(parcel._replace(facts={**parcel.facts, **lie}))
-    assert door.take(changed(reply, message=pack(parcel)), node, server, {node.identity}, {})
+        made = pack_message(parts._replace(facts={**parts.facts, **lie}))
+    assert validator.take(changed(reply, message=pack_message(parts)), node, server, {node.identity}, {})
     with pytest.raises(Rejected) as caught:
-        door.take(changed(reply, message=made), node, server, {node.identity}, {})
+        validator.take(changed(reply, message=made), node, server, {node.identity}, {})
     assert caught.value.cause == "malformed"
 
 
@@ -507,8 +510,8 @@ def lying(**facts: Any) -> Any:
     """A reply with these facts, in which all else is right."""
 
     def made(reply: Message) -> Message:
-        parcel = unpack(message_in(reply), len(message_in(reply)), 0)
-        return changed(reply, message=pack(parcel._replace(facts={**parcel.facts, **facts})))
+        parts = unpack_message(message_in(reply), len(message_in(reply)), 0)
+        return changed(reply, message=pack_message(parts._replace(facts={**parts.facts, **facts})))
 
     return made
 
@@ -570,9 +573,9 @@ def test_a_step_is_not_made_longer_by_one(tmp_path: Path) -> None:
 
 def test_steps_are_remembered(tmp_path: Path) -> None:
     """One reply a round, and a restart: the third says 2^53 steps, which count as 100 times the median."""
-    assert norms.capped([10.0, 2.0**53], []) == [10.0, 1000.0]
-    assert norms.capped([2.0**53], [10.0, 10.0, 2.0**53]) == [1000.0]
-    assert norms.capped([0.0, 5.0], []) == [0.0, 5.0]
+    assert round_policy.cap_claims([10.0, 2.0**53], []) == [10.0, 1000.0]
+    assert round_policy.cap_claims([2.0**53], [10.0, 10.0, 2.0**53]) == [1000.0]
+    assert round_policy.cap_claims([0.0, 5.0], []) == [0.0, 5.0]
     it = Federation(tmp_path, Adding(metrics={"local-steps": 10}).app, 6)
     it.grid.on_reply = lambda node, request, reply: (
         lying(K=2**53)(reply) if request.metadata.group_id == "3" else reply
@@ -638,12 +641,12 @@ def test_who_cannot_get_rid_of_a_spike_starts_again(tmp_path: Path) -> None:
 
 
 def test_the_bound_follows_the_updates() -> None:
-    assert norms.bound([]) == norms.bound([1e20, 1.0]) == 1e15
-    assert norms.bound([1.0, 3.0, 2.0]) == 200.0
-    assert norms.bound([1e20] * 3) == 1e15
-    assert norms.remembered([3.0, 0.0], [2.0, 1.0]) == [3.0, 2.0, 1.0]
-    assert norms.remembered([2.0] * 60, [1.0] * 60) == [2.0] * 60 + [1.0] * 40
-    assert norms.remembered([2.0] * 160, [1.0] * 60) == [2.0] * 160
+    assert round_policy.bound_norm([]) == round_policy.bound_norm([1e20, 1.0]) == 1e15
+    assert round_policy.bound_norm([1.0, 3.0, 2.0]) == 200.0
+    assert round_policy.bound_norm([1e20] * 3) == 1e15
+    assert round_policy.keep_last([3.0, 0.0], [2.0, 1.0]) == [3.0, 2.0, 1.0]
+    assert round_policy.keep_last([2.0] * 60, [1.0] * 60) == [2.0] * 60 + [1.0] * 40
+    assert round_policy.keep_last([2.0] * 160, [1.0] * 60) == [2.0] * 160
 
 
 def test_clients_are_told_the_bound_and_a_restart_finds_the_same(tmp_path: Path) -> None:
@@ -695,10 +698,10 @@ def test_a_forged_stamp_does_not_lock_a_node_out(generation: int, number: int, t
 def test_a_stamp_that_could_be_the_servers_can_be_overtaken(tmp_path: Path) -> None:
     """By a new generation, which is a time, as soon as that has passed."""
     now = time.time()
-    assert not forged(Stamp(1, 1), now)
-    assert not forged(Stamp(int(now), 7), now)
-    assert not forged(Stamp(int(now) + AHEAD, 2**32 - 1), now)
-    assert forged(Stamp(int(now) + AHEAD + 2, 1), now) == (
+    assert not object_to_stamp(Stamp(1, 1), now)
+    assert not object_to_stamp(Stamp(int(now), 7), now)
+    assert not object_to_stamp(Stamp(int(now) + AHEAD, 2**32 - 1), now)
+    assert object_to_stamp(Stamp(int(now) + AHEAD + 2, 1), now) == (
         f"request {int(now) + AHEAD + 2}.1 is from the future: is this node's clock right?"
     )
     it = Federation(tmp_path, Adding().app)

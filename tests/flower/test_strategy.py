@@ -26,9 +26,9 @@ from cfedavg.core.run_files import read_rows, residual_norms
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.server_store import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy
-from cfedavg.flower.federation_state import FederationState
-from cfedavg.flower.nodes import Numbers, online
-from cfedavg.flower.rows import Residuals
+from cfedavg.flower.dispatch import list_online
+from cfedavg.flower.federation_state import FederationState, Numbers
+from cfedavg.flower.rounds import Residuals
 from cfedavg.launch.app import client, server
 from cfedavg.launch.app.settings import TRUST, config_of, run_config_of
 from tests.grid import (
@@ -234,7 +234,7 @@ def test_a_quorum_is_of_those_needed(tmp_path: Path) -> None:
 
 
 def dropping(it: Federation, rate: float) -> None:
-    """Of the requests this share is lost: the node dies before it trains or after it, without a word."""
+    """This share of requests is lost: the node dies before or after it trains."""
     draw, each = random.Random(7), 1 - math.sqrt(1 - rate)
 
     def request(node: LocalNode, message: Message) -> Message | None:
@@ -270,7 +270,7 @@ def test_over_selection_makes_up_for_drop_outs(tmp_path: Path) -> None:
 
 
 def test_clocks_may_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a day, and another one whenever somebody looks: only the time that passes counts."""
+    """Every look at a clock is wrong by up to a day: only durations count."""
     first, second = (Federation(tmp_path / name, Adding().app) for name in ("right", "wrong"))
     wanted = first.start(5)
     draw, right, pull, pulls = random.Random(0), time.time, second.grid.pull_messages, itertools.count()
@@ -368,7 +368,7 @@ def test_who_never_delivered_leaves_nothing_behind(tmp_path: Path) -> None:
     served = ServerStore(it.out / "state", Disks(it).federation, Disks(it).form.layout).load()
     assert served is not None
     assert len(served.clients) == len(served.server.applied) == 3
-    assert len(FederationState.from_served(served).lent) <= 1
+    assert len(FederationState.from_stored(served).lent) <= 1
     assert read_config(it.out / "config.toml").clients <= 5
 
 
@@ -445,7 +445,7 @@ def test_rounds_are_counted(rounds: Any, tmp_path: Path) -> None:
 
 
 def test_one_node_is_too_few(tmp_path: Path) -> None:
-    """Unless it is said that one will do."""
+    """One node is enough only if `min_nodes` says so."""
     it = Federation(tmp_path, Adding().app, 1)
     with pytest.raises(InputError, match="`min_nodes` is 2, but only 1"):
         it.start(1)
@@ -483,7 +483,7 @@ def test_who_a_node_is() -> None:
     def seen(*nodes: tuple[int, bytes]) -> list[tuple[int, int]]:
         found = [SimpleNamespace(node_id=i, public_key=key, name="") for i, key in nodes]
         grid.get_nodes = lambda: found  # type: ignore[method-assign]
-        return [(node.id, node.number) for node in online(grid, known)]
+        return [(node.id, node.number) for node in list_online(grid, known)]
 
     assert [n for _, n in seen((5, b"a"), (6, b"b"), (7, b""))] == [0, 1, 2]
     again = dict(seen((8, b"b"), (9, b"a"), (10, b"")))

@@ -654,7 +654,7 @@ def test_resumed_with_another_strategy(tmp_path: Path) -> None:
     name = "DifferentialPrivacyServerSideAdaptiveClipping(FedAdam)"
     assert config.model == f"(a Flower app, averaged by {name})"
     for other, words in ((FedAvg(), "'FedAvg'"), (clipping(FedAvg()), r"'.*\(FedAvg\)'"), (None, "None")):
-        with pytest.raises(InputError, match=rf"inner is {words}, but the federation in .* has '.*FedAdam"):
+        with pytest.raises(InputError, match=rf"`inner` is {words}, but the federation in .* has '.*FedAdam"):
             it.start(2, other, resume=True)
 
 
@@ -672,7 +672,7 @@ def test_within_is_a_strategy(inner: Any) -> None:
 def test_what_must_stay(name: str, value: Any, tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(1)
-    with pytest.raises(InputError, match=f"{name} is {value!r}, but the federation in .* has"):
+    with pytest.raises(InputError, match=f"`{name}` is {value!r}, but the federation in .* has"):
         it.start(2, resume=True, **{name: value})
 
 

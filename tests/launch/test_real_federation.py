@@ -24,9 +24,9 @@ from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import read_rows
 from cfedavg.core.tensors import read_tensors
 from cfedavg.data.tasks import build_task
+from cfedavg.federate.client import unpack_message
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.replica import ModelReplica, advance, begin
-from cfedavg.flower.client_message import unpack
 from cfedavg.launch import up
 from cfedavg.launch.app.settings import DEFAULT, config_of
 from cfedavg.launch.local_federation import Machine
@@ -78,7 +78,7 @@ class Federation:
     def sent(self, node: int, t: int) -> Any:
         """The payload that a node sent in a round."""
         message = (self.machine.folder / "nodes" / str(node) / "witness" / f"{t}.message").read_bytes()
-        payload = unpack(message, len(message), 0).payload
+        payload = unpack_message(message, len(message), 0).payload
         return decode(payload, layout=self.layout)
 
     def applied(self) -> list[tuple[int, int]]:

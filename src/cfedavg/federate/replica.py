@@ -1,4 +1,7 @@
-"""Copies of a real model: how messages change them, and which broadcast is the shortest for a client."""
+"""Copies of a real model: how messages change them, and which broadcast is the shortest for a client.
+
+Machine code adds messages to a copy: the same bits as `downlink.Copies.receive`, at the cost of k.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,27 @@ import numpy as np
 
 from cfedavg.channel import Copies, Downlink, choose_download, may_be_shorter
 from cfedavg.compress import values_of
-from cfedavg.core.arrays import Array, from_bf16, to_bf16
+from cfedavg.core.arrays import LARGEST_BF16, Array, from_bf16, to_bf16
+from cfedavg.core.kernel import Int, kernel
 from cfedavg.core.keys import Purpose, key
 from cfedavg.core.layout import Layout
-from cfedavg.core.payload import Payload
-from cfedavg.federate.broadcast_format import pack
-from cfedavg.federate.copy_kernels import add_all
-from cfedavg.federate.primary import Primary
+from cfedavg.core.payload import Levels, Payload
 from cfedavg.federate.protocol import Stamp
-from cfedavg.federate.versions import Broadcast, Chain, Changes, Version, Whole, digest_of
+from cfedavg.federate.server import Primary
+from cfedavg.federate.versions import Broadcast, Chain, Changes, Version, Whole, compute_digest, pack
 from cfedavg.wire import WireError, decode, encode
 
 TOGETHER = 10  # messages that are decoded before they are added: a node has room for these
+TILE = 1 << 18  # coordinates to which all messages are added before the next ones: they stay in the cache
+_TOP, _TOP_BF16 = np.float32(np.finfo(np.float32).max), np.float32(LARGEST_BF16)
+_ONE = np.ones(1, np.float32)
+_HALF = np.uint32(16)  # bits
+_MOST = 1 << 16  # values of one scale that are added at once
 
 
 @dataclass(frozen=True)
 class ModelReplica:
-    """Copies of models of one layout, as they are kept: on the grid of bf16 as bits, with 2 bytes a number.
+    """The operations on copies of models of one layout. A copy on the grid of bf16 is kept as its bits.
 
     >>> replica = ModelReplica(Layout.flat(2), rounds=True)
     >>> kept = replica.keep(np.array([1.0, 3.0], np.float32))
@@ -57,39 +64,32 @@ class ModelReplica:
         """Return the float32 numbers of a copy."""
         return from_bf16(kept) if self.rounds else kept
 
-    @property
-    def _copies(self) -> Copies:
-        return Copies(self.rounds)
-
     def apply(self, w: Array, messages: Sequence[bytes]) -> Array:
         """Return the copy after the messages of some rounds."""
         for first in range(0, len(messages), TOGETHER):
             payloads = [decode(each, layout=self.layout) for each in messages[first : first + TOGETHER]]
             for listed, group in groupby(payloads, lambda payload: payload.indices is not None):
-                add = add_all if listed else self._add_dense
-                w = add(w, list(group))
-        return w
-
-    def _add_dense(self, w: Array, payloads: Sequence[Payload]) -> Array:
-        """Return the copy after payloads that list no coordinates."""
-        for payload in payloads:
-            w = self.keep(self._copies.receive(self.model(w), payload))
+                if listed:
+                    w = _add_listed(w, list(group))
+                    continue
+                for payload in group:
+                    w = self.keep(Copies(self.rounds).receive(self.model(w), payload))
         return w
 
     def change(self, w: Array, message: bytes) -> Array:
         """Return the copy with the values that the message holds."""
-        return self.keep(self._copies.change(self.model(w), decode(message, layout=self.layout)))
+        return self.keep(Copies(self.rounds).change(self.model(w), decode(message, layout=self.layout)))
 
     def replace(self, message: bytes) -> Array:
         """Return the copy that the message holds."""
         payload = decode(message, layout=self.layout)
         if payload.indices is not None:
             raise WireError("a whole model must hold all coordinates")
-        return self.keep(self._copies.change(np.zeros(self.layout.d, np.float32), payload))
+        return self.keep(Copies(self.rounds).change(np.zeros(self.layout.d, np.float32), payload))
 
     def digest(self, w: Array) -> int:
         """Return 64 bits of a hash of the copy."""
-        return digest_of(np.ascontiguousarray(w).data)
+        return compute_digest(np.ascontiguousarray(w).data)
 
     def encode(self, payload: Payload, version: Version) -> bytes:
         """Return values of the copy at a version as a message."""
@@ -98,22 +98,21 @@ class ModelReplica:
 
     def whole(self, primary: Primary) -> Whole:
         """Return a broadcast of all of the server's copy."""
-        payload = self._copies.whole(self.model(primary.w))
+        payload = Copies(self.rounds).whole(self.model(primary.w))
         return primary.whole(self.encode(payload, primary.version), self.digest(primary.w))
 
     def changes(self, primary: Primary, chain: Chain) -> Changes | None:
         """Return a broadcast of what a chain changes; None where that is most of the model."""
-        changed, w = np.zeros(self.layout.d, bool), self.model(primary.w)
+        changed = np.zeros(self.layout.d, bool)
         for message in chain.messages:
             payload = decode(message, layout=self.layout)
             at = slice(None) if payload.indices is None else payload.indices
-            changed[at] |= values_of(payload) != 0  # a copy holds no -0, of which a 0 would make 0
+            changed[at] |= values_of(payload) != 0  # adding 0 changes nothing, since a copy holds no -0
         at = np.flatnonzero(changed)
         if not may_be_shorter(len(at), self.layout.d):
             return None
-        payload = self._copies.changed(w, at)
-        message = self.encode(payload, primary.version)
-        return primary.changes(chain.start, message, self.digest(primary.w))
+        payload = Copies(self.rounds).changed(self.model(primary.w), at)
+        return primary.changes(chain.start, self.encode(payload, primary.version), self.digest(primary.w))
 
 
 def begin(x: Array, replica: ModelReplica, generation: int, t: int) -> Primary:
@@ -135,11 +134,11 @@ def advance(primary: Primary, x_next: Array, downlink: Downlink, seed: int) -> P
     return primary.advance(message, replica.keep(made.memory), most_bytes=replica.size)
 
 
-class Packed(NamedTuple):
-    """A broadcast as it travels: which kind it is, in how many messages, and its bytes."""
+class PackedBroadcast(NamedTuple):
+    """A broadcast as it travels."""
 
     kind: str  # "chain", "changes" or "whole"
-    messages: int
+    messages: int  # how many a chain has
     data: bytes
 
 
@@ -148,36 +147,107 @@ class Broadcaster:
 
     def __init__(self, primary: Primary, replica: ModelReplica) -> None:
         self.primary, self.replica = primary, replica
-        self._made: dict[Version | None, Packed] = {}
+        self._made: dict[Version | None, PackedBroadcast] = {}
 
-    def broadcast_to(self, held: Version | None) -> Packed:
+    def broadcast_to(self, held: Version | None) -> PackedBroadcast:
         """Return the shortest broadcast for a client that holds this version; None: it may hold any."""
         if held not in self._made:
             chain = None if held is None else self.primary.chain(held)
-            self._made[held] = self.whole if chain is None else self._shortest(chain)
+            self._made[held] = self.whole if chain is None else self._pick_shortest(chain)
         return self._made[held]
 
-    def _shortest(self, chain: Chain) -> Packed:
-        packed = self._packed(chain)
+    def _pick_shortest(self, chain: Chain) -> PackedBroadcast:
+        packed = _pack(chain)
         if not chain.messages:  # the client holds the newest version
             return packed
-        return choose_download(
-            self.replica.layout.d,
-            packed,
-            lambda: self.whole,
-            lambda: self._changes(chain),
-            lambda packed: len(packed.data),
-        )
+
+        def pack_changes() -> PackedBroadcast | None:
+            changes = self.replica.changes(self.primary, chain)
+            return None if changes is None else _pack(changes)
+
+        d = self.replica.layout.d
+        return choose_download(d, packed, lambda: self.whole, pack_changes, lambda packed: len(packed.data))
 
     @cached_property
-    def whole(self) -> Packed:
+    def whole(self) -> PackedBroadcast:
         """The whole model."""
-        return self._packed(self.replica.whole(self.primary))
+        return _pack(self.replica.whole(self.primary))
 
-    def _changes(self, chain: Chain) -> Packed | None:
-        changes = self.replica.changes(self.primary, chain)
-        return None if changes is None else self._packed(changes)
 
-    def _packed(self, broadcast: Broadcast) -> Packed:
-        messages = len(broadcast.messages) if isinstance(broadcast, Chain) else 0
-        return Packed(type(broadcast).__name__.lower(), messages, pack(broadcast))
+def _pack(broadcast: Broadcast) -> PackedBroadcast:
+    messages = len(broadcast.messages) if isinstance(broadcast, Chain) else 0
+    return PackedBroadcast(type(broadcast).__name__.lower(), messages, pack(broadcast))
+
+
+def _add_listed(w: np.ndarray, payloads: Sequence[Payload]) -> np.ndarray:
+    """Return w plus payloads of listed coordinates: float32 numbers, or the bits of bf16 in int16."""
+    add = _add_to_bf16 if w.dtype == np.int16 else _add
+    scaled = [_split(payload) for payload in payloads]
+    done, w_next = [0] * len(scaled), np.empty_like(w)
+    for start in range(0, len(w), TILE):
+        w_next[start : start + TILE] = w[start : start + TILE]
+        for i, message in enumerate(scaled):
+            done[i] = add(w_next, *message, done[i], start + TILE)
+    return w_next
+
+
+def _split(payload: Payload) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Return coordinates, their numbers, the scale of each block, and how many numbers a block has."""
+    at, values = np.asarray(payload.indices), payload.values
+    if isinstance(values, Levels):
+        return at, values.levels, values.scales, values.block or max(1, len(at))
+    numbers = from_bf16(values.data) if values.dtype == "bf16" else np.asarray(values.data, np.float32)
+    return at, numbers, _ONE, max(1, len(at))
+
+
+@kernel
+def _add(
+    w: np.ndarray, at: np.ndarray, numbers: np.ndarray, scales: np.ndarray, block: Int, i: Int, stop: Int
+) -> Int:
+    """Add the values from the i-th on to the coordinates below `stop`; return where the rest begins."""
+    while i < len(at) and at[i] < stop:
+        value = np.float32(numbers[i]) * scales[i // block]
+        total = w[at[i]] + min(max(value, -_TOP), _TOP)
+        w[at[i]] = total if total != 0 else np.float32(0)  # no -0
+        i += 1
+    return i
+
+
+@kernel
+def _add_to_bf16(
+    bits: np.ndarray, at: np.ndarray, numbers: np.ndarray, scales: np.ndarray, block: Int, i: Int, stop: Int
+) -> Int:
+    """Do the same where w lies on the grid of bf16: round each sum to the nearest, ties to even."""
+    words = np.empty(min(block, _MOST), np.uint32)
+    while i < len(at) and at[i] < stop:
+        end = min(len(at), (i // block + 1) * block, i + len(words))
+        while at[end - 1] >= stop:
+            end -= 1
+        _add_some(bits, at[i:end], numbers[i:end], scales[i // block], words, words.view(np.float32))
+        i = end
+    return i
+
+
+@kernel
+def _add_some(
+    bits: np.ndarray,
+    at: np.ndarray,
+    numbers: np.ndarray,
+    scale: np.float32,
+    words: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Add values of one scale. `sums` are the float32 numbers of `words`.
+
+    The two loops in the middle touch neither `bits` nor `at`, so that the compiler can do 8 numbers at once.
+    """
+    for k in range(len(at)):
+        words[k] = np.uint32(np.uint16(bits[np.uint64(at[k])])) << _HALF
+    for k in range(len(at)):
+        value = np.float32(numbers[k]) * scale
+        sums[k] = min(max(sums[k] + min(max(value, -_TOP), _TOP), -_TOP_BF16), _TOP_BF16)
+    for k in range(len(at)):
+        upper = (words[k] + ((words[k] >> _HALF) & np.uint32(1)) + np.uint32(0x7FFF)) >> _HALF
+        words[k] = upper if upper != np.uint32(0x8000) else np.uint32(0)  # no -0
+    for k in range(len(at)):
+        bits[np.uint64(at[k])] = np.int16(words[k])

@@ -2,31 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from cfedavg.federate.primary import Primary
+from cfedavg.channel import KEPT
 from cfedavg.federate.protocol import FIRST, Mark, Request, Stamp
-from cfedavg.federate.table import Table
-from cfedavg.federate.versions import Broadcast, Version
+from cfedavg.federate.versions import (
+    Broadcast,
+    Chain,
+    Changes,
+    Version,
+    Whole,
+    make_first_version,
+    make_next_version,
+)
+
+MOST_BYTES = 2**26
+V = TypeVar("V")
+
+
+class Table(Mapping[str, V], Generic[V]):
+    """An immutable mapping that is cheap to extend: a server knows many clients and hears few in a round.
+
+    `table | more` is another table, at the cost of `more` alone. It is a stack of dicts, each more than
+    twice as large as the one above it, which tables share; an entry is copied once for every doubling.
+
+    >>> first = Table({"a": 1, "b": 2})
+    >>> second = first | {"b": 3}
+    >>> first["b"], second["b"], len(second), second.since(first)
+    (2, 3, 2, {'b': 3})
+    """
+
+    def __init__(self, entries: Mapping[str, V] | None = None) -> None:
+        self._layers: tuple[dict[str, V], ...] = (dict(entries),) if entries else ()
+        self._length = len(entries or {})
+
+    def __or__(self, more: Mapping[str, V]) -> Table[V]:
+        layers = [*self._layers, dict(more)]
+        while len(layers) > 1 and len(layers[-2]) <= 2 * len(layers[-1]):
+            upper = layers.pop()
+            layers[-1] = layers[-1] | upper
+        made: Table[V] = Table()
+        made._layers = tuple(layers)
+        made._length = self._length + sum(name not in self for name in more)
+        return made
+
+    def __getitem__(self, name: str) -> V:
+        for layer in reversed(self._layers):
+            if name in layer:
+                return layer[name]
+        raise KeyError(name)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for layer in self._layers for name in layer))
+
+    def since(self, before: Table[V]) -> dict[str, V]:
+        """Return the entries that are new or changed since `before`, from which this table was made."""
+        shared = {id(layer) for layer in before._layers}
+        new = [name for layer in self._layers if id(layer) not in shared for name in layer]
+        return {name: self[name] for name in new if name not in before or before[name] != self[name]}
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The server's copy, which all others follow, and its history. Message i leads to version i + 1."""
+
+    w: Any
+    versions: tuple[Version, ...]  # oldest first; the last is that of w
+    messages: tuple[bytes, ...] = ()
+
+    @classmethod
+    def begin(cls, w: Any, generation: int, round: int, digest: int) -> Primary:
+        """Return a copy without a history; `digest` is that of w."""
+        return cls(w, (make_first_version(generation, round, digest),))
+
+    @property
+    def version(self) -> Version:
+        """The version of w."""
+        return self.versions[-1]
+
+    def advance(
+        self, message: bytes, w_next: Any, *, most: int = KEPT, most_bytes: int = MOST_BYTES
+    ) -> Primary:
+        """Return the copy after a round's message, which leads to w_next.
+
+        Drop the oldest messages while there are more than `most`, or more than `most_bytes` in all. The last
+        one stays.
+        """
+        messages = (*self.messages, message)
+        versions = (*self.versions, make_next_version(self.version, message))
+        first, size = 0, sum(map(len, messages))
+        while len(messages) - first > max(1, most) or (size > most_bytes and first < len(messages) - 1):
+            size -= len(messages[first])
+            first += 1
+        return Primary(w_next, versions[first:], messages[first:])
+
+    def restart(self, generation: int, digest: int) -> Primary:
+        """Return the copy of a server that comes from a backup: nobody is known to follow it."""
+        return Primary.begin(self.w, generation, self.version.round, digest)
+
+    def at(self, round: int) -> Version | None:
+        """Return the version after so many rounds; None if it is not in the history."""
+        index = round - self.versions[0].round
+        return self.versions[index] if 0 <= index < len(self.versions) else None
+
+    def chain(self, version: Version) -> Chain | None:
+        """Return the messages that a copy of this version has missed; None if they are not in the history."""
+        if version not in self.versions:
+            return None
+        return Chain(version, self.messages[self.versions.index(version) :], self.version)
+
+    def changes(self, version: Version, message: bytes, digest: int) -> Changes:
+        """Return a broadcast of the values that changed since a version of the history."""
+        return Changes(self.versions[self.versions.index(version) : -1], message, self.version, digest)
+
+    def whole(self, message: bytes, digest: int) -> Whole:
+        """Return a broadcast of all of w."""
+        return Whole(message, self.version, digest)
 
 
 @dataclass(frozen=True)
 class Server:
-    """What a server keeps, durably, in one piece."""
+    """The durable state of a server, stored in one piece."""
 
     x: Any
     t: int = 0
     stamp: Stamp = FIRST  # of the present round; no reply to another is taken
-    applied: Table[Mark] = field(default_factory=Table)  # of each client, its last answer in x
+    applied: Table[Mark] = field(default_factory=Table)  # the last answer of each client in x
     primary: Primary | None = None  # the copy that all clients hold, where broadcasts are compressed
 
 
-def restored(server: Server, generation: int, digest: int | None = None) -> Server:
-    """From an old backup, whose numbers have been used since: to be stored before the first dispatch.
+def restore_backup(server: Server, generation: int, digest: int | None = None) -> Server:
+    """Return the state of a server that comes from an old backup. Store it before the first dispatch.
 
-    A server with a primary needs the digest of its w. All clients need the whole model then.
+    The numbers after the backup have been used, so it needs a new generation. A server with a primary needs
+    the digest of its w; all clients need the whole model then.
     """
     if generation <= server.stamp.generation:
         raise ValueError(f"generation {generation} is not above {server.stamp.generation}")
@@ -36,17 +150,17 @@ def restored(server: Server, generation: int, digest: int | None = None) -> Serv
     return replace(server, stamp=Stamp(generation, 1), primary=primary)
 
 
-def request_of(server: Server, client: str, broadcast: Broadcast | None = None) -> Request:
-    """What to send to a client in this round."""
+def make_request(server: Server, client: str, broadcast: Broadcast | None = None) -> Request:
+    """Return the request to a client in this round."""
     return Request(server.stamp, server.t, server.applied.get(client), broadcast)
 
 
-def held_version(server: Server, client: str, told: Version | None = None) -> Version | None:
+def find_held_version(server: Server, client: str, told: Version | None = None) -> Version | None:
     """Return the newest version that a client is known to hold; None if none in the history is known.
 
-    An answer in the model was durable in one step with the copy that it was made from, and rounds and
-    numbers go together in a generation. `told` is what the client last told in a reply; the driver may
-    forget it.
+    A client stores its answer in one step with the copy that it was made from, and within a generation
+    rounds and numbers rise together: so an answer in the model tells a version. `told` is the version that
+    the client told in its last reply; the caller may forget it.
     """
     if server.primary is None:
         return None
@@ -59,10 +173,10 @@ def held_version(server: Server, client: str, told: Version | None = None) -> Ve
     return max(known, default=None)
 
 
-def objection(
+def object_to_reply(
     server: Server, asked: Collection[str], taken: Collection[str], client: str, stamp: Stamp
 ) -> str:
-    """Why a reply is not to be taken; empty if it is."""
+    """Return why a reply is not taken; empty if it is."""
     if client not in asked:
         return "not asked"
     if stamp != server.stamp:
@@ -70,13 +184,13 @@ def objection(
     return "repeated" if client in taken else ""
 
 
-def ended(
+def end_round(
     server: Server, taken: Mapping[str, Mark], x_next: Any, primary_next: Primary | None = None
 ) -> Server:
-    """After a round, with the answers of `taken` in x_next: to be stored before anything is made from it.
+    """Return the state after a round, with the answers of `taken` in x_next.
 
-    A client that has answered has dealt with all that was before, so its last answer is all it may hold.
-    A server with a primary needs the next one: see `Primary.advance`.
+    Store it before anything is made from it. A client that answered has settled everything before, so the
+    server keeps only its last answer. A server with a primary needs the next one: see `Primary.advance`.
     """
     stamp = Stamp(server.stamp.generation, server.stamp.number + 1)
     found = primary_next and primary_next.version[:2]

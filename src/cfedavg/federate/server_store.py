@@ -1,16 +1,21 @@
-"""What a server must not lose, on disk: one file, whole or not there, with a checksum.
+"""The server's state on disk: one file, whole or not there, with a checksum, and a journal of its clients.
 
-What it keeps of each client is in a second file, to which a round adds lines for those who took part; the
-first says how many of them count.
+The journal holds lines that are only ever added to, so what a round stores does not grow with what was
+stored before: a round adds lines for those who took part. The state file says, by a Place, how much of which
+journal counts. Lines of a process that was killed before it stored the Place do not count; that journal is
+never written to again, as every process begins one of its own. It begins another when most of the lines are
+old; the journal before stays until nothing durable refers to it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,69 +23,72 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import lock_folder, make_folder
+from cfedavg.core.files import append, read_file, sync, write_atomic
 from cfedavg.core.layout import Layout
-from cfedavg.federate import checks, journal
-from cfedavg.federate.copy_state import CopyForm
-from cfedavg.federate.journal import Place
-from cfedavg.federate.primary import Primary
+from cfedavg.federate import state_file
 from cfedavg.federate.protocol import AHEAD, Mark, Stamp
-from cfedavg.federate.server import Server, ended
-from cfedavg.federate.state_file import FILE, as_array, check_owner, name_damage, read_state, write_state
-from cfedavg.federate.table import Table
+from cfedavg.federate.server import Primary, Server, Table, end_round
+from cfedavg.federate.state_file import check_integer, check_list, check_vector
 
 EXTRA = "extra."
-GROWTH = 4  # times the length that it began with: then the file of the clients is begun anew
-SHORT = 65_536  # bytes: a shorter one is not worth it
+GROWTH = 4  # times the length that it began with: then the journal of the clients is begun anew
+SHORT = 65_536  # bytes: a shorter journal is not begun anew
+_JOURNAL = re.compile(r"clients\.(\d+)\.jsonl")
 
 
-class Known(NamedTuple):
-    """What is kept of a client besides its mark: how many incarnations were met, and what a driver notes."""
+class Place(NamedTuple):
+    """How much of which journal counts, and the checksum of that."""
+
+    number: int
+    length: int
+    checksum: int
+
+
+class KnownClient(NamedTuple):
+    """What is kept of a client besides its mark: how many incarnations delivered, and the caller's note."""
 
     incarnations: int
     note: Any = None  # what JSON can say
 
 
 @dataclass(frozen=True)
-class Served:
-    """A server's state, what it keeps of the clients in its model, and what a driver keeps with it."""
+class ServerState:
+    """A server, what it keeps of the clients in its model, and what the caller keeps with it."""
 
     server: Server
-    clients: Table[Known] = field(default_factory=Table)
+    clients: Table[KnownClient] = field(default_factory=Table)
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # what JSON can say
 
-    def ended(
+    def end_round(
         self,
         taken: Mapping[str, Mark],
         x_next: Any,
         notes: Mapping[str, Any] | None = None,
         primary_next: Primary | None = None,
-    ) -> Served:
-        """After a round with these answers, and with a note of each client: see `server.ended`."""
-        known = {who: Known(self._met(who, mark), (notes or {}).get(who)) for who, mark in taken.items()}
-        server = ended(self.server, taken, x_next, primary_next)
+    ) -> ServerState:
+        """Return the state after a round with these answers, and with a note of each client."""
+        known = {}
+        for who, mark in taken.items():
+            met = 1
+            if who in self.clients:
+                is_new = mark.incarnation != self.server.applied[who].incarnation
+                met = self.clients[who].incarnations + is_new
+            known[who] = KnownClient(met, (notes or {}).get(who))
+        server = end_round(self.server, taken, x_next, primary_next)
         return replace(self, server=server, clients=self.clients | known)
-
-    def _met(self, client: str, mark: Mark) -> int:
-        """How many of its incarnations have delivered, with this one."""
-        if client not in self.clients:
-            return 1
-        return self.clients[client].incarnations + (
-            mark.incarnation != self.server.applied[client].incarnation
-        )
 
 
 def new_generation(server: Server) -> int:
-    """For a server that comes from a backup: above its own, and above all that other restores took before.
+    """Return the generation of a server that comes from a backup: above all that were ever used.
 
-    It is the time in seconds, so those were all lower, unless they were in this very second or the clock was
-    set back. Until the year 2106 it fits into the 32 bits that the wire has for it.
+    It is the time in seconds, so the generations of earlier restores are lower, unless they were in this
+    very second or the clock was set back. Until the year 2106 it fits into the 32 bits of the wire.
 
-    Nodes accept a generation up to AHEAD seconds beyond their clocks, and one that has answered a forged one
-    refuses all before it. So a federation that was restored less than AHEAD ago, and is restored again, takes
-    the largest generation that a node accepts now, which is above all that a node has accepted before. It is
-    not the rule for the first restore, as nodes whose clocks are slow would refuse it until they catch up.
+    Nodes accept a generation up to AHEAD seconds beyond their clocks, and a node that has answered a forged
+    one refuses all before it. So a federation that was restored less than AHEAD ago, and is restored again,
+    takes the largest generation that a node accepts now, which is above all that a node has accepted before.
+    The first restore does not, as nodes whose clocks are slow would refuse it until they catch up.
     """
     now = int(time.time())
     again = server.stamp.generation > now - AHEAD
@@ -90,116 +98,114 @@ def new_generation(server: Server) -> int:
     return generation
 
 
-class ServerStore:
-    """The state of the server of one federation; `copy_dtype` is that of the primary's w."""
+class ServerStore(state_file.StateStore):
+    """The state of the server of one federation."""
+
+    busy = "another server works in {}: wait until it ends, or give another `out`"
+    remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
 
     def __init__(self, folder: Path, federation: str, layout: Layout, copy_dtype: str = "float32") -> None:
-        self.folder, self.layout, self.about = folder, layout, {"federation": federation}
-        self.copy_form = CopyForm(layout.d, copy_dtype)
-        self._last: tuple[Served, Place] | None = None  # what this store has saved
-        self._compact = 0  # the length of the clients' file when it was begun
+        super().__init__(folder, {"federation": federation, "kind": "server"}, layout, copy_dtype)
+        self._last: tuple[ServerState, Place] | None = None  # what this store has saved
+        self._compact = 0  # the length of the journal when it was begun
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        make_folder(self.folder, "the server's state")
-        with lock_folder(
-            self.folder, f"another server works in {self.folder}: wait until it ends, or give another `out`"
-        ):
-            yield
-
-    def load(self) -> Served | None:
-        """What is on the disk; None if nothing is."""
-        path = self.folder / FILE
-        if not path.exists():
+    def load(self) -> ServerState | None:
+        """Return the stored state; None if there is none."""
+        if not self.path.exists():
             return None
         with self.naming_damage():
-            tensors, about = read_state(path)
-            check_owner(path, about, self.about | {"kind": "server"}, self.layout)
-            t, stamp = checks.whole("t", about["t"], 0, 2**32), checks.stamp("stamp", about["stamp"])
-            checks.whole("the number of its stamp", stamp.number, 1, t + 2)
-            applied, clients = _clients(journal.read(self.folder, _place(about["clients"])), stamp)
+            tensors, about = self._read()
+            t = check_integer("t", about["t"], 0, 2**32)
+            stamp = state_file.check_stamp("stamp", about["stamp"])
+            check_integer("the number of its stamp", stamp.number, 1, t + 2)
+            numbers = check_list("clients", about["clients"], 3)
+            place = Place(*(check_integer("clients", number, 0, 2**63) for number in numbers))
+            applied, clients = _read_clients(self.folder, place, stamp)
             primary = self.copy_form.read_primary(tensors, about, (stamp.generation, t))
-            server = Server(_model(tensors.pop("x"), self.layout.d), t, stamp, applied, primary)
-            return Served(server, clients, facts=_facts(tensors.pop("facts")), extra=_extra(tensors))
+            x = check_vector("x", tensors.pop("x"), "float32", self.layout.d)
+            if not np.isfinite(x).all():
+                raise ValueError("x holds NaN or Inf")
+            facts = json.loads(check_vector("facts", tensors.pop("facts"), "uint8").tobytes())
+            state_file.check_depth("facts", facts)
+            state_file.check_table("facts", facts)
+            if foreign := [name for name in tensors if not name.startswith(EXTRA)]:
+                raise ValueError(f"it has one tensor too many, {reprlib.repr(min(foreign))}")
+            extra = {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
+            return ServerState(Server(x, t, stamp, applied, primary), clients, extra, facts)
 
-    @contextmanager
-    def naming_damage(self) -> Iterator[None]:
-        """Make one sentence of whatever shows that the state is damaged."""
-        remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
-        with name_damage(self.folder / FILE, remedy):
-            yield
-
-    def save(self, served: Served) -> None:
-        """Makes the state durable, at the cost of what has changed of the clients since it was last saved."""
-        server, place = served.server, self._journalled(served)
-        about = self.about | {
-            "kind": "server",
-            "layout": self.layout.text,
+    def save(self, state: ServerState) -> None:
+        """Make the state durable, at the cost of what has changed of the clients since it was last saved."""
+        server, place = state.server, self._write_journal(state)
+        about = {
             "t": server.t,
             "stamp": server.stamp,
             "clients": place,
             "primary": self.copy_form.describe_primary(server.primary),
         }
-        extra = {EXTRA + name: np.array(tensor) for name, tensor in served.extra.items()}
-        facts = as_array(json.dumps(served.facts).encode())  # too much, maybe, for the header
+        extra = {EXTRA + name: np.array(tensor) for name, tensor in state.extra.items()}
+        facts = state_file.as_array(json.dumps(state.facts).encode())  # the header may be too short for them
         tensors = {"x": server.x, "facts": facts, **extra, **self.copy_form.tensors(server.primary)}
-        write_state(self.folder / FILE, tensors, about)
-        journal.sweep(self.folder, place)
-        self._last = served, place
+        self._write(tensors, about)
+        for path, number in _journals(self.folder).items():  # nothing durable refers to the others now
+            if number != place.number:
+                with suppress(OSError):
+                    path.unlink()
+        self._last = state, place
 
-    def _journalled(self, served: Served) -> Place:
-        """Add what has changed, or begin a file where nothing is known of what has been, or much is old.
+    def _write_journal(self, state: ServerState) -> Place:
+        """Add what has changed, or begin a journal where nothing is known of the last, or much is old.
 
-        A file is begun after three times its own length was added, so a round's mean cost is the same.
+        A journal is begun after three times its own length was added, so a round's mean cost is the same.
         """
         last, self._last = self._last, None  # if this fails, what it has added must not count later
-        follows = last and _follows(served.server.stamp, last[0].server.stamp)
-        if last and follows and last[1].length <= GROWTH * max(self._compact, SHORT):
-            return journal.add(self.folder, last[1], _lines(served, last[0]))
-        place = journal.begin(self.folder, _lines(served, Served(Server(None))))
-        self._compact = place.length
-        return place
+        if last is not None:
+            before, place = last
+            now, then = state.server.stamp, before.server.stamp
+            # Within a generation each state follows from those before, and has all of their clients.
+            follows = now.generation == then.generation and now.number >= then.number
+            if follows and place.length <= GROWTH * max(self._compact, SHORT):
+                if not (data := _encode_clients(state, before)):
+                    return place
+                path = _journal(self.folder, place.number)
+                append(path, data)
+                sync(path)
+                return Place(place.number, place.length + len(data), zlib.crc32(data, place.checksum))
+        data = _encode_clients(state, ServerState(Server(None)))
+        number, self._compact = 1 + max(_journals(self.folder).values(), default=0), len(data)
+        write_atomic(_journal(self.folder, number), data)
+        return Place(number, len(data), zlib.crc32(data))
 
 
-def _follows(now: Stamp, before: Stamp) -> bool:
-    """Within a generation each state follows from those before, and has all of their clients."""
-    return now.generation == before.generation and now.number >= before.number
-
-
-def _lines(now: Served, before: Served) -> list[Any]:
-    """A line for each client of which something has changed."""
+def _encode_clients(now: ServerState, before: ServerState) -> bytes:
+    """Return a line for each client of which something has changed."""
     changed = now.server.applied.since(before.server.applied) | now.clients.since(before.clients)
-    return [(who, now.server.applied[who], now.clients[who]) for who in changed]
+    lines = [(who, now.server.applied[who], now.clients[who]) for who in changed]
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
-def _clients(lines: list[Any], before: Stamp) -> tuple[Table[Mark], Table[Known]]:
-    """Of each client the last line counts; ValueError unless a server before this stamp wrote them."""
-    applied, clients = dict[str, Mark](), dict[str, Known]()
-    for line in lines:
-        who, mark, known = checks.listed("a client", line, 3)
-        met, note = checks.listed("a client", known, 2)
-        applied[checks.text("a client's name", who)] = checks.mark("a client's mark", mark, before)
-        clients[who] = Known(checks.whole("a client's incarnations", met, 1, 2**53), note)
+def _read_clients(folder: Path, place: Place, before: Stamp) -> tuple[Table[Mark], Table[KnownClient]]:
+    """Return the clients by the last of their lines that count.
+
+    Raise ValueError or OSError unless a server before this stamp wrote them as they are.
+    """
+    path = _journal(folder, place.number)
+    data = read_file(path)[: place.length]
+    if len(data) != place.length or zlib.crc32(data) != place.checksum:
+        raise ValueError(f"{path.name} does not fit to it")
+    applied, clients = dict[str, Mark](), dict[str, KnownClient]()
+    for line in data.splitlines():
+        who, mark, known = check_list("a client", json.loads(line), 3)
+        met, note = check_list("a client", known, 2)
+        state_file.check_text("a client's name", who)
+        applied[who] = state_file.check_mark("a client's mark", mark, before)
+        clients[who] = KnownClient(check_integer("a client's incarnations", met, 1, 2**53), note)
     return Table(applied), Table(clients)
 
 
-def _place(value: Any) -> Place:
-    return Place(*(checks.whole("clients", each, 0, 2**63) for each in checks.listed("clients", value, 3)))
+def _journal(folder: Path, number: int) -> Path:
+    return folder / f"clients.{number}.jsonl"
 
 
-def _model(x: np.ndarray, d: int) -> np.ndarray:
-    if not np.isfinite(checks.vector("x", x, "float32", d)).all():
-        raise ValueError("x holds NaN or Inf")
-    return x
-
-
-def _facts(stored: np.ndarray) -> dict[str, Any]:
-    found = json.loads(checks.vector("facts", stored, "uint8").tobytes())
-    checks.writable("facts", found)
-    return checks.table("facts", found)
-
-
-def _extra(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    if foreign := [name for name in tensors if not name.startswith(EXTRA)]:
-        raise ValueError(f"it has one tensor too many, {reprlib.repr(min(foreign))}")
-    return {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
+def _journals(folder: Path) -> dict[Path, int]:
+    found = {path: _JOURNAL.fullmatch(path.name) for path in folder.glob("clients.*.jsonl")}
+    return {path: int(match[1]) for path, match in found.items() if match}

@@ -25,7 +25,7 @@ STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
 
 @dataclass(frozen=True)
 class Form:
-    """Names, shapes and dtypes in order, and which of the arrays are compressed.
+    """The form of a model: names, shapes and dtypes in order, and which of the arrays are compressed.
 
     >>> form = Form.of({"w": np.ones((2, 2), np.float32), "n": np.array(3)})
     >>> x, whole = form.split({"w": np.full((2, 2), 5, np.float32), "n": np.array(4)})
@@ -42,13 +42,13 @@ class Form:
 
     @classmethod
     def of(cls, arrays: Arrays, whole: Sequence[str] = STATISTICS) -> Form:
-        """Arrays of float32 are compressed, but for those whose names are like one of `whole`."""
+        """Return the form of arrays: float32 is compressed, unless a pattern of `whole` fits the name."""
         chosen = [
             array.dtype == np.float32 and not any(fnmatchcase(name, pattern) for pattern in whole)
             for name, array in arrays.items()
         ]
         if not any(array.size for array, yes in zip(arrays.values(), chosen, strict=True) if yes):
-            raise InputError(f"the model has no float32 array to compress{_instead(arrays)}")
+            raise InputError(f"the model has no float32 array to compress{_suggest(arrays)}")
         return cls(
             tuple(arrays),
             tuple(array.shape for array in arrays.values()),
@@ -67,9 +67,8 @@ class Form:
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the vector that is compressed."""
-        rows = [row for row, yes in zip(self._rows(), self.compressed, strict=True) if yes]
-        names, shapes, dtypes = zip(*rows, strict=True)
+        """The layout of the vector that is compressed."""
+        names, shapes, dtypes = zip(*(row for *row, yes in self._rows() if yes), strict=True)
         return Layout(names, shapes, dtypes)
 
     @cached_property
@@ -82,13 +81,13 @@ class Form:
         """The length of what travels whole, with running statistics in bf16."""
         return sum(size // 2 if is_statistic else size for size, is_statistic in self._whole_parts())
 
-    def _rows(self) -> Iterable[tuple[str, tuple[int, ...], str]]:
-        return zip(self.names, self.shapes, self.dtypes, strict=True)
+    def _rows(self) -> Iterable[tuple[str, tuple[int, ...], str, bool]]:
+        return zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
 
     def difference(self, arrays: Arrays, *, kinds: bool = True) -> str:
-        """In what these arrays are not of this form; empty if they are. Floats of another width pass.
+        """Return how these arrays differ from this form; empty if they do not. Floats of any width pass.
 
-        Without `kinds`, so does everything that is a mean of such arrays.
+        Without `kinds` everything passes that is a mean of such arrays.
         """
         given = arrays.values()
         found = Layout(tuple(arrays), tuple(a.shape for a in given), tuple(a.dtype.name for a in given))
@@ -97,12 +96,12 @@ class Form:
         )
 
     def split(self, arrays: Arrays) -> tuple[NDArray[np.float32], bytes]:
-        """The vector and the bytes; arrays in another precision are brought back to the model's own."""
+        """Return the vector and the bytes, all in the model's own precision."""
         parts, whole = [], []
-        for (name, _, dtype), yes in zip(self._rows(), self.compressed, strict=True):
+        for name, _, dtype, yes in self._rows():
             given = arrays[name]
             if given.dtype.kind == "f" and np.dtype(dtype).kind in "iu":
-                given = _rounded(given, dtype)  # the mean of seven times 10 may come as 9.999999999999998
+                given = _round(given, dtype)  # the mean of seven times 10 may come as 9.999999999999998
             array = np.ascontiguousarray(given, dtype)
             if yes:
                 parts.append(array.reshape(-1))
@@ -111,10 +110,10 @@ class Form:
         return np.concatenate(parts), b"".join(whole)
 
     def join(self, x: NDArray[np.float32], whole: bytes) -> dict[str, NDArray[Any]]:
-        """The arrays again."""
+        """Return the arrays of which `split` made the vector and the bytes."""
         arrays: dict[str, NDArray[Any]] = {}
         at = byte = 0
-        for (name, shape, dtype), yes in zip(self._rows(), self.compressed, strict=True):
+        for name, shape, dtype, yes in self._rows():
             size = math.prod(shape)
             if yes:
                 arrays[name] = x[at : at + size].reshape(shape)
@@ -135,8 +134,7 @@ class Form:
         parts, at = [], 0
         for size, is_statistic in self._whole_parts():
             part, at = whole[at : at + size], at + size
-            rounded = to_bf16(np.frombuffer(part, np.float32)).tobytes() if is_statistic else part
-            parts.append(rounded)
+            parts.append(to_bf16(np.frombuffer(part, np.float32)).tobytes() if is_statistic else part)
         return b"".join(parts)
 
     def lengthen(self, short: bytes) -> bytes:
@@ -150,40 +148,39 @@ class Form:
 
     def _whole_parts(self) -> Iterator[tuple[int, bool]]:
         """Yield the bytes of each array that travels whole, and whether it is a running statistic."""
-        for (name, shape, dtype), compressed in zip(self._rows(), self.compressed, strict=True):
-            if not compressed:
+        for name, shape, dtype, yes in self._rows():
+            if not yes:
                 known = any(fnmatchcase(name, pattern) for pattern in STATISTICS)
                 yield math.prod(shape) * np.dtype(dtype).itemsize, known and dtype == "float32"
 
+    def _whole_arrays(self, whole: bytes) -> dict[str, NDArray[Any]]:
+        arrays = self.join(np.zeros(self.layout.d, np.float32), whole)
+        return {name: arrays[name] for name, _, _, yes in self._rows() if not yes}
+
     def is_finite(self, whole: bytes) -> bool:
         """Whether what travels whole holds no NaN or Inf."""
-        arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
+        arrays = self._whole_arrays(whole).values()
         return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
 
     def largest(self, whole: bytes, kinds: str = "iuf") -> float:
         """Return the largest number of these kinds in what travels whole, whatever its sign."""
-        arrays = self.join(np.zeros(self.layout.d, np.float32), whole).values()
-        numbers = [array for array in arrays if array.dtype.kind in kinds]
+        numbers = [array for array in self._whole_arrays(whole).values() if array.dtype.kind in kinds]
         ends = (end for each in numbers for end in (each.max(initial=0), each.min(initial=0)))
         return max((abs(float(end)) for end in ends), default=0.0)
 
     def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
-        """The weighted mean of what travels whole; whole numbers are rounded to whole numbers."""
-        if len(set(parts)) == 1:  # large whole numbers would be rounded
+        """Return the weighted mean of what travels whole; whole numbers are rounded to whole numbers."""
+        if len(set(parts)) == 1:  # a mean would round large whole numbers
             return parts[0]
-        x = np.zeros(self.layout.d, np.float32)
-        each = [self.join(x, part) for part in parts]
-        made = b""
-        for (name, _, dtype), yes in zip(self._rows(), self.compressed, strict=True):
-            if not yes:
-                mean = _mean([np.asarray(arrays[name], np.float64) for arrays in each], weights)
-                made += (
-                    mean.astype(dtype) if np.dtype(dtype).kind == "f" else _rounded(mean, dtype)
-                ).tobytes()
+        clients, made = [self._whole_arrays(part) for part in parts], b""
+        for name, array in clients[0].items():
+            mean = _mean([np.asarray(arrays[name], np.float64) for arrays in clients], weights)
+            is_float = array.dtype.kind == "f"
+            made += (mean.astype(array.dtype) if is_float else _round(mean, array.dtype.name)).tobytes()
         return made
 
 
-def _rounded(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+def _round(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Return whole numbers; 2^63, to which a float rounds the largest of an int64, would become -2^63."""
     with np.errstate(invalid="ignore"):
         made: NDArray[Any] = np.rint(array).astype(dtype)
@@ -195,7 +192,7 @@ def _rounded(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weighted; where the sum is too large for a number, it is made of shares, which add up to less."""
+    """Return the weighted mean; where the sum overflows, sum the shares, which are smaller."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean: NDArray[np.float64] = np.average(arrays, 0, weights)
     if np.isfinite(mean).all():
@@ -205,8 +202,8 @@ def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> ND
     return np.asarray(np.sum(shares, 0))
 
 
-def _instead(arrays: Arrays) -> str:
-    """What there is, for whoever trains in NumPy, whose numbers are float64 unless one says otherwise."""
+def _suggest(arrays: Arrays) -> str:
+    """Return a hint for whoever trains in NumPy, whose numbers are float64 by default."""
     for name, array in arrays.items():
         if array.dtype.kind == "f" and array.dtype != np.float32:
             return f": {name!r} is {array.dtype}; convert it, and what clients send, with astype('float32')"

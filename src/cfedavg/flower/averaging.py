@@ -1,42 +1,35 @@
-"""From the replies of a round to the next model: CFedAvg's own average, or that of a strategy within."""
+"""From the replies of a round to the next model and its metrics, by CFedAvg or by a wrapped strategy."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from logging import WARNING
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.compress import decompress
 from cfedavg.core.errors import InputError, summarise_error
-from cfedavg.core.payload import Payload
-from cfedavg.flower import strategy_state as memory
+from cfedavg.core.run_files import Record
+from cfedavg.flower import reply_validation, strategy_state
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.loads import Loads, NodeDownload
-from cfedavg.flower.nodes import Node
-from cfedavg.flower.norms import Claims
-from cfedavg.flower.reply_validation import Taken, with_samples
+from cfedavg.flower.dispatch import Dispatcher
+from cfedavg.flower.federation_state import FederationState, Node
+from cfedavg.flower.messages import make_record, take_version
+from cfedavg.flower.reply_validation import TakenReply
+from cfedavg.flower.rounds import Round, make_columns
+from cfedavg.wire import WireError
 
 Rate = float | Callable[[int], float]
+EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
 _REMEDY = "lower the rate, or set max_norm"
 LARGEST = 1e36  # of a model's numbers: a copy of it, and the way from one model to another, stay finite
-
-
-class Outcome(NamedTuple):
-    """What came of a request: replied, late, lost, or the cause of a rejection; when, in how many bytes."""
-
-    what: str
-    why: str
-    seconds: float | None
-    bytes: int
 
 
 class Model(NamedTuple):
@@ -47,61 +40,7 @@ class Model(NamedTuple):
     memory: ServerMemory
 
 
-@dataclass
-class Round:
-    """One round under way: who was asked, how many are needed, what came of it."""
-
-    server_round: int  # as Flower counts, from 1
-    arrays: ArrayRecord
-    began: float
-    nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's number
-    wanted: dict[int, Message] = field(default_factory=dict)  # what a strategy wants to send them
-    requests: dict[int, Message] = field(default_factory=dict)  # what they were sent
-    loads: Loads | None = None
-    downloads: dict[int, list[NodeDownload]] = field(default_factory=dict)  # twice where a copy did not fit
-    max_norm: float = math.inf
-    before: Claims = field(default_factory=Claims)  # of the rounds before
-    needed: int = 0
-    taken: dict[str, Taken] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    online: set[str] = field(default_factory=set)  # who was there when it ended
-    train_metrics: MetricRecord | None = None  # as a strategy within aggregated them
-
-    def add_download(self, node: int, download: NodeDownload) -> None:
-        """Note what a node has to download."""
-        self.downloads.setdefault(node, []).append(download)
-
-    def join_downloads(self, other: Round) -> None:
-        """Add what nodes downloaded to evaluate."""
-        for node, each in other.downloads.items():
-            self.downloads[node] = self.downloads.get(node, []) + each
-
-    @property
-    def in_order(self) -> list[Taken]:
-        """By number, whenever they came: the same sum, bit for bit."""
-        return sorted(self.taken.values(), key=lambda taken: taken.node.number)
-
-    @property
-    def claims(self) -> Claims:
-        """Of the replies in order, none too large: no client makes itself the model of all."""
-        taken = self.in_order
-        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
-        return Claims(steps, samples).cap(self.before)
-
-    def is_void(self, why: str) -> None:
-        """Nothing of it goes into the model; of those who replied it is said why."""
-        log(WARNING, why)
-        for who in self.taken:
-            self.outcomes[who] = self.outcomes[who]._replace(why=why)
-        self.taken.clear()
-
-    def leave_out(self, who: str, cause: str, why: str) -> None:
-        """A reply that was taken, and is rejected in the light of the others."""
-        log(WARNING, "%s: %s (%s)", self.taken.pop(who).node.name, cause, why)
-        self.outcomes[who] = self.outcomes[who]._replace(what=cause, why=why)
-
-
-def _object_to(x: NDArray[np.float32], whole: bytes, form: Form) -> str:
+def _object_to_model(x: NDArray[np.float32], whole: bytes, form: Form) -> str:
     """Return why a model cannot be the next one; empty if it can."""
     if not np.isfinite(x).all() or not form.is_finite(whole):
         return f"the model made from the replies is NaN or infinite: {_REMEDY}"
@@ -112,7 +51,7 @@ def _object_to(x: NDArray[np.float32], whole: bytes, form: Form) -> str:
 
 
 @dataclass(frozen=True)
-class Alone:
+class OwnAverage:
     """Lines 17 to 19 of Algorithm 1."""
 
     form: Form
@@ -121,100 +60,168 @@ class Alone:
     by_steps: bool  # whether updates were divided by K
     by_samples: bool
 
-    def combined(self, now: Round, model: Model, everyone: int) -> Model:
+    def combine(self, now: Round, model: Model, everyone: int) -> Model:
+        """Return the next model; the same one, and the round is void, if the replies make none."""
         taken = now.in_order
         weights = now.claims.samples if self.by_samples else [1.0] * len(taken)
         if not any(weights):
-            now.is_void("nobody has an example")
+            now.make_void("nobody has an example")
             return model
-        pairs = ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True))
-        x_next, memory = self._step(now, model, pairs, everyone)
+        x_next, memory = self._step(now, model, taken, weights, everyone)
         whole_next = self.form.mean_whole([each.whole for each in taken], weights)
-        if why := _object_to(x_next, whole_next, self.form):
-            now.is_void(why)
-            return model
-        if not all(np.isfinite(each).all() for each in memory.vectors().values()):
-            now.is_void("the server optimiser or the feedback would remember NaN or Inf")
+        why = _object_to_model(x_next, whole_next, self.form)
+        if not why and not all(np.isfinite(each).all() for each in memory.vectors().values()):
+            why = "the server optimiser or the feedback would remember NaN or Inf"
+        if why:
+            now.make_void(why)
             return model
         return Model(x_next, whole_next, memory)
 
     def _step(
-        self, now: Round, model: Model, payloads: Iterable[tuple[Payload, list[float]]], everyone: int
+        self, now: Round, model: Model, taken: list[TakenReply], weights: Sequence[float], everyone: int
     ) -> tuple[NDArray[np.float32], ServerMemory]:
-        K, t = self._mean_steps(now), now.server_round - 1
-        optimiser = self.aggregator.optimiser
+        K, t, optimiser = 1.0, now.server_round - 1, self.aggregator.optimiser
+        if self.by_steps:  # what updates were divided by, on average
+            steps = [each or 1.0 for each in now.claims.steps]
+            K = sum(steps) / len(steps)
         rate = self.eta(t) if callable(self.eta) else self.eta
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what comes of it
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result
             return self.aggregator.step(
                 model.x,
                 model.memory,
-                payloads,
+                ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True)),
                 everyone=float(everyone),
                 eta=optimiser.default_rate(K) if rate is None else float(rate),  # NumPy's would make float64
                 scale=optimiser.scale(K),
                 t=t,
             )
 
-    def _mean_steps(self, now: Round) -> float:
-        """What updates were divided by, on average."""
-        if not self.by_steps:
-            return 1.0
-        steps = [each or 1.0 for each in now.claims.steps]
-        return sum(steps) / len(steps)
-
 
 @dataclass(frozen=True)
-class Through:
-    """A strategy within gets what it would have got: a trained model and metrics from each client."""
+class WrappedAverage:
+    """The average of a wrapped strategy, which gets what it expects: a model and metrics from each client."""
 
     form: Form
     inner: Strategy
     by_samples: ClassVar[bool] = False  # the strategy may weigh by them, and need not
 
-    def combined(self, now: Round, model: Model, everyone: int) -> Model:
-        before = memory.snapshot(self.inner)
+    def combine(self, now: Round, model: Model, everyone: int) -> Model:
+        """Return the next model; the same one, and the round is void, if the strategy makes none."""
+        before = strategy_state.take_snapshot(self.inner)
         pairs = zip(now.in_order, now.claims.samples, strict=True)
-        made = self._made(now, [self._plain(each, samples, now, model.x) for each, samples in pairs])
-        if made and (found := memory.spoilt(self.inner, before)):
-            now.is_void(f"the inner strategy would remember NaN or Inf, in {found!r}")
+        made = self._aggregate(now, [self._restore_reply(*pair, now, model.x) for pair in pairs])
+        if made and (found := strategy_state.find_spoilt(self.inner, before)):
+            now.make_void(f"the inner strategy would remember NaN or Inf, in {found!r}")
             made = None
-        if made is None:  # void: nothing of the round may stay, in what it remembers either
-            memory.put_back(self.inner, before)
+        if made is None:  # nothing of a void round may stay in what the strategy remembers
+            strategy_state.roll_back(self.inner, before)
             return model
         return Model(*made, model.memory)
 
-    def _made(self, now: Round, replies: list[Message]) -> tuple[NDArray[np.float32], bytes] | None:
-        """What the strategy makes of the replies; None, and the round is void, if that cannot be used."""
-        arrays = self._aggregated(now, replies)
+    def _aggregate(self, now: Round, replies: list[Message]) -> tuple[NDArray[np.float32], bytes] | None:
+        """Return what the strategy makes of the replies; None, and the round is void, if it is of no use."""
+        try:
+            arrays, metrics = self.inner.aggregate_train(now.server_round, replies)
+        except Exception as error:  # the clients would send the same again: only another round helps
+            now.make_void(f"the inner strategy failed: {summarise_error(error)}")
+            return None
+        now.train_metrics = metrics
         if arrays is None:
+            now.make_void(f"the inner strategy made no model of {len(replies)} replies")
             return None
         found = {name: array.numpy() for name, array in arrays.items()}
         if wrong := self.form.difference(found, kinds=False):
             raise InputError(f"the inner strategy made another model: {wrong}")
         x_next, whole_next = self.form.split(found)
-        if why := _object_to(x_next, whole_next, self.form):
-            now.is_void(why)
+        if why := _object_to_model(x_next, whole_next, self.form):
+            now.make_void(why)
             return None
         return x_next, whole_next
 
-    def _aggregated(self, now: Round, replies: list[Message]) -> ArrayRecord | None:
-        try:
-            arrays, metrics = self.inner.aggregate_train(now.server_round, replies)
-        except Exception as error:  # the clients would say the same again: only another round helps
-            now.is_void(f"the inner strategy failed: {summarise_error(error)}")
-            return None
-        now.train_metrics = metrics
-        if arrays is None:
-            now.is_void(f"the inner strategy made no model of {len(replies)} replies")
-        return arrays
-
-    def _plain(self, taken: Taken, samples: float, now: Round, x: NDArray[np.float32]) -> Message:
-        arrays = self.form.join(x + decompress(taken.payload)[0], taken.whole)
-        model = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
-        too_many = samples < (taken.samples or 0.0)
-        metrics = with_samples(taken.metrics, samples) if too_many else taken.metrics
+    def _restore_reply(
+        self, taken: TakenReply, samples: float, now: Round, x: NDArray[np.float32]
+    ) -> Message:
+        """Return the reply that a client without the mod would have sent."""
+        model = make_record(self.form.join(x + decompress(taken.payload)[0], taken.whole))
+        metrics = taken.metrics
+        if samples < (taken.samples or 0.0):
+            metrics = reply_validation.cap_samples(metrics, samples)
         content = RecordDict({**metrics, taken.arrays: model})
         return Message(content, reply_to=now.requests[taken.node.id])
 
 
-Averaging = Alone | Through
+Averaging = OwnAverage | WrappedAverage
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates models, notes the metrics in `result`, and returns them as columns of a row."""
+
+    function: EvaluateFunction | None
+    config: ConfigRecord  # for the clients
+    dispatcher: Dispatcher
+    result: Result
+
+    def evaluate_here(self, server_round: int, arrays: ArrayRecord) -> Record:
+        """Evaluate on the server, by the app's own function."""
+        found = self.function(server_round, arrays) if self.function else None
+        if found is None:
+            return {}
+        self.result.evaluate_metrics_serverapp[server_round] = found
+        return make_columns(found, "test_", "client_")
+
+    def ask_clients(self, inner: Strategy, now: Round, arrays: ArrayRecord, state: FederationState) -> Record:
+        """Let those clients evaluate that the inner strategy asks."""
+        asked = Round(now.server_round, arrays, now.began, max_norm=now.max_norm)
+        wanted = inner.configure_evaluate(now.server_round, arrays, self.config, self.dispatcher.grid)
+        messages = self.dispatcher.pack(asked, wanted, state)
+        replies = list(self.dispatcher.exchange(asked, messages, state)) if messages else []
+        for node_id, each in asked.downloads.items():
+            now.downloads[node_id] = now.downloads.get(node_id, []) + each
+        for node, reply in replies:
+            if (version := take_version(reply)) is not None:
+                self.dispatcher.told[node.identity] = version
+        alike = _leave_out_odd_ones(replies, asked)
+        try:
+            found = inner.aggregate_evaluate(now.server_round, alike)
+        except Exception as error:  # the round counts all the same
+            log(WARNING, "nothing is known of the clients' evaluation: %s", summarise_error(error))
+            return {}
+        if found is not None:
+            self.result.evaluate_metrics_clientapp[now.server_round] = found
+        return make_columns(found, "client_") if found else {}
+
+
+def _leave_out_odd_ones(replies: list[tuple[Node, Message]], asked: Round) -> list[Message]:
+    """Return the evaluations without those whose metrics are unlike the others, and log what is wrong.
+
+    A strategy may log the reason of an error as it is, so it gets one printable line.
+    """
+    wrong = {node: why for node, reply in replies if (why := _object_to_metrics(reply))}
+    kinds = {
+        node: reply_validation.describe_kind(reply.content.metric_records)
+        for node, reply in replies
+        if node not in wrong
+    }
+    wrong = reply_validation.find_odd_ones(kinds, asked.server_round) | wrong
+    for node, why in wrong.items():
+        log(WARNING, "%s: left out of the evaluation (%s)", node.name, why)
+    found = []
+    for node, reply in replies:
+        if reply.has_error():
+            error = Error(reply.error.code, reply_validation.read_reason(reply))
+            found.append(Message(error, reply_to=asked.requests[node.id]))
+        elif node not in wrong:
+            found.append(reply)
+    return found
+
+
+def _object_to_metrics(reply: Message) -> str:
+    """Return what is wrong with an evaluation; empty if nothing is."""
+    if reply.has_error():
+        return reply_validation.read_reason(reply) or "it failed"
+    try:
+        reply_validation.check_metrics(reply.content.metric_records)
+    except WireError as error:
+        return str(error)
+    return ""

@@ -1,7 +1,7 @@
 """A federation's folder: the same config.toml and metrics.jsonl as a simulation's, nodes.jsonl, the state.
 
-A round's rows are part of the state that ends it, so that after a kill at any moment the files can be
-brought in step with it.
+The state that ends a round holds the round's rows. So after a kill at any moment the files can be brought in
+step with the state.
 """
 
 from __future__ import annotations
@@ -22,27 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cfedavg.algorithm import ServerMemory
+from cfedavg.core import run_files
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import Busy, InputError
 from cfedavg.core.files import exists, make_folder, read_file, remove_temporaries, sync, write_atomic
-from cfedavg.core.run_files import (
-    CONFIG,
-    FEDERATION,
-    METRICS,
-    MODEL,
-    SERVER_MODEL,
-    Record,
-    checksum_rows,
-    format_row,
-    read_rows,
-)
+from cfedavg.core.run_files import METRICS, Record, checksum_rows, format_row, read_rows
 from cfedavg.core.tensors import save_tensors
-from cfedavg.federate.copy_state import OtherCopy
+from cfedavg.federate import replica as replicas
 from cfedavg.federate.replica import ModelReplica
-from cfedavg.federate.replica import begin as begin_copy
-from cfedavg.federate.server import Server, restored
+from cfedavg.federate.server import Server, restore_backup
 from cfedavg.federate.server_store import ServerStore, new_generation
-from cfedavg.federate.state_file import FILE, OtherModel
+from cfedavg.federate.state_file import FILE, OtherCopy, OtherModel
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import FederationState, FixedOptions, RoundRows
 
@@ -50,8 +40,8 @@ NODES, STATE = "nodes.jsonl", "state"
 HANDOVER = 20.0  # seconds: after its SuperLink has died, a ServerApp lives on for up to nine
 
 
-class Books:
-    """One server at a time keeps them: it holds a lock for as long as the `with` lasts."""
+class FederationFolder:
+    """The folder of a federation. One server at a time works in it: `hold` locks it."""
 
     def __init__(
         self,
@@ -69,8 +59,8 @@ class Books:
         self._read: dict[str, list[Record]] = {}  # what `begin` has read, for `open` to write
 
     @contextmanager
-    def kept(self) -> Iterator[Books]:
-        """Makes the folder and takes the lock; waits a while for a server that is about to end."""
+    def hold(self) -> Iterator[FederationFolder]:
+        """Make the folder and take the lock; wait a while for a server that is about to end."""
         if not exists(self.out / STATE / FILE) and read_rows(self.out / METRICS):
             raise InputError(
                 f"`out`: {self.out / METRICS} is of a run that is no federation, or whose state is gone; "
@@ -78,16 +68,24 @@ class Books:
             )
         make_folder(self.out, "`out`")
         with ExitStack() as stack:
-            self._lock(stack)
+            end = time.monotonic() + HANDOVER
+            while True:
+                try:
+                    stack.enter_context(ServerStore(self.out / STATE, "", self.form.layout).lock())
+                    break
+                except Busy:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.5)
             remove_temporaries(self.out)
-            self.federation = self._name()  # under the lock: it gets one name only
+            self.federation = self._read_name()  # under the lock, so that it gets one name only
             dtype = self.replica.dtype if self.replica else "float32"
             self.store = ServerStore(self.out / STATE, self.federation, self.form.layout, dtype)
             yield self
 
-    def _name(self) -> str:
+    def _read_name(self) -> str:
         """Return the federation's name, by which the nodes know it; a new federation gets one."""
-        path = self.out / FEDERATION
+        path = self.out / run_files.FEDERATION
         if not path.is_symlink() and not exists(path):
             if exists(self.out / STATE / FILE):
                 raise InputError(f"`out`: {path} is missing, and the state beside it needs it: put it back")
@@ -103,17 +101,6 @@ class Books:
             )
         return name
 
-    def _lock(self, stack: ExitStack) -> None:
-        end = time.monotonic() + HANDOVER
-        while True:
-            try:
-                stack.enter_context(ServerStore(self.out / STATE, "", self.form.layout).locked())
-                return
-            except Busy:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.5)
-
     def begin(
         self, x: NDArray[np.float32], whole: bytes, memory: ServerMemory, *, resume: bool, from_backup: bool
     ) -> FederationState:
@@ -123,23 +110,22 @@ class Books:
         """
         state = self._load()
         if state is None:
-            rows, server = _row_checksums({METRICS: [], NODES: []}), Server(x)
+            sums, server = _sum_rows({METRICS: [], NODES: []}), Server(x)
             if self.replica:
-                primary = begin_copy(x, self.replica, server.stamp.generation, server.t)
+                primary = replicas.begin(x, self.replica, server.stamp.generation, server.t)
                 server = replace(server, primary=primary)
-            state = FederationState(server, self._form_hash, self.options, whole, rows, memory=memory)
+            state = FederationState(server, self._form_hash, self.options, whole, sums, memory=memory)
         elif not resume:
             raise InputError(f"`out`: {self.out} holds a federation; resume it, or give another folder")
         else:
             self._check(state, memory)
             if from_backup:
-                state = replace(state, server=self._restored(state.server))
+                held = state.server.primary
+                digest = self.replica.digest(held.w) if self.replica and held else None
+                server = restore_backup(state.server, new_generation(state.server), digest)
+                state = replace(state, server=server)
         self._read = self._read_rows(state)
         return state
-
-    def _restored(self, server: Server) -> Server:
-        digest = self.replica.digest(server.primary.w) if self.replica and server.primary else None
-        return restored(server, new_generation(server), digest)
 
     @property
     def _form_hash(self) -> str:
@@ -151,14 +137,14 @@ class Books:
             raise InputError(f"{self.out / STATE} is of another model: what is not compressed differs")
         if state.server.t > self.config.rounds:
             raise InputError(
-                f"num_rounds is {self.config.rounds}, but the federation in {self.out} has done "
+                f"`num_rounds` is {self.config.rounds}, but the federation in {self.out} has done "
                 f"{state.server.t}"
             )
-        for name in (item.name for item in fields(FixedOptions)):
-            before, now = getattr(state.options, name), getattr(self.options, name)
+        for item in fields(FixedOptions):
+            before, now = getattr(state.options, item.name), getattr(self.options, item.name)
             if before != now:
                 was = reprlib.repr(before)
-                raise InputError(f"{name} is {now!r}, but the federation in {self.out} has {was}")
+                raise InputError(f"`{item.name}` is {now!r}, but the federation in {self.out} has {was}")
         with self.store.naming_damage():
             state.check_whole(self.form)
             state.check_memory(memory)
@@ -170,45 +156,49 @@ class Books:
         for name, rows in self._read.items():
             write_atomic(self.out / name, "".join(map(format_row, rows)).encode())
         self._read = {}
-        self.meet(state)
+        self.store_state(state)
 
     def _load(self) -> FederationState | None:
         try:
-            served = self.store.load()
+            stored = self.store.load()
         except OtherModel as error:
             raise InputError(f"{error}; if the model is the same, `whole` is another") from None
         except OtherCopy:
             which = "does not round" if self.replica and self.replica.rounds else "rounds"
             raise InputError(
-                f"compressor_down is {self.options.compressor_down!r}, but the federation in {self.out} "
+                f"`compressor_down` is {self.options.compressor_down!r}, but the federation in {self.out} "
                 f"has one that {which} values"
             ) from None
-        if served is None:
+        if stored is None:
             return None
         with self.store.naming_damage():
-            return FederationState.from_served(served)
+            return FederationState.from_stored(stored)
 
-    def meet(self, state: FederationState) -> None:
-        """Makes the state durable, and says how many clients there are, which only their coming tells."""
-        self.store.save(state.to_served())
+    def store_state(self, state: FederationState) -> None:
+        """Make the state durable, and write into config.toml how many clients there are now."""
+        self.store.save(state.to_stored())
         config = self.config
         if config.dataset == APP:
             config = config.replace(clients=max(1, len(state.clients) + len(state.lent)))
         options = "".join(f"# {name}: {value}\n" for name, value in self.also.items() if value is not None)
         text = f"{config.to_toml()}\n# Of the server\n{options}"
-        write_atomic(self.out / CONFIG, text.encode())
+        write_atomic(self.out / run_files.CONFIG, text.encode())
 
     def _read_rows(self, state: FederationState) -> dict[str, list[Record]]:
         """Return the rows of both files as of the state: without newer rows, with those of its last round."""
         t, last = state.server.t, state.last
         ended = {METRICS: [last.row], NODES: last.nodes} if last else {METRICS: [], NODES: []}
-        before = {name: self._rows_before(self.out / name, t - 1) for name in ended}
-        rows = {name: before[name] + ended[name] for name in ended}
+        rows = {}
+        for name, last_rows in ended.items():  # stop at the first row of a later round, or of none
+            read = read_rows(self.out / name)
+            rounds = (row.get("round") for row in read)
+            count = sum(1 for _ in takewhile(lambda i: type(i) is int and i < t - 1, rounds))
+            rows[name] = read[:count] + last_rows
         if len(rows[METRICS]) != t or any(row["round"] != i for i, row in enumerate(rows[METRICS])):
             raise InputError(
                 f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
             )
-        found = _row_checksums(rows)
+        found = _sum_rows(rows)
         for name in rows:
             if found[name] != state.checksums.get(name):
                 raise InputError(
@@ -217,36 +207,24 @@ class Books:
                 )
         return rows
 
-    def _rows_before(self, path: Path, t: int) -> list[Record]:
-        """Return the rows of the rounds before t. Stop at the first row of a later round, or of none."""
-        return list(
-            takewhile(lambda row: type(row.get("round")) is int and row["round"] < t, read_rows(path))
-        )
-
     def store_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
         """Make the end of a round durable; its rows wait in the state until `end_round` writes them."""
-        sums = _row_checksums({METRICS: [row], NODES: nodes}, state.checksums)
+        sums = _sum_rows({METRICS: [row], NODES: nodes}, state.checksums)
         state = replace(state, last=RoundRows(row, nodes), checksums=sums)
-        for name in (
-            METRICS,
-            NODES,
-        ):  # of the last round a power cut may take the lines: the state holds them
+        for name in (METRICS, NODES):  # the state holds the lines that a power cut may take
             with self._writing(name) as path:
                 sync(path)
-        self.store.save(state.to_served())
+        self.store.save(state.to_stored())
         return state
 
     def end_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
         """Make the end of a round durable, and then write its rows where everyone reads them."""
         state = self.store_round(state, row, nodes)
         self.rows.append(row)
-        self._append(METRICS, [row])
-        self._append(NODES, nodes)
+        for name, rows in ((METRICS, [row]), (NODES, nodes)):
+            with self._writing(name) as path, path.open("a", encoding="utf-8") as file:
+                file.write("".join(map(format_row, rows)))
         return state
-
-    def _append(self, name: str, rows: list[Record]) -> None:
-        with self._writing(name) as path, path.open("a", encoding="utf-8") as file:
-            file.write("".join(map(format_row, rows)))
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[Path]:
@@ -265,18 +243,16 @@ class Books:
         return w
 
     def close(self, state: FederationState) -> None:
-        """The model, and pictures, once the last round is over."""
+        """Write the model and the pictures, once the last round is over."""
         from cfedavg.report import write_run_pictures  # matplotlib, only now
 
-        save_tensors(self.form.join(self.held_model(state), state.whole), self.out / MODEL)
+        save_tensors(self.form.join(self.held_model(state), state.whole), self.out / run_files.MODEL)
         if state.server.primary:
-            save_tensors(self.form.join(state.server.x, state.whole), self.out / SERVER_MODEL)
+            save_tensors(self.form.join(state.server.x, state.whole), self.out / run_files.SERVER_MODEL)
         if self.rows:
             write_run_pictures(self.out)
 
 
-def _row_checksums(
-    rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None
-) -> dict[str, int]:
+def _sum_rows(rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return the checksum of each file after these rows, which follow those of the checksums `before`."""
     return {name: checksum_rows(each, (before or {}).get(name, 0)) for name, each in rows.items()}

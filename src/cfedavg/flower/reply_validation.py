@@ -16,38 +16,30 @@ from cfedavg.compress import Compressor, values_of
 from cfedavg.core.arrays import cast, norm2
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Reply
-from cfedavg.federate.protocol import Mark, mark_of
-from cfedavg.federate.server import Server, objection
-from cfedavg.flower import records
+from cfedavg.federate.client import MOST_FACTS, unpack_message
+from cfedavg.federate.protocol import Mark, make_mark
+from cfedavg.federate.server import Server, object_to_reply
+from cfedavg.flower import messages
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.client_message import MOST_FACTS, Parcel, number, unpack
-from cfedavg.flower.nodes import Node, in_a_line
-from cfedavg.flower.records import CAUSES, Answer, answer_of, size_of
+from cfedavg.flower.federation_state import Node
+from cfedavg.flower.messages import CAUSES, ReplyRecord, in_a_line, measure_reply, read_number, read_reply
 from cfedavg.wire import WireError, decode, read_header
 
 # Flower's own errors, of requests and replies whose time is over and of nodes that are not there.
 _LATE, _LOST = ("late", "no reply by the deadline"), ("lost", "it is offline")
 _FLOWERS = {3: _LATE, 4: _LATE, 5: _LOST}
 _RAISED = re.compile(r"<class '(?:[^'.]*[.])*([^'.]*)'>:<[\"']")
-_ENDS = "'>", '">'
-# What a client says of its round, and the least and the most that it may be.
 _MOST = 1e100  # above what float32 numbers can come to
-_NORM = 0.0, _MOST
-_BOUNDS = {
-    "loss": (-_MOST, _MOST),
-    "K": (0.0, 2.0**53),
-    "g2": _NORM,
-    "p2": _NORM,
-    "noise2": _NORM,
-    "memory2": _NORM,
-}
+# The facts that a client reports of its round, and the least and the most that each may be.
+_BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53)}
+_BOUNDS |= dict.fromkeys(("g2", "p2", "noise2", "memory2"), (0.0, _MOST))
 MOST_NAME = 100  # characters of the name of a metric
-SAMPLES = "num-examples"  # the metric by which a client reports how many it has
+SAMPLES = "num-examples"  # the metric by which a client reports how many examples it has
 # How a node of version 0.5 fails at an order of now.
 _OLDER = "Order.__init__() got an unexpected keyword"
 _INSTALL = "the node has an older version of cfedavg than the server: install the same on both"
 FAILED = "app failed"  # the cause of which only the app knows more
-TOO_LARGE = CAUSES[records.TOO_LARGE]
+TOO_LARGE = CAUSES[messages.TOO_LARGE]
 Who = TypeVar("Who")
 
 
@@ -60,7 +52,7 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenReply:
     """A reply that goes into the model."""
 
     node: Node
@@ -68,7 +60,7 @@ class Taken:
     payload: Payload
     whole: bytes
     facts: Mapping[str, float | None]  # those of _BOUNDS
-    arrays: str  # under which the app replied with its model
+    arrays: str  # the name of the record in which the app replied with its model
     metrics: Mapping[str, MetricRecord]
     bytes: int
     norm: float  # of the payload
@@ -79,135 +71,123 @@ class Taken:
 
     @property
     def memory2(self) -> float | None:
-        """|memory|^2 of the client's feedback; where it is what could not be sent, that is said once."""
+        """|memory|^2 of the client's feedback; where that equals |p - C(p)|^2, the client says it once."""
         found = self.facts["memory2"]
         return self.facts["noise2"] if found is None else found
 
     @property
     def samples(self) -> float | None:
         """How many examples the client reports that it has."""
-        return samples_in(self.metrics)
+        return read_samples(self.metrics)
 
     @property
     def reply(self) -> Reply:
-        """As metrics are made of; what the client did not report is NaN."""
+        """The reply as metrics are made of it; what the client did not report is NaN."""
         known = {name: math.nan if value is None else value for name, value in self.facts.items()}
-        return Reply(
-            self.node.number,
-            max(1, int(self.K or 1)),
-            known["loss"],
-            known["g2"],
-            known["p2"],
-            known["noise2"],
-            sum(self.payload.counts()),
-            self.bytes,
-            lost=False,
-        )
+        K, sent = max(1, int(self.K or 1)), sum(self.payload.counts())
+        loss, g2, p2, noise2 = (known[name] for name in ("loss", "g2", "p2", "noise2"))
+        return Reply(self.node.number, K, loss, g2, p2, noise2, sent, self.bytes, lost=False)
 
 
 @dataclass(frozen=True)
-class Door:
-    """Who decides: what model, which compressor, and how large a payload may be at most."""
+class ReplyValidator:
+    """The rules for replies: which model, which compressor, and how large a payload may be at most."""
 
     form: Form
     compressor: Compressor
     max_norm: float | None
     samples: bool = False  # whether replies are weighted by them
-    most_whole: float = math.inf  # a number of what travels whole
+    most_whole: float = math.inf  # the largest number of what travels whole
 
     def take(
         self, reply: Message, node: Node, server: Server, asked: Collection[str], taken: Collection[str]
-    ) -> Taken:
-        """The reply, decoded; Rejected says why not."""
+    ) -> TakenReply:
+        """Return the reply, decoded; raise Rejected if it is not taken."""
         # Values of any kind take 16 bytes at most; the codec has the same bound.
         most = 16 * self.form.layout.d + 65_536
-        answer = self._answer(reply, most)
-        if found := objection(server, asked, taken, node.identity, answer.stamp):
-            raise Rejected(found, f"its stamp is {answer.stamp}, the round's {server.stamp}")
+        record = self._read(reply, most)
+        if found := object_to_reply(server, asked, taken, node.identity, record.stamp):
+            raise Rejected(found, f"its stamp is {record.stamp}, the round's {server.stamp}")
+        form, rounds = self.form, self.compressor.rounds
         try:
-            parcel = self._unpack(answer.message, most)
-            payload = self._payload(parcel.payload, node, answer)
-            facts, metrics = facts_in(parcel.facts), metrics_in(parcel.facts)
-            if self.samples and samples_in(metrics) is None:
+            message = unpack_message(record.message, most, form.short_bytes if rounds else form.whole_bytes)
+            payload = self._decode(message.payload, node, record)
+            facts, metrics = read_facts(message.facts), read_metrics(message.facts)
+            if self.samples and read_samples(metrics) is None:
                 raise Rejected("metrics", f"weighting = 'samples' needs {SAMPLES!r}")
         except (WireError, RecursionError) as error:
             raise Rejected("malformed", str(error)) from None
-        norm = self._checked(payload, parcel.whole)
-        mark = mark_of(answer.stamp, answer.incarnation, answer.message)
-        name = parcel.facts.get("arrays")
+        whole = form.lengthen(message.whole) if rounds else message.whole
+        norm = self._check_numbers(payload, whole)
+        mark = make_mark(record.stamp, record.incarnation, record.message)
+        name = message.facts.get("arrays")
         name = name[:100] if isinstance(name, str) else "arrays"
-        return Taken(node, mark, payload, parcel.whole, facts, name, metrics, len(answer.message), norm)
+        return TakenReply(node, mark, payload, whole, facts, name, metrics, len(record.message), norm)
 
-    def _unpack(self, message: bytes, most: int) -> Parcel:
-        """Return the parts of a message, with running statistics as long as the model has them."""
-        if not self.compressor.rounds:
-            return unpack(message, most, self.form.whole_bytes)
-        parcel = unpack(message, most, self.form.short_bytes)
-        return parcel._replace(whole=self.form.lengthen(parcel.whole))
-
-    def _answer(self, reply: Message, most: int) -> Answer:
+    def _read(self, reply: Message, most: int) -> ReplyRecord:
         if reply.has_error():
-            code, why = reply.error.code, reason(reply)
+            code, why = reply.error.code, read_reason(reply)
             if code not in CAUSES and _OLDER in why:
-                raise Rejected(CAUSES[records.OTHER_VERSION], _INSTALL)
+                raise Rejected(CAUSES[messages.OTHER_VERSION], _INSTALL)
             raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, FAILED), why)))
-        if (size := size_of(reply)) > most + MOST_FACTS + self.form.whole_bytes:
+        if (size := measure_reply(reply)) > most + MOST_FACTS + self.form.whole_bytes:
             raise Rejected("malformed", f"a message of {size:,} bytes is longer than any of this model")
         try:
-            return answer_of(reply.content)
+            return read_reply(reply.content)
         except WireError as error:
             raise Rejected("malformed", str(error)) from None
         except ValueError as error:
             raise Rejected("not compressed", str(error)) from None
 
-    def _payload(self, message: bytes, node: Node, answer: Answer) -> Payload:
+    def _decode(self, payload: bytes, node: Node, record: ReplyRecord) -> Payload:
         layout = self.form.layout
-        if read_header(message).schema != layout.schema_hash:
+        if read_header(payload).schema != layout.schema_hash:
             raise Rejected("another model", "names, shapes, dtypes or order of its arrays differ")
         most = self.compressor.selector.most(layout)
-        return decode(message, layout=layout, kmax=most, client=node.number, sequence=answer.stamp.sequence)
+        return decode(payload, layout=layout, kmax=most, client=node.number, sequence=record.stamp.sequence)
 
-    def _checked(self, payload: Payload, whole: bytes) -> float:
-        """Its norm, once all numbers are known to be finite, and not more than they may be."""
+    def _check_numbers(self, payload: Payload, whole: bytes) -> float:
+        """Return the norm of a payload; raise Rejected if a number is not finite or too large."""
         with np.errstate(over="ignore"):
             values = cast(values_of(payload), "float32")  # as they are added: a float64 may be too large
         if not np.isfinite(values).all() or not self.form.is_finite(whole):
             raise Rejected("not finite", "it holds NaN or Inf")
         norm = math.sqrt(norm2(values))
         if self.max_norm is not None and norm > self.max_norm:
-            raise Rejected(TOO_LARGE, above(norm, self.max_norm))
+            raise Rejected(TOO_LARGE, explain_norm(norm, self.max_norm))
         if (largest := self.form.largest(whole)) > self.most_whole:
             why = f"what travels whole holds {largest:.4g}, at most {self.most_whole:g} is taken"
             raise Rejected(TOO_LARGE, why)
         return norm
 
 
-def above(norm: float, most: float) -> str:
-    """Why a reply is too large."""
+def explain_norm(norm: float, most: float) -> str:
+    """Return why a reply is too large."""
     return f"its norm is {norm:.4g}, max_norm is {most:.4g}"
 
 
-def reason(reply: Message) -> str:
-    """Of a reply that is an error, in one line."""
-    return in_words(reply.error.reason or "")
+def read_reason(reply: Message) -> str:
+    """Return the reason of a reply that is an error, in one line."""
+    return shorten_reason(reply.error.reason or "")
 
 
-def in_words(said: str) -> str:
-    """What a node says of an error, cut before anything looks at it; an exception as Python would print it.
+def shorten_reason(said: str) -> str:
+    """Return what a node says of an error, cut before anything reads it; an exception as Python prints it.
 
-    >>> in_words("<class 'my.Error'>:<'too bad'>")
+    >>> shorten_reason("<class 'my.Error'>:<'too bad'>")
     'Error: too bad'
     """
     said = said[:1000]
     if raised := _RAISED.match(said):
         what = said[raised.end() :]
-        said = f"{raised[1]}: {what[:-2] if what.endswith(_ENDS) else what}"
+        what = what[:-2] if what.endswith(("'>", '">')) else what
+        said = f"{raised[1]}: {what}"
     return in_a_line(said)
 
 
-def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
-    """The numbers that a client reports, None for those that it does not; WireError if one cannot be."""
-    found = {name: number(said.get(name)) for name in _BOUNDS}
+def read_facts(said: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the numbers that a client reports, None for those that it does not; WireError for a bad one."""
+    found = {name: read_number(said.get(name)) for name in _BOUNDS}
     for name, value in found.items():
         low, high = _BOUNDS[name]
         if said.get(name) is not None and (value is None or not low <= value <= high):
@@ -215,8 +195,8 @@ def facts_in(said: Mapping[str, Any]) -> dict[str, float | None]:
     return found
 
 
-def metrics_in(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
-    """The records of metrics in which an app reports; WireError if they are none."""
+def read_metrics(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
+    """Return the records of metrics that an app reports; raise WireError if they are wrong."""
     try:
         found = {name: MetricRecord(values) for name, values in said["metrics"].items()}
     except (KeyError, TypeError, AttributeError):
@@ -226,11 +206,15 @@ def metrics_in(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
 
 
 def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
-    """Check their number, their names, and that no strategy's arithmetic fails at one; WireError if not."""
-    if sum(map(len, metrics)) + sum(map(_length, metrics.values())) > MOST_FACTS:
+    """Raise WireError for metrics too many, too large for a strategy's arithmetic, or with odd names."""
+    size, names = 0, list(metrics)
+    for record in metrics.values():
+        size += sum(len(value) if isinstance(value, list) else 1 for value in record.values())
+        names += record
+    if size + sum(map(len, names)) > MOST_FACTS:
         raise WireError(f"its metrics have more than {MOST_FACTS:,} characters and numbers")
-    for name in (each for within in (metrics, *metrics.values()) for each in within):
-        if not name.isprintable() or len(name) > MOST_NAME:  # it is a column of metrics.jsonl, maybe
+    for name in names:
+        if not name.isprintable() or len(name) > MOST_NAME:  # it may become a column of metrics.jsonl
             raise WireError(
                 f"the name of a metric must have at most {MOST_NAME} printable characters, got {name!r:.40}"
             )
@@ -239,23 +223,18 @@ def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
             for each in value if isinstance(value, list) else [value]:
                 if _MOST < abs(each) < math.inf:
                     raise WireError(f"the metric {name!r:.40} is {each!r:.40}: at most {_MOST:g} is taken")
-        found = number(record.get(SAMPLES, 0))
+        found = read_number(record.get(SAMPLES, 0))
         if found is None or not 0 <= found <= 2**53:
             raise WireError(f"{SAMPLES!r} must be a number from 0 to 2^53, got {record[SAMPLES]!r:.40}")
 
 
-def _length(record: MetricRecord) -> int:
-    """Of names in characters, of metrics in numbers."""
-    return sum(len(name) + (len(value) if isinstance(value, list) else 1) for name, value in record.items())
-
-
-def samples_in(records: Mapping[str, MetricRecord]) -> float | None:
-    """How many examples a client has, by the first record that says so."""
-    found = (number(record.get(SAMPLES)) for record in records.values())
+def read_samples(records: Mapping[str, MetricRecord]) -> float | None:
+    """Return how many examples a client has, by the first record that says so."""
+    found = (read_number(record.get(SAMPLES)) for record in records.values())
     return next((n for n in found if n is not None), None)
 
 
-def with_samples(records: Mapping[str, MetricRecord], most: float) -> dict[str, MetricRecord]:
+def cap_samples(records: Mapping[str, MetricRecord], most: float) -> dict[str, MetricRecord]:
     """Return the records with at most so many examples; a strategy may weigh by them."""
     found = dict(records)
     for name, record in records.items():
@@ -265,24 +244,24 @@ def with_samples(records: Mapping[str, MetricRecord], most: float) -> dict[str, 
     return found
 
 
-def kind_of(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[str]:
-    """What a reply holds: the names of its records, and of what is in them, with the lengths of lists."""
+def describe_kind(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[str]:
+    """Return what a reply holds: the names of its records and metrics, with the lengths of lists.
+
+    A metric that is not finite has a kind of its own: the mean of all would not be finite either.
+    """
     found = {f"the ArrayRecord {arrays!r}"} if arrays else set()
     for name, record in metrics.items():
         where = "" if name == "metrics" else f" in {name!r}"
-        found |= {f"the MetricRecord {name!r}"} | {_sort(key, value) + where for key, value in record.items()}
+        found.add(f"the MetricRecord {name!r}")
+        for key, value in record.items():
+            values = value if isinstance(value, list) else [value]
+            kind = f"the list {key!r} of {len(values)}" if isinstance(value, list) else f"the number {key!r}"
+            found.add(kind + ("" if all(map(math.isfinite, values)) else " (not finite)") + where)
     return frozenset(found)
 
 
-def _sort(key: str, value: int | float | list[int] | list[float]) -> str:
-    """Of a metric, in words; if it is not finite for one client, the mean of all is not."""
-    values = value if isinstance(value, list) else [value]
-    sort = f"the list {key!r} of {len(values)}" if isinstance(value, list) else f"the number {key!r}"
-    return sort if all(map(math.isfinite, values)) else f"{sort} (not finite)"
-
-
-def unlike_most(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, str]:
-    """Those who are not like most, and why: a strategy cannot average what differs.
+def find_odd_ones(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, str]:
+    """Return those who are not like most, and why: a strategy cannot average what differs.
 
     Kinds that are equally common take turns, so that none loses for ever.
     """
@@ -290,12 +269,10 @@ def unlike_most(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, str
     most = max(counted.values(), default=0)
     common = sorted((kind for kind, count in counted.items() if count == most), key=sorted)
     usual = common[turn % len(common)] if common else frozenset()
-    return {who: _unlike(kind, usual) for who, kind in kinds.items() if kind != usual}
-
-
-def _unlike(kind: frozenset[str], usual: frozenset[str]) -> str:
-    """The first difference of each sort, in words."""
-    less, more = sorted(usual - kind)[:1], sorted(kind - usual)[:1]
-    parts = [f"lacks {less[0]}"] if less else []
-    parts += [f"has {more[0]}"] if more else []
-    return in_a_line(f"it {' and '.join(parts)}, unlike other nodes")
+    found = {}
+    for who, kind in kinds.items():
+        if kind != usual:
+            parts = [f"lacks {each}" for each in sorted(usual - kind)[:1]]
+            parts += [f"has {each}" for each in sorted(kind - usual)[:1]]
+            found[who] = in_a_line(f"it {' and '.join(parts)}, unlike other nodes")
+    return found

@@ -1,15 +1,21 @@
-"""The policy of a round: how many nodes it asks and which, when it ends, and what a missing reply counts as.
+"""The policy of a round: which nodes it asks, when it ends, and how large an update and a claim may be.
 
 It knows numbers only: it needs neither Flower nor a network.
+
+Where nobody sets a bound, an update may have 100 times the median norm of the last updates in the model. This
+is no defence against clients who conspire, but one that sends 1e20 must not ruin a model. Honest clients
+differ less: by their local steps, their data, and what their residuals have gathered. A client above the
+bound is told the bound, and sends the rest later, so nobody is locked out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from statistics import median, median_low
 from typing import Any, NamedTuple, Self, TypeVar
 
 from cfedavg.core.errors import InputError
@@ -17,8 +23,12 @@ from cfedavg.core.keys import Purpose, key, permutation
 
 LATE, LOST = "late", "lost"
 Node = TypeVar("Node")
+MULTIPLE = 100.0
+ENOUGH = 3  # norms: of fewer, the median may be the one that is wrong
+WINDOW = 100  # updates that are remembered: a client that is alone for a while cannot raise the bound
+LARGEST_NORM = 1e15  # in any case: its square, which Adam and the like take, is far from float32's end
 
-# Of each number: its kind, its least and its largest value, and both in words.
+# Of each field: its kind, its least and its largest value, and both in words.
 _RANGES: dict[str, tuple[Any, float, float, str]] = {
     "participation": (Real, math.ulp(0.0), 1.0, "above 0 and at most 1"),
     "over_selection": (Real, 0.0, 1000.0, "from 0 to 1000"),
@@ -113,3 +123,48 @@ class RoundPolicy:
         if has_enough:
             return Missing(LATE, "it was not waited for")
         return Missing(LATE, f"no reply within {self.deadline:g} s")
+
+
+def bound_norm(norms: Sequence[float]) -> float:
+    """Return the largest norm that is taken after updates of these norms.
+
+    >>> bound_norm([1.0, 2.0, 1e20])
+    200.0
+    """
+    return min(LARGEST_NORM, MULTIPLE * median(norms)) if len(norms) >= ENOUGH else LARGEST_NORM
+
+
+def keep_last(new: Iterable[float], before: Sequence[float]) -> list[float]:
+    """Return the last norms, or claims, all of a round at least; a zero says nothing."""
+    kept = [norm for norm in new if norm > 0]
+    return [*kept, *before][: max(WINDOW, len(kept))]
+
+
+def cap_claims(claims: Sequence[float], before: Sequence[float]) -> list[float]:
+    """Return what clients claim (local steps, examples), each at most MULTIPLE times the median.
+
+    The median is over these claims and those before, the lower one of two: a single client's claim, however
+    large, is no measure of itself.
+
+    >>> cap_claims([10.0, 2.0**53], [])
+    [10.0, 1000.0]
+    """
+    known = [claim for claim in [*claims, *before] if claim > 0]
+    most = MULTIPLE * median_low(known) if known else 0.0
+    return [min(claim, most) for claim in claims]
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What clients say of their work: local steps and examples; 0 for what a client does not say."""
+
+    steps: Sequence[float] = ()
+    samples: Sequence[float] = ()
+
+    def cap(self, before: Claims) -> Claims:
+        """Return these claims, capped by the medians of them and of those before."""
+        return Claims(cap_claims(self.steps, before.steps), cap_claims(self.samples, before.samples))
+
+    def join(self, before: Claims) -> Claims:
+        """Return the last claims: these, and then those before."""
+        return Claims(keep_last(self.steps, before.steps), keep_last(self.samples, before.samples))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
-from typing import NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -19,162 +18,138 @@ from numpy.typing import NDArray
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import InputError
 from cfedavg.core.run_files import Record
-from cfedavg.federate.primary import Primary
 from cfedavg.federate.replica import advance
-from cfedavg.flower import norms
-from cfedavg.flower import strategy_state as memory
-from cfedavg.flower.averaging import Averaging, Model, Outcome, Round
-from cfedavg.flower.channels import Channels
-from cfedavg.flower.dispatch import Asking
-from cfedavg.flower.evaluation import EvaluateFunction, Evaluation
-from cfedavg.flower.federation_folder import Books
-from cfedavg.flower.federation_state import FederationState, Note, RoundRows, note_of
-from cfedavg.flower.nodes import Numbers, online
-from cfedavg.flower.records import MODS, size_of
-from cfedavg.flower.reply_validation import FAILED, TOO_LARGE, Door, Rejected, above, kind_of, unlike_most
+from cfedavg.flower import reply_validation, round_policy, strategy_state
+from cfedavg.flower.averaging import Averaging, EvaluateFunction, Evaluation, Model
+from cfedavg.flower.dispatch import Channels, Dispatcher, list_online
+from cfedavg.flower.federation_folder import FederationFolder
+from cfedavg.flower.federation_state import FederationState, Note, Numbers, RoundRows
+from cfedavg.flower.messages import CAUSES, MODS, REFUSED, make_record, measure_reply
+from cfedavg.flower.reply_validation import Rejected, ReplyValidator
 from cfedavg.flower.round_policy import RoundPolicy
-from cfedavg.flower.rows import Residuals, download_columns, node_rows, round_row
-from cfedavg.flower.server_age import ServerAge
+from cfedavg.flower.rounds import Outcome, Residuals, Round, make_node_row, make_round_row
 
 
-class AppConfig(NamedTuple):
-    """What an app passes to `start`: configurations for its clients, and its own evaluation."""
+@dataclass
+class Session:
+    """Goes from the state that it is given to the last round; every round ends durably."""
 
+    grid: Grid
+    folder: FederationFolder
+    state: FederationState
+    policy: RoundPolicy
+    channels: Channels
+    averaging: Averaging
+    inner: Strategy | None
+    max_norm: float | None
     train_config: ConfigRecord
     evaluate_config: ConfigRecord
     evaluate_fn: EvaluateFunction | None
 
-
-class Session:
-    """Goes from the state that it is given to the last round; every round ends durably."""
-
-    def __init__(
-        self,
-        grid: Grid,
-        books: Books,
-        state: FederationState,
-        *,
-        policy: RoundPolicy,
-        channels: Channels,
-        averaging: Averaging,
-        inner: Strategy | None,
-        max_norm: float | None,
-        app: AppConfig,
-    ) -> None:
-        self.grid, self.books, self.form, self.state = grid, books, books.form, state
-        self.policy, self.channels, self.averaging, self.inner = policy, channels, averaging, inner
-        self.downlink = channels.downlink(self.form.layout)
-        self.max_norm, self.train_config, self.result = max_norm, app.train_config, Result()
-        self.door = Door(self.form, channels.compressor, max_norm, averaging.by_samples)
-        notes = {who: note_of(known) for who, known in state.clients.items()}
-        self.numbers = Numbers({who: note.number for who, note in notes.items()}, state.lent)
+    def __post_init__(self) -> None:
+        self.form, self.result, self.age = self.folder.form, Result(), ServerAge()
+        self.downlink = self.channels.downlink(self.form.layout)
+        by_samples = self.averaging.by_samples
+        self.validator = ReplyValidator(self.form, self.channels.compressor, self.max_norm, by_samples)
+        notes = {who: known.note for who, known in self.state.clients.items()}
+        self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
         self.residuals = Residuals(note.residual2 for note in notes.values())
-        self.age = ServerAge()
-        self.asking = Asking(grid, self.form, books.federation, self.numbers, policy, channels)
-        self.evaluation = Evaluation(app.evaluate_fn, app.evaluate_config, self.asking, self.result)
-        self._at_first = memory.attributes(inner) if inner else {}
-        if inner and state.inner is not None:
-            memory.remind(inner, state.inner)
+        federation = self.folder.federation
+        self.dispatcher = Dispatcher(
+            self.grid, self.form, federation, self.numbers, self.policy, self.channels
+        )
+        self.evaluation = Evaluation(self.evaluate_fn, self.evaluate_config, self.dispatcher, self.result)
+        self._at_first = strategy_state.read_attributes(self.inner) if self.inner else {}
+        if self.inner and self.state.inner is not None:
+            strategy_state.restore_memory(self.inner, self.state.inner)
 
     def run(self, num_rounds: int) -> Result:
+        """Do the rounds that are left."""
         t = self.state.server.t
         if t:
             log(INFO, "resuming after round %d of %d", t, num_rounds)
         else:
             self.evaluation.evaluate_here(0, self._held_arrays())
         while self.state.server.t < num_rounds:
-            self._round()
-            log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, _in_words(self.books.rows[-1]))
-        self.books.close(self.state)
+            self._do_round()
+            log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, _describe(self.folder.rows[-1]))
+        self.folder.close(self.state)
         self.result.arrays = self._held_arrays()
         return self.result
 
-    def _arrays(self) -> ArrayRecord:
-        """The server's model, which a strategy works with, as the app knows it."""
-        return self._as_app_knows(self.state.server.x)
+    def _arrays(self, x: NDArray[np.float32]) -> ArrayRecord:
+        """Return a model as the app knows it."""
+        return make_record(self.form.join(x, self.state.whole))
 
     def _held_arrays(self) -> ArrayRecord:
-        """The model that the clients hold."""
-        return self._as_app_knows(self.books.held_model(self.state))
+        """Return the model that the clients hold."""
+        return self._arrays(self.folder.held_model(self.state))
 
-    def _as_app_knows(self, x: NDArray[np.float32]) -> ArrayRecord:
-        arrays = self.form.join(x, self.state.whole)
-        return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
-
-    def _round(self) -> None:
-        t = self.state.server.t
-        now = Round(
-            t + 1, self._arrays(), time.monotonic(), max_norm=self._max_norm(), before=self.state.claims
-        )
-        self._collect(now, self._messages(now))
-        self._check_age(now)
+    def _do_round(self) -> None:
+        # The bound is known before anyone is asked, and from durable state: a restart finds the same.
+        bound = round_policy.bound_norm(self.state.norms) if self.max_norm is None else self.max_norm
+        arrays, claims = self._arrays(self.state.server.x), self.state.claims
+        now = Round(self.state.server.t + 1, arrays, time.monotonic(), max_norm=bound, before=claims)
+        self._collect(now, self._make_requests(now))
+        if self.age.is_older(now.outcomes, now.online, self.state.clients, len(self.numbers)):
+            # An older copy's numbers have been used, and need a new generation to be used again.
+            raise InputError(
+                f"the nodes have answered later rounds than the {now.server_round - 1} of {self.folder.out}: "
+                "it is an older copy of the federation, to be resumed with from_backup"
+            )
         if not self.policy.has_quorum(len(now.taken), now.needed):
-            now.is_void(self.policy.explain_void(len(now.taken), now.needed))
+            now.make_void(self.policy.explain_void(len(now.taken), now.needed))
         self._aggregate(now)
         tested = self.evaluation.evaluate_here(now.server_round, self._held_arrays())
         state = replace(self.state, lent=dict(self.numbers.lent))
         if self.inner:
-            # What clients are asked to evaluate must not be lost: a restart would make another model.
-            self.books.store_round(state, *self._rows(now, tested))
-            tested |= self.evaluation.ask_clients(self.inner, now, self._arrays(), self.state)
-        self.state = self.books.end_round(state, *self._rows(now, tested))
+            # Store the model before clients evaluate it: a restart would make another one.
+            self.folder.store_round(state, *self._make_rows(now, tested))
+            arrays = self._arrays(self.state.server.x)
+            tested |= self.evaluation.ask_clients(self.inner, now, arrays, self.state)
+        self.state = self.folder.end_round(state, *self._make_rows(now, tested))
 
-    def _rows(self, now: Round, tested: Record) -> RoundRows:
-        """The rows of a round that has ended, as far as it is known what came of it."""
-        t, residuals = now.server_round - 1, self.residuals.columns(max(1, len(self.numbers)))
-        row = round_row(t, now.in_order, now.outcomes, self.form.layout.d, residuals)
-        downloads = [each for of_node in now.downloads.values() for each in of_node]
-        row |= download_columns(downloads, row["uplink_bytes"], self._gap2())
+    def _make_rows(self, now: Round, tested: Record) -> RoundRows:
+        """Return the rows of a round that has ended, as far as its results are known."""
+        residuals, state = self.residuals.columns(max(1, len(self.numbers))), self.state
+        gap2 = None
+        if state.server.primary is not None:
+            gap2 = norm2(state.server.x - self.folder.held_model(state))
+        row = make_round_row(now, self.form.layout.d, residuals, gap2)
         row |= {**tested, "seconds": time.monotonic() - now.began}
-        versions = {who.identity: self.asking.held(self.state, who.identity) for who in now.nodes.values()}
-        return RoundRows(row, node_rows(t, now, versions, self.state))
+        find = self.dispatcher.find_version
+        nodes = now.nodes.values()
+        return RoundRows(row, [make_node_row(each, now, find(state, each.identity), state) for each in nodes])
 
-    def _gap2(self) -> float | None:
-        """|x - w|^2, where clients hold a copy."""
-        if self.state.server.primary is None:
-            return None
-        return norm2(self.state.server.x - self.books.held_model(self.state))
-
-    def _max_norm(self) -> float:
-        """It is known before anyone is asked, and from what is durable: a restart finds the same."""
-        return norms.bound(self.state.norms) if self.max_norm is None else self.max_norm
-
-    def _most_whole(self) -> float:
-        """Return how large a number that travels whole may be; a whole number of the model may come back."""
-        if self.max_norm == math.inf:
-            return math.inf
-        return max(norms.LARGEST, self.form.largest(self.state.whole, "iu"))
-
-    # Asking
-
-    def _messages(self, now: Round) -> list[Message]:
-        """The requests of a round. Its number has been durable since the round before ended."""
+    def _make_requests(self, now: Round) -> list[Message]:
+        """Return the requests of a round. Its number has been durable since the round before ended."""
         if self.inner is None:
-            wanted: Iterable[Message] = self.asking.own(now, self.train_config)
+            wanted: Iterable[Message] = self.dispatcher.sample(now, self.train_config)
         else:
             wanted = self.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
-        messages = self.asking.packed(now, wanted, self.state)
-        now.needed = now.needed or len(now.nodes)  # a strategy may ask one twice
-        if self.numbers.lent != self.state.lent:  # an answer goes by its number
+        messages = self.dispatcher.pack(now, wanted, self.state)
+        now.needed = now.needed or len(now.nodes)  # a strategy may ask one node twice
+        if self.numbers.lent != self.state.lent:  # a client's draws go by its number: make it durable first
             self.state = replace(self.state, lent=dict(self.numbers.lent))
-            self.books.meet(self.state)
+            self.folder.store_state(self.state)
         return messages
 
-    # Taking
-
     def _collect(self, now: Round, messages: list[Message]) -> None:
-        """Takes what comes before the deadline, until there is enough."""
+        """Take what comes before the deadline, until there is enough."""
         asked = {node.identity for node in now.nodes.values()}
-        door = replace(self.door, max_norm=now.max_norm, most_whole=self._most_whole())
-        for node, reply in self.asking.answers(now, messages, self.state):
-            facts = time.monotonic() - now.began, size_of(reply)
+        most = math.inf  # of a number that travels whole; a whole number of the model may come back
+        if self.max_norm != math.inf:
+            most = max(round_policy.LARGEST_NORM, self.form.largest(self.state.whole, "iu"))
+        validator = replace(self.validator, max_norm=now.max_norm, most_whole=most)
+        for node, reply in self.dispatcher.exchange(now, messages, self.state):
+            facts = time.monotonic() - now.began, measure_reply(reply)
             try:
-                taken = door.take(reply, node, self.state.server, asked, now.taken)
+                taken = validator.take(reply, node, self.state.server, asked, now.taken)
                 now.taken[node.identity] = taken
                 now.outcomes[node.identity] = Outcome("replied", "", *facts)
             except Rejected as rejected:
                 why = str(rejected)
-                if rejected.cause == FAILED and node.identity not in self.state.clients:
+                if rejected.cause == reply_validation.FAILED and node.identity not in self.state.clients:
                     why += f"; has its client app {MODS}?"
                 if node.identity not in now.taken:  # else it was asked twice, and has replied
                     now.outcomes[node.identity] = Outcome(rejected.cause, why, *facts)
@@ -182,86 +157,94 @@ class Session:
             if self.policy.has_enough(len(now.taken), now.needed):
                 break
         self._note_missing(now)
-        self._leave_out_too_large(now)
-        if self.inner:
-            self._leave_out_odd_ones(now)
+        self._leave_out(now)
 
     def _note_missing(self, now: Round) -> None:
-        """Those of whom nothing has come."""
-        now.online = {node.identity for node in online(self.grid, self.numbers)}
+        """Note an outcome for the nodes that have not replied."""
+        now.online = {node.identity for node in list_online(self.grid, self.numbers)}
         enough = self.policy.has_enough(len(now.taken), now.needed)
         for node in now.nodes.values():
             here = node.identity in now.online
             missing = self.policy.classify_missing(is_online=here, has_enough=enough)
             now.outcomes.setdefault(node.identity, Outcome(*missing, None, 0))
 
-    def _leave_out_too_large(self, now: Round) -> None:
-        """While nothing is known of earlier updates, those of the round are held against each other."""
-        if self.max_norm is not None or len(self.state.norms) >= norms.ENOUGH:
-            return
-        most = norms.bound([each.norm for each in now.taken.values() if each.norm > 0])
-        for who, each in list(now.taken.items()):
-            if each.norm > most:
-                now.leave_out(who, TOO_LARGE, above(each.norm, most))
-
-    def _leave_out_odd_ones(self, now: Round) -> None:
-        """A single client's metrics must not keep the inner strategy from averaging."""
-        kinds = {who: kind_of(each.metrics, each.arrays) for who, each in now.taken.items()}
-        for who, why in unlike_most(kinds, now.server_round).items():
-            now.leave_out(who, "metrics", why)
-
-    def _check_age(self, now: Round) -> None:
-        """Numbers of an older copy have been used since, and must not be again without a new generation."""
-        if self.age.is_older(now.outcomes, now.online, self.state.clients, len(self.numbers)):
-            raise InputError(
-                f"the nodes have answered later rounds than the {now.server_round - 1} of {self.books.out}: "
-                "it is an older copy of the federation, to be resumed with from_backup"
-            )
-
-    # Averaging
+    def _leave_out(self, now: Round) -> None:
+        """Reject replies that are too large beside the others, or that an inner strategy cannot average."""
+        if self.max_norm is None and len(self.state.norms) < round_policy.ENOUGH:
+            most = round_policy.bound_norm([each.norm for each in now.taken.values() if each.norm > 0])
+            for who, each in list(now.taken.items()):
+                if each.norm > most:
+                    why = reply_validation.explain_norm(each.norm, most)
+                    now.leave_out(who, reply_validation.TOO_LARGE, why)
+        if self.inner:
+            kind = reply_validation.describe_kind
+            kinds = {who: kind(each.metrics, each.arrays) for who, each in now.taken.items()}
+            for who, why in reply_validation.find_odd_ones(kinds, now.server_round).items():
+                now.leave_out(who, "metrics", why)
 
     def _aggregate(self, now: Round) -> None:
-        """The state after the round; it becomes durable with the round's rows."""
-        model = Model(self.state.server.x, self.state.whole, self.state.memory)
+        """Go to the state after the round; it becomes durable with the round's rows."""
+        server = self.state.server
+        model = Model(server.x, self.state.whole, self.state.memory)
         if now.taken:
-            model = self.averaging.combined(now, model, everyone=len(self.numbers))
+            model = self.averaging.combine(now, model, everyone=len(self.numbers))
         if now.train_metrics is not None:
             self.result.train_metrics_clientapp[now.server_round] = now.train_metrics
         marks = {who: taken.mark for who, taken in now.taken.items()}
+        primary, whole = None, model.whole
+        if server.primary is not None and self.downlink is not None:
+            primary = advance(server.primary, model.x, self.downlink, self.channels.seed)
+        if self.downlink is not None and self.downlink.rounds:  # round the running statistics as the copy is
+            whole = self.form.lengthen(self.form.shorten(whole))
         self.state = replace(
-            self.state.end_round(marks, model.x, self._notes(now), self._primary_after(model)),
-            whole=self._whole_after(model),
+            self.state.end_round(marks, model.x, self._make_notes(now), primary),
+            whole=whole,
             memory=model.memory,
-            norms=norms.remembered([taken.norm for taken in now.in_order], self.state.norms),
+            norms=round_policy.keep_last([taken.norm for taken in now.in_order], self.state.norms),
             claims=now.claims.join(now.before),
-            inner=memory.remembered(self.inner, self._at_first) if self.inner else None,
+            inner=strategy_state.read_memory(self.inner, self._at_first) if self.inner else None,
         )
         self.numbers.settle(now.taken, now.online)
 
-    def _primary_after(self, model: Model) -> Primary | None:
-        """The copy that clients will hold, after the broadcast that ends a round."""
-        primary = self.state.server.primary
-        if primary is None or self.downlink is None:
-            return None
-        return advance(primary, model.x, self.downlink, self.channels.seed)
-
-    def _whole_after(self, model: Model) -> bytes:
-        """What travels whole, as clients will have it: running statistics are rounded as the copy is."""
-        rounds = self.downlink is not None and self.downlink.rounds
-        return self.form.lengthen(self.form.shorten(model.whole)) if rounds else model.whole
-
-    def _notes(self, now: Round) -> dict[str, Note]:
-        """What is kept of those who are in the model now."""
+    def _make_notes(self, now: Round) -> dict[str, Note]:
+        """Return what is kept of the clients whose replies go into the model."""
         notes = {}
         for who, taken in now.taken.items():
             known = self.state.clients.get(who)
             residual2 = taken.memory2 if self.channels.feedback.keeps_client_memory else None
-            self.residuals.change(note_of(known).residual2 if known else None, residual2)
+            self.residuals.change(known.note.residual2 if known else None, residual2)
             notes[who] = Note(taken.node.number, now.server_round - 1, residual2)
         return notes
 
 
-def _in_words(row: Record) -> str:
+class ServerAge:
+    """What the nodes have said since the start of whether the server is an older copy of itself."""
+
+    def __init__(self) -> None:
+        self.ahead, self.in_step = set[str](), set[str]()  # nodes, by whether they know later rounds
+
+    def is_older(
+        self, outcomes: Mapping[str, Outcome], online: set[str], in_model: Collection[str], everyone: int
+    ) -> bool:
+        """Whether the nodes prove, by the outcomes of a round, that they have answered later rounds.
+
+        An older server is refused by every node that took part later; other nodes and new ones reply. One
+        node may be wrong, or lie, also under a new name each round. So the proof takes two nodes that are
+        still online, and more than have replied since the start, among the nodes that are in the model. All
+        nodes are counted in the same way only while none in the model has replied: a new name proves
+        nothing against it.
+        """
+        self.in_step |= {who for who, outcome in outcomes.items() if outcome.what == "replied"}
+        refused = {who for who, outcome in outcomes.items() if outcome.what == CAUSES[REFUSED]}
+        self.ahead = (refused | self.ahead & online) - self.in_step
+        known = {who for who in self.ahead | self.in_step if who in in_model}
+        groups = [known] if known & self.in_step else [known, self.ahead | self.in_step]
+        least = min(2, everyone)
+        return any(len(group & self.ahead) >= max(least, len(group & self.in_step) + 1) for group in groups)
+
+
+def _describe(row: Record) -> str:
+    """Return the row of a round in words."""
     parts = [f"{row['clients'] - row['lost']} of {row['clients']} taken"]
     parts += [f"{cause} {count}" for cause, count in row["outcomes"].items() if cause != "replied"]
     parts.append(f"{row['uplink_bytes']:,} bytes up, {row['downlink_bytes']:,} down")

@@ -1,4 +1,4 @@
-"""CFedAvg as a Flower strategy. Alone it is Algorithm 1; around another one it compresses what travels."""
+"""CFedAvg as a Flower strategy: Algorithm 1, or another strategy whose messages it compresses."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower.array_layout import STATISTICS, Form
-from cfedavg.flower.averaging import LARGEST, Alone, Averaging, Rate, Through
-from cfedavg.flower.channels import Channels
-from cfedavg.flower.evaluation import EvaluateFunction
-from cfedavg.flower.federation_folder import Books
-from cfedavg.flower.federation_state import FederationState, FixedOptions
+from cfedavg.flower.averaging import LARGEST, Averaging, EvaluateFunction, OwnAverage, Rate, WrappedAverage
+from cfedavg.flower.dispatch import Channels
+from cfedavg.flower.federation_folder import FederationFolder
+from cfedavg.flower.federation_state import FixedOptions
 from cfedavg.flower.round_policy import RoundPolicy
-from cfedavg.flower.session import AppConfig, Session
-from cfedavg.flower.strategy_state import name_of
-from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerOptimiser
+from cfedavg.flower.session import Session
+from cfedavg.flower.strategy_state import name_strategy
+from cfedavg.optimise.server import SERVER_OPTIMISERS
 
 _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
-# Of what Config does not look at: the kind, the least and the most that it may be, in words as well.
-_ABOVE_0 = math.ulp(0.0)
-_BOUNDS: dict[str, tuple[Any, float, float, str]] = {
-    "max_norm": (Real, _ABOVE_0, math.inf, "a number above 0, which may be infinite"),
-    "eta": (Real, _ABOVE_0, 1e300, "a number above 0, or a function of the round"),
+# Of fields that Config does not check: the largest value, and the rule in words. Both must be above 0.
+_BOUNDS = {
+    "max_norm": (math.inf, "a number above 0, which may be infinite"),
+    "eta": (1e300, "a number above 0, or a function of the round"),
 }
 
 
@@ -52,8 +50,8 @@ class CFedAvg(Strategy):
 
     `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The
     clients are told, so the mod needs no options. `whole`: patterns of the names of arrays that are not
-    compressed. With a `compressor_down` the clients train, and `evaluate_fn` and the result get, the copy
-    that all clients hold; a strategy within sees the server's own model.
+    compressed. With a `compressor_down` all clients hold a copy of the model: they train from it, and
+    `evaluate_fn` and the result get it. A strategy within gets the server's own model.
 
     `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. With a
     strategy within, which samples itself, only its quorum and deadline have an effect.
@@ -61,8 +59,8 @@ class CFedAvg(Strategy):
     `max_norm`: no client sends a payload of a larger norm; the rest waits. By default that is 100 times the
     median norm of the last 100 payloads in the model; math.inf is no bound.
 
-    `out`: the folder of metrics and state; `resume`: go on with what is in it; `from_backup`: what is in it
-    is an older copy, and the clients have seen later rounds.
+    `out`: the folder of metrics and state. `resume`: go on with the federation in it. `from_backup`: the
+    folder is an older copy, and the clients have seen later rounds.
     """
 
     def __init__(
@@ -90,24 +88,18 @@ class CFedAvg(Strategy):
         self.resume, self.from_backup = resume, from_backup
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         self._check(out is not None)
-        given: dict[str, Any] = {
-            "compressor": compressor,
-            "compressor_down": compressor_down,
-            "feedback": feedback,
-            "update": update,
-            "server_optimiser": server_optimiser,
-            "weighting": weighting,
-            "seed": seed,
-        }
-        self.config = self._configured(config, given)
+        given: dict[str, Any] = {"compressor": compressor, "compressor_down": compressor_down}
+        given |= {"feedback": feedback, "update": update, "server_optimiser": server_optimiser}
+        given |= {"weighting": weighting, "seed": seed}
+        self.config = self._make_config(config, given)
         down = parse(compressor_down, "compressor_down")
         self.channels = Channels(parse(compressor), down, FEEDBACKS.parse(feedback), update, seed)
         self.aggregator = Aggregator(self.channels.feedback, SERVER_OPTIMISERS.parse(server_optimiser))
         self._check_update()
         self._check_feedback()
 
-    def _check(self, placed: bool) -> None:
-        """What Config does not look at."""
+    def _check(self, has_out: bool) -> None:
+        """Raise InputError for fields that Config does not check."""
         if self.inner is not None and not isinstance(self.inner, Strategy):
             raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {self.inner!r}")
         if not isinstance(self.policy, RoundPolicy):
@@ -115,41 +107,41 @@ class CFedAvg(Strategy):
         for name in ("resume", "from_backup"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be true or false, got {getattr(self, name)!r}")
-        if self.resume and not placed:
+        if self.resume and not has_out:
             raise InputError("`resume` needs `out`, the folder of the federation to go on with")
         if self.from_backup and not self.resume:
             raise InputError("`from_backup` is for a federation that goes on: it needs `resume` as well")
-        for name, (kind, low, high, words) in _BOUNDS.items():
+        for name, (most, words) in _BOUNDS.items():
             value: Any = getattr(self, name)
             if value is None or (name == "eta" and callable(value)):
                 continue
-            if not isinstance(value, kind) or not low <= value <= high:
+            if not isinstance(value, Real) or not 0 < value <= most:  # type: ignore[operator]
                 raise InputError(f"`{name}` must be {words}, got {value!r}")
         if isinstance(self.whole, str):
             raise InputError(f"`whole` must be a list of patterns, as [{self.whole!r}], got {self.whole!r}")
 
-    def _configured(self, config: Config | None, given: dict[str, Any]) -> Config:
-        """What the server decides, for its folder; around an app of the user's, no more is known."""
+    def _make_config(self, config: Config | None, given: dict[str, Any]) -> Config:
+        """Return the server's options for its folder; of an app of the user's, no more is known."""
         given = {**given, "participation": float(self.policy.participation)}
         if config is None:
-            by = f"{APP[:-1]}, averaged by {name_of(self.inner)})" if self.inner else APP
+            by = f"{APP[:-1]}, averaged by {name_strategy(self.inner)})" if self.inner else APP
             rate = None if callable(self.eta) else self.eta
             config, given = Config(dataset=APP), {**given, "model": by, "eta": rate}
         return config.replace(**given)
 
     def _check_update(self) -> None:
-        """How updates are averaged: what a strategy within would not heed is refused."""
-        if self.config.update == "auto":
+        """Raise InputError for options that have no effect when CFedAvg wraps a strategy."""
+        config = self.config
+        if config.update == "auto":
             raise InputError("`update` is 'auto': say 'sum', or 'mean' where the clients report local-steps")
         if self.inner is None:
             return
-        given = {
-            "eta": self.eta,
-            "weighting": self.config.weighting,
-            "server_optimiser": str(self._optimiser),
+        usual = {
+            "eta": self.eta is None,
+            "weighting": config.weighting == "uniform",
+            "server_optimiser": str(self.aggregator.optimiser) == "sgd",
         }
-        usual = {"eta": None, "weighting": "uniform", "server_optimiser": "sgd"}
-        if odd := [f"`{name}`" for name, value in given.items() if value != usual[name]]:
+        if odd := [f"`{name}`" for name, is_usual in usual.items() if not is_usual]:
             raise InputError(
                 f"{' and '.join(odd)} must not be given when CFedAvg wraps a strategy, which averages and "
                 "steps itself. Remove one of the two."
@@ -159,11 +151,11 @@ class CFedAvg(Strategy):
                 "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg "
                 "wraps a strategy, which samples itself. Remove them."
             )
-        if self.config.update != "sum":
+        if config.update != "sum":
             raise InputError("`update` must be 'sum' around a strategy, which gets whole models, got 'mean'")
 
     def _check_feedback(self) -> None:
-        """Refuse a feedback that this federation cannot keep."""
+        """Raise InputError for a feedback that this federation cannot keep."""
         feedback = self.channels.feedback
         if feedback.broadcasts or feedback.moves_start:
             raise InputError(
@@ -186,15 +178,12 @@ class CFedAvg(Strategy):
                 "clients' updates would go wrong if a client's weight changed."
             )
 
-    @property
-    def _optimiser(self) -> ServerOptimiser:
-        return self.aggregator.optimiser
-
     def summary(self) -> None:
+        """Log what the strategy does, and where its metrics are."""
         where = f"{self.out.resolve()} on {socket.gethostname()}"
         parts = f"{self.channels.compressor} up, {self.channels.compressor_down} down"
         parts += f", feedback {self.channels.feedback}"
-        parts += "" if self.inner else f", server optimiser {self._optimiser}"
+        parts += "" if self.inner else f", server optimiser {self.aggregator.optimiser}"
         log(INFO, "CFedAvg: %s, update %s; metrics in %s", parts, self.channels.update, where)
         if self.inner is not None:
             self.inner.summary()
@@ -209,73 +198,64 @@ class CFedAvg(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFunction | None = None,
     ) -> Result:
-        """All rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
+        """Do all rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
         policy = self.policy.with_deadline(timeout)
         self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
-        form = self._form_of(arrays)
+        form = self._make_form(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"`num_rounds` must be a whole number of 1 or more, got {num_rounds!r}")
-        config = self.config.replace(rounds=num_rounds)
+        config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
         replica = self.channels.replica(form.layout)
-        books = Books(self.out, config, form, replica, self._fixed_options, self._also(policy))
-        app = AppConfig(train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
-        with books.kept():
+        folder = FederationFolder(self.out, config, form, replica, self._fixed_options(), comments)
+        with folder.hold():
             x, whole = form.split(arrays)
             whole = form.lengthen(form.shorten(whole)) if replica and replica.rounds else whole
             memory = ServerMemory() if self.inner else self.aggregator.init(x)
-            state = books.begin(x, whole, memory, resume=self.resume, from_backup=self.from_backup)
-            session = self._session(grid, books, state, policy, app)
-            books.open(state)  # a session that refuses the state leaves everything as it was
+            state = folder.begin(x, whole, memory, resume=self.resume, from_backup=self.from_backup)
+            session = Session(
+                grid,
+                folder,
+                state,
+                policy=policy,
+                channels=self.channels,
+                averaging=self._make_averaging(form),
+                inner=self.inner,
+                max_norm=self.max_norm,
+                train_config=train_config or ConfigRecord(),
+                evaluate_config=evaluate_config or ConfigRecord(),
+                evaluate_fn=evaluate_fn,
+            )
+            folder.open(state)  # a session that refuses the state leaves everything as it was
             return session.run(num_rounds)
 
-    def _form_of(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Form:
+    def _make_form(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Form:
         """Return the form of the first model, which must be finite."""
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise InputError(f"initial_arrays: {name!r} holds NaN or Inf, from which no client can train")
+                raise InputError(
+                    f"`initial_arrays`: {name!r} holds NaN or Inf, from which no client can train"
+                )
             if array.dtype == np.float32 and np.abs(array).max(initial=0) > LARGEST:
-                raise InputError(f"initial_arrays: {name!r} must not hold a number above {LARGEST:g}")
+                raise InputError(f"`initial_arrays`: {name!r} must not hold a number above {LARGEST:g}")
         form = Form.of(arrays, self.whole)
         if form.whole_bytes > 4 * form.layout.d:
             log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
         return form
 
-    def _session(
-        self, grid: Grid, books: Books, state: FederationState, policy: RoundPolicy, app: AppConfig
-    ) -> Session:
-        return Session(
-            grid,
-            books,
-            state,
-            policy=policy,
-            channels=self.channels,
-            averaging=self._averaging(books.form),
-            inner=self.inner,
-            max_norm=self.max_norm,
-            app=app,
-        )
-
-    @property
-    def _fixed_options(self) -> FixedOptions:
-        channels = self.channels
-        return FixedOptions(
-            inner=name_of(self.inner) if self.inner else None,
-            compressor=str(channels.compressor),
-            compressor_down=str(channels.compressor_down),
-            feedback=str(channels.feedback),
-            update=channels.update,
-            server_optimiser=str(self._optimiser),
-            seed=channels.seed,
-        )
-
-    def _averaging(self, form: Form) -> Averaging:
+    def _make_averaging(self, form: Form) -> Averaging:
         if self.inner is not None:
-            return Through(form, self.inner)
+            return WrappedAverage(form, self.inner)
         by_steps, by_samples = self.channels.update == "mean", self.config.weighting == "samples"
-        return Alone(form, self.aggregator, self.eta, by_steps, by_samples)
+        return OwnAverage(form, self.aggregator, self.eta, by_steps, by_samples)
 
-    def _also(self, policy: RoundPolicy) -> dict[str, Any]:
+    def _fixed_options(self) -> FixedOptions:
+        inner, channels = name_strategy(self.inner) if self.inner else None, self.channels
+        up, down = str(channels.compressor), str(channels.compressor_down)
+        feedback, optimiser = str(channels.feedback), str(self.aggregator.optimiser)
+        return FixedOptions(inner, up, down, feedback, channels.update, optimiser, channels.seed)
+
+    def _list_more_options(self, policy: RoundPolicy) -> dict[str, Any]:
         """Return the options that config.toml has no fields for."""
         names = ["quorum"] if self.inner else ["over_selection", "min_nodes", "quorum"]
         found: dict[str, Any] = {name: getattr(policy, name) for name in names}
@@ -285,28 +265,28 @@ class CFedAvg(Strategy):
             found["eta"] = "a function of the round"
         return {**found, "max_norm": self.max_norm, "timeout": policy.deadline, "whole": [*self.whole]}
 
-    # A round is only right if its books are kept, so that the rounds of another's `start` will not do.
+    # Another strategy's `start` would not store the state of a round, so it cannot drive these four.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        _not_inside()
+        _refuse_wrapping()
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        _not_inside()
+        _refuse_wrapping()
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        _not_inside()
+        _refuse_wrapping()
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        _not_inside()
+        _refuse_wrapping()
 
 
-def _not_inside() -> NoReturn:
+def _refuse_wrapping() -> NoReturn:
     raise InputError(
         "CFedAvg cannot be wrapped by another strategy. Pass that strategy as `inner`, and call start()."
     )

@@ -11,8 +11,7 @@ from cfedavg.compress import parse
 from cfedavg.core.errors import InputError
 from cfedavg.data.tasks import build_task
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.flower.app_reply import STEPS
-from cfedavg.flower.mod import compressed
+from cfedavg.flower.mod import STEPS, compressed
 from cfedavg.launch.app.settings import config_of
 from cfedavg.simulate.local import after, batches, clock, local_steps, reproducible, seed_generators
 from cfedavg.simulate.plan import Plan

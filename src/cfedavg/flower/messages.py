@@ -1,4 +1,4 @@
-"""What travels through Flower, as its records: the order to a client and the client's answer.
+"""The messages through Flower, as its records: the order to a client and the client's reply.
 
 What leads a client to the model goes out as one row of bytes, its body: within the order while it is short,
 as an array when it is long. Every array of a message costs requests of its own, whose signed headers are
@@ -7,6 +7,7 @@ longer than what a client sends back; but a long row is stored once for all node
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -30,9 +31,6 @@ MODS = "mods=[cfedavg.flower.compressed]"
 # Why a client does not answer. Flower's own codes are below 10.
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
 UNKNOWN_PART, FORGED, OTHER_VERSION, NEED_WHOLE = 1008, 1009, 1010, 1011
-SHORT = 32_768  # bytes of a body that travels within the order
-# Of a body: the CRC-32 of all that follows, and the length of the broadcast; what travels whole is the rest.
-_CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 CAUSES = {
     REFUSED: "out of date",
     NOT_FINITE: "not finite",
@@ -46,6 +44,27 @@ CAUSES = {
     OTHER_VERSION: "another version",
     NEED_WHOLE: "another copy",
 }
+SHORT = 32_768  # bytes of a body that travels within the order
+MOST_TEXT = 300  # characters of what a node says that are of use to anyone
+# Of a body: the CRC-32 of all that follows, and the length of the broadcast; what travels whole is the rest.
+_CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
+
+
+def in_a_line(text: str) -> str:
+    """Return what a node says as one printable line that is not too long: it may say anything."""
+    return "".join(c if c.isprintable() else " " for c in text[:MOST_TEXT])
+
+
+def read_number(value: Any) -> float | None:
+    """Return a finite number that a client reported; None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 2**1000 and math.isfinite(value) else None
+
+
+def make_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Return arrays as Flower's record, each a copy."""
+    return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,7 @@ class Order:
     """What a client is told besides the model and the user's own configuration."""
 
     federation: str
-    client: str  # whom the node has proved to be
+    client: str  # the identity that the node has proved
     number: int  # by which its random draws go
     generation: int
     stamp: int
@@ -71,20 +90,17 @@ class Order:
 
     @property
     def size(self) -> int:
-        """In bytes, without the body: of texts their length, of numbers 8 each."""
-        fields = asdict(self) | {"body": ""}
-        texts = [each if isinstance(each, str | list) else [each] for each in fields.values()]
-        return sum(len(each) if isinstance(each, str) else 8 * len(each) for each in texts)
+        """The length in bytes, without the body: of texts their length, of numbers 8 each."""
+        values = [getattr(self, item.name) for item in fields(self) if item.name != "body"]
+        return sum(
+            len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list) else 8
+            for value in values
+        )
 
     def request(self, broadcast: Broadcast | None = None) -> Request:
-        """As the protocol has it."""
+        """Return the request of the protocol."""
         mark = Mark(Stamp(*self.mark[:2]), *self.mark[2:]) if self.mark else None
         return Request(Stamp(self.generation, self.stamp), self.t, mark, broadcast)
-
-
-def flat(mark: Mark | None) -> list[int]:
-    """A mark as a row of whole numbers."""
-    return [*mark.stamp, mark.incarnation, mark.digest] if mark else []
 
 
 class Body(NamedTuple):
@@ -100,7 +116,7 @@ class Body(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Body:
-        """Return the parts of a row; InputError if it is not as it was sent."""
+        """Return the parts of a row; raise InputError if it is not as it was sent."""
         at, start = _CHECKSUM.size, _CHECKSUM.size + _LENGTH.size
         if len(data) < start or _CHECKSUM.unpack_from(data)[0] != zlib.crc32(memoryview(data)[at:]):
             raise InputError("the request is damaged: the checksum of its body is wrong")
@@ -120,8 +136,8 @@ class Load:
         self.arrays = None if self.within else ArrayRecord({"body": Array(np.frombuffer(data, np.uint8))})
 
 
-def ordered(content: RecordDict, load: Load, order: Order) -> RecordDict:
-    """What goes to a client: all that the user's strategy wanted to send, with a body for the model."""
+def pack_request(content: RecordDict, load: Load, order: Order) -> RecordDict:
+    """Return the content for a client: all that the user's strategy sends, with a body for the model."""
     made = RecordDict({name: record for name, record in content.items() if name != order.arrays})
     if load.arrays is not None:
         made[order.arrays] = load.arrays
@@ -129,8 +145,8 @@ def ordered(content: RecordDict, load: Load, order: Order) -> RecordDict:
     return made
 
 
-def order_of(message: Message) -> Order | None:
-    """The order in a message; None if it is not from our strategy, InputError if of another version."""
+def read_order(message: Message) -> Order | None:
+    """Return the order in a message, None if our strategy sent none; InputError if of another version."""
     record = message.content.config_records.get(OURS)
     if not record:
         return None
@@ -139,8 +155,8 @@ def order_of(message: Message) -> Order | None:
     return Order(**dict(record))  # type: ignore[arg-type]
 
 
-def body_of(content: RecordDict, order: Order) -> Body:
-    """Return the body of a request, wherever it travelled; InputError if it is damaged."""
+def read_body(content: RecordDict, order: Order) -> Body:
+    """Return the body of a request, wherever it travelled; raise InputError if it is damaged."""
     if order.body:
         return Body.unpack(order.body)
     record: Mapping[str, Array] = content.array_records.get(order.arrays, {})
@@ -149,21 +165,12 @@ def body_of(content: RecordDict, order: Order) -> Body:
     return Body.unpack(record["body"].numpy().tobytes())
 
 
-def open_model(content: RecordDict, order: Order, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Put the model's own arrays into a request, as the client app knows them, and take our record out."""
-    content[order.arrays] = ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
-    del content[OURS]
-
-
-def tell_version(reply: Message, version: Version) -> None:
-    """Say in a reply which version of the copy this node holds."""
-    reply.content[OURS] = ConfigRecord({"version": list(version)})
-
-
 def take_version(reply: Message) -> Version | None:
-    """Take the version out of a reply, for the strategy knows nothing of it; None if it says none."""
-    record: Mapping[str, Any] = {} if reply.has_error() else reply.content.config_records.get(OURS, {})
-    if not reply.has_error() and OURS in reply.content:
+    """Take the version out of a reply, which a strategy does not expect; None if it says none."""
+    if reply.has_error():
+        return None
+    record: Mapping[str, Any] = reply.content.config_records.get(OURS, {})
+    if OURS in reply.content:
         del reply.content[OURS]
     match record.get("version"):
         case [int(generation), int(round), int(hash)]:
@@ -171,8 +178,8 @@ def take_version(reply: Message) -> Version | None:
     return None
 
 
-class Answer(NamedTuple):
-    """A client's reply."""
+class ReplyRecord(NamedTuple):
+    """The record of a client's reply."""
 
     stamp: Stamp
     incarnation: int
@@ -180,47 +187,38 @@ class Answer(NamedTuple):
 
     @property
     def check(self) -> int:
-        """Of all three: with another incarnation, the client would take back what is in the model."""
+        """The checksum of all three: with another incarnation, the client would take back what is applied."""
         return zlib.crc32(self.message, zlib.crc32(f"{[*self.stamp, self.incarnation]}".encode()))
 
 
-def answered(answer: Answer, request: Message) -> Message:
-    """The reply that carries an answer."""
-    record = ConfigRecord(
-        {
-            "stamp": list(answer.stamp),
-            "incarnation": answer.incarnation,
-            "message": answer.message,
-            "check": answer.check,
-        }
-    )
+def pack_reply(reply: ReplyRecord, request: Message) -> Message:
+    """Return the reply to a request."""
+    record = ConfigRecord({**reply._asdict(), "stamp": list(reply.stamp), "check": reply.check})
     return Message(RecordDict({OURS: record}), reply_to=request)
 
 
-def answer_of(content: RecordDict) -> Answer:
-    """The answer in a reply; ValueError if there is none, WireError if it is damaged."""
+def read_reply(content: RecordDict) -> ReplyRecord:
+    """Return the record of a reply; raise ValueError if there is none, WireError if it is damaged."""
     record: Mapping[str, Any] = content.config_records.get(OURS, {})
     match record.get("stamp"), record.get("incarnation"), record.get("message"):
         case [int(generation), int(number)], int(incarnation), bytes(message) if (
             0 <= incarnation < 2**63 and 0 <= min(generation, number) <= max(generation, number) < 2**32
         ):
-            answer = Answer(Stamp(generation, number), incarnation, message)
-            if record.get("check") != answer.check:
+            found = ReplyRecord(Stamp(generation, number), incarnation, message)
+            if record.get("check") != found.check:
                 raise WireError("the checksum does not fit: the reply was damaged on its way")
-            return answer
+            return found
     raise ValueError(f"the reply is not compressed: the client app needs {MODS}")
 
 
-def size_of(reply: Message) -> int:
-    """The bytes of the answer in a reply, whatever it is worth."""
-    if reply.has_error():
-        return 0
-    record: Mapping[str, Any] = reply.content.config_records.get(OURS, {})
+def measure_reply(reply: Message) -> int:
+    """Return the bytes of the message in a reply, valid or not."""
+    record: Mapping[str, Any] = {} if reply.has_error() else reply.content.config_records.get(OURS, {})
     message = record.get("message")
     return len(message) if isinstance(message, bytes) else 0
 
 
-def refused(code: int, why: str, request: Message) -> Message:
-    """The reply of a client that sends nothing; the node's own log says so as well."""
+def refuse(code: int, why: str, request: Message) -> Message:
+    """Return the reply of a client that sends nothing; the node's own log says so as well."""
     log(WARNING, "nothing is sent: %s", why)
     return Message(Error(code, why), reply_to=request)
