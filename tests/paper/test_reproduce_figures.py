@@ -19,7 +19,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cfedavg.report.pens import Pen
+from cfedavg.report.panels import Pen
 from cfedavg.reproduce import experiment as experiments
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import Experiment, from_table, names

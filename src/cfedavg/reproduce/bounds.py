@@ -23,9 +23,8 @@ from cfedavg.core.layout import Layout
 from cfedavg.core.metrics import Record, finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
-from cfedavg.report.grid import framed
-from cfedavg.report.panels import Frame
-from cfedavg.report.pens import Pen
+from cfedavg.report.grid import make_framed_figure
+from cfedavg.report.panels import Frame, Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.cases import satisfied
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
@@ -258,7 +257,7 @@ _WIDTHS = {"none": 1.0, "topk": 2.0, "rd": 2.6}
 
 def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     """A column for each theorem, over rounds and clients, and one more of Theorem 1: over K, and IID."""
-    drawing = framed(5.0, replace(frame, legend=_legend()))
+    drawing = make_framed_figure(5.0, replace(frame, legend=_legend()))
     places = drawing.subplots(2, 4, sharey=True)
     drawn = lines(found)
     for row, panels in zip(places, _PANELS, strict=True):

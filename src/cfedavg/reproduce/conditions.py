@@ -20,9 +20,8 @@ from cfedavg.core.metrics import finite
 from cfedavg.data.tasks import build_task
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
-from cfedavg.report.grid import framed
-from cfedavg.report.panels import Frame
-from cfedavg.report.pens import BLUE, GREEN, VERMILION, Pen
+from cfedavg.report.grid import make_framed_figure
+from cfedavg.report.panels import BLUE, GREEN, VERMILION, Frame, Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.cases import CONDITIONS
 from cfedavg.reproduce.problem import finish_axes
@@ -138,7 +137,7 @@ def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     rows = list(dict.fromkeys(map(_where, found.values())))
     legend = [(name, Pen(colour)) for name, colour in zip(CONDITIONS, _COLOURS, strict=True)]
     legend.append(("the limit", Pen(MUTED, dashed=True)))
-    drawing = framed(0.8 + 0.32 * max(2, len(rows)), replace(frame, legend=legend))
+    drawing = make_framed_figure(0.8 + 0.32 * max(2, len(rows)), replace(frame, legend=legend))
     axes = drawing.add_subplot()
     for number, colour in enumerate(_COLOURS):
         dots = [(e.values["ratios"][number], rows.index(_where(e))) for e in found.values()]

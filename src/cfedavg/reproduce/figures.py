@@ -12,8 +12,21 @@ from typing import Any
 from cfedavg.core.config import Config
 from cfedavg.core.units import in_words, is_share
 from cfedavg.report.groups import Group
-from cfedavg.report.panels import Cell, Frame, Panel, Series
-from cfedavg.report.pens import BLUE, COLOURS, GREEN, ORANGE, PINK, PLAIN, SKY, VERMILION, Pen
+from cfedavg.report.panels import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    ORANGE,
+    PINK,
+    PLAIN,
+    SKY,
+    VERMILION,
+    Cell,
+    Frame,
+    Panel,
+    Pen,
+    Series,
+)
 from cfedavg.report.read import Run
 from cfedavg.reproduce.archive import Entry
 from cfedavg.reproduce.experiment import Experiment, Found, Line

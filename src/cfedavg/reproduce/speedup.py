@@ -20,7 +20,7 @@ from cfedavg import Config, run
 from cfedavg.core.metrics import finite
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
-from cfedavg.report.grid import framed
+from cfedavg.report.grid import make_framed_figure
 from cfedavg.report.panels import Frame
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
@@ -192,7 +192,7 @@ def _row(line: Line) -> list[str]:
 
 def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     """T over m, with the rate that fits, and slopes of -1 to hold it against."""
-    drawing = framed(4.4, frame)
+    drawing = make_framed_figure(4.4, frame)
     axes = drawing.add_subplot()
     drawn = lines(found)
     for line in drawn:

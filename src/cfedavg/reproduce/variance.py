@@ -21,9 +21,8 @@ from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
 from cfedavg.report.axes import MUTED
 from cfedavg.report.figures import as_png
-from cfedavg.report.grid import framed
-from cfedavg.report.panels import Frame
-from cfedavg.report.pens import Pen
+from cfedavg.report.grid import make_framed_figure
+from cfedavg.report.panels import Frame, Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 from cfedavg.simulate.run import Result
@@ -209,7 +208,7 @@ _PROMISES = {"K": "does not grow with K", "m": "falls as 1/m", "sigma_G": r"does
 
 def figure(found: Mapping[str, Entry], frame: Frame) -> bytes:
     """Three panels; dashed: what the Remark says, from where each line begins."""
-    drawing = framed(3.2, replace(frame, legend=_legend()))
+    drawing = make_framed_figure(3.2, replace(frame, legend=_legend()))
     drawn = lines(found)
     panels = {over: drawing.add_subplot(1, 3, place) for place, over in enumerate(_NAMES, 1)}
     for line in drawn:
