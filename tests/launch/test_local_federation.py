@@ -28,12 +28,16 @@ from cfedavg.core.interrupts import deaf, polite
 from cfedavg.core.run_files import as_line, read_rows
 from cfedavg.flower import MISSING
 from cfedavg.launch.app.settings import DEFAULT, TRUST, config_of
-from cfedavg.launch.control import Run, RunFailed
-from cfedavg.launch.local_federation import Machine, environment
-from cfedavg.launch.ports import HOST, Ports
-from cfedavg.launch.processes import MARK, Processes, alive
-from cfedavg.launch.services import Node, plain
-from cfedavg.launch.up import _follow, _trust, app_toml
+from cfedavg.launch.control import AppRun, RunFailed
+from cfedavg.launch.local_federation import (
+    LocalFederation,
+    _follow,
+    format_app,
+    make_environment,
+    trust_typed_code,
+)
+from cfedavg.launch.processes import HOST, MARK, Ports, Processes, alive
+from cfedavg.launch.services import SuperNode, read_log
 from tests.conftest import Command
 from tests.simulate.test_bad_files import NO_FILE, put, text
 
@@ -43,9 +47,9 @@ flower = pytest.mark.skipif(shutil.which("flwr", path=Path(sys.executable).paren
 
 
 def test_processes_trust_what_was_typed_and_not_the_current_folder() -> None:
-    assert _trust(DEFAULT) == {}
+    assert trust_typed_code(DEFAULT) == {}
     for field in ("model", "compressor", "schedule"):
-        found = environment(_trust(DEFAULT.replace(**{field: "mine:Part"})))
+        found = make_environment(trust_typed_code(DEFAULT.replace(**{field: "mine:Part"})))
         assert found[TRUST] == found["PYTHONSAFEPATH"] == "1"
         assert found.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
 
@@ -55,7 +59,7 @@ def test_processes_trust_what_was_typed_and_not_the_current_folder() -> None:
 
 @flower
 def test_private_keys_are_private_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cfedavg.launch.credentials import certificates, node_key
+    from cfedavg.launch.credentials import ensure_certificates, ensure_node_key
 
     modes: list[tuple[str, int]] = []
     monkeypatch.setattr(
@@ -63,7 +67,7 @@ def test_private_keys_are_private_from_the_start(tmp_path: Path, monkeypatch: py
     )
     before = os.umask(0)
     try:
-        files, pair = certificates(tmp_path), node_key(tmp_path, "node0")
+        files, pair = ensure_certificates(tmp_path), ensure_node_key(tmp_path, "node0")
     finally:
         os.umask(before)
     secret = [
@@ -78,9 +82,9 @@ def test_node_keys_are_p384_as_openssh_writes_them(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from cfedavg.launch.credentials import node_key
+    from cfedavg.launch.credentials import ensure_node_key
 
-    pair = node_key(tmp_path, "node3")
+    pair = ensure_node_key(tmp_path, "node3")
     private = serialization.load_ssh_private_key(pair.private.read_bytes(), None)
     public = serialization.load_ssh_public_key(pair.public.read_bytes())
     assert isinstance(private, ec.EllipticCurvePrivateKey)
@@ -88,8 +92,8 @@ def test_node_keys_are_p384_as_openssh_writes_them(tmp_path: Path) -> None:
     assert private.public_key() == public
     assert pair.public.read_text().startswith("ecdsa-sha2-nistp384 ")
     held = pair.private.read_bytes()
-    assert node_key(tmp_path, "node3").private.read_bytes() == held
-    assert node_key(tmp_path, "node4").private.read_bytes() != held
+    assert ensure_node_key(tmp_path, "node3").private.read_bytes() == held
+    assert ensure_node_key(tmp_path, "node4").private.read_bytes() != held
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
@@ -108,10 +112,10 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> Non
 
 @flower
 def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> None:
-    from cfedavg.launch.credentials import certificates
+    from cfedavg.launch.credentials import ensure_certificates
 
     (tmp_path / "other").mkdir()
-    files, other = certificates(tmp_path), certificates(tmp_path / "other")
+    files, other = ensure_certificates(tmp_path), ensure_certificates(tmp_path / "other")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(files.certificate, files.key)
     ours, theirs = (ssl.create_default_context(cafile=str(f.ca)) for f in (files, other))
@@ -121,7 +125,7 @@ def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> Non
     for context, host in ((ours, "example.org"), (ours, "10.0.0.1"), (theirs, "localhost")):
         with pytest.raises(ssl.SSLCertVerificationError):
             _handshake(server, context, host)
-    assert certificates(tmp_path) == files
+    assert ensure_certificates(tmp_path) == files
     assert "PRIVATE" not in files.ca.read_text() + files.certificate.read_text()
 
 
@@ -130,19 +134,19 @@ def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> Non
 @pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key", "node0", "node0.pub"])
 def test_bad_keys(tmp_path: Path, file: str, name: str) -> None:
     """One sentence before anything is started; none would be told by Flower's processes, and a pipe hangs."""
-    from cfedavg.launch.credentials import certificates, node_key
+    from cfedavg.launch.credentials import ensure_certificates, ensure_node_key
 
     if file in ("ca.pem", "node0.pub") and "link" in name:
         return  # whoever has no such file gets a new one
     for folder in (tmp_path, tmp_path / "other"):
         folder.mkdir(exist_ok=True)
-        certificates(folder)
-        node_key(folder, "node0")
+        ensure_certificates(folder)
+        ensure_node_key(folder, "node0")
     other = (tmp_path / "other" / file).read_bytes()
     makes = NO_FILE | {"another's": text(other), "nothing": text(""), "no key": text(b"\xff" * 99)}
     put(tmp_path / file, makes[name])
     with pytest.raises(InputError, match=re.escape(str(tmp_path / file))) as caught:
-        node_key(tmp_path, "node0") if "node" in file else certificates(tmp_path)
+        ensure_node_key(tmp_path, "node0") if "node" in file else ensure_certificates(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -151,7 +155,7 @@ def test_bad_keys(tmp_path: Path, file: str, name: str) -> None:
 def test_a_file_in_the_place_of_a_folder(tmp_path: Path, path: str) -> None:
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text("")
-    with pytest.raises(InputError, match="`out`: "), Machine(tmp_path, 1):
+    with pytest.raises(InputError, match="`out`: "), LocalFederation(tmp_path, 1):
         pass
 
 
@@ -160,13 +164,13 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize("name", ["a pipe", "a folder", "a device"])
 def test_no_file_in_a_federation(tmp_path: Path, path: str, name: str) -> None:
     """Nothing hangs, and nothing is started."""
-    with Machine(tmp_path, 1) as machine:
+    with LocalFederation(tmp_path, 1) as machine:
         put(tmp_path / path, NO_FILE[name])
         with pytest.raises(InputError, match=path):
             machine.link.start()
         assert machine.link.process is None
         with pytest.raises(InputError, match="cannot read"):
-            plain(tmp_path / path)
+            read_log(tmp_path / path)
 
 
 # Processes and signals
@@ -359,12 +363,16 @@ def commands(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, commands: Callable[..., dict[str, str]]) -> Iterator[Callable[..., Machine]]:
+def machine(
+    tmp_path: Path, commands: Callable[..., dict[str, str]]
+) -> Iterator[Callable[..., LocalFederation]]:
     """A machine of one node with such commands, open until the test ends."""
-    opened: list[Machine] = []
+    opened: list[LocalFederation] = []
 
-    def make(port: int | None = None, **scripts: str) -> Machine:
-        opened.append(Machine(tmp_path / "federation", 1, port=port, more=commands(**scripts)).__enter__())
+    def make(port: int | None = None, **scripts: str) -> LocalFederation:
+        opened.append(
+            LocalFederation(tmp_path / "federation", 1, port=port, more=commands(**scripts)).__enter__()
+        )
         return opened[-1]
 
     yield make
@@ -373,7 +381,7 @@ def machine(tmp_path: Path, commands: Callable[..., dict[str, str]]) -> Iterator
         assert not each.processes.left()
 
 
-Make = Callable[..., Machine]
+Make = Callable[..., LocalFederation]
 
 
 @flower
@@ -471,7 +479,7 @@ def test_only_the_tail_of_a_log_is_read(tmp_path: Path) -> None:
         file.truncate(2**42)
         file.seek(2**42)
         file.write(b"\x1b[92mup\x1b[0m\n")
-    assert plain(tmp_path / "log", 2**42) == "up\n"
+    assert read_log(tmp_path / "log", 2**42) == "up\n"
 
 
 def test_a_run_whose_follower_ends_while_it_is_looked_at(tmp_path: Path) -> None:
@@ -479,7 +487,7 @@ def test_a_run_whose_follower_ends_while_it_is_looked_at(tmp_path: Path) -> None
     log = tmp_path / "log"
     hasty: Any = Hasty(log, "Successfully started run 9\n")
     control: Any = SimpleNamespace()
-    assert Run(control, hasty, log).id == 9
+    assert AppRun(control, hasty, log).id == 9
 
 
 @flower
@@ -553,7 +561,7 @@ def test_a_run_that_does_not_start(machine: Make, tmp_path: Path) -> None:
 
 def test_app_toml_holds_the_whole_configuration() -> None:
     config = Config(clients=4, local_steps="3,4,5,6", compressor='topk(0.9) >> "x"', eta=1e-5)
-    table = tomllib.loads(app_toml(config, out="/a b/ü", resume=True, round_timeout=7.5))
+    table = tomllib.loads(format_app(config, out="/a b/ü", resume=True, round_timeout=7.5))
     app = table["tool"]["flwr"]["app"]
     assert app["components"]["serverapp"] == "cfedavg.launch.app.server:app"
     assert app["components"]["clientapp"] == "cfedavg.launch.app.client:app"
@@ -634,7 +642,7 @@ def test_a_federation_that_is_done_is_not_started(
     def begun(*_: Any, **__: Any) -> None:
         raise InputError("it starts")
 
-    monkeypatch.setattr("cfedavg.launch.up.Machine", begun)
+    monkeypatch.setattr("cfedavg.launch.local_federation.LocalFederation", begun)
     up = ("federate", "up", "--out", str(out), "--resume")
     assert "all 2 rounds are done; set --rounds higher for more" in cfedavg(*up).out
     assert "it starts" in cfedavg(*up, "--rounds", "3").err
@@ -661,7 +669,7 @@ def test_how_the_command_ends(
     def up(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("cfedavg.launch.up.up", up)
+    monkeypatch.setattr("cfedavg.launch.local_federation.train_federation", up)
     (tmp_path / "config.toml").touch()
     outcome = cfedavg("federate", "up", "--out", tmp_path)
     assert outcome.code == code
@@ -677,7 +685,7 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(lines[0])
 
-    class Growing(Run):
+    class Growing(AppRun):
         def __init__(self) -> None:
             self.looks = 0
 
@@ -687,15 +695,15 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
             metrics.write_text("".join(lines[: 1 + self.looks]))
             return self.looks < 3
 
-    class Gone(Node):
+    class Gone(SuperNode):
         def __init__(self) -> None:
             self.name, self.number, self.log, self.process = "node7", 7, tmp_path / "log", None
 
-    monkeypatch.setattr("cfedavg.launch.up.POLL", 0.0)
+    monkeypatch.setattr("cfedavg.launch.local_federation.POLL", 0.0)
     monkeypatch.setattr("cfedavg.cli.progress.PLAIN_EVERY", 0.0)
     with Console(width=200).capture() as captured, Display(captured._console, 4, "training") as display:
         fake: Any = SimpleNamespace(nodes=[Gone()], link=SimpleNamespace(running=False))
-        _follow(Growing(), fake, metrics, display)
+        _follow(Growing(), fake, metrics, 4, display)
     text = captured.get()
     assert "resuming after round 1 of 4" in text
     assert [line.split("  ")[:2] for line in text.splitlines() if line.startswith("round")] == [
@@ -735,12 +743,12 @@ def main(grid, context):
 def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes answer; one is stopped and started again, is the same one, and answers again."""
     components = {"serverapp": "stand_in:server", "clientapp": "stand_in:client"}
-    monkeypatch.setattr("cfedavg.launch.up.COMPONENTS", components)
+    monkeypatch.setattr("cfedavg.launch.local_federation.COMPONENTS", components)
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "pyproject.toml").write_text(app_toml(Config(), out=""))
+    (tmp_path / "app" / "pyproject.toml").write_text(format_app(Config(), out=""))
     said: list[str] = []
-    made = Machine(tmp_path / "a federation", 2, more={"PYTHONPATH": str(tmp_path)}, say=said.append)
+    made = LocalFederation(tmp_path / "a federation", 2, more={"PYTHONPATH": str(tmp_path)}, say=said.append)
     with made as machine:
         machine.start()
         assert said[-1] == "nodes online: 2 of 2"

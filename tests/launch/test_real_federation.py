@@ -27,9 +27,9 @@ from cfedavg.downlink import Downlink
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.replica import ModelReplica, advance, begin
 from cfedavg.flower.client_message import unpack
-from cfedavg.launch import up
+from cfedavg.launch import local_federation
 from cfedavg.launch.app.settings import DEFAULT, config_of
-from cfedavg.launch.local_federation import Machine
+from cfedavg.launch.local_federation import LocalFederation
 from cfedavg.wire import decode
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +44,10 @@ class Federation:
         self.app = folder / "app"
         self.app.mkdir()
         self.layout = Layout.of(build_task(config).model)
-        self.machine = Machine(folder / "machine", nodes, more={"PYTHONPATH": str(ROOT)})
+        self.machine = LocalFederation(folder / "machine", nodes, more={"PYTHONPATH": str(ROOT)})
 
     def run(self, *, resume: bool = False) -> Any:
-        text = up.app_toml(self.config, out=str(self.out), resume=resume, **self.settings)
+        text = local_federation.format_app(self.config, out=str(self.out), resume=resume, **self.settings)
         (self.app / "pyproject.toml").write_text(text)
         return self.machine.run(self.app)
 
@@ -148,7 +148,7 @@ class Federation:
 @pytest.fixture
 def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Federation]]:
     """Makes one, and sees to it that nothing of it is left."""
-    monkeypatch.setitem(up.COMPONENTS, "clientapp", "tests.witness:app")
+    monkeypatch.setitem(local_federation.COMPONENTS, "clientapp", "tests.witness:app")
     made: list[Federation] = []
 
     def make(config: Config, nodes: int, **settings: Any) -> Federation:
@@ -265,7 +265,7 @@ def test_the_example_is_the_packaged_app() -> None:
     """Whoever types `flwr run examples/mnist` gets what `federate up` runs."""
     project = tomllib.loads((ROOT / "examples/mnist/pyproject.toml").read_text())
     app = project["tool"]["flwr"]["app"]
-    made = tomllib.loads(up.app_toml(DEFAULT))["tool"]["flwr"]["app"]
+    made = tomllib.loads(local_federation.format_app(DEFAULT))["tool"]["flwr"]["app"]
     assert app["components"] == made["components"]
     assert config_of(app["config"]) == DEFAULT
 

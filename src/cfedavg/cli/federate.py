@@ -44,7 +44,7 @@ def federate_up(
     """
     from cfedavg.cli.progress import Display
     from cfedavg.launch.control import RunFailed
-    from cfedavg.launch.up import up
+    from cfedavg.launch.local_federation import train_federation
 
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     old = out / "config.toml"
@@ -55,7 +55,7 @@ def federate_up(
     console = OptionConsole()
     try:
         with Display(console, config.rounds, "training") as display:
-            trained = up(
+            trained = train_federation(
                 config, out, display, resume=resume, port=port, round_timeout=round_timeout, quorum=quorum
             )
     except KeyboardInterrupt:
