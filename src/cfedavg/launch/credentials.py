@@ -64,7 +64,7 @@ def ensure_certificates(folder: Path) -> Certificates:
 
 
 def ensure_node_key(folder: Path, name: str) -> NodeKey:
-    """Return the key pair of this name in the folder, P-384 as OpenSSH writes it; make it if there is none."""
+    """Return the P-384 key pair of this name, as OpenSSH writes it; make it if there is none."""
     files = NodeKey(folder / name, folder / f"{name}.pub")
     if not files.public.exists():
         key = _new_key()

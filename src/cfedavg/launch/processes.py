@@ -1,4 +1,4 @@
-"""Processes that are started together and stopped together, with all that they start in turn, and their ports.
+"""Processes that are started and stopped together, with all that they start in turn, and their ports.
 
 Flower's processes start others, some in sessions of their own, which outlive a parent that is killed. So all
 of them carry a mark in their environment, which children inherit, and are found by it. A watchdog stops them

@@ -1,1 +1,1 @@
-"""An app for Flower that trains what a Config names, as `cfedavg run` would: here each node is a client."""
+"""A Flower app that trains what a Config names, as `cfedavg run` does, with a node for each client."""

@@ -1,4 +1,4 @@
-"""The run configuration of the app: the fields of Config with dashes, and a few of the federation's own."""
+"""The run configuration of the app: the fields of Config with dashes, and a few of the federation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from cfedavg.core.config import Config, refuse_code
 from cfedavg.flower.round_policy import RoundPolicy
 
-# Besides those of Config: where the server writes, and which policy its rounds have.
+# Besides those of Config: where the server writes, and the policy of its rounds.
 POLICY = ("quorum", "min-nodes", "over-selection")
 MORE = ("out", "resume", "max-norm", "from-backup", "round-timeout", *POLICY)
 
-# A variable of the environment. A run config comes over the network, so what it names is imported only where
-# the owner of the process has set this; `cfedavg federate up` does for what its user typed.
+# A variable of the environment. A run config comes over the network, so what it names is imported only
+# where the owner of the process has set this; `cfedavg federate up` sets it for what its user typed.
 TRUST = "CFEDAVG_TRUST"
 
-# Of a few nodes each needs several classes, or some class is nobody's; and a round of real messages takes
-# so long that more local steps cost little.
+# With few nodes each needs several classes, or nobody has some class. A round of real messages takes so long
+# that more local steps cost little.
 DEFAULT = Config(clients=4, classes_per_client=5, local_steps="25")
 
 
 def config_of(run_config: Mapping[str, Any]) -> Config:
-    """The configuration of a run; InputError says which key is not in order."""
+    """Return the configuration of a run; InputError names the key that is wrong."""
     fields = {name.replace("-", "_"): value for name, value in run_config.items() if name not in MORE}
     if not os.environ.get(TRUST):
         refuse_code(fields, "the run config", f"set {TRUST}=1 on this machine if you trust who starts runs")
@@ -39,6 +39,6 @@ def policy_of(config: Config, run_config: Mapping[str, Any]) -> RoundPolicy:
 
 
 def run_config_of(config: Config) -> dict[str, Any]:
-    """The other way round; what is None is left out."""
+    """Return the run configuration of a Config, without the fields that are None."""
     found = {item.name.replace("_", "-"): getattr(config, item.name) for item in dataclasses.fields(config)}
     return {name: value for name, value in found.items() if value is not None}
