@@ -132,7 +132,7 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
         refused = cfedavg("inspect", message)
         assert (refused.code, words in refused.err) == (2, True)
     layout.write_text(NET.text)
-    assert "has 3 numbers, the message is of" in cfedavg("inspect", message, "--dense", dense).err
+    assert "numbers as the message, got 3" in cfedavg("inspect", message, "--dense", dense).err
     for content in (b"", b"PK\3\4", b"no array"):
         dense.write_bytes(content)
         refused = cfedavg("inspect", message, "--dense", dense)

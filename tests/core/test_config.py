@@ -12,7 +12,7 @@ import pytest
 
 import cfedavg as package
 from cfedavg import Config, InputError, run
-from cfedavg.cli.console import _options, with_options
+from cfedavg.cli.console import list_options, name_options
 from cfedavg.cli.options import flag
 from cfedavg.core.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, kinds, read_config
 from cfedavg.core.option import any_of
@@ -126,17 +126,26 @@ def test_parts_are_texts() -> None:
     assert {kinds()[name] for name in PER_CLIENT} == {str | None}
 
 
-def test_the_command_names_options() -> None:
-    assert {*OPTIONS, "out", "resume", "messages", "config", "nodes", "picture", "words"} <= _options().keys()
-    assert with_options("`resume` needs `out`") == "--resume needs --out"
+def test_the_command_nameslist_options() -> None:
+    assert {
+        *OPTIONS,
+        "out",
+        "resume",
+        "messages",
+        "config",
+        "nodes",
+        "picture",
+        "words",
+    } <= list_options().keys()
+    assert name_options("`resume` needs `out`") == "--resume needs --out"
     for text in ("row 3 has no `round`", "try `cfedavg run --resume`", "eta_local is 3", "`a` `b"):
-        assert with_options(text) == text
+        assert name_options(text) == text
 
 
 def test_the_library_names_fields() -> None:
     """Options are words of the command; who calls a function from Python has none."""
     option = re.compile(
-        rf"(?<![\w-])(?:{'|'.join(sorted(_options().values(), key=len, reverse=True))})(?![\w-])"
+        rf"(?<![\w-])(?:{'|'.join(sorted(list_options().values(), key=len, reverse=True))})(?![\w-])"
     )
     found = {
         (str(path.relative_to(SOURCE)), text)

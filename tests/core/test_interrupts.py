@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cfedavg.cli.outlet import Outlet
+from cfedavg.cli import SafeStream
 from cfedavg.core import interrupts
 from cfedavg.core.interrupts import STOPS, StopRequest, deaf, held, insisting, listening, uninterrupted
 from cfedavg.core.run_files import read_rows
@@ -129,8 +129,8 @@ class Broken:
 def test_a_closed_pipe_asks_to_stop_and_another_failure_does_not() -> None:
     request = StopRequest()
     full: Any = Broken(OSError(28, "No space left on device"))
-    assert Outlet(full, request.stop).write("text") == 4
-    piped: Any = Outlet(Broken(BrokenPipeError()), request.stop)
+    assert SafeStream(full, request.stop).write("text") == 4
+    piped: Any = SafeStream(Broken(BrokenPipeError()), request.stop)
     thread = threading.Thread(target=piped.write, args=("text",))
     thread.start()
     thread.join()
@@ -144,7 +144,7 @@ def test_a_closed_pipe_asks_to_stop_and_another_failure_does_not() -> None:
 def test_a_stream_that_lacks_a_character_gets_a_question_mark() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    assert Outlet(stream, StopRequest().stop).write("|e|² \udcff") == 6
+    assert SafeStream(stream, StopRequest().stop).write("|e|² \udcff") == 6
     assert raw.getvalue() == b"|e|? ?"
 
 

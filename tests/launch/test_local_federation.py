@@ -654,7 +654,7 @@ def test_a_federation_that_is_done_is_not_started(
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [
-        (KeyboardInterrupt(), 130, "--resume` goes on from here"),
+        (KeyboardInterrupt(), 130, "stopped: continue with `cfedavg federate up"),
         (RunFailed("it broke (see log)"), 1, "it broke"),
     ],
 )

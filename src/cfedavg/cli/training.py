@@ -26,13 +26,13 @@ def run(
     trust: Trust = False,
     messages: Annotated[
         Path | None,
-        typer.Option(help="folder to keep every client's message in, for `cfedavg inspect`"),
+        typer.Option(help="folder for every client's message, to be read with `cfedavg inspect`"),
     ] = None,
 ) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
-    With no options: the MNIST subset inside the package, 10 clients of 2 classes each, both directions
-    compressed to 3% of the numbers in 3 bits.
+    Without options: train on the MNIST subset inside the package with 10 clients of 2 classes each, and send
+    3% of the numbers in 3 bits, in both directions.
     """
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     if resume and not config and exists(out / "config.toml"):
@@ -44,7 +44,7 @@ def run(
 def train(
     config: Config, out: Path, *, resume: bool, title: str = "training", messages: Path | None = None
 ) -> None:
-    """One run with its display."""
+    """Run a configuration and show its progress."""
     from cfedavg.cli.progress import Display
     from cfedavg.simulate.run import run as run_loop
 
@@ -86,11 +86,11 @@ def sweep(
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="folders of runs, made by run or sweep", metavar="RUN...")
+        list[Path], typer.Argument(help="folders that run, sweep or federate up wrote", metavar="RUN...")
     ],
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
 ) -> None:
-    """Compare runs: accuracy over rounds, bytes and simulated time, loss, norms; pictures and one page."""
+    """Compare runs in pictures and one page: accuracy over rounds, bytes and simulated time, loss, norms."""
     _report(runs, out)
 
 
