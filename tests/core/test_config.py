@@ -126,7 +126,7 @@ def test_parts_are_texts() -> None:
     assert {kinds()[name] for name in PER_CLIENT} == {str | None}
 
 
-def test_the_command_nameslist_options() -> None:
+def test_the_command_names_options() -> None:
     assert {
         *OPTIONS,
         "out",

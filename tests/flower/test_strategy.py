@@ -30,8 +30,7 @@ from cfedavg.flower import CFedAvg, RoundPolicy
 from cfedavg.flower.federation_state import FederationState
 from cfedavg.flower.nodes import Numbers, online
 from cfedavg.flower.rows import Residuals
-from cfedavg.launch.app import client, server
-from cfedavg.launch.app.settings import TRUST, config_of, run_config_of
+from cfedavg.launch.app import TRUST, client, config_of, run_config_of, server
 from tests.grid import (
     MODEL,
     Adding,

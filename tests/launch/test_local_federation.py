@@ -27,7 +27,7 @@ from cfedavg.cli.progress import Display
 from cfedavg.core.interrupts import deaf, polite
 from cfedavg.core.run_files import as_line, read_rows
 from cfedavg.flower import MISSING
-from cfedavg.launch.app.settings import DEFAULT, TRUST, config_of
+from cfedavg.launch.app import DEFAULT, TRUST, config_of
 from cfedavg.launch.control import AppRun, RunFailed
 from cfedavg.launch.local_federation import (
     LocalFederation,

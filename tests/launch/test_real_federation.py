@@ -28,7 +28,7 @@ from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.replica import ModelReplica, advance, begin
 from cfedavg.flower.client_message import unpack
 from cfedavg.launch import local_federation
-from cfedavg.launch.app.settings import DEFAULT, config_of
+from cfedavg.launch.app import DEFAULT, config_of
 from cfedavg.launch.local_federation import LocalFederation
 from cfedavg.wire import decode
 

@@ -10,7 +10,7 @@ from cfedavg.cli.console import PLAIN, OptionConsole, fail
 from cfedavg.cli.options import Out, Resume, Trust, config_from, folder, takes_config
 from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
-from cfedavg.launch.app.settings import DEFAULT
+from cfedavg.launch.app import DEFAULT
 
 federation = typer.Typer(
     no_args_is_help=True, help="Train with Flower: real clients, real messages, faults survived."

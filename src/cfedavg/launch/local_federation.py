@@ -24,7 +24,7 @@ from cfedavg.core.run_files import CONFIG, FEDERATION, METRICS, check_same, read
 from cfedavg.data.tasks import build_task
 from cfedavg.flower import MISSING
 from cfedavg.flower.round_policy import RoundPolicy
-from cfedavg.launch.app.settings import TRUST, run_config_of
+from cfedavg.launch.app import TRUST, run_config_of
 from cfedavg.launch.control import ONGOING, AppRun, Control, RunFailed
 from cfedavg.launch.processes import HOST, Ports, Processes
 from cfedavg.launch.services import SuperLink, SuperNode, format_toml

@@ -1,9 +1,9 @@
 """Run folders turned into pictures, a summary table and one page to look at.
 
 `read` reads a folder, `groups` joins and labels runs that differ only in their seed, `table` holds what came
-out of runs and nodes, `panels` says what to draw in which colours, `figures` draws it on `axes`, and `page`
-puts everything into one file. `grid` draws panels in rows and columns, as a paper does; `heatmaps` draws who
-has which data, and what became of the requests to a federation's nodes.
+out of runs and nodes, `panels` says what to draw in which colours, `figures` draws it on `axes`, with one
+legend or in a grid as a paper does, and `page` puts everything into one file. `heatmaps` draws who has which
+data, and what became of the requests to a federation's nodes.
 """
 
 from __future__ import annotations

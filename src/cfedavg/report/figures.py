@@ -1,10 +1,11 @@
-"""Panels drawn with matplotlib; every setting is on the figure itself, none is global."""
+"""Panels drawn with matplotlib, with one legend or in a grid; no setting is global."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from PIL import Image
 
 from cfedavg.report.axes import INK, MUTED, finish_axes, replace_missing_glyphs
 from cfedavg.report.groups import Curve, Group, make_curve, shorten
-from cfedavg.report.panels import COLOURS, PLAIN, Panel, Pen, drop_empty_series
+from cfedavg.report.panels import COLOURS, PLAIN, Cell, Frame, Panel, Pen, drop_empty_series
 
 # A matplotlibrc, in the current folder or the user's own, may ask for LaTeX or for fonts that are not here.
 default_settings = matplotlib.rc_context(
@@ -31,6 +32,10 @@ default_settings = matplotlib.rc_context(
 
 _DPI = 180
 _LETTERS_PER_INCH = 13
+
+# Of a grid, in inches; the x axis is for what stands below the lowest axes
+_GRID_WIDTH, _ROW_HEIGHT, _X_AXIS_HEIGHT = 9.0, 1.85, 0.35
+_MARGIN, _LEGEND_LINE = 0.1, 0.175
 
 
 def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
@@ -66,6 +71,87 @@ def _draw(
     place_legend = {"loc": "outside upper left", "borderaxespad": 0.9, "handlelength": 1.6}
     add_legend(figure, handles, labels, abreast, **place_legend)
     return as_png(figure)
+
+
+@default_settings
+def draw_grid(rows: Sequence[Sequence[Cell]], frame: Frame, *, share_y: bool = False) -> bytes:
+    """Draw cells as PNG; a column shares x, and a row shares y with `share_y`."""
+    figure = make_framed_figure(len(rows) * _ROW_HEIGHT + _X_AXIS_HEIGHT, frame)
+    _draw_cells(figure, rows, share_y)
+    return as_png(figure)
+
+
+def make_framed_figure(height: float, frame: Frame) -> Figure:
+    """Return a figure with a heading, a legend and a note, and `height` inches for axes between them."""
+    title, subtitle, note = (
+        _wrap(frame.title, 11, 0.68),
+        _wrap(frame.subtitle, 9, 0.58),
+        _wrap(frame.note, 8, 0.58),
+    )
+    labels = [replace_missing_glyphs(label) for label, _ in frame.legend]
+    abreast = count_legend_columns([label for label, _ in frame.legend], _GRID_WIDTH)
+    # All in one line if they fit, else two columns that are read downwards.
+    abreast = abreast if abreast >= len(labels) else min(2, abreast)
+    top = 2 * _MARGIN + (_text_height(title, 11) + _text_height(subtitle, 9))
+    top += _LEGEND_LINE * math.ceil(len(labels) / abreast)
+    bottom = _text_height(note, 8) + (_MARGIN if note else 0)
+    total = top + height + bottom
+    figure = new_figure(_GRID_WIDTH, total, top, bottom)
+    y = _write(figure, total - _MARGIN, title, size=11, color=INK, weight="bold")
+    y = _write(figure, y, subtitle, size=9, color=MUTED)
+    _write(figure, bottom, note, size=8, color=MUTED)
+    if labels:
+        add_legend(
+            figure, [make_handle(pen) for _, pen in frame.legend], labels, abreast, loc="upper left",
+            bbox_to_anchor=(_MARGIN / _GRID_WIDTH, (y - _MARGIN / 2) / figure.get_figheight()),
+            borderaxespad=0.1, handlelength=2.8,
+        )  # fmt: skip
+    return figure
+
+
+def _wrap(text: str, size: float, em: float) -> list[str]:
+    """Break a text where the figure ends; `em` is a letter's mean width, rather too much than too little."""
+    return textwrap.wrap(replace_missing_glyphs(text), int((_GRID_WIDTH - 2 * _MARGIN) * 72 / (size * em)))
+
+
+def _text_height(lines: Sequence[str], size: float) -> float:
+    return len(lines) * size / 72 * 1.4
+
+
+def _write(figure: Figure, y: float, lines: Sequence[str], *, size: float, **look: Any) -> float:
+    """Write lines below the height y, in inches, and return the height below them."""
+    place = _MARGIN / _GRID_WIDTH, y / figure.get_figheight()
+    figure.text(*place, "\n".join(lines), va="top", fontsize=size, parse_math=False, **look)
+    return y - _text_height(lines, size)
+
+
+def _draw_cells(figure: Figure, rows: Sequence[Sequence[Cell]], share_y: bool) -> None:
+    places = figure.subplots(
+        len(rows), len(rows[0]), squeeze=False, sharex="col", sharey="row" if share_y else False
+    )
+    drawn = [
+        [draw_lines(axes, c.panel, c.groups, c.pens) for axes, c in zip(*pair, strict=True)]
+        for pair in zip(places, rows, strict=True)
+    ]
+    for (i, j), axes in np.ndenumerate(places):
+        in_column = [line for row in drawn for line in row[j]]
+        in_row = [line for cell in drawn[i] for line in cell] if share_y else ()
+        finish_axes(axes, rows[i][j].panel, drawn[i][j], in_column, in_row)
+    for j, column in enumerate(places.T):
+        _label_lowest([axes for axes, row in zip(column, drawn, strict=True) if row[j]])
+    if share_y:
+        for row, lines in zip(places, drawn, strict=True):
+            for axes in [axes for axes, own in zip(row, lines, strict=True) if own][:1]:
+                axes.tick_params(labelleft=True)
+    figure.align_ylabels()
+
+
+def _label_lowest(column: Sequence[Axes]) -> None:
+    """Write the numbers and the name of x once, under the last axes that have lines."""
+    for axes in column[:-1]:
+        axes.set_xlabel("")
+    for axes in column[-1:]:
+        axes.tick_params(labelbottom=True)
 
 
 def add_legend(

@@ -22,8 +22,7 @@ from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
 from cfedavg.core.metrics import Record, finite
 from cfedavg.report.axes import MUTED
-from cfedavg.report.figures import as_png
-from cfedavg.report.grid import make_framed_figure
+from cfedavg.report.figures import as_png, make_framed_figure
 from cfedavg.report.panels import Frame, Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.cases import satisfied

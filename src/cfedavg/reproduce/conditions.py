@@ -19,8 +19,7 @@ from cfedavg import Config, Task, run
 from cfedavg.core.metrics import finite
 from cfedavg.data.tasks import build_task
 from cfedavg.report.axes import MUTED
-from cfedavg.report.figures import as_png
-from cfedavg.report.grid import make_framed_figure
+from cfedavg.report.figures import as_png, make_framed_figure
 from cfedavg.report.panels import BLUE, GREEN, VERMILION, Frame, Pen
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.cases import CONDITIONS

@@ -75,7 +75,7 @@ def _run(entry: Entry, label: str) -> Run:
 
 def draw(experiment: Experiment, found: Found, note: str = "") -> bytes:
     """A PNG in the paper's layout."""
-    from cfedavg.report.grid import draw_grid  # matplotlib takes a while to import
+    from cfedavg.report.figures import draw_grid  # matplotlib takes a while to import
 
     rows = {"curves": _curves, "budget": _budget, "norms": _norms}[experiment.draw](experiment, found)
     legend = _norms_legend if experiment.draw == "norms" else _legend

@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from cfedavg import Config, run
 from cfedavg.core.metrics import finite
 from cfedavg.report.axes import MUTED
-from cfedavg.report.figures import as_png
-from cfedavg.report.grid import make_framed_figure
+from cfedavg.report.figures import as_png, make_framed_figure
 from cfedavg.report.panels import Frame
 from cfedavg.reproduce.archive import Entry, rounded
 from cfedavg.reproduce.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law

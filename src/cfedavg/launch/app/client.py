@@ -13,7 +13,7 @@ from cfedavg.data.tasks import build_task
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower.app_reply import STEPS
 from cfedavg.flower.mod import compressed
-from cfedavg.launch.app.settings import config_of
+from cfedavg.launch.app import config_of
 from cfedavg.simulate.engines.common import reproducible, seed_generators
 from cfedavg.simulate.local import after, batches, clock, local_steps
 from cfedavg.simulate.plan import Plan

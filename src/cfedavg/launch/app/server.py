@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from cfedavg.core.config import Config
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.strategy import CFedAvg
-from cfedavg.launch.app.settings import config_of, policy_of
+from cfedavg.launch.app import config_of, policy_of
 from cfedavg.simulate.engines.common import reproducible
 from cfedavg.simulate.evaluate import evaluate
 from cfedavg.simulate.plan import Plan
