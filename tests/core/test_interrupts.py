@@ -1,4 +1,4 @@
-"""Signals: set and taken back as one, heard once, and a second one heard whatever the process does."""
+"""Signals: handlers are set and restored together, the first one raises, the second one ends the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT = 120.0  # seconds after which a test fails instead of waiting
 
 @pytest.fixture(autouse=True)
 def _handlers_stay() -> Iterator[None]:
-    """No test changes what the next one finds."""
+    """Restore the handlers after each test."""
     before = {number: signal.getsignal(number) for number in STOPS}
     yield
     found = {number: signal.getsignal(number) for number in STOPS}
@@ -35,7 +35,7 @@ def _handlers_stay() -> Iterator[None]:
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """What reaches the handlers that a program has set before."""
+    """Collect the signals that reach the handlers that a program has set before."""
     numbers: list[int] = []
     before = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in STOPS}
     yield numbers
@@ -47,7 +47,7 @@ def heard() -> Iterator[list[int]]:
 def test_handlers_change_while_signals_wait(
     block: Callable[[], Any], heard: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no moment with half of them, neither at the beginning of a block nor at its end."""
+    """No signal arrives while only some handlers are set, at the beginning of a block or at its end."""
     real, masks = signal.signal, list[set[int]]()
 
     def watched(number: int, handler: Any) -> Any:
@@ -182,14 +182,14 @@ main()
 
 @pytest.mark.parametrize("at", ["typer", "save", pytest.param("matplotlib", marks=pytest.mark.slow)])
 def test_ctrl_c_five_times(at: str, tmp_path: Path) -> None:
-    """While the command starts, while it saves, while it draws."""
+    """Signals come while the command starts, saves and draws."""
     command = [sys.executable, "-c", PRESSING, at, *RUN, "--rounds", "1", "--out", str(tmp_path / "r")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_closed_pipe_ends_a_run_with_its_state_saved(tmp_path: Path) -> None:
-    """As in `cfedavg run | head -1`, when rounds have begun."""
+    """The reader ends as in `cfedavg run | head -1`, when rounds have begun."""
     out = tmp_path / "r"
     program = "from cfedavg.cli import main, progress; progress.PLAIN_EVERY = 0; main()"
     command = [sys.executable, "-c", program, *RUN, "--rounds", "1000000", "--checkpoint-every", "0"]

@@ -1,4 +1,4 @@
-"""The data room: partitions keep their laws, decoding is faithful, caches mend themselves, errors help."""
+"""Data: the laws of partitions, decoding, damaged caches, downloads and errors."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def cut(path: Path) -> None:
 
 
 def pipe(path: Path) -> None:
-    """Whoever opened it would wait."""
+    """Opening a pipe would wait for ever."""
     path.unlink()
     os.mkfifo(path)
 

@@ -1,4 +1,4 @@
-"""A federation on this machine: keys, processes, what is said when something is wrong, what is left of it."""
+"""A federation on this machine: its keys, its processes, its errors, and that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_node_keys_are_p384_as_openssh_writes_them(tmp_path: Path) -> None:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
-    """A TLS connection without a network; raises what the client objects to."""
+    """Make a TLS connection without a network; raise the client's objection."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up, server_hostname=host), server.wrap_bio(up, down, server_side=True)]
     for _ in range(4):
@@ -133,7 +133,7 @@ def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", [*NO_FILE, "another's", "nothing", "no key"])
 @pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key", "node0", "node0.pub"])
 def test_bad_keys(tmp_path: Path, file: str, name: str) -> None:
-    """One sentence before anything is started; none would be told by Flower's processes, and a pipe hangs."""
+    """The error is one sentence, before anything starts; Flower's processes would say nothing, or hang."""
     from cfedavg.launch.credentials import ensure_certificates, ensure_node_key
 
     if file in ("ca.pem", "node0.pub") and "link" in name:
@@ -197,7 +197,7 @@ def _until(true: Callable[[], object], seconds: float = 240) -> None:
 def test_what_a_killed_one_has_left_is_found_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child in a session of its own, deaf to SIGTERM, of a parent that is gone, as its watchdog is."""
+    """The child has its own session and ignores SIGTERM; its parent and its watchdog are gone."""
     monkeypatch.setattr("cfedavg.launch.processes.PATIENCE", 1.0)
     log, marked = tmp_path / "log", {**os.environ, MARK: str(tmp_path)}
     with log.open("wb") as file:
@@ -236,7 +236,7 @@ SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether it has ended; it may wait to be buried, and then has no command any more."""
+    """Whether a process has ended; a zombie has no command line."""
     try:
         return not Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -244,7 +244,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def test_all_processes_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """A server, its child in a session of its own, and the watchdog; the server's port is free again."""
+    """A server, its child in another session, and the watchdog end; the server's port is free again."""
     log, mark, ports = tmp_path / "log", str(tmp_path / "federation"), Ports()
     port = ports.take()
     launcher = subprocess.Popen(
@@ -269,7 +269,7 @@ def test_all_processes_end_with_a_launcher_that_is_killed(tmp_path: Path) -> Non
 
 
 def test_a_watchdog_spares_those_of_the_next_launcher(tmp_path: Path) -> None:
-    """Of the same federation, started while the watchdog of the killed one is still at work."""
+    """The next launcher of a federation starts while the watchdog of the killed one is still at work."""
     killed, following = (Processes(str(tmp_path), os.environ) for _ in range(2))
     try:
         mine = killed.start(["sleep", "600"], tmp_path / "log", {})
@@ -309,14 +309,14 @@ def test_a_watchdog_that_hangs_is_not_waited_for(
 
 
 def _closed(processes: Processes) -> None:
-    """Signals are set by the main thread only."""
+    """Close from another thread, which must not set signals."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cfedavg.launch.processes.deaf", nullcontext)
         processes.close()
 
 
 def test_where_environments_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are known by what the launcher has told; one that leads no session is somebody else."""
+    """Processes are known by the launcher's pids; one that leads no session is somebody else's."""
     monkeypatch.setattr("cfedavg.launch.processes.PROC", tmp_path / "none")
     ours, gone = (subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2))
     other = subprocess.Popen(["sleep", "600"])
@@ -348,7 +348,7 @@ def test_a_polite_kill_is_an_interrupt_and_a_second_one_is_not_heard() -> None:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Puts shell scripts in the place of Flower's commands; gives the environment in which they are found."""
+    """Write shell scripts in the place of Flower's commands; return the environment that finds them."""
 
     def make(**scripts: str) -> dict[str, str]:
         folder = tmp_path / "bin"
@@ -366,7 +366,7 @@ def commands(tmp_path: Path) -> Callable[..., dict[str, str]]:
 def machine(
     tmp_path: Path, commands: Callable[..., dict[str, str]]
 ) -> Iterator[Callable[..., LocalFederation]]:
-    """A machine of one node with such commands, open until the test ends."""
+    """Make a federation of one node with such commands, open until the test ends."""
     opened: list[LocalFederation] = []
 
     def make(port: int | None = None, **scripts: str) -> LocalFederation:
@@ -403,7 +403,7 @@ def test_a_port_in_use(machine: Make) -> None:
 
 
 def test_a_port_is_ours_before_anyone_listens_on_it() -> None:
-    """Nobody else gets it; a server that asks for it, as Flower's do, can use it, and again later."""
+    """Nobody else gets the port; a server that asks for it, as Flower's do, can use it several times."""
     ports = Ports()
     try:
         port = ports.take()
@@ -424,7 +424,7 @@ def test_a_superlink_that_dies(machine: Make) -> None:
 
 @flower
 def test_a_node_that_is_refused_tries_again(machine: Make, tmp_path: Path) -> None:
-    """The third time it is let in; the log then holds its number."""
+    """The third attempt succeeds; the log then holds the node's id."""
     script = f"""
         echo >> {tmp_path}/tries
         if [ $(wc -l < {tmp_path}/tries) -lt 3 ]; then echo '[code: 2004] Failed to activate.'; exit 1; fi
@@ -452,7 +452,7 @@ def test_a_node_that_ends_for_another_reason(machine: Make) -> None:
 
 
 class Hasty:
-    """A process that says something and ends, just before it is asked whether it lives."""
+    """A process that writes to its log and ends just before it is polled."""
 
     def __init__(self, log: Path, says: str) -> None:
         self.log, self.says = log, says
@@ -465,7 +465,7 @@ class Hasty:
 
 @flower
 def test_a_node_that_ends_while_it_is_looked_at(machine: Make) -> None:
-    """It was online: what became of it then is found out later."""
+    """The node was online; that it has ended is found out later."""
     (node,) = machine().nodes
     hasty: Any = Hasty(node.log, "SuperNode ID: 77\n")
     node.process = hasty
@@ -474,7 +474,7 @@ def test_a_node_that_ends_while_it_is_looked_at(machine: Make) -> None:
 
 
 def test_only_the_tail_of_a_log_is_read(tmp_path: Path) -> None:
-    """It is looked at ten times a second; all of this would not fit into the memory."""
+    """A log is read ten times a second; the whole of this one would not fit into memory."""
     with (tmp_path / "log").open("wb") as file:
         file.truncate(2**42)
         file.seek(2**42)
@@ -483,7 +483,7 @@ def test_only_the_tail_of_a_log_is_read(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_follower_ends_while_it_is_looked_at(tmp_path: Path) -> None:
-    """Its log says that the run has started, and how it ended is for the SuperLink to say."""
+    """The log says that the run has started; the SuperLink will say how it ended."""
     log = tmp_path / "log"
     hasty: Any = Hasty(log, "Successfully started run 9\n")
     control: Any = SimpleNamespace()
@@ -541,7 +541,7 @@ def test_a_run_that_fails(
 
 @flower
 def test_a_superlink_that_does_not_answer_once(machine: Make, tmp_path: Path) -> None:
-    """It is asked again how the run ended."""
+    """The status is asked for again."""
     done = '{"success": true, "runs": [{"status": "finished:completed", "status-details": ""}]}'
     script = f"""
         if [ $1 = run ]; then echo 'Successfully started run 9'
@@ -632,7 +632,7 @@ def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
 def test_a_federation_that_is_done_is_not_started(
     tmp_path: Path, cfedavg: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the last round was not followed by its pictures, or more rounds are wanted."""
+    """It is started if its pictures are older than the last round, or if more rounds are wanted."""
     out = tmp_path / "out"
     (out / "federation").mkdir(parents=True)
     (out / "config.toml").write_text(DEFAULT.replace(rounds=2).to_toml())
@@ -678,7 +678,7 @@ def test_how_the_command_ends(
 
 
 def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run that goes on had before is not shown again; a node that ends is reported once."""
+    """A resumed run does not show its old rows; a node that ends is reported once."""
     row: dict[str, Any] = dict.fromkeys(("snr_min", "delta_norm2", "error_norm2"))
     row |= {"uplink_bytes": 1000, "downlink_bytes": 2000, "lost": 0}
     lines = [as_line({"round": t, **row}) for t in range(4)]
@@ -741,7 +741,7 @@ def main(grid, context):
 @flower
 @pytest.mark.slow
 def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes answer; one is stopped and started again, is the same one, and answers again."""
+    """Two nodes reply; one is stopped and started again, has the same id, and replies again."""
     components = {"serverapp": "stand_in:server", "clientapp": "stand_in:client"}
     monkeypatch.setattr("cfedavg.launch.local_federation.COMPONENTS", components)
     (tmp_path / "stand_in.py").write_text(STAND_IN)
@@ -769,7 +769,7 @@ def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch
 @flower
 @pytest.mark.slow
 def test_nothing_is_left_of_a_federation_whose_launcher_is_killed(tmp_path: Path) -> None:
-    """Not of its nodes' children either; the port is free at once, and the run can be resumed."""
+    """The nodes' children end too, the port is free at once, and the run can be resumed."""
     out, ports = tmp_path / "out", Ports()
     port = ports.take()
     command = [Path(sys.executable).parent / "cfedavg", "federate", "up", "--out", out, "--port", str(port)]

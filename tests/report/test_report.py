@@ -57,7 +57,7 @@ def rounds(count: int, **changes: Any) -> list[dict[str, Any]]:
 
 
 def check_png(path: Path) -> None:
-    """It is whole, large enough to read and not one colour."""
+    """Check that a picture is whole, large enough to read and not of one colour."""
     with Image.open(path) as image:
         image.load()
         assert image.format == "PNG"
@@ -70,7 +70,7 @@ def check_png(path: Path) -> None:
 
 @pytest.fixture
 def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws all panels into report.png or curves.png, but not each again for the page: half the time."""
+    """Draw all panels into one picture, but not each again for the page: half the time."""
     monkeypatch.setattr("cfedavg.report.figures.draw_panel", lambda *_: b"a picture")
 
 
@@ -575,7 +575,7 @@ def test_nodes_are_counted_by_what_became_of_each_request() -> None:
 
 
 def test_the_last_that_is_known_of_a_node() -> None:
-    """Whatever the order of the rows; a node may have got another name, and have done no steps."""
+    """The order of the rows does not matter; a node may have changed its name, and done no steps."""
     rows = [node_row(t, 0, "lost", K=None, age=12_345 * t, node="new") for t in (3, 1, 2)]
     header, line = tabulate_nodes([*rows, node_row(0, 0, K=0, age=0)])
     found = dict(zip(header, line, strict=True))
@@ -595,7 +595,7 @@ def test_reasons_are_not_too_many() -> None:
 
 
 def test_rows_of_nodes_are_in_order(tmp_path: Path) -> None:
-    """And of two of the same node and round the later one counts."""
+    """Of two rows of the same node and round the later one counts."""
     rows = [node_row(1, 0), node_row(0, 1), node_row(0, 0), node_row(0, 0, "late")]
     found = read_run(make_federation(tmp_path / "a", rows)).nodes
     assert [(row["round"], row["number"], row["outcome"]) for row in found] == [
@@ -640,7 +640,7 @@ def test_what_the_picture_of_nodes_shows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nothing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a federation that nobody answers the pictures say so."""
+    """The pictures say so if no node has replied."""
     nobody = [node_row(t, 0, "lost", residual_norm=None) for t in range(3)]
     below = drawn(nobody, monkeypatch).axes[1]
     assert [text.get_text() for text in below.texts] == ["nobody has said anything"]
@@ -654,7 +654,7 @@ def test_nothing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("last", [599, 600, 10**12])
 def test_many_rounds_share_a_column(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worst of them shows."""
+    """A column shows the worst of its rounds."""
     rows = [node_row(0, 0), node_row(1, 0, "lost"), node_row(2, 0), node_row(last, 0)]
     figure = drawn(rows, monkeypatch)
     cells = np.asarray(figure.axes[0].images[0].get_array())
@@ -709,7 +709,7 @@ def test_of_an_app_only_what_its_server_decides_is_shown(tmp_path: Path, one_pic
 
 
 def test_labels_of_an_app_say_what_its_server_decides(tmp_path: Path) -> None:
-    """Beside a simulation, and beside one with another strategy."""
+    """They do so beside a simulation, and beside an app with another strategy."""
     apps = [
         make_run(tmp_path / by, rounds(1), dataset=APP, model=f"(a Flower app, averaged by {by})")
         for by in ("FedAvg", "FedAdam")
@@ -735,7 +735,7 @@ def test_a_federation_beside_its_simulation(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_picture")
 def test_what_clients_evaluate_is_shown(tmp_path: Path) -> None:
-    """By itself, and beside what the server does."""
+    """They are shown alone, and beside what the server evaluates."""
     rows = [{"round": t, "uplink_bytes": 10, "client_eval_loss": 1.0, "client_eval_acc": 0.3} for t in (0, 1)]
     alone = make_run(tmp_path / "a", rows)
     report = write_report([alone], tmp_path / "out")

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogFormatterMathtext,
-    LogLocator,
-    MaxNLocator,
-    NullLocator,
-)
 
 from cfedavg.core.units import in_bytes, in_time, time_unit
 from cfedavg.report.groups import Curve
@@ -95,7 +88,7 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
     if x == "rounds":
         name = "communication rounds"
         axes.set_xlim(0, max(1.03 * high, 2))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=_STEPS))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, steps=_STEPS))
     elif x in _SENT:
         name, text = _SENT[x]
         if low > 0 and (x != "total_bytes" or _is_far(drawn)):
@@ -103,8 +96,8 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
             _log_ticks(axes.xaxis, low, high, text)
         else:
             axes.set_xlim(0, max(1.03 * high, 1))
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=_STEPS))
+            axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value)))
     else:
         name = f"simulated time so far{_time_ticks(axes, drawn)}"
     axes.set_xlabel(name, fontsize=9, color=MUTED)
@@ -121,13 +114,13 @@ def _time_ticks(axes: Axes, drawn: Sequence[Curve]) -> str:
     low, high = min(line.x[0] for line in drawn), max(line.x[-1] for line in drawn)
     if low > 0 and _is_far(drawn):
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_time(value)))
+        axes.xaxis.set_major_locator(ticker.FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: in_time(value)))
         return ""
     size, unit = time_unit(high)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=_STEPS))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7, steps=_STEPS))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value / size:g}"))
     return f" ({unit})"
 
 
@@ -137,23 +130,23 @@ def _set_y(axes: Axes, panel: Panel, values: list[float]) -> None:
         axes.set_yscale("log")
         _log_ticks(axes.yaxis, low, high, None)
     elif panel.percent:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.6g}%"))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{100 * value:.6g}%"))
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
     if axes.get_yscale() != "log":
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=_STEPS))
 
 
 def _log_ticks(axis: Axis, low: float, high: float, text: Callable[[float], str] | None) -> None:
     """Mark decades; 1, 2 and 5 of each where there are too few decades to read a value off."""
     few = high / low < 100
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
-    axis.set_minor_locator(NullLocator())
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
+    axis.set_minor_locator(ticker.NullLocator())
     if text is not None:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value)))
     elif few:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     else:
-        axis.set_major_formatter(LogFormatterMathtext())
+        axis.set_major_formatter(ticker.LogFormatterMathtext())
 
 
 def _name_styles(axes: Axes, panel: Panel) -> None:
