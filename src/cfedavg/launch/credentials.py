@@ -26,6 +26,10 @@ from cfedavg.launch.processes import HOST
 DAYS = 3650  # more than any federation lasts
 AUTHORITY = "cfedavg CA"
 
+_USES = (
+    "digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment",
+    "data_encipherment", "key_agreement", "encipher_only", "decipher_only",
+)  # fmt: skip
 T = TypeVar("T")
 _DAMAGE = (ValueError, TypeError, UnsupportedAlgorithm)  # what is raised for files that are no keys
 
@@ -130,11 +134,12 @@ def _sign_certificate(
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
         for text in (AUTHORITY if is_ca else HOST, AUTHORITY)
     )
+    allowed = ("key_cert_sign", "crl_sign") if is_ca else ("digital_signature",)
     extensions: list[tuple[x509.ExtensionType, bool]] = [
         (x509.SubjectKeyIdentifier.from_public_key(public), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
         (x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), True),
-        (_key_usage(signs_certificates=is_ca), True),
+        (x509.KeyUsage(**{name: name in allowed for name in _USES}), True),
     ]
     if not is_ca:
         hosts = [x509.IPAddress(ipaddress.ip_address(HOST)), x509.DNSName("localhost")]
@@ -151,17 +156,3 @@ def _sign_certificate(
     for extension, critical in extensions:
         builder = builder.add_extension(extension, critical=critical)
     return bytes(builder.sign(ca_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
-
-
-def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )

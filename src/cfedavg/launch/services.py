@@ -103,8 +103,8 @@ class SuperLink(Service):
         """Whether it answers, and with our certificate."""
         secure = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=str(self.files.ca)))
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
-        with suppress(OSError), direct.open(f"https://{self.address}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
+        with suppress(OSError), direct.open(f"https://{self.address}/health", timeout=5) as response:
+            return bool(response.status == 200)
         return False
 
 

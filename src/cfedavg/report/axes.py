@@ -16,7 +16,7 @@ from cfedavg.report.groups import Curve
 from cfedavg.report.panels import Panel
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
-_SENT: dict[str, tuple[str, Callable[[float], str]]] = {
+_AMOUNTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "total_bytes": ("bytes of all clients so far, up and down", in_bytes),
     "client_bytes": ("bytes that a client has sent so far", in_bytes),
     "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
@@ -89,8 +89,8 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
         name = "communication rounds"
         axes.set_xlim(0, max(1.03 * high, 2))
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, steps=_STEPS))
-    elif x in _SENT:
-        name, text = _SENT[x]
+    elif x in _AMOUNTS:
+        name, text = _AMOUNTS[x]
         if low > 0 and (x != "total_bytes" or _is_far(drawn)):
             axes.set_xscale("log")
             _log_ticks(axes.xaxis, low, high, text)

@@ -17,7 +17,7 @@ from cfedavg.report.read import Run, get_column
 
 _LONGEST = 44  # characters of a part of a label
 _MOST_PARTS = 5
-_SENT = ("compressor", "compressor_down", "feedback")
+_COMPRESSION = ("compressor", "compressor_down", "feedback")
 _PARTS = {
     "clients": "m={}",
     "classes_per_client": "p={}",
@@ -147,7 +147,7 @@ def find_differences(configs: Sequence[Config]) -> list[str]:
     """Return the fields, seed aside, that differ between configurations; what is sent comes first."""
     names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
     differing = [name for name in names if len({_known(config, name) for config in configs}) > 1]
-    return sorted(differing, key=lambda name: name not in _SENT)
+    return sorted(differing, key=lambda name: name not in _COMPRESSION)
 
 
 def _known(config: Config, name: str) -> Any:
@@ -166,7 +166,7 @@ def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
     """
     names, sent = find_differences(configs), _describe_compressors(configs)
     # "no feedback" alone says too little.
-    first = [[text] if set(names) & set(_SENT) else [] for text in sent]
+    first = [[text] if set(names) & set(_COMPRESSION) else [] for text in sent]
     rest = [name for name in names if name not in ("compressor", "compressor_down")]
     parts = [[*own, *_parts(config, rest)] for own, config in zip(first, configs, strict=True)]
     if max(map(len, parts), default=0) > _MOST_PARTS:  # nobody reads so many: what is sent, and the folder

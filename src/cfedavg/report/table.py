@@ -16,6 +16,7 @@ from cfedavg.report.panels import BLUE, ORANGE, PLAIN, SKY, VERMILION
 from cfedavg.report.read import Run, choose_metric, get_column
 
 _UNKNOWN, _AGAINST = "–", "vs. baseline"
+_TOTALS = ("total_bytes", "uplink_bytes", "downlink_bytes", "first_download_bytes", "simulated_seconds")
 Record = dict[str, Any]
 
 # What became of a request to a node, with its colour, the best first.
@@ -71,21 +72,18 @@ def _summarise_group(group: Group, base: Group, metric: str) -> Row:
     values = [known for column in columns if len(known := column[np.isfinite(column)])]
     best = np.min if units.lower_is_better(metric) else np.max
     rounds = [len(run.rows) for run in group.runs]
-    total, base_total = _total(group, "total_bytes"), _total(base, "total_bytes")
+    base_total, totals = _total(base, "total_bytes"), {key: _total(group, key) for key in _TOTALS}
+    total = totals["total_bytes"]
     return Row(
         label=group.label,
         metric=metric,
         final=_spread([float(v[-1]) for v in values]),
         best=_spread([float(best(v)) for v in values]),
         rounds=(min(rounds), max(rounds)),
-        total_bytes=total,
-        uplink_bytes=_total(group, "uplink_bytes"),
-        downlink_bytes=_total(group, "downlink_bytes"),
-        first_download_bytes=_total(group, "first_download_bytes"),
         ratio=base_total / total if base_total and total else None,
         against=base.label,
-        simulated_seconds=_total(group, "simulated_seconds"),
         seeds=group.seeds,
+        **totals,
     )
 
 
