@@ -8,6 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cfedavg.cli.console import PLAIN
 from cfedavg.core.metrics import Record
 from cfedavg.core.units import in_bytes
 from cfedavg.simulate.run import Observer
@@ -48,7 +49,7 @@ class Display(Observer):
             self._count(row)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, **PLAIN)
 
     def now(self, text: str) -> None:
         """Show what the run waits for, until the next row."""

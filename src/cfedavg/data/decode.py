@@ -37,7 +37,7 @@ def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> Non
 
 
 def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, grey: bool) -> None:
-    rows = {split: sum(_rows(path, where) for path in files[split]) for split in SPLITS}
+    rows = {split: sum(_count_rows(path, where) for path in files[split]) for split in SPLITS}
     reader = _Reader(where, grey)
     shapes, classes, counts = {}, 0, np.zeros((1 if grey else 3, 256), np.int64)
     with _progress(sum(rows.values()), where) as advance:
@@ -86,7 +86,7 @@ def _save_labels(path: Path, parts: Sequence[np.ndarray], where: str, split: str
     return high + 1
 
 
-def _rows(path: Path, where: str) -> int:
+def _count_rows(path: Path, where: str) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -115,12 +115,12 @@ class _Reader:
     def batches(self, paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield pixels (n, channels, height, width) and labels (n,)."""
         for path in paths:
-            for images, labels in self._encoded(path):
-                pixels = np.stack([self._pixels(image, path) for image in images])
+            for images, labels in self._read_encoded(path):
+                pixels = np.stack([self._decode_image(image, path) for image in images])
                 pixels = pixels[..., None] if self.grey else pixels
                 yield np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), labels
 
-    def _encoded(self, path: Path) -> Iterator[tuple[list[bytes | None], np.ndarray]]:
+    def _read_encoded(self, path: Path) -> Iterator[tuple[list[bytes | None], np.ndarray]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -135,7 +135,7 @@ class _Reader:
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(self.where, path, error) from None
 
-    def _pixels(self, data: bytes | None, path: Path) -> np.ndarray:
+    def _decode_image(self, data: bytes | None, path: Path) -> np.ndarray:
         from PIL import Image
 
         if data is None:

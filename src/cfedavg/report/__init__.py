@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """What `write_report` made: the page and the picture, and the numbers for the command to print."""
+    """The result of `write_report`: the page, the picture, and the numbers for the command to print."""
 
     page: Path
     picture: Path

@@ -1,4 +1,4 @@
-"""What the pictures show: which number over which, with which pen, and how to read it."""
+"""The contents of pictures: which number over which, with which pen, and how to read it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = "#555555"  # for the uncompressed run that others are measured against
 
 @dataclass(frozen=True)
 class Pen:
-    """How a line is drawn; a cross at its end says that it ends before its time."""
+    """The style of a line; a cross at its end says that it ends before its time."""
 
     colour: str
     dashed: bool = False
@@ -51,7 +51,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one pair of axes shows: a pen for each group."""
+    """The contents of one pair of axes: a panel, and a pen for each group."""
 
     panel: Panel
     groups: Sequence[Group]
@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the panels: two lines and the legend above them, the note below."""
+    """The text around panels: two lines and the legend above them, the note below."""
 
     title: str
     subtitle: str

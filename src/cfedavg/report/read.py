@@ -33,7 +33,7 @@ _LARGEST = 1e100  # a number above it overflows when it is summed or drawn
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds; `rows` are in the order of their rounds.
+    """The contents of a run folder; `rows` are in the order of their rounds.
 
     A federation has `nodes` too: a row for each node asked in a round, by round and number.
     """

@@ -21,14 +21,14 @@ from cfedavg.simulate.plan import Plan
 CPU = torch.device("cpu")
 
 
-def compressed_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def compress_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Apply the mod; a request may name only the classes that the run's configuration names."""
     config = config_of(context.run_config)
     own = [type(part) for part in (*parse(config.compressor).stages, FEEDBACKS.parse(config.feedback))]
     return compressed(message, context, call_next, own=own)
 
 
-app = ClientApp(mods=[compressed_as_configured])
+app = ClientApp(mods=[compress_as_configured])
 
 
 @app.train()
