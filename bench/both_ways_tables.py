@@ -283,7 +283,7 @@ def draw(path: Path) -> None:
     """Accuracy over total bytes of the ways to send less, p = 2, seed 0."""
     from cfedavg.report.figures import draw_panel
     from cfedavg.report.groups import Group
-    from cfedavg.report.panels import panels_for
+    from cfedavg.report.panels import choose_panels
     from cfedavg.report.read import Run
 
     cells, groups = read("totals"), []
@@ -298,7 +298,7 @@ def draw(path: Path) -> None:
             for t, accuracy in enumerate(cell.columns["test_accuracy"])
         ]
         groups.append(Group(label, (Run(path, Config(**cell.options), rows, label),)))
-    (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "metric-total"]
+    (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "metric-total"]
     path.write_bytes(draw_panel(panel, groups))
 
 

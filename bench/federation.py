@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cfedavg.core.run_files import read_rows
-from cfedavg.launch.local_federation import Machine
-from cfedavg.launch.ports import HOST
-from cfedavg.launch.services import plain
+from cfedavg.launch.local_federation import LocalFederation
+from cfedavg.launch.processes import HOST
+from cfedavg.launch.services import read_log
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 LIMIT = 900.0  # seconds for a run
@@ -64,7 +64,7 @@ class Relay:
 class Counted:
     """A machine whose nodes all go through relays."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: LocalFederation) -> None:
         self.machine = machine
         self.relays = [Relay(machine.link.port) for _ in machine.nodes]
         for node, relay in zip(machine.nodes, self.relays, strict=True):
@@ -95,8 +95,8 @@ def run_app(counted: Counted, app: Path, folder: Path, rounds: int, *, with_us: 
         assert status.text == "finished:completed", status
 
     found = counted.during(work)
-    accuracies = re.findall(r"after round (\d+): accuracy ([\d.]+)", plain(run.log))
-    books = re.search(r"metrics in (\S+)", plain(run.log))
+    accuracies = re.findall(r"after round (\d+): accuracy ([\d.]+)", read_log(run.log))
+    books = re.search(r"metrics in (\S+)", read_log(run.log))
     rows = read_rows(Path(books[1]) / "metrics.jsonl") if books else []
     ledger = {f"ledger_{way}": sum(row[f"{way}link_bytes"] for row in rows) for way in ("up", "down")}
     ledger["ledger_first"] = sum(row.get("first_download_bytes", 0) for row in rows)
@@ -110,7 +110,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as path, Machine(Path(path) / "machine", given.nodes) as machine:
+    with (
+        tempfile.TemporaryDirectory() as path,
+        LocalFederation(Path(path) / "machine", given.nodes) as machine,
+    ):
         counted = Counted(machine)
         machine.start()
         found: dict[str, Any] = {"nodes": given.nodes, "rounds": given.rounds}

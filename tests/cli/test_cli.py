@@ -131,7 +131,7 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
         refused = cfedavg("inspect", message)
         assert (refused.code, words in refused.err) == (2, True)
     layout.write_text(NET.text)
-    assert "has 3 numbers, the message is of" in cfedavg("inspect", message, "--dense", dense).err
+    assert "numbers as the message, got 3" in cfedavg("inspect", message, "--dense", dense).err
     for content in (b"", b"PK\3\4", b"no array"):
         dense.write_bytes(content)
         refused = cfedavg("inspect", message, "--dense", dense)
@@ -328,7 +328,7 @@ def test_a_file_that_names_code_needs_trust(field: str, cfedavg: Command, strang
 def test_a_module_of_an_odd_name_never_runs(
     name: str, trust: list[str], cfedavg: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In brackets stands what reports show of a task from Python; a file may have such a name too."""
+    """Brackets mark a task from Python in reports; a file may have such a name too."""
     monkeypatch.chdir(tmp_path)
     Path(f"{name}.py").write_text("raise SystemExit('a planted module ran')")
     Path("c.toml").write_text(f'model = "{name}:make"\nclients = 2\nrounds = 1\n')
@@ -339,7 +339,7 @@ def test_a_module_of_an_odd_name_never_runs(
 
 
 def test_what_is_typed_or_trusted_is_imported(cfedavg: Command, stranger: Path) -> None:
-    """From the current folder too; and a file whose part an option replaces needs no trust."""
+    """A class of the current folder works too; a file whose part an option replaces needs no trust."""
     small = ["--clients", "2", "--rounds", "1", "--local-steps", "1"]
     own = ["--compressor", f"{stranger}:Own(0.9)", "--model", f"{stranger}:model"]
     assert cfedavg("run", *small, *own, "--out", "typed").code == 0
@@ -360,7 +360,7 @@ PLANTED = (
 
 
 def test_nothing_that_lies_in_the_current_folder_runs(tmp_path: Path) -> None:
-    """With the real command: neither modules, nor a cache of machine code that numba would trust."""
+    """The real command imports no modules from there, and no machine code from numba's cache."""
     for name in PLANTED:
         mark = tmp_path / f"{name} ran"
         (tmp_path / f"{name}.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
@@ -389,7 +389,7 @@ def test_config_round_trip() -> None:
 def test_a_rank_of_torchrun_leaves_without_the_interpreters_own_end(
     cfedavg: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That end was seen to abort: torchrun then took a finished rank for a failed one."""
+    """A normal exit sometimes aborts, and torchrun then takes a finished rank for a failed one."""
     codes: list[int] = []
     monkeypatch.setattr("cfedavg.cli.leave", codes.append)
     assert cfedavg("version").code == 0

@@ -12,7 +12,7 @@ import pytest
 
 import cfedavg as package
 from cfedavg import Config, InputError, run
-from cfedavg.cli.console import _options, with_options
+from cfedavg.cli.console import list_options, name_options
 from cfedavg.cli.options import flag
 from cfedavg.core.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, field_types, read_config, renew
 from cfedavg.core.option import any_of
@@ -121,16 +121,25 @@ def test_parts_are_texts() -> None:
 
 
 def test_the_command_names_options() -> None:
-    assert {*OPTIONS, "out", "resume", "messages", "config", "nodes", "picture", "vary"} <= _options().keys()
-    assert with_options("`resume` needs `out`") == "--resume needs --out"
+    assert {
+        *OPTIONS,
+        "out",
+        "resume",
+        "messages",
+        "config",
+        "nodes",
+        "picture",
+        "vary",
+    } <= list_options().keys()
+    assert name_options("`resume` needs `out`") == "--resume needs --out"
     for text in ("row 3 has no `round`", "try `cfedavg run --resume`", "eta_local is 3", "`a` `b"):
-        assert with_options(text) == text
+        assert name_options(text) == text
 
 
 def test_the_library_names_fields() -> None:
     """Errors in Python name fields; only the command names options."""
     option = re.compile(
-        rf"(?<![\w-])(?:{'|'.join(sorted(_options().values(), key=len, reverse=True))})(?![\w-])"
+        rf"(?<![\w-])(?:{'|'.join(sorted(list_options().values(), key=len, reverse=True))})(?![\w-])"
     )
     found = {
         (str(path.relative_to(SOURCE)), text)

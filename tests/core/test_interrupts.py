@@ -1,4 +1,4 @@
-"""Signals: set and taken back as one, heard once, and a second one heard whatever the process does."""
+"""Signals: handlers are set and restored together, the first one raises, the second one ends the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cfedavg.cli.outlet import Outlet
+from cfedavg.cli import SafeStream
 from cfedavg.core import interrupts
 from cfedavg.core.interrupts import (
     STOPS,
@@ -32,7 +32,7 @@ LIMIT = 120.0  # seconds after which a test fails instead of waiting
 
 @pytest.fixture(autouse=True)
 def _handlers_stay() -> Iterator[None]:
-    """Restore all handlers after each test."""
+    """Restore the handlers after each test."""
     before = {number: signal.getsignal(number) for number in STOPS}
     yield
     found = {number: signal.getsignal(number) for number in STOPS}
@@ -43,7 +43,7 @@ def _handlers_stay() -> Iterator[None]:
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """Collect the signals that reach the handlers which a program set before."""
+    """Collect the signals that reach the handlers that a program has set before."""
     numbers: list[int] = []
     before = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in STOPS}
     yield numbers
@@ -55,7 +55,7 @@ def heard() -> Iterator[list[int]]:
 def test_handlers_change_while_signals_wait(
     block: Callable[[], Any], heard: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Handlers change together, at the beginning of a block and at its end."""
+    """No signal arrives while only some handlers are set, at the beginning of a block or at its end."""
     real, masks = signal.signal, list[set[int]]()
 
     def watched(number: int, handler: Any) -> Any:
@@ -137,8 +137,8 @@ class Broken:
 def test_a_closed_pipe_asks_to_stop_and_another_failure_does_not() -> None:
     request = StopRequest()
     full: Any = Broken(OSError(28, "No space left on device"))
-    assert Outlet(full, request.stop).write("text") == 4
-    piped: Any = Outlet(Broken(BrokenPipeError()), request.stop)
+    assert SafeStream(full, request.stop).write("text") == 4
+    piped: Any = SafeStream(Broken(BrokenPipeError()), request.stop)
     thread = threading.Thread(target=piped.write, args=("text",))
     thread.start()
     thread.join()
@@ -152,7 +152,7 @@ def test_a_closed_pipe_asks_to_stop_and_another_failure_does_not() -> None:
 def test_a_stream_that_lacks_a_character_gets_a_question_mark() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    assert Outlet(stream, StopRequest().stop).write("|e|² \udcff") == 6
+    assert SafeStream(stream, StopRequest().stop).write("|e|² \udcff") == 6
     assert raw.getvalue() == b"|e|? ?"
 
 
@@ -190,14 +190,14 @@ main()
 
 @pytest.mark.parametrize("at", ["typer", "save", pytest.param("matplotlib", marks=pytest.mark.slow)])
 def test_ctrl_c_five_times(at: str, tmp_path: Path) -> None:
-    """A signal may come while the command starts, saves or draws."""
+    """Signals come while the command starts, saves and draws."""
     command = [sys.executable, "-c", PRESSING, at, *RUN, "--rounds", "1", "--out", str(tmp_path / "r")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_closed_pipe_ends_a_run_with_its_state_saved(tmp_path: Path) -> None:
-    """The reader closes the pipe after rounds have begun, as in `cfedavg run | head -1`."""
+    """The reader ends as in `cfedavg run | head -1`, when rounds have begun."""
     out = tmp_path / "r"
     program = "from cfedavg.cli import main, progress; progress.PLAIN_EVERY = 0; main()"
     command = [sys.executable, "-c", program, *RUN, "--rounds", "1000000", "--checkpoint-every", "0"]

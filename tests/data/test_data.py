@@ -1,4 +1,4 @@
-"""The data room: partitions keep their laws, decoding is faithful, caches mend themselves, errors help."""
+"""Data: the laws of partitions, decoding, damaged caches, downloads and errors."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def cut(path: Path) -> None:
 
 
 def pipe(path: Path) -> None:
-    """Whoever opened it would wait."""
+    """Opening a pipe would wait for ever."""
     path.unlink()
     os.mkfifo(path)
 
@@ -508,7 +508,8 @@ def test_folders_of_data_sets_in_a_folder_are_named(folder: Path, cache: Path) -
 
 
 def test_images_of_another_data_set_are_refused(folder: Path, cache: Path) -> None:
-    with pytest.raises(InputError, match=r"`data_dir`: .* holds images of 1×\d+×\d+, which cifar10 has not"):
+    words = r"`data_dir`: .* must hold images of 3×32×32 for cifar10, got 1×\d+×\d+"
+    with pytest.raises(InputError, match=words):
         load("cifar10", folder, cache)
 
 

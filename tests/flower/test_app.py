@@ -16,7 +16,7 @@ from cfedavg import InputError
 from cfedavg.flower import CFedAvg, RoundPolicy, compressed
 from cfedavg.flower.messages import OURS
 from cfedavg.flower.mod import state_folder
-from cfedavg.launch.app.settings import TRUST, config_of
+from cfedavg.launch.app import TRUST, config_of
 from tests.compress.test_compress import EveryNth
 from tests.grid import (
     MODEL,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cfedavg import Config, InputError
 from cfedavg.flower.round_policy import LATE, LOST, Node, RoundPolicy
-from cfedavg.launch.app.settings import POLICY, policy_of
+from cfedavg.launch.app import POLICY, policy_of
 from cfedavg.simulate.plan import Plan
 from tests.conftest import quadratic
 

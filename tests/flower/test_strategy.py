@@ -29,8 +29,7 @@ from cfedavg.flower import CFedAvg, RoundPolicy
 from cfedavg.flower.dispatch import list_online
 from cfedavg.flower.federation_state import FederationState, Numbers
 from cfedavg.flower.rounds import Residuals
-from cfedavg.launch.app import client, server
-from cfedavg.launch.app.settings import TRUST, config_of, run_config_of
+from cfedavg.launch.app import TRUST, client, config_of, run_config_of, server
 from tests.grid import (
     MODEL,
     Adding,

@@ -1,4 +1,4 @@
-"""A federation on this machine: keys, processes, what is said when something is wrong, what is left of it."""
+"""A federation on this machine: its keys, its processes, its errors, and that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ from cfedavg.cli.progress import Display
 from cfedavg.core.interrupts import catch_kills, ignore_stops
 from cfedavg.core.run_files import format_row, read_rows
 from cfedavg.flower import MISSING
-from cfedavg.launch.app.settings import DEFAULT, TRUST, config_of
-from cfedavg.launch.control import Run, RunFailed
-from cfedavg.launch.local_federation import Machine, environment
-from cfedavg.launch.ports import HOST, Ports
-from cfedavg.launch.processes import MARK, Processes, alive
-from cfedavg.launch.services import Node, plain
-from cfedavg.launch.up import _follow, _trust, app_toml
+from cfedavg.launch.app import DEFAULT, TRUST, config_of
+from cfedavg.launch.control import AppRun, RunFailed
+from cfedavg.launch.local_federation import (
+    LocalFederation,
+    _follow,
+    format_app,
+    make_environment,
+    trust_typed_code,
+)
+from cfedavg.launch.processes import HOST, MARK, Ports, Processes, alive
+from cfedavg.launch.services import SuperNode, read_log
 from tests.conftest import Command
 from tests.simulate.test_bad_files import NO_FILE, put, text
 
@@ -43,9 +47,9 @@ flower = pytest.mark.skipif(shutil.which("flwr", path=Path(sys.executable).paren
 
 
 def test_processes_trust_what_was_typed_and_not_the_current_folder() -> None:
-    assert _trust(DEFAULT) == {}
+    assert trust_typed_code(DEFAULT) == {}
     for field in ("model", "compressor", "schedule"):
-        found = environment(_trust(DEFAULT.replace(**{field: "mine:Part"})))
+        found = make_environment(trust_typed_code(DEFAULT.replace(**{field: "mine:Part"})))
         assert found[TRUST] == found["PYTHONSAFEPATH"] == "1"
         assert found.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
 
@@ -55,7 +59,7 @@ def test_processes_trust_what_was_typed_and_not_the_current_folder() -> None:
 
 @flower
 def test_private_keys_are_private_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cfedavg.launch.credentials import certificates, node_key
+    from cfedavg.launch.credentials import ensure_certificates, ensure_node_key
 
     modes: list[tuple[str, int]] = []
     monkeypatch.setattr(
@@ -63,7 +67,7 @@ def test_private_keys_are_private_from_the_start(tmp_path: Path, monkeypatch: py
     )
     before = os.umask(0)
     try:
-        files, pair = certificates(tmp_path), node_key(tmp_path, "node0")
+        files, pair = ensure_certificates(tmp_path), ensure_node_key(tmp_path, "node0")
     finally:
         os.umask(before)
     secret = [
@@ -78,9 +82,9 @@ def test_node_keys_are_p384_as_openssh_writes_them(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from cfedavg.launch.credentials import node_key
+    from cfedavg.launch.credentials import ensure_node_key
 
-    pair = node_key(tmp_path, "node3")
+    pair = ensure_node_key(tmp_path, "node3")
     private = serialization.load_ssh_private_key(pair.private.read_bytes(), None)
     public = serialization.load_ssh_public_key(pair.public.read_bytes())
     assert isinstance(private, ec.EllipticCurvePrivateKey)
@@ -88,12 +92,12 @@ def test_node_keys_are_p384_as_openssh_writes_them(tmp_path: Path) -> None:
     assert private.public_key() == public
     assert pair.public.read_text().startswith("ecdsa-sha2-nistp384 ")
     held = pair.private.read_bytes()
-    assert node_key(tmp_path, "node3").private.read_bytes() == held
-    assert node_key(tmp_path, "node4").private.read_bytes() != held
+    assert ensure_node_key(tmp_path, "node3").private.read_bytes() == held
+    assert ensure_node_key(tmp_path, "node4").private.read_bytes() != held
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
-    """A TLS connection without a network; raises what the client objects to."""
+    """Make a TLS connection without a network; raise the client's objection."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up, server_hostname=host), server.wrap_bio(up, down, server_side=True)]
     for _ in range(4):
@@ -108,10 +112,10 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> Non
 
 @flower
 def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> None:
-    from cfedavg.launch.credentials import certificates
+    from cfedavg.launch.credentials import ensure_certificates
 
     (tmp_path / "other").mkdir()
-    files, other = certificates(tmp_path), certificates(tmp_path / "other")
+    files, other = ensure_certificates(tmp_path), ensure_certificates(tmp_path / "other")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(files.certificate, files.key)
     ours, theirs = (ssl.create_default_context(cafile=str(f.ca)) for f in (files, other))
@@ -121,7 +125,7 @@ def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> Non
     for context, host in ((ours, "example.org"), (ours, "10.0.0.1"), (theirs, "localhost")):
         with pytest.raises(ssl.SSLCertVerificationError):
             _handshake(server, context, host)
-    assert certificates(tmp_path) == files
+    assert ensure_certificates(tmp_path) == files
     assert "PRIVATE" not in files.ca.read_text() + files.certificate.read_text()
 
 
@@ -129,20 +133,20 @@ def test_the_certificate_is_good_for_its_hosts_and_its_ca(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", [*NO_FILE, "another's", "nothing", "no key"])
 @pytest.mark.parametrize("file", ["ca.pem", "server.pem", "server.key", "node0", "node0.pub"])
 def test_bad_keys(tmp_path: Path, file: str, name: str) -> None:
-    """One sentence before anything is started; none would be told by Flower's processes, and a pipe hangs."""
-    from cfedavg.launch.credentials import certificates, node_key
+    """The error is one sentence, before anything starts; Flower's processes would say nothing, or hang."""
+    from cfedavg.launch.credentials import ensure_certificates, ensure_node_key
 
     if file in ("ca.pem", "node0.pub") and "link" in name:
         return  # whoever has no such file gets a new one
     for folder in (tmp_path, tmp_path / "other"):
         folder.mkdir(exist_ok=True)
-        certificates(folder)
-        node_key(folder, "node0")
+        ensure_certificates(folder)
+        ensure_node_key(folder, "node0")
     other = (tmp_path / "other" / file).read_bytes()
     makes = NO_FILE | {"another's": text(other), "nothing": text(""), "no key": text(b"\xff" * 99)}
     put(tmp_path / file, makes[name])
     with pytest.raises(InputError, match=re.escape(str(tmp_path / file))) as caught:
-        node_key(tmp_path, "node0") if "node" in file else certificates(tmp_path)
+        ensure_node_key(tmp_path, "node0") if "node" in file else ensure_certificates(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -151,7 +155,7 @@ def test_bad_keys(tmp_path: Path, file: str, name: str) -> None:
 def test_a_file_in_the_place_of_a_folder(tmp_path: Path, path: str) -> None:
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text("")
-    with pytest.raises(InputError, match="`out`: "), Machine(tmp_path, 1):
+    with pytest.raises(InputError, match="`out`: "), LocalFederation(tmp_path, 1):
         pass
 
 
@@ -160,13 +164,13 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize("name", ["a pipe", "a folder", "a device"])
 def test_no_file_in_a_federation(tmp_path: Path, path: str, name: str) -> None:
     """Nothing hangs, and nothing is started."""
-    with Machine(tmp_path, 1) as machine:
+    with LocalFederation(tmp_path, 1) as machine:
         put(tmp_path / path, NO_FILE[name])
         with pytest.raises(InputError, match=path):
             machine.link.start()
         assert machine.link.process is None
         with pytest.raises(InputError, match="cannot read"):
-            plain(tmp_path / path)
+            read_log(tmp_path / path)
 
 
 # Processes and signals
@@ -193,7 +197,7 @@ def _until(true: Callable[[], object], seconds: float = 240) -> None:
 def test_what_a_killed_one_has_left_is_found_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child in a session of its own, deaf to SIGTERM, of a parent that is gone, as its watchdog is."""
+    """The child has its own session and ignores SIGTERM; its parent and its watchdog are gone."""
     monkeypatch.setattr("cfedavg.launch.processes.PATIENCE", 1.0)
     log, marked = tmp_path / "log", {**os.environ, MARK: str(tmp_path)}
     with log.open("wb") as file:
@@ -232,7 +236,7 @@ SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether it has ended; it may wait to be buried, and then has no command any more."""
+    """Whether a process has ended; a zombie has no command line."""
     try:
         return not Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -240,7 +244,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def test_all_processes_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """A server, its child in a session of its own, and the watchdog; the server's port is free again."""
+    """A server, its child in another session, and the watchdog end; the server's port is free again."""
     log, mark, ports = tmp_path / "log", str(tmp_path / "federation"), Ports()
     port = ports.take()
     launcher = subprocess.Popen(
@@ -265,7 +269,7 @@ def test_all_processes_end_with_a_launcher_that_is_killed(tmp_path: Path) -> Non
 
 
 def test_a_watchdog_spares_those_of_the_next_launcher(tmp_path: Path) -> None:
-    """Of the same federation, started while the watchdog of the killed one is still at work."""
+    """The next launcher of a federation starts while the watchdog of the killed one is still at work."""
     killed, following = (Processes(str(tmp_path), os.environ) for _ in range(2))
     try:
         mine = killed.start(["sleep", "600"], tmp_path / "log", {})
@@ -305,14 +309,14 @@ def test_a_watchdog_that_hangs_is_not_waited_for(
 
 
 def _closed(processes: Processes) -> None:
-    """Signals are set by the main thread only."""
+    """Close from another thread, which must not set signals."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cfedavg.launch.processes.ignore_stops", nullcontext)
         processes.close()
 
 
 def test_where_environments_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are known by what the launcher has told; one that leads no session is somebody else."""
+    """Processes are known by the launcher's pids; one that leads no session is somebody else's."""
     monkeypatch.setattr("cfedavg.launch.processes.PROC", tmp_path / "none")
     ours, gone = (subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2))
     other = subprocess.Popen(["sleep", "600"])
@@ -344,7 +348,7 @@ def test_a_polite_kill_is_an_interrupt_and_a_second_one_is_not_heard() -> None:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Puts shell scripts in the place of Flower's commands; gives the environment in which they are found."""
+    """Write shell scripts in the place of Flower's commands; return the environment that finds them."""
 
     def make(**scripts: str) -> dict[str, str]:
         folder = tmp_path / "bin"
@@ -359,12 +363,16 @@ def commands(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, commands: Callable[..., dict[str, str]]) -> Iterator[Callable[..., Machine]]:
-    """A machine of one node with such commands, open until the test ends."""
-    opened: list[Machine] = []
+def machine(
+    tmp_path: Path, commands: Callable[..., dict[str, str]]
+) -> Iterator[Callable[..., LocalFederation]]:
+    """Make a federation of one node with such commands, open until the test ends."""
+    opened: list[LocalFederation] = []
 
-    def make(port: int | None = None, **scripts: str) -> Machine:
-        opened.append(Machine(tmp_path / "federation", 1, port=port, more=commands(**scripts)).__enter__())
+    def make(port: int | None = None, **scripts: str) -> LocalFederation:
+        opened.append(
+            LocalFederation(tmp_path / "federation", 1, port=port, more=commands(**scripts)).__enter__()
+        )
         return opened[-1]
 
     yield make
@@ -373,7 +381,7 @@ def machine(tmp_path: Path, commands: Callable[..., dict[str, str]]) -> Iterator
         assert not each.processes.left()
 
 
-Make = Callable[..., Machine]
+Make = Callable[..., LocalFederation]
 
 
 @flower
@@ -395,7 +403,7 @@ def test_a_port_in_use(machine: Make) -> None:
 
 
 def test_a_port_is_ours_before_anyone_listens_on_it() -> None:
-    """Nobody else gets it; a server that asks for it, as Flower's do, can use it, and again later."""
+    """Nobody else gets the port; a server that asks for it, as Flower's do, can use it several times."""
     ports = Ports()
     try:
         port = ports.take()
@@ -416,7 +424,7 @@ def test_a_superlink_that_dies(machine: Make) -> None:
 
 @flower
 def test_a_node_that_is_refused_tries_again(machine: Make, tmp_path: Path) -> None:
-    """The third time it is let in; the log then holds its number."""
+    """The third attempt succeeds; the log then holds the node's id."""
     script = f"""
         echo >> {tmp_path}/tries
         if [ $(wc -l < {tmp_path}/tries) -lt 3 ]; then echo '[code: 2004] Failed to activate.'; exit 1; fi
@@ -444,7 +452,7 @@ def test_a_node_that_ends_for_another_reason(machine: Make) -> None:
 
 
 class Hasty:
-    """A process that says something and ends, just before it is asked whether it lives."""
+    """A process that writes to its log and ends just before it is polled."""
 
     def __init__(self, log: Path, says: str) -> None:
         self.log, self.says = log, says
@@ -457,7 +465,7 @@ class Hasty:
 
 @flower
 def test_a_node_that_ends_while_it_is_looked_at(machine: Make) -> None:
-    """It was online: what became of it then is found out later."""
+    """The node was online; that it has ended is found out later."""
     (node,) = machine().nodes
     hasty: Any = Hasty(node.log, "SuperNode ID: 77\n")
     node.process = hasty
@@ -466,20 +474,20 @@ def test_a_node_that_ends_while_it_is_looked_at(machine: Make) -> None:
 
 
 def test_only_the_tail_of_a_log_is_read(tmp_path: Path) -> None:
-    """It is looked at ten times a second; all of this would not fit into the memory."""
+    """A log is read ten times a second; the whole of this one would not fit into memory."""
     with (tmp_path / "log").open("wb") as file:
         file.truncate(2**42)
         file.seek(2**42)
         file.write(b"\x1b[92mup\x1b[0m\n")
-    assert plain(tmp_path / "log", 2**42) == "up\n"
+    assert read_log(tmp_path / "log", 2**42) == "up\n"
 
 
 def test_a_run_whose_follower_ends_while_it_is_looked_at(tmp_path: Path) -> None:
-    """Its log says that the run has started, and how it ended is for the SuperLink to say."""
+    """The log says that the run has started; the SuperLink will say how it ended."""
     log = tmp_path / "log"
     hasty: Any = Hasty(log, "Successfully started run 9\n")
     control: Any = SimpleNamespace()
-    assert Run(control, hasty, log).id == 9
+    assert AppRun(control, hasty, log).id == 9
 
 
 @flower
@@ -533,7 +541,7 @@ def test_a_run_that_fails(
 
 @flower
 def test_a_superlink_that_does_not_answer_once(machine: Make, tmp_path: Path) -> None:
-    """It is asked again how the run ended."""
+    """The status is asked for again."""
     done = '{"success": true, "runs": [{"status": "finished:completed", "status-details": ""}]}'
     script = f"""
         if [ $1 = run ]; then echo 'Successfully started run 9'
@@ -553,7 +561,7 @@ def test_a_run_that_does_not_start(machine: Make, tmp_path: Path) -> None:
 
 def test_app_toml_holds_the_whole_configuration() -> None:
     config = Config(clients=4, local_steps="3,4,5,6", compressor='topk(0.9) >> "x"', eta=1e-5)
-    table = tomllib.loads(app_toml(config, out="/a b/ü", resume=True, round_timeout=7.5))
+    table = tomllib.loads(format_app(config, out="/a b/ü", resume=True, round_timeout=7.5))
     app = table["tool"]["flwr"]["app"]
     assert app["components"]["serverapp"] == "cfedavg.launch.app.server:app"
     assert app["components"]["clientapp"] == "cfedavg.launch.app.client:app"
@@ -624,7 +632,7 @@ def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
 def test_a_federation_that_is_done_is_not_started(
     tmp_path: Path, cfedavg: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the last round was not followed by its pictures, or more rounds are wanted."""
+    """It is started if its pictures are older than the last round, or if more rounds are wanted."""
     out = tmp_path / "out"
     (out / "federation").mkdir(parents=True)
     (out / "config.toml").write_text(DEFAULT.replace(rounds=2).to_toml())
@@ -634,7 +642,7 @@ def test_a_federation_that_is_done_is_not_started(
     def begun(*_: Any, **__: Any) -> None:
         raise InputError("it starts")
 
-    monkeypatch.setattr("cfedavg.launch.up.Machine", begun)
+    monkeypatch.setattr("cfedavg.launch.local_federation.LocalFederation", begun)
     up = ("federate", "up", "--out", str(out), "--resume")
     assert "all 2 rounds are done; set --rounds higher for more" in cfedavg(*up).out
     assert "it starts" in cfedavg(*up, "--rounds", "3").err
@@ -646,7 +654,7 @@ def test_a_federation_that_is_done_is_not_started(
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [
-        (KeyboardInterrupt(), 130, "--resume` goes on from here"),
+        (KeyboardInterrupt(), 130, "stopped: continue with `cfedavg federate up"),
         (RunFailed("it broke (see log)"), 1, "it broke"),
     ],
 )
@@ -661,7 +669,7 @@ def test_how_the_command_ends(
     def up(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("cfedavg.launch.up.up", up)
+    monkeypatch.setattr("cfedavg.launch.local_federation.train_federation", up)
     (tmp_path / "config.toml").touch()
     outcome = cfedavg("federate", "up", "--out", tmp_path)
     assert outcome.code == code
@@ -670,14 +678,14 @@ def test_how_the_command_ends(
 
 
 def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run that goes on had before is not shown again; a node that ends is reported once."""
+    """A resumed run does not show its old rows; a node that ends is reported once."""
     row: dict[str, Any] = dict.fromkeys(("snr_min", "delta_norm2", "error_norm2"))
     row |= {"uplink_bytes": 1000, "downlink_bytes": 2000, "lost": 0}
     lines = [format_row({"round": t, **row}) for t in range(4)]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(lines[0])
 
-    class Growing(Run):
+    class Growing(AppRun):
         def __init__(self) -> None:
             self.looks = 0
 
@@ -687,11 +695,11 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
             metrics.write_text("".join(lines[: 1 + self.looks]))
             return self.looks < 3
 
-    class Gone(Node):
+    class Gone(SuperNode):
         def __init__(self) -> None:
             self.name, self.number, self.log, self.process = "node7", 7, tmp_path / "log", None
 
-    monkeypatch.setattr("cfedavg.launch.up.POLL", 0.0)
+    monkeypatch.setattr("cfedavg.launch.local_federation.POLL", 0.0)
     monkeypatch.setattr("cfedavg.cli.progress.PLAIN_EVERY", 0.0)
     with Console(width=200).capture() as captured, Display(captured._console, 4, "training") as display:
         fake: Any = SimpleNamespace(nodes=[Gone()], link=SimpleNamespace(running=False))
@@ -733,14 +741,14 @@ def main(grid, context):
 @flower
 @pytest.mark.slow
 def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes answer; one is stopped and started again, is the same one, and answers again."""
+    """Two nodes reply; one is stopped and started again, has the same id, and replies again."""
     components = {"serverapp": "stand_in:server", "clientapp": "stand_in:client"}
-    monkeypatch.setattr("cfedavg.launch.up.COMPONENTS", components)
+    monkeypatch.setattr("cfedavg.launch.local_federation.COMPONENTS", components)
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "pyproject.toml").write_text(app_toml(Config(), out=""))
+    (tmp_path / "app" / "pyproject.toml").write_text(format_app(Config(), out=""))
     said: list[str] = []
-    made = Machine(tmp_path / "a federation", 2, more={"PYTHONPATH": str(tmp_path)}, say=said.append)
+    made = LocalFederation(tmp_path / "a federation", 2, more={"PYTHONPATH": str(tmp_path)}, say=said.append)
     with made as machine:
         machine.start()
         assert said[-1] == "nodes online: 2 of 2"
@@ -761,7 +769,7 @@ def test_a_real_federation_and_nothing_is_left_of_it(tmp_path: Path, monkeypatch
 @flower
 @pytest.mark.slow
 def test_nothing_is_left_of_a_federation_whose_launcher_is_killed(tmp_path: Path) -> None:
-    """Not of its nodes' children either; the port is free at once, and the run can be resumed."""
+    """The nodes' children end too, the port is free at once, and the run can be resumed."""
     out, ports = tmp_path / "out", Ports()
     port = ports.take()
     command = [Path(sys.executable).parent / "cfedavg", "federate", "up", "--out", out, "--port", str(port)]

@@ -27,9 +27,9 @@ from cfedavg.data.tasks import build_task
 from cfedavg.federate.client import unpack_message
 from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.replica import ModelReplica, advance, begin
-from cfedavg.launch import up
-from cfedavg.launch.app.settings import DEFAULT, config_of
-from cfedavg.launch.local_federation import Machine
+from cfedavg.launch import local_federation
+from cfedavg.launch.app import DEFAULT, config_of
+from cfedavg.launch.local_federation import LocalFederation
 from cfedavg.wire import decode
 
 ROOT = Path(__file__).parents[2]
@@ -37,22 +37,22 @@ LIMIT = 240.0  # seconds for a run; the slow one has more
 
 
 class Federation:
-    """A machine, the folder in which its server writes, and what its witnesses saw."""
+    """A local federation, the folder of its server, and the records of its witnesses."""
 
     def __init__(self, folder: Path, config: Config, nodes: int, **settings: Any) -> None:
         self.out, self.config, self.settings = folder / "out", config, settings
         self.app = folder / "app"
         self.app.mkdir()
         self.layout = Layout.of(build_task(config).model)
-        self.machine = Machine(folder / "machine", nodes, more={"PYTHONPATH": str(ROOT)})
+        self.machine = LocalFederation(folder / "machine", nodes, more={"PYTHONPATH": str(ROOT)})
 
     def run(self, *, resume: bool = False) -> Any:
-        text = up.app_toml(self.config, out=str(self.out), resume=resume, **self.settings)
+        text = local_federation.format_app(self.config, out=str(self.out), resume=resume, **self.settings)
         (self.app / "pyproject.toml").write_text(text)
         return self.machine.run(self.app)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Those that are whole: the server may be about to write one."""
+        """Return the whole lines of a file: the server may be writing one."""
         return read_rows(self.out / name)
 
     def await_round(self, t: int, seconds: float = LIMIT) -> None:
@@ -104,7 +104,7 @@ class Federation:
         assert np.abs(left - right).max() <= tolerance
 
     def _client(self, root: Path) -> Any:
-        """The node's state: there is one, and it says whose it is."""
+        """Return the node's state, the only one in its folder, and check its owner."""
         (state,) = root.glob("*/*/state.safetensors")
         _, about = read_tensors(state)
         assert about["federation"] == (self.out / "federation.txt").read_text()
@@ -136,7 +136,7 @@ class Federation:
             assert copy.w.tobytes() == server.w.tobytes()
 
     def check_model(self) -> None:
-        """The server's model is what the applied payloads make of the first one, bit for bit."""
+        """Check that the applied payloads lead from the first model to the server's, bit for bit."""
         vectors = [p.detach().reshape(-1) for p in build_task(self.config).model.parameters()]
         x = torch.cat(vectors).numpy()
         for t in range(self.config.rounds):
@@ -147,8 +147,8 @@ class Federation:
 
 @pytest.fixture
 def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Federation]]:
-    """Makes one, and sees to it that nothing of it is left."""
-    monkeypatch.setitem(up.COMPONENTS, "clientapp", "tests.witness:app")
+    """Make a federation, and check at the end that nothing of it is left."""
+    monkeypatch.setitem(local_federation.COMPONENTS, "clientapp", "tests.witness:app")
     made: list[Federation] = []
 
     def make(config: Config, nodes: int, **settings: Any) -> Federation:
@@ -163,7 +163,7 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 def simulated(config: Config) -> list[torch.Tensor]:
-    """Both models of the same in one process, with one thread, as the nodes have."""
+    """Return both models of the same run simulated with one thread, as the nodes have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -262,17 +262,17 @@ def test_a_federation_survives(federation: Callable[..., Federation]) -> None:
 
 
 def test_the_example_is_the_packaged_app() -> None:
-    """Whoever types `flwr run examples/mnist` gets what `federate up` runs."""
+    """`flwr run examples/mnist` runs the same app as `federate up`."""
     project = tomllib.loads((ROOT / "examples/mnist/pyproject.toml").read_text())
     app = project["tool"]["flwr"]["app"]
-    made = tomllib.loads(up.app_toml(DEFAULT))["tool"]["flwr"]["app"]
+    made = tomllib.loads(local_federation.format_app(DEFAULT))["tool"]["flwr"]["app"]
     assert app["components"] == made["components"]
     assert config_of(app["config"]) == DEFAULT
 
 
 @pytest.mark.parametrize("name", ["client_app.py", "server_app.py"])
 def test_the_quickstart_changes_by_two_lines(name: str, tmp_path: Path) -> None:
-    """An import and the line that uses it, in each of the two files."""
+    """CFedAvg costs an app 2 lines in each of its 2 files: an import and its use."""
     shutil.copytree(ROOT / "examples/quickstart", tmp_path, dirs_exist_ok=True)
     before = (tmp_path / "quickstart" / name).read_text().splitlines()
     subprocess.run(["patch", "-p1", "-i", "compress.diff"], cwd=tmp_path, check=True, capture_output=True)

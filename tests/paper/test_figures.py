@@ -85,7 +85,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
 
     def make(experiment: Grid, found: Found, note: str = "") -> Figure:
         painted = Mock(return_value=b"")
-        monkeypatch.setattr("cfedavg.report.grid.as_png", painted)
+        monkeypatch.setattr("cfedavg.report.figures.as_png", painted)
         experiment.figure(found, note)
         figure: Figure = painted.call_args.args[0]
         return figure

@@ -22,22 +22,13 @@ from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
 from cfedavg.core.units import format_bytes
-from cfedavg.report import (
-    attendance,
-    nodes,
-    plot_partition,
-    read_run,
-    summary,
-    write_report,
-    write_run_pictures,
-)
-from cfedavg.report.attendance import draw_attendance
+from cfedavg.report import heatmaps, plot_partition, read_run, summary, write_report, write_run_pictures
 from cfedavg.report.axes import finish_axes
 from cfedavg.report.figures import draw_lines, new_figure
-from cfedavg.report.groups import curve, group_runs
-from cfedavg.report.panels import panels_for, with_data
-from cfedavg.report.pens import Pen
-from cfedavg.report.table import as_text, headline
+from cfedavg.report.groups import group_runs, make_curve
+from cfedavg.report.heatmaps import draw_attendance
+from cfedavg.report.panels import Pen, choose_panels, drop_empty_series
+from cfedavg.report.table import OUTCOMES, classify, list_reasons, make_headline, tabulate, tabulate_nodes
 
 
 def row(t: int, **changes: Any) -> dict[str, Any]:
@@ -66,7 +57,7 @@ def rounds(count: int, **changes: Any) -> list[dict[str, Any]]:
 
 
 def check_png(path: Path) -> None:
-    """It is whole, large enough to read and not one colour."""
+    """Check that a picture is whole, large enough to read and not of one colour."""
     with Image.open(path) as image:
         image.load()
         assert image.format == "PNG"
@@ -79,7 +70,7 @@ def check_png(path: Path) -> None:
 
 @pytest.fixture
 def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws all panels into report.png or curves.png, but not each again for the page: half the time."""
+    """Draw all panels into one picture, but not each again for the page: half the time."""
     monkeypatch.setattr("cfedavg.report.figures.draw_panel", lambda *_: b"a picture")
 
 
@@ -179,7 +170,7 @@ def test_seeds_are_one_group_with_mean_and_deviation(tmp_path: Path) -> None:
     assert (line.uplink_bytes, line.downlink_bytes, line.total_bytes) == (2000, 8000, 10_000)
     assert (line.first_download_bytes, line.simulated_seconds) == (None, 4)
     assert line.rounds == (2, 2)
-    (text,) = as_text([line])[1:]
+    (text,) = tabulate([line])[1:]
     assert "85.0 ± 5.0%" in text
     assert "n = 3 (0, 1, 2)" in text
 
@@ -188,12 +179,12 @@ def test_the_curve_is_the_mean_and_the_band_lowest_to_highest(tmp_path: Path) ->
     a = make_run(tmp_path / "a", [row(t, alpha=1.0 + t, uplink_bytes=10) for t in range(3)], seed=0)
     b = make_run(tmp_path / "b", [row(t, alpha=3.0 + t, uplink_bytes=30) for t in range(2)], seed=1)
     (group,) = group_runs([read_run(a), read_run(b)])
-    line = curve(group, "rounds", "alpha")
+    line = make_curve(group, "rounds", "alpha")
     assert line.x.tolist() == [1, 2]  # the rounds that both have
     assert line.mean.tolist() == [2, 3]
     assert line.low.tolist() == [1, 2]
     assert line.high.tolist() == [3, 4]
-    assert curve(group, "total_bytes", "alpha").x.tolist() == [4020, 8040]
+    assert make_curve(group, "total_bytes", "alpha").x.tolist() == [4020, 8040]
 
 
 def test_the_same_seed_twice_is_not_a_second_draw(tmp_path: Path) -> None:
@@ -267,7 +258,7 @@ def test_totals_of_both_directions(tmp_path: Path) -> None:
     new = make_run(tmp_path / "new", [each | {"total_bytes": 5000} for each in rows], **both)
     plain, signs = summary([read_run(old), read_run(new)])
     assert (plain.total_bytes, plain.first_download_bytes, signs.ratio) == (10_000, None, 1)
-    assert as_text([plain, signs]) == [
+    assert tabulate([plain, signs]) == [
         ["run", "test accuracy", "total", "vs. baseline", "up", "down", "first downloads", "rounds", "best",
          "simulated time", "seeds"],
         ["none", "28.0%", "10 kB", "baseline", "2 kB", "8 kB", "–", "2", "28.0%", "4 s", "n = 1 (0)"],
@@ -279,7 +270,7 @@ def test_totals_of_both_directions(tmp_path: Path) -> None:
 def test_bytes_have_a_log_axis_where_runs_differ_much(tmp_path: Path, most: int, scale: str) -> None:
     runs = [make_run(tmp_path / f"{n}", rounds(3, uplink_bytes=n), seed=n) for n in (1000, most)]
     groups = [group for run in runs for group in group_runs([read_run(run)])]
-    (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "metric-total"]
+    (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "metric-total"]
     axes = new_figure(4, 3).subplots()
     finish_axes(axes, panel, draw_lines(axes, panel, groups, [Pen("black"), Pen("red")]))
     assert axes.get_xscale() == scale
@@ -294,10 +285,10 @@ def test_the_headline_is_the_outcome_in_words(tmp_path: Path) -> None:
         read_run(make_run(tmp_path / "topk", near, compressor="topk(0.99)")),
         read_run(make_run(tmp_path / "rd", poor, compressor="rd(0.999)")),
     ]
-    assert headline(summary(runs)) == "topk(0.99): 97.1% with 46× fewer bytes than none (97.6%)"
-    assert headline(summary(runs[1:2])) == "topk(0.99): 97.1% after 1 round and 1 kB up and down"
+    assert make_headline(summary(runs)) == "topk(0.99): 97.1% with 46× fewer bytes than none (97.6%)"
+    assert make_headline(summary(runs[1:2])) == "topk(0.99): 97.1% after 1 round and 1 kB up and down"
     longer = read_run(make_run(tmp_path / "long", [*plain, row(1, test_accuracy=0.98)], compressor="none"))
-    assert headline(summary([longer, runs[1]])).endswith("(98.0%), in 1 against 2 rounds")
+    assert make_headline(summary([longer, runs[1]])).endswith("(98.0%), in 1 against 2 rounds")
 
 
 def test_another_metric_and_the_best_of_a_loss(tmp_path: Path) -> None:
@@ -435,16 +426,16 @@ def test_odd_runs_make_pictures_too(tmp_path: Path, rows: list[dict[str, Any]]) 
 def test_panels_without_numbers_are_left_out(tmp_path: Path) -> None:
     rows = rounds(2, snr_min=None, simulated_seconds=None)
     names = [
-        p.name for p in panels_for(group_runs([read_run(make_run(tmp_path / "a", rows))]), "test_accuracy")
+        p.name for p in choose_panels(group_runs([read_run(make_run(tmp_path / "a", rows))]), "test_accuracy")
     ]
     assert names == ["metric-total", "metric-rounds", "loss", "norms", "alpha"]
 
 
 def test_many_runs_keep_their_own_colours(tmp_path: Path) -> None:
-    from cfedavg.report.figures import colours_of
+    from cfedavg.report.figures import choose_colours
 
     runs = [read_run(make_run(tmp_path / str(k), [], local_steps=str(k))) for k in range(1, 15)]
-    colours = colours_of(group_runs(runs))
+    colours = choose_colours(group_runs(runs))
     assert len(set(colours)) == 14
 
 
@@ -572,39 +563,39 @@ def test_nodes_are_counted_by_what_became_of_each_request() -> None:
         node_row(6, 1, applied=False, incarnation=2, age=6),
         node_row(0, 0, K=None, residual_norm=None, age=None, incarnation=None, up_bytes=None),
     ]  # fmt: skip
-    header, first, second = nodes.as_text(rows)
+    header, first, second = tabulate_nodes(rows)
     assert header[0] == "node"
     assert first == ["node0", "1", "1", "0", "0", "0", "0", "0 B", "not said", "none", "none", "none"]
     assert second == ["node1", "7", "1", "1", "1", "1", "3", "22.2 kB", "10 to 16", "7", "6", "2"]
-    assert nodes.outcome(rows[6]) == "replied, round void"
-    assert nodes.reasons(rows) == [
+    assert classify(rows[6]) == "replied, round void"
+    assert list_reasons(rows) == [
         "rounds 4 to 5: norm, node1 2 times", "round 2: late, node1", "round 3: lost, node1",
         "round 6: nan, node1", "round 7: round void, node1",
     ]  # fmt: skip
 
 
 def test_the_last_that_is_known_of_a_node() -> None:
-    """Whatever the order of the rows; a node may have got another name, and have done no steps."""
+    """The order of the rows does not matter; a node may have changed its name, and done no steps."""
     rows = [node_row(t, 0, "lost", K=None, age=12_345 * t, node="new") for t in (3, 1, 2)]
-    header, line = nodes.as_text([*rows, node_row(0, 0, K=0, age=0)])
+    header, line = tabulate_nodes([*rows, node_row(0, 0, K=0, age=0)])
     found = dict(zip(header, line, strict=True))
     assert (found["node"], found["lost"], found["K"], found["age"]) == ("new", "3", "0", "37,035")
 
 
 def test_reasons_are_not_too_many() -> None:
     rows = [node_row(t, t % 3, "norm", why=f"its norm is {t}") for t in range(20)] + [node_row(20, 0)]
-    found = nodes.reasons(rows)
+    found = list_reasons(rows)
     assert found[0] == "round 1: norm (its norm is 0), node0"
     assert found[-1] == "8 more, for other reasons"
     assert len(found) == 13
-    assert nodes.reasons([node_row(0, 0)]) == []
+    assert list_reasons([node_row(0, 0)]) == []
     away = [node_row(t, n, "lost", why="it is offline") for n in range(100) for t in range(1 + (n == 7))]
     names = "node7 2 times, node0, node1, node2, node3, node4 and 94 more nodes"
-    assert nodes.reasons(away) == [f"rounds 1 to 2: lost (it is offline), {names}"]
+    assert list_reasons(away) == [f"rounds 1 to 2: lost (it is offline), {names}"]
 
 
 def test_rows_of_nodes_are_in_order(tmp_path: Path) -> None:
-    """And of two of the same node and round the later one counts."""
+    """Of two rows of the same node and round the later one counts."""
     rows = [node_row(1, 0), node_row(0, 1), node_row(0, 0), node_row(0, 0, "late")]
     found = read_run(make_federation(tmp_path / "a", rows)).nodes
     assert [(row["round"], row["number"], row["outcome"]) for row in found] == [
@@ -620,7 +611,7 @@ def drawn(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Figure
         made.append(new_figure(*size))
         return made[-1]
 
-    monkeypatch.setattr(attendance, "new_figure", keep)
+    monkeypatch.setattr(heatmaps, "new_figure", keep)
     draw_attendance(rows)
     return made[0]
 
@@ -635,7 +626,7 @@ def test_what_the_picture_of_nodes_shows(monkeypatch: pytest.MonkeyPatch) -> Non
     (birth,) = above.lines
     assert (list(birth.get_xdata()), list(birth.get_ydata())) == ([3], [0])
     (image,) = above.images
-    kinds = ["not asked", *nodes.OUTCOMES]
+    kinds = ["not asked", *OUTCOMES]
     cells = np.asarray(image.get_array()).tolist()
     assert [[kinds[i] for i in line] for line in cells] == [
         ["in the model", "late", "rejected"], ["lost", "not asked", "not asked"],
@@ -649,13 +640,13 @@ def test_what_the_picture_of_nodes_shows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nothing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a federation that nobody answers the pictures say so."""
+    """The pictures say so if no node has replied."""
     nobody = [node_row(t, 0, "lost", residual_norm=None) for t in range(3)]
     below = drawn(nobody, monkeypatch).axes[1]
     assert [text.get_text() for text in below.texts] == ["nobody has said anything"]
     folder = make_run(tmp_path / "a", rounds(3, uplink_bytes=0, downlink_bytes=0))
     groups = group_runs([read_run(folder)])
-    (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "metric-total"]
+    (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "metric-total"]
     axes = new_figure(4, 3).subplots()
     finish_axes(axes, panel, draw_lines(axes, panel, groups, [Pen("black")]))
     assert axes.get_xlim() == (0, 1)
@@ -663,7 +654,7 @@ def test_nothing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("last", [599, 600, 10**12])
 def test_many_rounds_share_a_column(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worst of them shows."""
+    """A column shows the worst of its rounds."""
     rows = [node_row(0, 0), node_row(1, 0, "lost"), node_row(2, 0), node_row(last, 0)]
     figure = drawn(rows, monkeypatch)
     cells = np.asarray(figure.axes[0].images[0].get_array())
@@ -680,8 +671,8 @@ def test_a_legend_names_what_is_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
         (make_run(tmp_path / "b", without), ["train"]),
     ):
         groups = group_runs([read_run(folder)])
-        (panel,) = [panel for panel in panels_for(groups, "test_accuracy") if panel.name == "loss"]
-        assert [series.name for series in with_data(panel, groups).series] == names
+        (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "loss"]
+        assert [series.name for series in drop_empty_series(panel, groups).series] == names
 
 
 def test_a_federation_shows_its_nodes(tmp_path: Path, one_picture: None) -> None:
@@ -718,7 +709,7 @@ def test_of_an_app_only_what_its_server_decides_is_shown(tmp_path: Path, one_pic
 
 
 def test_labels_of_an_app_say_what_its_server_decides(tmp_path: Path) -> None:
-    """Beside a simulation, and beside one with another strategy."""
+    """They do so beside a simulation, and beside an app with another strategy."""
     apps = [
         make_run(tmp_path / by, rounds(1), dataset=APP, model=f"(a Flower app, averaged by {by})")
         for by in ("FedAvg", "FedAdam")
@@ -744,14 +735,14 @@ def test_a_federation_beside_its_simulation(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_picture")
 def test_what_clients_evaluate_is_shown(tmp_path: Path) -> None:
-    """By itself, and beside what the server does."""
+    """They are shown alone, and beside what the server evaluates."""
     rows = [{"round": t, "uplink_bytes": 10, "client_eval_loss": 1.0, "client_eval_acc": 0.3} for t in (0, 1)]
     alone = make_run(tmp_path / "a", rows)
     report = write_report([alone], tmp_path / "out")
     assert report.rows[0].metric == "client_eval_acc"
     assert "30.0%" in report.headline
     beside = make_run(tmp_path / "b", [own | row for own, row in zip(rounds(2), rows, strict=True)])
-    panels = panels_for(group_runs([read_run(beside)]), "test_accuracy")
+    panels = choose_panels(group_runs([read_run(beside)]), "test_accuracy")
     assert [panel.series[0].key for panel in panels if panel.name == "clients-metric"] == ["client_eval_acc"]
     runs = [read_run(path) for path in (beside, make_run(tmp_path / "c", rounds(2)), alone)]
     assert summary(runs)[0].metric == "test_accuracy"  # which one of them lacks

@@ -21,7 +21,7 @@ import pytest
 
 from cfedavg import Config, InputError, Layout
 from cfedavg import run as run_and_draw
-from cfedavg.cli.inspect_message import show
+from cfedavg.cli.inspect import show_message
 from cfedavg.core.config import read_config
 from cfedavg.sweep import DamagedCell, read_cell
 from cfedavg.wire.header import CHECKSUM, Coding, Header, Kind, Where
@@ -437,5 +437,5 @@ def test_any_damage_to_a_message_is_refused_or_shown(finished: Path, tmp_path: P
         console = Console(file=nowhere)
         fuzz(
             finished / "messages", tmp_path / "messages", name, 2 * MUTANTS,
-            lambda folder: show(console, folder / "00000-00000.cfa", None, None),
+            lambda folder: show_message(console, folder / "00000-00000.cfa", None, None),
         )  # fmt: skip

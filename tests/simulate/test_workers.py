@@ -37,7 +37,7 @@ from cfedavg import run as run_and_draw
 from cfedavg.cli import main
 from cfedavg.core.config import read_config
 from cfedavg.core.errors import Diverged
-from cfedavg.launch.ports import Ports
+from cfedavg.launch.processes import Ports
 from cfedavg.simulate import workers
 from cfedavg.simulate.engines import RankLost, Ranks, check_same, facts
 from cfedavg.simulate.plan import Plan

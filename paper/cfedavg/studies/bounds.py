@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 
 from cfedavg import Config, Layout, Steps, resolve_rates, run
 from cfedavg.compress import parse
-from cfedavg.sweep import MUTED, Frame, Pen, SealedCell, as_png, framed, round_value
+from cfedavg.sweep import MUTED, Frame, Pen, SealedCell, as_png, make_framed_figure, round_value
 from cfedavg.theory import Problem, h, rate_conditions, theorem1, theorem2, theorem3
 from paper.cfedavg.claims.cases import are_satisfied
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
@@ -250,7 +250,7 @@ _WIDTHS = {"none": 1.0, "topk": 2.0, "rd": 2.6}
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
     """Draw a column for each theorem, over rounds and clients, and one more of Theorem 1: over K, and IID."""
-    drawing = framed(5.0, replace(frame, legend=_legend()))
+    drawing = make_framed_figure(5.0, replace(frame, legend=_legend()))
     places = drawing.subplots(2, 4, sharey=True)
     drawn = lines(found)
     for row, panels in zip(places, _PANELS, strict=True):

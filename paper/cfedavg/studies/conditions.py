@@ -17,7 +17,18 @@ from torch import nn
 
 from cfedavg import Config, Task, run
 from cfedavg.data import build_task
-from cfedavg.sweep import BLUE, GREEN, MUTED, VERMILION, Frame, Pen, SealedCell, as_png, framed, round_value
+from cfedavg.sweep import (
+    BLUE,
+    GREEN,
+    MUTED,
+    VERMILION,
+    Frame,
+    Pen,
+    SealedCell,
+    as_png,
+    make_framed_figure,
+    round_value,
+)
 from cfedavg.theory import Condition, rate_conditions
 from paper.cfedavg.claims.cases import CONDITIONS
 from paper.cfedavg.studies.problem import finish_axes
@@ -133,7 +144,7 @@ def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
     rows = list(dict.fromkeys(map(_where, found.values())))
     legend = [(name, Pen(colour)) for name, colour in zip(CONDITIONS, _COLOURS, strict=True)]
     legend.append(("the limit", Pen(MUTED, dashed=True)))
-    drawing = framed(0.8 + 0.32 * max(2, len(rows)), replace(frame, legend=legend))
+    drawing = make_framed_figure(0.8 + 0.32 * max(2, len(rows)), replace(frame, legend=legend))
     axes = drawing.add_subplot()
     for number, colour in enumerate(_COLOURS):
         dots = [(e.values["ratios"][number], rows.index(_where(e))) for e in found.values()]

@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor, nn
 
 from cfedavg import Task
-from cfedavg.sweep import BLUE, INK, MUTED, PLAIN, VERMILION, frame
+from cfedavg.sweep import BLUE, INK, MUTED, PLAIN, VERMILION, style_axes
 
 METRIC = "test_gradient_norm2"  # what a run calls `gradient_norm2` below
 COLOURS = {"none": PLAIN, "topk": BLUE, "rd": VERMILION}
@@ -141,7 +141,7 @@ def finish_axes(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlabel(x, fontsize=9, color=MUTED)
     axes.set_ylabel(y, fontsize=9, color=MUTED)
-    frame(axes)
+    style_axes(axes)
 
 
 def mark(axis: Axis, values: Iterable[float]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from cfedavg import Config, Result, run
-from cfedavg.sweep import MUTED, Frame, SealedCell, as_png, framed, round_value
+from cfedavg.sweep import MUTED, Frame, SealedCell, as_png, make_framed_figure, round_value
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 
 TITLE = "Linear speedup: rounds to a fixed gradient norm, over the number of clients"
@@ -186,7 +186,7 @@ def _row(line: Line) -> list[str]:
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
     """Draw T over m, with the rate that fits, and slopes of -1 to compare."""
-    drawing = framed(4.4, frame)
+    drawing = make_framed_figure(4.4, frame)
     axes = drawing.add_subplot()
     drawn = lines(found)
     for line in drawn:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 
 from cfedavg import Config, Layout, Result, run
 from cfedavg.compress import parse
-from cfedavg.sweep import MUTED, Frame, Pen, SealedCell, as_png, framed, round_value
+from cfedavg.sweep import MUTED, Frame, Pen, SealedCell, as_png, make_framed_figure, round_value
 from cfedavg.theory import h, rate_conditions
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 
@@ -202,7 +202,7 @@ _PROMISES = {"K": "does not grow with K", "m": "falls as 1/m", "sigma_G": r"does
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
     """Draw three panels; dashed lines show what the Remark says, from where each line begins."""
-    drawing = framed(3.2, replace(frame, legend=_legend()))
+    drawing = make_framed_figure(3.2, replace(frame, legend=_legend()))
     drawn = lines(found)
     panels = {over: drawing.add_subplot(1, 3, place) for place, over in enumerate(_NAMES, 1)}
     for line in drawn:

@@ -1,4 +1,4 @@
-"""The commands, as `cfedavg --help` lists them, and what their errors look like."""
+"""The commands in the order of `cfedavg --help`, and the exit codes of their errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def version() -> None:
     typer.echo(__version__)
 
 
-# In the order of `--help`.
 for command in (run, sweep, report, data, parts):
     app.command()(command)
 app.command("inspect")(inspect_message)
@@ -40,7 +39,7 @@ app.add_typer(federation, name="federate")
 
 
 def run_command() -> int:
-    """Run the command that was typed and return its exit code: bad input is one sentence and 2."""
+    """Run the typed command and return its exit code; bad input prints one sentence and returns 2."""
     try:
         with first_rank_only():
             return app(standalone_mode=False) or 0

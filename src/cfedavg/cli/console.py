@@ -1,4 +1,4 @@
-"""Who speaks: of several ranks the first alone, in terms of options, and an error in one sentence."""
+"""The command's output: it names options, an error is one sentence, and only the first rank prints."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 class OptionConsole(Console):
-    """Prints sentences of the library as the command's: `eta_local` becomes --eta-local."""
+    """A console that prints the library's fields as the command's options: `eta_local` as --eta-local."""
 
     def print(self, *objects: Any, **how: Any) -> None:
-        super().print(*(with_options(each) if isinstance(each, str) else each for each in objects), **how)
+        super().print(*(name_options(each) if isinstance(each, str) else each for each in objects), **how)
 
 
-def with_options(sentence: str) -> str:
-    """Write the options that a sentence names by their fields.
+def name_options(sentence: str) -> str:
+    """Replace the fields in a sentence by their options.
 
-    >>> with_options("`eta_local` must be above 0, got -3")
+    >>> name_options("`eta_local` must be above 0, got -3")
     '--eta-local must be above 0, got -3'
     """
-    return re.sub(r"`([a-z_]+)`", lambda found: _options().get(found[1], found[0]), sentence)
+    return re.sub(r"`([a-z_]+)`", lambda found: list_options().get(found[1], found[0]), sentence)
 
 
 @cache
-def _options() -> dict[str, str]:
-    """Every option of every command, by the name of its parameter."""
+def list_options() -> dict[str, str]:
+    """Return every option of every command by the name of its parameter."""
     from cfedavg.cli.commands import app  # which imports this module
 
     found, commands = dict[str, str](), [typer.main.get_command(app)]
@@ -46,16 +46,16 @@ def _options() -> dict[str, str]:
 
 
 def fail(sentence: str) -> int:
-    """Says what is wrong; the exit code."""
-    if not _silent():
+    """Print an error and return the exit code 2."""
+    if not _is_silent():
         OptionConsole(stderr=True).print(f"error: {sentence}", style="red", **PLAIN)
     return 2
 
 
 @contextmanager
 def first_rank_only() -> Iterator[None]:
-    """Within it, what other ranks print goes nowhere."""
-    if not _silent():
+    """Discard the output of all ranks but the first in the block."""
+    if not _is_silent():
         yield
         return
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
@@ -63,10 +63,10 @@ def first_rank_only() -> Iterator[None]:
 
 
 def ranks() -> int:
-    """How many processes torchrun has started, this one among them."""
+    """Return how many processes torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-def _silent() -> bool:
-    """Whether this is one of several ranks, and not the first, which speaks for all."""
+def _is_silent() -> bool:
+    """Whether this is one of several ranks and not the first, which prints for all."""
     return ranks() > 1 and os.environ["RANK"] != "0"

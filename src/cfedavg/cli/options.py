@@ -1,4 +1,4 @@
-"""Options that commands share; those of `run` and `sweep` are the fields of Config."""
+"""Options that commands share; the options of `run` and `sweep` are the fields of Config."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from cfedavg.core.config import OPTIONS, Config, field_types, read_config, refus
 from cfedavg.core.errors import InputError
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
-Resume = Annotated[bool, typer.Option("--resume", help="go on where the run in --out stopped")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --out")]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="a TOML file with any of the options; those given beside it win"),
+    typer.Option("--config", help="TOML file with any of the options; typed options win over it"),
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="let a configuration file import the module:Class that it names"),
+    typer.Option("--trust", help="allow the configuration file to import the module:Class that it names"),
 ]
 
 _DEFAULT = Config()
 
 
 def flag(name: str) -> str:
-    """The option of a field.
+    """Return the option of a field.
 
     >>> flag("eta_local")
     '--eta-local'
@@ -38,23 +38,18 @@ def flag(name: str) -> str:
 
 
 def folder(out: Path | None, resume: bool, name: str) -> Path:
-    """Where a run is written to: --out, or a folder of this name, which strftime fills in."""
+    """Return the folder of a run: --out, or one in `runs` whose name strftime fills in."""
     if resume and out is None:
-        raise InputError("--resume needs --out, the folder to go on with")
+        raise InputError("--resume needs --out, the folder of the run to continue")
     return out or Path("runs") / time.strftime(name)
 
 
 def config_from(
-    path: Path | None,
-    given: dict[str, Any],
-    *,
-    trust: bool,
-    base: Config = _DEFAULT,
-    written: bool = False,
+    path: Path | None, given: dict[str, Any], *, trust: bool, base: Config = _DEFAULT, written: bool = False
 ) -> Config:
-    """What a file says, or else `base`, with the options that were typed.
+    """Return the configuration of a file, or else `base`, with the options that were typed.
 
-    The file may be a stranger's: what it would import needs --trust, unless a typed option takes its place.
+    The file may be a stranger's: its imports need --trust, unless a typed option takes their place.
     """
     if path is None:
         return base.replace(**given)
@@ -68,9 +63,9 @@ def config_from(
 def takes_config(
     names: Collection[str] | None = None, base: Config = _DEFAULT
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command one option for each field of Config (or of those named), with the defaults of `base`.
+    """Give a command an option for each field of Config (or each in `names`), with the defaults of `base`.
 
-    The command receives `given`: the fields whose option was typed, so that they can win over a file.
+    The command receives `given`: the fields whose options were typed, so that they can win over a file.
     """
     hints = field_types()
     fields = [name for name in OPTIONS if names is None or name in names]

@@ -1,9 +1,9 @@
-"""`cfedavg parts`: list the parts of the algorithm that can be exchanged, with a line for each."""
+"""`cfedavg parts`: list the exchangeable parts of the algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,10 +13,8 @@ from cfedavg.cli.console import OptionConsole
 from cfedavg.cli.options import flag
 from cfedavg.core.errors import InputError
 
-
-def _table(title: str, *columns: str) -> Table:
-    """A table of texts to write, and what is known of them."""
-    return Table(Column("write", no_wrap=True), *columns, title=title)
+if TYPE_CHECKING:
+    from cfedavg.compress import Compressor
 
 
 def parts(
@@ -27,11 +25,10 @@ def parts(
         ),
     ] = None,
     d: Annotated[
-        int,
-        typer.Option("--d", help="length of the vector to compress", min=1, max=2**53),
+        int, typer.Option("--d", help="length of the vector to compress", min=1, max=2**53)
     ] = 582_026,
 ) -> None:
-    """List the parts that can be exchanged: what each does, what it guarantees, what it remembers.
+    """List the exchangeable parts: what each does, what it guarantees, what it remembers.
 
     The same text names a part on the command line, in TOML, in Python and in Flower. A class of your own is
     package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
@@ -52,8 +49,7 @@ def parts(
 
 
 def _compressors(console: Console, d: int) -> Table:
-    """With the guaranteed SNR, and bytes of a message of Gaussian noise: a run counts its own messages."""
-    from cfedavg.cli.inspect_message import estimated_bytes
+    """List the compressors with their guaranteed SNR, and the bytes of a message of Gaussian noise."""
     from cfedavg.compress import EXAMPLES, parse
     from cfedavg.core.layout import Layout
     from cfedavg.core.parts import first_sentence
@@ -63,21 +59,33 @@ def _compressors(console: Console, d: int) -> Table:
         f"{flag('compressor')} (up) and {flag('compressor_down')}: selector >> quantiser, for d = {d:,}; "
         "E|C(p) - p|² <= |p|²/gamma"
     )
-    table = _table(title, "what it does", "gamma", "bytes of a message, up or down (estimate)")
+    table = _new_table(title, "what it does", "gamma", "bytes of a message, up or down (estimate)")
     with console.status("encoding a message with each"):
         for text in EXAMPLES:
             compressor = parse(text)
             words = "a composition" if ">>" in text else first_sentence(compressor.stages[-1])
             gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
-            table.add_row(text, words, gamma, format_bytes(estimated_bytes(compressor, d)))
+            table.add_row(text, words, gamma, format_bytes(_estimate_bytes(compressor, d)))
     return table
+
+
+def _estimate_bytes(compressor: Compressor, d: int) -> float:
+    """Estimate the length of a message, from Gaussian noise and, if d is large, from a part of it."""
+    import torch
+
+    from cfedavg.core.layout import Layout
+    from cfedavg.wire import measure
+
+    n = min(d, 2**20)
+    p = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    return measure(compressor.compress(p, 0).numpy(), Layout.flat(n))[0] * d / n
 
 
 def _feedbacks(console: Console, d: int) -> Table:
     from cfedavg.core.parts import first_sentence
     from cfedavg.feedback import FEEDBACKS
 
-    table = _table(flag("feedback"), "what it does", "law under lost replies", "remembers")
+    table = _new_table(flag("feedback"), "what it does", "law under lost replies", "remembers")
     for text in FEEDBACKS.examples():
         feedback = FEEDBACKS.parse(text)
         memory = ["a vector a client"] * feedback.keeps_client_memory
@@ -93,13 +101,13 @@ def _local_optimisers(console: Console, d: int) -> Table:
     from cfedavg.optimise.local import LOCAL_OPTIMISERS, parse_local_optimiser
 
     title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
-    table, parameter = _table(title, "what it does", "remembers for a round"), torch.zeros(2)
+    table, parameter = _new_table(title, "what it does", "remembers for a round"), torch.zeros(2)
     for text in LOCAL_OPTIMISERS.examples():
         optimiser = parse_local_optimiser(text)
         state = optimiser.init([parameter]).values()
         models = sum(each[0].shape == parameter.shape for each in state) + optimiser.needs_start
         words = first_sentence(LOCAL_OPTIMISERS.entries[text.split("(")[0]])
-        table.add_row(text, words, _counted(models, "model", " a client"))
+        table.add_row(text, words, _count(models, "model", " a client"))
     return table
 
 
@@ -109,13 +117,18 @@ def _server_optimisers(console: Console, d: int) -> Table:
     from cfedavg.core.parts import first_sentence
     from cfedavg.optimise.server import SERVER_OPTIMISERS
 
-    table = _table(flag("server_optimiser"), "what it does", f"{flag('eta')} by default", "remembers")
+    table = _new_table(flag("server_optimiser"), "what it does", f"{flag('eta')} by default", "remembers")
     for text in SERVER_OPTIMISERS.examples():
         optimiser = SERVER_OPTIMISERS.parse(text)
-        memory = _counted(len(optimiser.init(np.zeros(1))), "vector")
+        memory = _count(len(optimiser.init(np.zeros(1))), "vector")
         table.add_row(text, first_sentence(optimiser), f"{optimiser.rate:.4g}", memory)
     return table
 
 
-def _counted(n: int, noun: str, whose: str = "") -> str:
+def _count(n: int, noun: str, whose: str = "") -> str:
     return f"{n} {noun}{'s' if n > 1 else ''}{whose}" if n else "nothing"
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    """Return an empty table whose first column holds the texts to write."""
+    return Table(Column("write", no_wrap=True), *columns, title=title)

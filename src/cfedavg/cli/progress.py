@@ -1,14 +1,14 @@
-"""A run as it goes, in the terminal: one live line with rich, or plain lines where there is no terminal."""
+"""The progress of a run: one live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cfedavg.cli.console import PLAIN
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
 from cfedavg.simulate.run import Observer
@@ -17,7 +17,7 @@ PLAIN_EVERY = 2.0  # seconds between plain lines
 
 
 class Display(Observer):
-    """Shows accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
+    """A display of accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
         self.console, self.rounds, self.title = console, rounds, title
@@ -39,9 +39,7 @@ class Display(Observer):
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress:
             self._progress.stop()
 
@@ -51,10 +49,10 @@ class Display(Observer):
             self._count(row)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, **PLAIN)
 
     def now(self, text: str) -> None:
-        """What is being waited for, until the next row."""
+        """Show what the run waits for, until the next row."""
         if self._progress:
             self._progress.update(self._bar, line=text)
         else:
@@ -64,8 +62,7 @@ class Display(Observer):
         self._count(row)
         if "test_accuracy" in row:  # not in every row: the last one known stays on show
             self._metric = f"accuracy {row['test_accuracy']:.2%}"
-        line = self._line(row)
-        done = row["round"] + 1
+        line, done = self._describe(row), row["round"] + 1
         if self._progress:
             self._progress.update(self._bar, completed=done, line=line)
         elif done == self.rounds or time.monotonic() - self._spoken >= PLAIN_EVERY:
@@ -73,7 +70,7 @@ class Display(Observer):
             self.say(f"round {done}/{self.rounds}  {line}")
 
     def say_total(self) -> None:
-        """Say what all rounds have sent."""
+        """Print how many bytes all rounds have sent."""
         up, down, total, first = map(format_bytes, (self._up, self._down, self._up + self._down, self._first))
         whole = f", of which {first} are the clients' first downloads" if self._first else ""
         self.say(f"sent {up} up and {down} down, {total} in total{whole}")
@@ -83,7 +80,7 @@ class Display(Observer):
         self._down += row["downlink_bytes"]
         self._first += row.get("first_download_bytes") or 0
 
-    def _line(self, row: Record) -> str:
+    def _describe(self, row: Record) -> str:
         total = f"{format_bytes(self._up + self._down)} ({format_bytes(self._up)} up)"
         parts = [self._metric] * bool(self._metric) + [total]
         if row["snr_min"] is not None:

@@ -24,13 +24,13 @@ def run(
     trust: Trust = False,
     messages: Annotated[
         Path | None,
-        typer.Option(help="folder to keep every client's message in, for `cfedavg inspect`"),
+        typer.Option(help="folder for every client's message, to be read with `cfedavg inspect`"),
     ] = None,
 ) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
-    With no options: the MNIST subset inside the package, 10 clients of 2 classes each, both directions
-    compressed to 3% of the numbers in 3 bits.
+    Without options: train on the MNIST subset inside the package with 10 clients of 2 classes each, and send
+    3% of the numbers in 3 bits, in both directions.
     """
     from cfedavg.cli.progress import Display
     from cfedavg.simulate.run import run as run_loop
@@ -47,11 +47,11 @@ def run(
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="folders of runs, made by run or sweep", metavar="RUN...")
+        list[Path], typer.Argument(help="folders that run, sweep or federate up wrote", metavar="RUN...")
     ],
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
 ) -> None:
-    """Compare runs: accuracy over rounds, bytes and simulated time, loss, norms; pictures and one page."""
+    """Compare runs in pictures and one page: accuracy over rounds, bytes and simulated time, loss, norms."""
     show_report(runs, out)
 
 
@@ -66,7 +66,7 @@ def show_report(runs: list[Path], out: Path) -> None:
 
 
 def _narrow(lines: list[list[str]]) -> Table:
-    """The table for a terminal: without what the page alone has room for, and with room for labels."""
+    """Return the table for a terminal: fewer columns than the page, and room for labels."""
     shown = [i for i, name in enumerate(lines[0]) if name not in ("rounds", "best", "seeds")]
     header, *rows = ([line[i] for i in shown] for line in lines)
     table = Table(Column(header[0], overflow="fold"), box=SIMPLE_HEAD, pad_edge=False)

@@ -55,7 +55,7 @@ class Config:
         exclusive="partition",
     )  # fmt: skip
     iid: bool = option(
-        False, DATA, "instead: every client gets a random share", in_task=True, exclusive="partition"
+        False, DATA, "instead: a random share for every client", in_task=True, exclusive="partition"
     )
 
     model: str = option(
@@ -71,7 +71,7 @@ class Config:
         None, LOCAL, "instead: passes over the client's data", low=1, exclusive="local work"
     )
     deadline: float | None = option(
-        None, LOCAL, "instead: seconds; K_i is what the client manages", above=0, exclusive="local work"
+        None, LOCAL, "instead: seconds for as many steps as fit", above=0, exclusive="local work"
     )
     batch_size: int = option(20, LOCAL, "samples of one local step", low=1)
     eta_local: float = option(0.1, LOCAL, "local learning rate", above=0)
@@ -81,7 +81,7 @@ class Config:
         is_part=True,
     )  # fmt: skip
     smoothness: float | None = option(
-        None, LOCAL, "the constant L: for the corollaries and the rate conditions", above=0
+        None, LOCAL, "the constant L of the corollaries and the rate conditions", above=0
     )
     local_optimiser: str = option(
         "sgd", LOCAL, "sgd(momentum=0.9), clip(1.0) >> adamw(0.1), prox(0.01) >> sgd; see `cfedavg parts`",
@@ -109,7 +109,7 @@ class Config:
         shown="the server optimiser's; of sgd: 1, or the mean K with mean",
     )  # fmt: skip
     weighting: str = option(
-        "uniform", ROUND, "how replies are averaged: uniform, or by samples",
+        "uniform", ROUND, "weights of the replies in the mean: uniform, or samples",
         choices=("uniform", "samples"), server="alone",
     )  # fmt: skip
     sample_iterate: bool = option(
@@ -117,15 +117,15 @@ class Config:
     )
 
     compressor: str = option(
-        BOTH_WAYS, SENT, "of the clients' updates: selector >> quantiser; see `cfedavg parts`",
+        BOTH_WAYS, SENT, "compressor of the updates: selector >> quantiser; see `cfedavg parts`",
         is_part=True, server="always",
     )  # fmt: skip
     compressor_down: str = option(
-        BOTH_WAYS, SENT, "of the broadcast, likewise; none sends the whole model in every round",
+        BOTH_WAYS, SENT, "compressor of the broadcast; none sends the whole model in every round",
         is_part=True, server="always",
     )  # fmt: skip
     feedback: str = option(
-        "ef", SENT, "what is remembered of what could not be sent: ef, ef(decay=0.95), ef21 or none",
+        "ef", SENT, "error feedback, which remembers what was not sent: ef, ef(decay=0.95), ef21, none",
         is_part=True, server="always",
     )  # fmt: skip
 
@@ -138,19 +138,19 @@ class Config:
         per_client=True, above=0, federated=False,
     )  # fmt: skip
     downlink: str | None = option(
-        None, LINK, "bit/s to a client, likewise", per_client=True, above=0, federated=False
+        None, LINK, "bit/s to a client, in the same form", per_client=True, above=0, federated=False
     )
     latency: str | None = option(
-        None, LINK, "seconds one way, likewise", per_client=True, low=0, federated=False
+        None, LINK, "seconds one way, in the same form", per_client=True, low=0, federated=False
     )
 
     seed: int = option(
-        0, RUN, "decides every random draw", low=0, high=2**63 - 1, bounds="from 0 to 2^63 - 1",
+        0, RUN, "seed of every random draw", low=0, high=2**63 - 1, bounds="from 0 to 2^63 - 1",
         server="always",
     )  # fmt: skip
     device: str = option("auto", RUN, "auto, cpu, cuda, cuda:1, ...", may_change=True, federated=False)
     engine: str = option(
-        "auto", RUN, "who runs the clients: auto, batched (many at once), sequential, or reference",
+        "auto", RUN, "how clients are run: auto, batched (many at once), sequential, or reference",
         choices=("auto", "batched", "sequential", "reference"), federated=False,
     )  # fmt: skip
     workers: int = option(
@@ -158,15 +158,15 @@ class Config:
         may_change=True, federated=False,
     )  # fmt: skip
     precision: str = option(
-        "float32", RUN, "of the local steps: float32, float64, or bf16 or tf32 products on a GPU",
+        "float32", RUN, "precision of local steps: float32, float64, or bf16 or tf32 products on a GPU",
         choices=("float32", "float64", "tf32", "bf16"), federated=False,
     )  # fmt: skip
     residuals: str = option(
-        "auto", RUN, "auto, memory, or disk: where the clients' residuals live",
+        "auto", RUN, "where the clients' residuals are kept: auto, memory, or disk",
         choices=("auto", "memory", "disk"), may_change=True, federated=False,
     )  # fmt: skip
     residual_precision: str = option(
-        "full", RUN, "full: as the model; bf16: half the memory, rounded at random",
+        "full", RUN, "full: as the model; bf16: half the memory, with random rounding",
         choices=("full", "bf16"), federated=False,
     )  # fmt: skip
     eval_every: int = option(1, RUN, "rounds between evaluations on the test set", low=1)

@@ -1,19 +1,11 @@
 """Data sets, and the ways to spread them over clients."""
 
-from cfedavg.data.cache import cache_folder
+from cfedavg.data.images import ImageData, Images, cache_folder
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
-from cfedavg.data.sources import HUB, ImageData, Images, load
+from cfedavg.data.sources import HUB, load
 from cfedavg.data.tasks import build_task
 
 __all__ = [
-    "HUB",
-    "ImageData",
-    "Images",
-    "Partition",
-    "build_task",
-    "by_classes",
-    "by_dirichlet",
-    "cache_folder",
-    "iid",
-    "load",
-]
+    "HUB", "ImageData", "Images", "Partition", "build_task", "by_classes", "by_dirichlet", "cache_folder",
+    "iid", "load",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parquet files with encoded images -> .npy files with pixels, in one pass and little memory."""
+"""Decode images in parquet files to .npy files with pixels, in one pass and little memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import check_regular
-from cfedavg.data.images import histogram, mean_std
+from cfedavg.data.images import VERSION, histogram, mean_std
 
-VERSION = 1  # of the files that `decode` writes; a cache of another version is decoded again
 SPLITS = ("train", "test")
 _ROWS = 128  # decoded at a time
 _MOST_CLASSES = 100_000  # more: the column is an identifier, not a label
@@ -26,11 +25,11 @@ _PATIENCE = 2.0  # seconds without a progress bar
 
 
 class _Coloured(Exception):
-    """An image that is not grey turned up where all were thought to be."""
+    """An image is not grey although the first pass took all for grey."""
 
 
 def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> None:
-    """Writes pixels, labels and meta.json of both splits into the folder; `where` begins error messages."""
+    """Write pixels, labels and meta.json of both splits into the folder; `where` begins error messages."""
     try:
         _decode(files, folder, where, grey=True)
     except _Coloured:
@@ -38,10 +37,10 @@ def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> Non
 
 
 def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, grey: bool) -> None:
-    rows = {split: sum(_rows(path, where) for path in files[split]) for split in SPLITS}
+    rows = {split: sum(_count_rows(path, where) for path in files[split]) for split in SPLITS}
     reader = _Reader(where, grey)
     shapes, classes, counts = {}, 0, np.zeros((1 if grey else 3, 256), np.int64)
-    with _Bar(sum(rows.values()), where) as bar:
+    with _progress(sum(rows.values()), where) as advance:
         for split in SPLITS:
             if not rows[split]:
                 raise InputError(f"{where}: the {split} split is empty")
@@ -50,13 +49,14 @@ def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, gr
                 for pixels, part in reader.batches(files[split]):
                     if not labels:
                         shapes[split] = (rows[split], *pixels.shape[1:])
-                        _write_header(out, shapes[split])
+                        header = {"descr": "|u1", "fortran_order": False, "shape": shapes[split]}
+                        np.lib.format.write_array_header_1_0(out, header)
                     # Plain writes: on a full disk a memory map would kill the process.
                     out.write(pixels.data)
                     labels.append(part)
                     if split == "train":
                         counts += histogram(pixels)
-                    bar.advance(len(part))
+                    advance(len(part))
                 _flush(out)
             classes = max(classes, _save_labels(folder / f"{split}_labels.npy", labels, where, split))
     mean, std = mean_std(counts)
@@ -66,18 +66,14 @@ def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, gr
         _flush(text)
 
 
-def _write_header(out: io.BufferedWriter, shape: tuple[int, ...]) -> None:
-    np.lib.format.write_array_header_1_0(out, {"descr": "|u1", "fortran_order": False, "shape": shape})
-
-
 def _flush(out: Any) -> None:
-    """Onto the disk, so that the rename that follows cannot overtake the contents."""
+    """Write to the disk, so that the rename that follows cannot overtake the contents."""
     out.flush()
     os.fsync(out.fileno())
 
 
 def _save_labels(path: Path, parts: Sequence[np.ndarray], where: str, split: str) -> int:
-    """Writes the labels, and returns how many classes they need."""
+    """Write the labels, and return how many classes they need."""
     labels = np.concatenate(parts)
     low, high = int(labels.min()), int(labels.max())
     if low < 0:
@@ -90,7 +86,7 @@ def _save_labels(path: Path, parts: Sequence[np.ndarray], where: str, split: str
     return high + 1
 
 
-def _rows(path: Path, where: str) -> int:
+def _count_rows(path: Path, where: str) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -110,27 +106,27 @@ def _first_line(error: Exception) -> str:
 
 
 class _Reader:
-    """Reads batches of decoded images, and sees to it that all of them have one size."""
+    """A reader of batches of decoded images, which must all have one size."""
 
     def __init__(self, where: str, grey: bool) -> None:
         self.where, self.grey = where, grey
         self.shape: tuple[int, ...] = ()
 
     def batches(self, paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Pixels (n, channels, height, width) and labels (n,)."""
+        """Yield pixels (n, channels, height, width) and labels (n,)."""
         for path in paths:
-            for images, labels in self._encoded(path):
-                pixels = np.stack([self._pixels(image, path) for image in images])
+            for images, labels in self._read_encoded(path):
+                pixels = np.stack([self._decode_image(image, path) for image in images])
                 pixels = pixels[..., None] if self.grey else pixels
                 yield np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), labels
 
-    def _encoded(self, path: Path) -> Iterator[tuple[list[bytes | None], np.ndarray]]:
+    def _read_encoded(self, path: Path) -> Iterator[tuple[list[bytes | None], np.ndarray]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
             with pq.ParquetFile(path) as file:
-                image, label = columns(file.schema_arrow, f"{self.where}: {path.name}")
+                image, label = find_columns(file.schema_arrow, f"{self.where}: {path.name}")
                 for batch in file.iter_batches(_ROWS, columns=[f"{image}.bytes", label]):
                     labels = batch.column(label)
                     if labels.null_count:
@@ -139,7 +135,7 @@ class _Reader:
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(self.where, path, error) from None
 
-    def _pixels(self, data: bytes | None, path: Path) -> np.ndarray:
+    def _decode_image(self, data: bytes | None, path: Path) -> np.ndarray:
         from PIL import Image
 
         if data is None:
@@ -163,8 +159,8 @@ class _Reader:
         return pixels
 
 
-def columns(schema: Any, where: str) -> tuple[str, str]:
-    """The names of the image and of the label column of an Arrow schema."""
+def find_columns(schema: Any, where: str) -> tuple[str, str]:
+    """Return the names of the image and of the label column of an Arrow schema."""
     import pyarrow as pa
 
     images = [
@@ -173,13 +169,13 @@ def columns(schema: Any, where: str) -> tuple[str, str]:
         if pa.types.is_struct(field.type) and {"bytes", "path"} <= {inner.name for inner in field.type}
     ]
     labels = [field.name for field in schema if pa.types.is_integer(field.type)]
-    image = _only(images, ("image", "img"), f"{where} has %s image columns (a struct of bytes and path)")
+    image = _pick(images, ("image", "img"), f"{where} has %s image columns (a struct of bytes and path)")
     # fine_label: CIFAR-100 has the hundred classes there, and twenty groups of them beside.
-    label = _only(labels, ("label", "labels", "fine_label"), f"{where} has %s label columns (whole numbers)")
+    label = _pick(labels, ("label", "labels", "fine_label"), f"{where} has %s label columns (whole numbers)")
     return image, label
 
 
-def _only(names: Sequence[str], preferred: Sequence[str], complaint: str) -> str:
+def _pick(names: Sequence[str], preferred: Sequence[str], complaint: str) -> str:
     for name in (*preferred, *(names if len(names) == 1 else ())):
         if name in names:
             return name
@@ -190,32 +186,25 @@ def _only(names: Sequence[str], preferred: Sequence[str], complaint: str) -> str
     )
 
 
-class _Bar:
-    """A progress bar that appears after two seconds, and only on a terminal."""
+@contextmanager
+def _progress(total: int, where: str) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts images; a bar appears after 2 seconds, and only on a terminal."""
+    with ExitStack() as stack:
+        begin, done = time.monotonic(), 0
+        update: Callable[[int], None] | None = None
 
-    def __init__(self, total: int, where: str) -> None:
-        self.total, self.title = total, f"decoding {where.partition(': ')[2]}"
-        self.done, self.begin = 0, time.monotonic()
-        self.bar: Any = None
+        def advance(n: int) -> None:
+            nonlocal done, update
+            done += n
+            if update is None and sys.stderr.isatty() and time.monotonic() - begin > _PATIENCE:
+                from rich.console import Console
+                from rich.markup import escape
+                from rich.progress import Progress
 
-    def __enter__(self) -> _Bar:
-        return self
+                bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+                task = bar.add_task(escape(f"decoding {where.partition(': ')[2]}"), total=total)
+                update = lambda done: bar.update(task, completed=done)  # noqa: E731
+            if update:
+                update(done)
 
-    def advance(self, n: int) -> None:
-        self.done += n
-        if self.bar is None and sys.stderr.isatty() and time.monotonic() - self.begin > _PATIENCE:
-            from rich.console import Console
-            from rich.markup import escape
-            from rich.progress import Progress
-
-            self.bar = Progress(console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task(escape(self.title), total=self.total)
-            self.bar.start()
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        yield advance

@@ -1,10 +1,28 @@
-"""What a data set is, once it is decoded: pixels and labels of a train and a test split."""
+"""Decoded data sets: pixels and labels of a train and a test split, and the cache that holds them.
+
+A data set is decoded once and then memory-mapped. A cache folder is complete or not there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
+
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import check_regular, read_file
+
+VERSION = 1  # of the files in a cache folder; those of another version are decoded again
+_DAY = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -31,13 +49,13 @@ class ImageData:
 
 
 def histogram(pixels: np.ndarray) -> np.ndarray:
-    """How often each of the 256 values occurs, per channel: histograms of parts add up exactly."""
+    """Count each of the 256 values per channel; histograms of parts add up exactly."""
     channels = pixels.swapaxes(0, 1).reshape(pixels.shape[1], -1)
     return np.stack([np.bincount(channel, minlength=256) for channel in channels])
 
 
 def mean_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of pixels / 255, per channel, from their histogram.
+    """Return mean and standard deviation of pixels / 255, per channel, from their histogram.
 
     >>> mean_std(histogram(np.array([0, 255], np.uint8).reshape(2, 1, 1, 1)))
     ((0.5,), (0.5,))
@@ -51,3 +69,112 @@ def mean_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
         # Whole numbers, so nothing cancels. A blank channel gets 1: normalising divides by it.
         stds.append((n * squares - total * total) ** 0.5 / n / 255 or 1.0)
     return tuple(means), tuple(stds)
+
+
+def cache_folder() -> Path:
+    """Return `$CFEDAVG_CACHE`, or `~/.cache/cfedavg`."""
+    return Path(os.environ.get("CFEDAVG_CACHE") or Path.home() / ".cache" / "cfedavg").expanduser()
+
+
+def load_cached(name: str, folder: Path, make: Callable[[Path], None]) -> ImageData:
+    """Load the data set in the folder; where it is missing or damaged, `make` writes it first.
+
+    `make` gets a folder of its own, which is renamed when it is complete. So a killed run leaves no half
+    data set behind, and two runs at once each write their own: the first one to finish is kept.
+    """
+    data = _open(name, folder)
+    if data is not None:
+        return data
+    try:
+        _write(folder, make)
+    except OSError as error:
+        raise InputError(
+            f"cannot write the data cache {folder} ({error.strerror or error}); "
+            "set CFEDAVG_CACHE to a folder that can be written"
+        ) from None
+    for _ in range(100):  # another run may be replacing the folder just now
+        data = _open(name, folder)
+        if data is not None:
+            return data
+        time.sleep(0.01)
+    raise InputError(f"the data cache {folder} was damaged right after it was written; is its disk sound?")
+
+
+def _write(folder: Path, make: Callable[[Path], None]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(f".{folder.name}-*"):  # drafts of runs that were killed a day ago
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _DAY:
+                shutil.rmtree(old, ignore_errors=True)
+    draft = _name_draft(folder)
+    draft.mkdir()
+    try:
+        make(draft)
+        _publish(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _name_draft(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}-{uuid4().hex}")
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    """Rename the draft; keep a complete folder that is there already, and remove a damaged one."""
+    for attempt in range(10):
+        try:
+            draft.rename(folder)
+            return
+        except OSError:
+            if _open("", folder) is not None:
+                return
+            if attempt == 9:
+                raise
+        damaged = _name_draft(folder)
+        with contextlib.suppress(OSError):  # another run may have moved it first
+            folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _open(name: str, folder: Path) -> ImageData | None:
+    """Return the data set in the folder, memory-mapped, or None when anything about it is wrong."""
+    try:
+        meta = json.loads(read_file(folder / "meta.json"))
+        if meta["version"] != VERSION:
+            return None
+        classes, mean, std = int(meta["classes"]), tuple(meta["mean"]), tuple(meta["std"])
+        train, test = (_map_split(folder, each, meta["shapes"][each], classes) for each in ("train", "test"))
+        data = ImageData(name, train, test, classes, mean, std)
+        return data if _is_sound(data) else None
+    except Exception:  # whatever is wrong with a cache, decoding again mends it
+        return None
+
+
+def _is_sound(data: ImageData) -> bool:
+    """Whether meta.json tells the truth about both splits: a model is made of its number of classes."""
+    shape, scales = data.train.pixels.shape[1:], (data.mean, data.std)
+    return (
+        data.classes == max(int(split.labels.max()) for split in (data.train, data.test)) + 1
+        and shape == data.test.pixels.shape[1:]
+        and all(len(scale) == shape[0] and all(map(math.isfinite, scale)) for scale in scales)
+        and min(data.std) > 0
+    )
+
+
+def _map_split(folder: Path, split: str, shape: list[int], classes: int) -> Images:
+    """Memory-map a split; NumPy compares the size in the header with that of the file."""
+    paths = [folder / f"{split}_{part}.npy" for part in ("pixels", "labels")]
+    for path in paths:
+        check_regular(path)
+    pixels, labels = (np.lib.format.open_memmap(path, mode="r") for path in paths)
+    sound = (
+        pixels.shape == tuple(shape)
+        and pixels.ndim == 4
+        and pixels.dtype == np.uint8
+        and labels.shape == (shape[0],)
+        and labels.dtype == np.int64
+        and 0 <= labels.min() <= labels.max() < classes
+    )
+    if not sound:
+        raise ValueError(f"{folder} is damaged")
+    return Images(pixels, labels)

@@ -1,4 +1,4 @@
-"""Who holds which samples: p classes per client, Dirichlet shares, or random shares.
+"""Partitions of samples over clients: p classes per client, Dirichlet shares, or random shares.
 
 All draws are keyed (`cfedavg.core.keys`): a partition is a function of the labels and the seed.
 """
@@ -31,14 +31,14 @@ class Partition:
     unused: int  # train samples that no client holds
 
     def counts(self, labels: np.ndarray, classes: int) -> np.ndarray:
-        """Train samples of each class that each client holds, (m, classes)."""
+        """Count the train samples of each class that each client holds, (m, classes)."""
         return np.stack([np.bincount(labels[part], minlength=classes) for part in self.train])
 
 
 def by_classes(
     train_labels: np.ndarray, test_labels: np.ndarray, classes: int, m: int, p: int, seed: int
 ) -> Partition:
-    """p distinct classes for each client, the same number of samples of each, the same for all clients.
+    """Deal p distinct classes to each client, the same number of samples of each to all clients.
 
     >>> labels = np.arange(100) % 10
     >>> by_classes(labels, labels, classes=10, m=5, p=2, seed=0).counts(labels, 10).sum(axis=1).tolist()
@@ -66,7 +66,7 @@ def by_classes(
 
 
 def _assignment(classes: int, m: int, p: int, seed: int) -> np.ndarray:
-    """Which p classes each client holds, as 0 and 1 of shape (m, classes).
+    """Return which p classes each client holds, as 0 and 1 of shape (m, classes).
 
     Each client takes the classes with the fewest holders so far, in random order among equals. If the
     numbers of holders differ by at most one before, they do so after: so the result is balanced.
@@ -81,7 +81,7 @@ def _assignment(classes: int, m: int, p: int, seed: int) -> np.ndarray:
 
 
 def _share(sizes: np.ndarray, holds: np.ndarray) -> int:
-    """The number of samples that every holder of every class can have."""
+    """Return the number of samples that every holder of every class can have."""
     holders = holds.sum(axis=0)
     held = holders > 0
     return int((sizes[held] // holders[held]).min())
@@ -90,7 +90,7 @@ def _share(sizes: np.ndarray, holds: np.ndarray) -> int:
 def by_dirichlet(
     train_labels: np.ndarray, test_labels: np.ndarray, classes: int, m: int, alpha: float, seed: int
 ) -> Partition:
-    """Class shares drawn from Dirichlet(alpha) for each client; every sample is dealt, to one client.
+    """Deal every sample to one client, by class shares drawn from Dirichlet(alpha) for each client.
 
     The samples of a class go to the clients in proportion to their shares of it.
 
@@ -112,7 +112,7 @@ def by_dirichlet(
 
 
 def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Whole numbers in proportion to each column of weights, which add up to sizes (largest remainder).
+    """Return whole numbers in proportion to each column of weights that add up to sizes (largest remainder).
 
     >>> _apportion(np.array([10]), np.array([[1.0], [1.0], [2.0]])).tolist()
     [[3], [2], [5]]
@@ -126,7 +126,7 @@ def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _fill_empty(counts: np.ndarray) -> None:
-    """In place: a client without samples gets one from the largest client, of its most frequent class."""
+    """Give a client without samples one of the largest client, of its most frequent class, in place."""
     totals = counts.sum(axis=1)
     for i in np.flatnonzero(totals == 0):
         donor = totals.argmax()
@@ -137,7 +137,7 @@ def _fill_empty(counts: np.ndarray) -> None:
 
 
 def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
-    """The logarithms of m draws from Dirichlet(alpha), (m, classes): finite for every alpha."""
+    """Return the logarithms of m draws from Dirichlet(alpha), (m, classes): finite for every alpha."""
     alpha = max(alpha, _LEAST_ALPHA)
     logs = _log_gamma_draws(classes, m, alpha + 1 if alpha < 1 else alpha, seed)
     if alpha < 1:  # a Gamma(alpha) is a Gamma(alpha + 1) times u^(1 / alpha)
@@ -148,7 +148,7 @@ def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
 
 
 def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
-    """The logarithms of (m, classes) draws from Gamma(alpha), alpha >= 1, by Marsaglia and Tsang (2000).
+    """Return the logarithms of (m, classes) draws from Gamma(alpha), alpha >= 1 (Marsaglia and Tsang 2000).
 
     Attempt a at class c uses coordinates 3 (a * classes + c) and the next two of the client's key, so a
     rejected draw costs its neighbours nothing.
@@ -171,7 +171,7 @@ def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarra
 
 
 def iid(train_labels: np.ndarray, test_labels: np.ndarray, m: int, seed: int) -> Partition:
-    """Random shares whose sizes differ by at most one; every sample is dealt."""
+    """Deal every sample, in random shares whose sizes differ by at most one."""
     _check_clients(m, len(train_labels))
     train, test = (
         tuple(np.sort(part) for part in np.array_split(permutation(_key(seed, stream, 0), len(labels)), m))
@@ -190,27 +190,27 @@ def _key(seed: int, stream: int, who: int) -> int:
 
 
 def _words(seed: int, stream: int, m: int) -> np.ndarray:
-    """The keys of clients 0 .. m-1, as a column."""
+    """Return the keys of clients 0 .. m-1, as a column."""
     return np.array([[signed(_key(seed, stream, i))] for i in range(m)], np.int64)
 
 
 def _uniforms(words: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
-    """Numbers in (0, 1], so that they have a logarithm."""
+    """Return numbers in (0, 1], so that they have a logarithm."""
     return np.asarray(1 - bits53(words, coordinates) / 2.0**53)
 
 
 def _partition(
     train_labels: np.ndarray, test_labels: np.ndarray, train: np.ndarray, test: np.ndarray, seed: int
 ) -> Partition:
-    """Deals samples so that client i gets train[i, c] and test[i, c] of class c."""
+    """Deal samples so that client i gets train[i, c] and test[i, c] of class c."""
     return Partition(
-        _dealt(train_labels, train, seed, _TRAIN),
-        _dealt(test_labels, test, seed, _TEST),
+        _deal_classes(train_labels, train, seed, _TRAIN),
+        _deal_classes(test_labels, test, seed, _TEST),
         unused=len(train_labels) - int(train.sum()),
     )
 
 
-def _dealt(labels: np.ndarray, counts: np.ndarray, seed: int, stream: int) -> tuple[np.ndarray, ...]:
+def _deal_classes(labels: np.ndarray, counts: np.ndarray, seed: int, stream: int) -> tuple[np.ndarray, ...]:
     m, classes = counts.shape
     owner = np.full(len(labels), m, np.int64)  # m: nobody
     for c in range(classes):

@@ -1,4 +1,4 @@
-"""Where images come from: the subset in this package, the Hugging Face hub, or a folder of the user's."""
+"""Sources of images: the subset in this package, the Hugging Face hub, or a folder of the user."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import numpy as np
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import exists
-from cfedavg.data.cache import cache_folder, cached
 from cfedavg.data.decode import decode
-from cfedavg.data.images import ImageData, Images, histogram, mean_std
-
-__all__ = ["HUB", "ImageData", "Images", "load"]
+from cfedavg.data.images import ImageData, Images, cache_folder, histogram, load_cached, mean_std
 
 # A revision is a commit, so the files behind these names cannot change.
 HUB = {
@@ -32,13 +29,11 @@ _REPO = re.compile(
 _BRANCHES = (None, "refs/convert/parquet")
 _SECONDS = 10.0  # that the hub has to answer
 
-Files = dict[str, list[str]]  # of the splits train and test
-
 
 def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> ImageData:
-    """The data set of this name, or the one in `data_dir`, which is then only called by this name.
+    """Load the data set of this name, or the one in `data_dir`, which then gets this name.
 
-    What is not embedded is decoded once, into `cache`, and memory-mapped from there.
+    All but the embedded one are decoded once, into `cache`, and memory-mapped from there.
 
     >>> data = load("embedded")
     >>> data.train.pixels.shape, len(data.test), data.classes
@@ -46,9 +41,9 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
     """
     cache = cache_folder() if cache is None else cache
     if data_dir is not None:
-        return _from_folder(dataset, Path(data_dir).expanduser(), cache)
+        return _load_folder(dataset, Path(data_dir).expanduser(), cache)
     if dataset == "embedded":
-        return _embedded()
+        return _load_embedded()
     source = HUB.get(dataset, dataset)
     match = _REPO.fullmatch(source)
     if not match:
@@ -58,12 +53,12 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
         )
     where = f"`dataset`: {dataset}"
     folder = cache / source.replace("/", "--")
-    return cached(
-        dataset, folder, lambda draft: decode(_downloaded(**match.groupdict(), where=where), draft, where)
+    return load_cached(
+        dataset, folder, lambda draft: decode(_download(**match.groupdict(), where=where), draft, where)
     )
 
 
-def _embedded() -> ImageData:
+def _load_embedded() -> ImageData:
     with (
         (resources.files("cfedavg.data") / "mnist_subset.npz").open("rb") as file,
         np.load(file) as arrays,
@@ -75,27 +70,27 @@ def _embedded() -> ImageData:
     return ImageData("embedded", train, test, 10, *mean_std(histogram(train.pixels)))
 
 
-def _from_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
+def _load_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
     where = f"`data_dir`: {folder}"
-    files = _in_folder(dataset, folder, where)
+    files = _find_files(dataset, folder, where)
     key = _fingerprint(files["train"] + files["test"])
     name = folder.resolve().name if dataset == "embedded" else dataset
-    data = cached(name, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
+    data = load_cached(name, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
     shape = data.train.pixels.shape[1:]
     if shape != _SHAPES.get(dataset, shape):
         raise InputError(
-            f"{where} holds images of {'×'.join(map(str, shape))}, which {dataset} has not; "
-            "give another folder, or leave out `dataset`"
+            f"{where} must hold images of {'×'.join(map(str, _SHAPES[dataset]))} for {dataset}, "
+            f"got {'×'.join(map(str, shape))}; give another folder, or leave out `dataset`"
         )
     return data
 
 
-def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
-    """The parquet files directly in the folder, or else in its subfolder with the name of the data set."""
+def _find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
+    """Return the parquet files in the folder, or else in its subfolder with the name of the data set."""
     if not (exists(folder) and folder.is_dir()):
         raise InputError(f"{where} is not a folder; give one with train-*.parquet and test-*.parquet files")
     for place in (folder, folder / dataset, folder / Path(dataset).name):
-        found = _splits([path.name for path in place.glob("*.parquet")], where)
+        found = _find_splits([path.name for path in place.glob("*.parquet")], where)
         if found:
             return {split: [place / name for name in names] for split, names in found.items()}
     inside = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
@@ -104,7 +99,7 @@ def _in_folder(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
 
 
 def _fingerprint(paths: list[Path]) -> str:
-    """Changes when a file is moved, replaced or written to."""
+    """Return a hash that changes when a file is moved, replaced or written to."""
     try:
         text = "\n".join(
             f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path in paths for info in [path.stat()]
@@ -114,12 +109,12 @@ def _fingerprint(paths: list[Path]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _splits(names: Iterable[str], where: str) -> Files | None:
-    """The parquet files of the train and of the test split; None if one is not there.
+def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | None:
+    """Return the parquet files of the train and of the test split; None if one is missing.
 
-    >>> _splits(["README.md", "all/test-0.parquet", "all/train-0.parquet"], "")
+    >>> _find_splits(["README.md", "all/test-0.parquet", "all/train-0.parquet"], "")
     {'train': ['all/train-0.parquet'], 'test': ['all/test-0.parquet']}
-    >>> _splits(["train/0.parquet", "validation/0.parquet"], "")["test"]
+    >>> _find_splits(["train/0.parquet", "validation/0.parquet"], "")["test"]
     ['validation/0.parquet']
     """
     places: dict[str, dict[str, list[str]]] = {}
@@ -140,13 +135,13 @@ def _splits(names: Iterable[str], where: str) -> Files | None:
     return next(iter(found.values()), None)
 
 
-def _downloaded(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
+def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
     """Fetch the parquet files of a data set of the hub into the hub's own cache."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         for branch in [revision] if revision else _BRANCHES:
-            found = _fetched(repo, branch, where)
+            found = _download_revision(repo, branch, where)
             if found:
                 return found
     except InputError:
@@ -168,13 +163,13 @@ def _downloaded(repo: str, revision: str | None, where: str) -> dict[str, list[P
     raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
 
 
-def _fetched(repo: str, revision: str | None, where: str) -> dict[str, list[Path]] | None:
+def _download_revision(repo: str, revision: str | None, where: str) -> dict[str, list[Path]] | None:
     """Fetch the files of one revision; None if it has no train and test split in parquet."""
     from huggingface_hub import HfApi, hf_hub_download
 
     # Not list_repo_files: without network it retries for half a minute.
     info = HfApi().dataset_info(repo, revision=revision, timeout=_SECONDS)
-    found = _splits([file.rfilename for file in info.siblings or ()], where)
+    found = _find_splits([file.rfilename for file in info.siblings or ()], where)
     if not found:
         return None
     # By commit: a branch could move between the list and the files.
@@ -185,5 +180,5 @@ def _fetched(repo: str, revision: str | None, where: str) -> dict[str, list[Path
 
 
 def _reason(error: Exception) -> str:
-    """The first clause of an error of the hub's, whose messages run over many sentences."""
+    """Return the first clause of an error of the hub, whose messages run over many sentences."""
     return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__

@@ -1,4 +1,4 @@
-"""From a configuration to a Task: images dealt out to clients, and a model to train on them."""
+"""Tasks from configurations: images dealt out to clients, and a model to train on them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ImageSamples:
 
 
 def deal(config: Config, data: ImageData) -> Partition:
-    """Who gets what, as the configuration says."""
+    """Deal the samples out to clients as the configuration says."""
     labels = data.train.labels, data.test.labels
     if config.iid:
         return iid(*labels, config.clients, config.seed)
@@ -46,14 +46,21 @@ def deal(config: Config, data: ImageData) -> Partition:
 
 
 def build_task(config: Config) -> Task:
-    """The data set, the partition and the model that a configuration names."""
+    """Build the task with the data set, the partition and the model that a configuration names."""
     if not config.is_named:
-        raise InputError(_not_named(config))
+        hint = "only the app has its model and data; start the app again"
+        if config.dataset.startswith(OWN):
+            hint = (
+                "the run was made from Python, where its model and data are; "
+                "go on there with `cfedavg.run(config, task, out=..., resume=True)`"
+            )
+        raise InputError(f"`dataset` is {config.dataset!r}: {hint}")
     data = load(config.dataset, config.data_dir)
     partition = deal(config, data)
     model = build_model(config.model, data.train.pixels.shape[1:], data.classes, config.seed)
     mean = 255 * torch.tensor(data.mean).view(-1, 1, 1)
     std = 255 * torch.tensor(data.std).view(-1, 1, 1)
+    version = ("dataset", "data_dir", "clients", "classes_per_client", "dirichlet", "iid")
     return Task(
         model,
         [ImageSamples(data.train, rows, mean, std) for rows in partition.train],
@@ -61,20 +68,6 @@ def build_task(config: Config) -> Task:
         test_parts=partition.test,
         note=f"{data.name}: {partition.unused} of {len(data.train)} train samples unused",
         name=data.name,
-        version=_version(config),  # rows depend on the seed, and runs that differ in it are alike
+        # Without the seed: rows depend on it, and runs that differ in it are alike.
+        version=", ".join(f"{name} = {getattr(config, name)!r}" for name in version),
     )
-
-
-def _version(config: Config) -> str:
-    names = ("dataset", "data_dir", "clients", "classes_per_client", "dirichlet", "iid")
-    return ", ".join(f"{name} = {getattr(config, name)!r}" for name in names)
-
-
-def _not_named(config: Config) -> str:
-    """Why no task can be made of a configuration that was written for another kind of run."""
-    if config.dataset.startswith(OWN):
-        return (
-            f"`dataset` is {config.dataset!r}: the run was made from Python, where its model and data are; "
-            "go on there with `cfedavg.run(config, task, out=..., resume=True)`"
-        )
-    return f"`dataset` is {config.dataset!r}: only the app has its model and data; start the app again"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,11 +21,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file, replace_file, write_atomic
+from cfedavg.launch.processes import HOST
 
-HOSTS = ("127.0.0.1", "localhost")
 DAYS = 3650  # more than any federation lasts
 AUTHORITY = "cfedavg CA"
 
+_USES = (
+    "digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment",
+    "data_encipherment", "key_agreement", "encipher_only", "decipher_only",
+)  # fmt: skip
 T = TypeVar("T")
 _DAMAGE = (ValueError, TypeError, UnsupportedAlgorithm)  # what is raised for files that are no keys
 
@@ -47,28 +51,34 @@ class NodeKey:
     public: Path
 
 
-def certificates(folder: Path, hosts: Sequence[str] = HOSTS) -> Certificates:
-    """Those in the folder, made now if there are none. The CA's own key is not kept: it signs once."""
+def ensure_certificates(folder: Path) -> Certificates:
+    """Return the certificates in the folder; make them if there are none.
+
+    The CA's own key is not kept: it signs once.
+    """
     files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     if not files.ca.exists():  # written last, so that it vouches for the others
         ca_key, key = _new_key(), _new_key()
-        ca = _ca(ca_key)
-        _write_private(files.key, _private(key, serialization.PrivateFormat.PKCS8))
-        write_atomic(files.certificate, _pem(_server_certificate(key, ca_key, hosts)))
-        write_atomic(files.ca, _pem(ca))
+        ca = _sign_certificate(ca_key, ca_key, is_ca=True)
+        _write_private(files.key, key, serialization.PrivateFormat.PKCS8)
+        write_atomic(files.certificate, _sign_certificate(key, ca_key, is_ca=False))
+        write_atomic(files.ca, ca)
     _check_certificates(files)
     return files
 
 
-def node_key(folder: Path, name: str) -> NodeKey:
-    """The key pair of this name in the folder, P-384 as OpenSSH writes it, made now if there is none."""
+def ensure_node_key(folder: Path, name: str) -> NodeKey:
+    """Return the P-384 key pair of this name, as OpenSSH writes it; make it if there is none."""
     files = NodeKey(folder / name, folder / f"{name}.pub")
     if not files.public.exists():
         key = _new_key()
-        _write_private(files.private, _private(key, serialization.PrivateFormat.OpenSSH))
+        _write_private(files.private, key, serialization.PrivateFormat.OpenSSH)
         ssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         write_atomic(files.public, key.public_key().public_bytes(*ssh) + f" {name}\n".encode())
-    _check_pair(files)
+    remedy = "put it back, or begin in another folder"
+    private = _parse(files.private, lambda data: serialization.load_ssh_private_key(data, None), remedy)
+    if private.public_key() != _parse(files.public, serialization.load_ssh_public_key, remedy):
+        raise InputError(f"{files.private} is not the private key of {files.public}; {remedy}")
     return files
 
 
@@ -79,9 +89,9 @@ def _check_certificates(files: Certificates) -> None:
     """
     remedy = f"remove {files.ca} to have new certificates made"
     ca, certificate = (
-        _parsed(path, x509.load_pem_x509_certificate, remedy) for path in (files.ca, files.certificate)
+        _parse(path, x509.load_pem_x509_certificate, remedy) for path in (files.ca, files.certificate)
     )
-    key = _parsed(files.key, lambda data: serialization.load_pem_private_key(data, None), remedy)
+    key = _parse(files.key, lambda data: serialization.load_pem_private_key(data, None), remedy)
     try:
         certificate.verify_directly_issued_by(ca)
     except (*_DAMAGE, InvalidSignature):
@@ -90,16 +100,8 @@ def _check_certificates(files: Certificates) -> None:
         raise InputError(f"{files.key} is not the key of {files.certificate}; {remedy}")
 
 
-def _check_pair(files: NodeKey) -> None:
-    """Check that the keys of a node are a pair."""
-    remedy = "put it back, or begin in another folder"
-    private = _parsed(files.private, lambda data: serialization.load_ssh_private_key(data, None), remedy)
-    if private.public_key() != _parsed(files.public, serialization.load_ssh_public_key, remedy):
-        raise InputError(f"{files.private} is not the private key of {files.public}; {remedy}")
-
-
-def _parsed(path: Path, parse: Callable[[bytes], T], remedy: str) -> T:
-    """Return what a file holds; a pipe would make Flower's processes wait for ever."""
+def _parse(path: Path, parse: Callable[[bytes], T], remedy: str) -> T:
+    """Parse a regular file; a pipe would make Flower's processes wait for ever."""
     try:
         return parse(read_file(path))
     except OSError as error:
@@ -112,82 +114,45 @@ def _new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
-    return bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
+    """Write a key that nobody else can open at any moment: the file is made with its mode."""
 
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return bytes(certificate.public_bytes(serialization.Encoding.PEM))
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Nobody else can open the file at any moment: it is made with its mode, not given it afterwards."""
-
-    def private(name: str, flags: int) -> int:
+    def open_private(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_EXCL, 0o600)
 
-    with replace_file(path) as temporary, open(temporary, "wb", opener=private) as file:
+    data = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    with replace_file(path) as temporary, open(temporary, "wb", opener=open_private) as file:
         file.write(data)
 
 
-def _ca(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    builder = _builder(AUTHORITY, key.public_key(), key.public_key())
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return builder.add_extension(_usage(signs_certificates=True), critical=True).sign(key, hashes.SHA384())
-
-
-def _server_certificate(
-    key: ec.EllipticCurvePrivateKey, ca_key: ec.EllipticCurvePrivateKey, hosts: Sequence[str]
-) -> x509.Certificate:
-    builder = _builder(hosts[0], key.public_key(), ca_key.public_key())
-    for extension, critical in (
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (_usage(signs_certificates=False), True),
-        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-        (x509.SubjectAlternativeName([_host(host) for host in hosts]), False),
-    ):
+def _sign_certificate(
+    key: ec.EllipticCurvePrivateKey, ca_key: ec.EllipticCurvePrivateKey, *, is_ca: bool
+) -> bytes:
+    """Return the certificate of a key, signed by the CA, as PEM."""
+    public, now = key.public_key(), datetime.datetime.now(datetime.UTC)
+    subject, issuer = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+        for text in (AUTHORITY if is_ca else HOST, AUTHORITY)
+    )
+    allowed = ("key_cert_sign", "crl_sign") if is_ca else ("digital_signature",)
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.SubjectKeyIdentifier.from_public_key(public), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
+        (x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), True),
+        (x509.KeyUsage(**{name: name in allowed for name in _USES}), True),
+    ]
+    if not is_ca:
+        hosts = [x509.IPAddress(ipaddress.ip_address(HOST)), x509.DNSName("localhost")]
+        extensions.append((x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False))
+        extensions.append((x509.SubjectAlternativeName(hosts), False))
+    builder = x509.CertificateBuilder(
+        issuer_name=issuer,
+        subject_name=subject,
+        public_key=public,
+        serial_number=x509.random_serial_number(),
+        not_valid_before=now - datetime.timedelta(minutes=5),  # clocks differ a little
+        not_valid_after=now + datetime.timedelta(days=DAYS),
+    )
+    for extension, critical in extensions:
         builder = builder.add_extension(extension, critical=critical)
-    return builder.sign(ca_key, hashes.SHA384())
-
-
-def _builder(
-    name: str, public: ec.EllipticCurvePublicKey, issuer: ec.EllipticCurvePublicKey
-) -> x509.CertificateBuilder:
-    """What both certificates have: names, the time they are good for, and whose key is whose."""
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(_name(name))
-        .issuer_name(_name(AUTHORITY))
-        .public_key(public)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))  # clocks differ a little
-        .not_valid_after(now + datetime.timedelta(days=DAYS))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
-    )
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-
-def _host(host: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    return bytes(builder.sign(ca_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))

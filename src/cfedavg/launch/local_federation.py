@@ -1,7 +1,7 @@
 """A whole Flower federation on this machine: a SuperLink, SuperNodes and runs, on 127.0.0.1.
 
-Connections are encrypted, and every node proves with a key who it is. What is started here is stopped at the
-end, whatever the end is, a SIGKILL of this process included.
+Connections are encrypted, and every node proves with a key who it is. Everything that is started is stopped
+at the end, also if this process is killed.
 """
 
 from __future__ import annotations
@@ -9,25 +9,34 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import lock_folder, make_folder
+from cfedavg.core.files import exists, lock_folder, make_folder, write_atomic
 from cfedavg.core.interrupts import catch_kills
+from cfedavg.core.layout import Layout
+from cfedavg.core.run_files import CONFIG, FEDERATION, METRICS, check_same, read_rows
+from cfedavg.data.tasks import build_task
 from cfedavg.flower import MISSING
-from cfedavg.launch.control import Control, Run
-from cfedavg.launch.ports import HOST, Ports
-from cfedavg.launch.processes import Processes
-from cfedavg.launch.services import Link, Node
+from cfedavg.flower.round_policy import RoundPolicy
+from cfedavg.launch.app import TRUST, run_config_of
+from cfedavg.launch.control import ONGOING, AppRun, Control, RunFailed
+from cfedavg.launch.processes import HOST, Ports, Processes
+from cfedavg.launch.services import SuperLink, SuperNode, format_toml
+from cfedavg.simulate.plan import Plan
+from cfedavg.simulate.run import Observer
 
-Say = Callable[[str], None]
+COMPONENTS = {"serverapp": "cfedavg.launch.app.server:app", "clientapp": "cfedavg.launch.app.client:app"}
+POLL = 0.5  # seconds between two looks at what the ServerApp has written
 
 
-def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """What Flower's processes inherit: nothing is reported, looked up or installed, and polling is quick."""
+def make_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of Flower's processes: no telemetry, no installing, and quick polling."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     direct = f"{direct},{HOST}" if direct else HOST
@@ -47,16 +56,16 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class Machine:
-    """A federation in a folder: `with Machine(folder, nodes=4) as machine: machine.start()`.
+class LocalFederation:
+    """A federation in a folder: `with LocalFederation(folder, nodes=4) as federation: federation.start()`.
 
-    `machine.link` and `machine.nodes[i]` can be stopped, killed and started again. Keys, the SuperLink's
-    database and the nodes' states stay in the folder; another Machine goes on with them. `more` are variables
-    for the environment of all processes, `say` hears what is going on.
+    `federation.link` and `federation.nodes[i]` can be stopped, killed and started again. Keys, the
+    SuperLink's database and the nodes' states stay in the folder; another LocalFederation continues with
+    them. `more` are variables for the environment of all processes, `say` is called with the progress.
     """
 
-    link: Link
-    nodes: list[Node]
+    link: SuperLink
+    nodes: list[SuperNode]
     control: Control
 
     def __init__(
@@ -66,10 +75,10 @@ class Machine:
         *,
         port: int | None = None,
         more: Mapping[str, str] | None = None,
-        say: Say = lambda text: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.folder, self.count, self.port, self.say = folder.resolve(), nodes, port, say
-        self.processes = Processes(str(self.folder), environment(more or {}))
+        self.processes = Processes(str(self.folder), make_environment(more or {}))
         if shutil.which("flower-superlink", path=self.processes.environment["PATH"]) is None:
             raise InputError(MISSING)
         self.logs = self.folder / "logs"
@@ -85,11 +94,11 @@ class Machine:
         self.close()
 
     def close(self) -> None:
-        """Stops everything that was started, and what that has started."""
+        """Stop everything that was started, and what that has started."""
         self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
-        from cfedavg.launch.credentials import certificates, node_key  # needs what Flower brings along
+        from cfedavg.launch import credentials  # needs a package that comes with Flower
 
         make_folder(self.folder, "`out`")
         self.folder.chmod(0o700)
@@ -98,29 +107,26 @@ class Machine:
         )
         stack.enter_context(catch_kills())
         stack.callback(self.processes.close)
-        self.processes.stop()  # what is left of one that was killed, since nobody else holds the folder
-        keys, parts, numbers = self.folder / "keys", self.folder / "nodes", range(self.count)
+        self.processes.stop()  # what a killed launcher has left, since nobody else holds the folder
+        keys = self.folder / "keys"
         for each in (keys, self.logs):
             make_folder(each, "`out`")
             each.chmod(0o700)  # nobody else could enter the folder above meanwhile
         ports, shared = Ports(), (self.processes, self.logs)
         stack.callback(ports.close)
-        self.link = Link(*shared, self.folder / "link", certificates(keys), ports.take(self.port or 0))
-        pairs = [node_key(keys, f"node{i}") for i in numbers]
+        files, port = credentials.ensure_certificates(keys), ports.take(self.port or 0)
+        self.link = SuperLink(*shared, self.folder / "link", files, port)
+        pairs = [credentials.ensure_node_key(keys, f"node{i}") for i in range(self.count)]
         self.nodes = [
-            Node(*shared, parts / str(i), self.link, ports, pairs[i], i, self.count) for i in numbers
+            SuperNode(*shared, self.folder / "nodes" / str(i), self.link, ports, pair, i, self.count)
+            for i, pair in enumerate(pairs)
         ]
         self.control = Control(self.processes, self.link, self.logs)
-        stack.callback(self._end)
-
-    def _end(self) -> None:
-        try:
-            self.say("stopping the nodes and the SuperLink")
-        finally:
-            self.processes.stop()
+        stack.callback(self.processes.stop)
+        stack.callback(lambda: self.say("stopping the nodes and the SuperLink"))
 
     def start(self) -> None:
-        """The SuperLink, then all nodes; returns when they are online."""
+        """Start the SuperLink, then all nodes, and wait until they are online."""
         self.say("starting the SuperLink")
         self.link.start()
         self.say("registering the nodes")
@@ -132,6 +138,132 @@ class Machine:
             node.wait_online(say=self.say)
         self.say(f"nodes online: {self.count} of {self.count}")
 
-    def run(self, app: Path, config: Mapping[str, object] | None = None) -> Run:
-        """Starts the app in a folder; `config` overrides what its pyproject.toml says."""
+    def run(self, app: Path, config: Mapping[str, object] | None = None) -> AppRun:
+        """Start the app in a folder; `config` overrides its pyproject.toml."""
         return self.control.run(app, config or {})
+
+
+def format_app(config: Config, **more: object) -> str:
+    """Write the pyproject.toml of an app whose code is this package, with the configuration of a run."""
+    project = {"name": "federation", "version": "1.0.0", "license": "Apache-2.0"}
+    settings = run_config_of(config) | {name.replace("_", "-"): value for name, value in more.items()}
+    parts = {
+        "project": format_toml(project) + "dependencies = []\n",
+        "tool.flwr.app": format_toml({"publisher": "cfedavg"}),
+        "tool.flwr.app.components": format_toml(COMPONENTS),
+        "tool.flwr.app.config": format_toml(settings),
+    }
+    return "\n".join(f"[{name}]\n{text}" for name, text in parts.items())
+
+
+def trust_typed_code(config: Config) -> dict[str, str]:
+    """Return the variable that lets the processes import the classes that the user has typed or trusts."""
+    return {TRUST: "1"} if config.names_code else {}
+
+
+def train_federation(
+    config: Config,
+    out: Path,
+    observer: Observer,
+    *,
+    resume: bool = False,
+    port: int | None = None,
+    round_timeout: float = 120.0,
+    quorum: float = 0.5,
+) -> bool:
+    """Train with a node for each client, and stop everything that was started; False if all was done."""
+    out = out.resolve()
+    _check(config, out, resume)
+    if resume and _is_done(config, out):
+        observer.say(f"all {config.rounds} rounds are done; set `rounds` higher for more")
+        return False
+    observer.say(_describe(config))
+    folder = out / "federation"
+    least = max(1, RoundPolicy(quorum=quorum).count_quorum(config.clients))
+    more = trust_typed_code(config)
+    federation = LocalFederation(folder, config.clients, port=port, more=more, say=observer.now)
+    policy = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
+    text = format_app(config, out=str(out), resume=resume, **policy)
+    with federation:
+        make_folder(folder / "app", "`out`")
+        write_atomic(folder / "app" / "pyproject.toml", text.encode())
+        federation.start()
+        observer.now("starting the run")
+        run = federation.run(folder / "app")
+        observer.now("waiting for the first round")
+        _follow(run, federation, out / METRICS, config.rounds, observer)
+        if not federation.link.running:
+            log = federation.link.log
+            raise RunFailed(f"the SuperLink has ended (see {log}); continue with `resume`")
+        run.check()
+    return True
+
+
+def _check(config: Config, out: Path, resume: bool) -> None:
+    """Check what can be checked before anything is started."""
+    if not str(out).isprintable():
+        raise InputError(f"`out` must be printable text, got {str(out)!r}")
+    begun = exists(out / "federation")
+    if not exists(out / CONFIG):
+        if resume and begun:  # nobody has written down its options
+            raise InputError(
+                f"cannot resume: no round of {out} has begun; give its options again, without `resume`"
+            )
+        return
+    if not resume:
+        raise InputError(f"`out`: {out} holds a run already; set `resume` or choose another folder")
+    if not begun:
+        what = "a simulation, which no federation can continue"
+        if exists(out / FEDERATION):
+            what = "the federation of an app, which its own server resumes"
+        raise InputError(f"cannot resume: {out} holds {what}")
+    old = read_config(out / CONFIG)
+    if old.clients != config.clients:
+        raise InputError(
+            f"cannot resume: `nodes` is {config.clients}, but the run in {out} has {old.clients}"
+        )
+    check_same(old, config, out)
+    if (done := len(read_rows(out / METRICS))) > config.rounds:
+        raise InputError(f"cannot resume: `rounds` is {config.rounds}, but the run in {out} has done {done}")
+
+
+def _is_done(config: Config, out: Path) -> bool:
+    """Whether all rounds are done and the pictures, which come last, are newer than the last round."""
+    page, metrics = out / "report.html", out / METRICS
+    return (
+        len(read_rows(metrics)) == config.rounds
+        and exists(page)
+        and page.stat().st_mtime >= metrics.stat().st_mtime
+    )
+
+
+def _describe(config: Config) -> str:
+    """Say what the run is about to do; this checks the options, and fetches the data once for all nodes."""
+    task = build_task(config)
+    plan, layout = Plan(config, task), Layout.of(task.model)
+    if config.deadline is None:
+        return plan.in_words(layout)
+    steps = f"{config.clients} nodes, local steps for {config.deadline:g} s"
+    return f"{steps}; {layout.d:,} parameters, {plan.compressor}"
+
+
+def _follow(run: AppRun, federation: LocalFederation, metrics: Path, rounds: int, observer: Observer) -> None:
+    """Show rows as the ServerApp writes them, until the run is over."""
+    rows = read_rows(metrics)
+    observer.begin(rows)
+    if rows:
+        observer.say(f"resuming after round {len(rows)} of {rounds}")
+    lost: set[int] = set()
+    while True:
+        # The stream of its log may break while the run continues.
+        over = not run.followed and (not federation.link.running or run.status().text not in ONGOING)
+        known, rows = len(rows), read_rows(metrics)
+        for row in rows[known:]:
+            observer.row(row)
+        for node in federation.nodes:
+            if not node.running and node.number not in lost:
+                lost.add(node.number)
+                observer.say(f"{node.name} has ended; the run continues without it (see {node.log})")
+        if over:
+            return
+        time.sleep(POLL)

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 from cfedavg.core.config import toml_value
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import check_regular, exists, make_folder, open_regular, write_atomic
-from cfedavg.launch.ports import HOST, Ports
-from cfedavg.launch.processes import PATIENCE, Process, Processes
+from cfedavg.launch.processes import HOST, PATIENCE, Ports, Process, Processes
 
-if TYPE_CHECKING:  # it needs what Flower brings along, and what is missing is said later, in a sentence
+if TYPE_CHECKING:  # it needs a package that comes with Flower, whose absence is reported later
     from cfedavg.launch.credentials import Certificates, NodeKey
 
 READY = 90.0  # seconds until a process must have come up; it takes 3 on an idle machine
@@ -31,12 +30,12 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Service:
-    """One process, its log, and what is done to it."""
+    """One process and its log."""
 
     def __init__(self, processes: Processes, logs: Path, folder: Path, name: str) -> None:
         self.name, self.folder, self.log = name, folder, logs / f"{name}.log"
         self.process: Process | None = None
-        self._processes, self._said = processes, 0
+        self._processes, self._log_start = processes, 0
         self.home = folder / "home"
         make_folder(self.home, "`out`")
 
@@ -45,83 +44,79 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
     def stop(self) -> None:
-        """Asks it to end, as its owner would; a node says goodbye to the SuperLink."""
+        """Ask the process to end, as its owner would; a node takes its leave of the SuperLink."""
         self._send(signal.SIGTERM, os.kill)
         self.kill()  # if it has not ended by now
 
     def kill(self) -> None:
-        """Ends it, and what it runs, without a warning, as a power cut would."""
+        """End the process and its children without a warning, as a power cut would."""
         self._send(signal.SIGKILL, os.killpg)
 
-    def said(self) -> str:
-        """What its log holds since it was last started."""
-        return plain(self.log, self._said)
+    def read_log(self) -> str:
+        """Return what the log holds since the last start."""
+        return read_log(self.log, self._log_start)
 
     def _spawn(self, *command: str | Path) -> None:
         assert not self.running, f"{self.name} is running already"
-        self._said = self.log.stat().st_size if self.log.exists() else 0
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self.process = self._processes.start(command, self.log, {"FLWR_HOME": str(self.home)})
 
-    def _send(self, number: signal.Signals, send: Callable[[int, int], None]) -> None:
+    def _send(self, signum: signal.Signals, send: Callable[[int, int], None]) -> None:
         if self.process is None or not self.running:
             return
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            send(self.process.pid, number)
+            send(self.process.pid, signum)
             self.process.wait(PATIENCE)  # not only to be sure: the children of a zombie live on
 
 
-class Link(Service):
-    """The SuperLink, which keeps what it knows in a database."""
+class SuperLink(Service):
+    """The server's process, which keeps its state in a database."""
 
     def __init__(
         self, processes: Processes, logs: Path, folder: Path, files: Certificates, port: int
     ) -> None:
         super().__init__(processes, logs, folder, "superlink")
-        self.files, self.port = files, port
-        self.address = f"{HOST}:{self.port}"
+        self.files, self.port, self.address = files, port, f"{HOST}:{port}"
 
     def start(self) -> None:
-        """Starts it, and waits until it answers."""
+        """Start the SuperLink, and wait until it answers."""
+        database = self.folder / "link.db"
+        try:
+            if exists(database):
+                check_regular(database)  # on a pipe the SuperLink would wait for ever
+        except OSError as error:
+            raise InputError(f"cannot read {database} ({error.strerror})") from None
         ca, certificate, key = self.files.ca, self.files.certificate, self.files.key
         tls = "--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key
-        where = "--host", HOST, "--port", str(self.port), "--database", self._database()
+        where = "--host", HOST, "--port", str(self.port), "--database", database
         self._spawn("flower-superlink", "--enable-supernode-auth", *tls, *where)
         end = time.monotonic() + READY
-        while not self._answers():
+        while not self._is_healthy():
             if not self.running:
-                raise InputError(f"the SuperLink ended at once: {last_line(self.said())} (see {self.log})")
+                why = get_last_line(self.read_log())
+                raise InputError(f"the SuperLink ended at once: {why} (see {self.log})")
             if time.monotonic() > end:
                 raise InputError(f"the SuperLink does not answer after {READY:g} s: see {self.log}")
             time.sleep(POLL)
 
-    def _database(self) -> Path:
-        """Return the path of its database; the SuperLink would wait for ever on a pipe, and not say why."""
-        path = self.folder / "link.db"
-        try:
-            if exists(path):
-                check_regular(path)
-        except OSError as error:
-            raise InputError(f"cannot read {path} ({error.strerror})") from None
-        return path
-
-    def _answers(self) -> bool:
-        """Whether it is there, as far as the certificate tells."""
+    def _is_healthy(self) -> bool:
+        """Whether it answers, and with our certificate."""
         secure = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=str(self.files.ca)))
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
-        with suppress(OSError), direct.open(f"https://{self.address}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
+        with suppress(OSError), direct.open(f"https://{self.address}/health", timeout=5) as response:
+            return bool(response.status == 200)
         return False
 
 
-class Node(Service):
-    """A SuperNode: a client with a key of its own, a part of the data and a folder for its state."""
+class SuperNode(Service):
+    """A client's process, with a key of its own, a part of the data and a folder for its state."""
 
     def __init__(
         self,
         processes: Processes,
         logs: Path,
         folder: Path,
-        link: Link,
+        link: SuperLink,
         ports: Ports,
         key: NodeKey,
         number: int,
@@ -134,26 +129,31 @@ class Node(Service):
         make_folder(self.state, "`out`")
         facts = {"partition-id": number, "num-partitions": of, "state-dir": str(self.state)}
         self._config = folder / "node.toml"
-        write_atomic(self._config, toml(facts).encode())
+        write_atomic(self._config, format_toml(facts).encode())
 
     def start(self, limit: float = FORGOTTEN) -> None:
-        """Starts it, and waits until it is online."""
+        """Start the node, and wait until it is online."""
         self.begin()
         self.wait_online(limit)
 
     def begin(self) -> None:
-        """Starts it; `wait_online` is to follow."""
+        """Start the node; call `wait_online` next."""
+        self.id = None
         link = "--root-certificates", self.link.files.ca, "--superlink", self.link.address
         port = self._ports.take()  # another at each start: children of the last one may still ask for work
         own = "--host", HOST, "--port", str(port), "--auth-supernode-private-key", self.key.private
         self._spawn("flower-supernode", *link, *own, "--node-config", self._config)
 
     def wait_online(self, limit: float = FORGOTTEN, say: Callable[[str], None] = lambda text: None) -> None:
-        """A node that was killed is refused until the SuperLink has noticed, so it tries for a while."""
+        """Wait until the node is online, and start it again while the SuperLink refuses it.
+
+        The SuperLink refuses a node that was killed until it has noticed that.
+        """
         began, told = time.monotonic(), False
         while True:
-            running, waited = self.running, time.monotonic() - began  # asked first: it may speak and end
-            if self._is_online():
+            running, waited = self.running, time.monotonic() - began  # asked first: it may write and end
+            if found := re.search(r"SuperNode ID: (\d+)\s", self.read_log()):
+                self.id = int(found[1])
                 return
             if not running:
                 self._check_refusal(waited, limit)
@@ -166,15 +166,10 @@ class Node(Service):
                 raise InputError(f"{self.name} is not online after {waited:.0f} s: see {self.log}")
             time.sleep(POLL)
 
-    def _is_online(self) -> bool:
-        found = re.search(r"SuperNode ID: (\d+)\s", self.said())
-        self.id = int(found[1]) if found else None
-        return found is not None
-
     def _check_refusal(self, waited: float, limit: float) -> None:
-        said = self.said()
-        if "Failed to activate" not in said:
-            raise InputError(f"{self.name} ended at once: {last_line(said)} (see {self.log})")
+        text = self.read_log()
+        if "Failed to activate" not in text:
+            raise InputError(f"{self.name} ended at once: {get_last_line(text)} (see {self.log})")
         if waited > limit:
             raise InputError(
                 f"the SuperLink refuses {self.name} for {limit:g} s: its key {self.key.public} is not "
@@ -182,15 +177,15 @@ class Node(Service):
             )
 
 
-def toml(table: Mapping[str, object]) -> str:
-    """Keys and values, a line each."""
+def format_toml(table: Mapping[str, object]) -> str:
+    """Write keys and values as TOML, a line each."""
     return "".join(f"{name} = {toml_value(value)}\n" for name, value in table.items())
 
 
-def plain(log: Path, start: int = 0) -> str:
-    """A log, from this byte on, without its colours."""
+def read_log(log: Path, start: int = 0) -> str:
+    """Return a log, from this byte on, without its colours."""
     try:
-        with open_regular(log, "rb") as file:  # only the tail: it is looked at again and again
+        with open_regular(log, "rb") as file:  # only the tail: it is read again and again
             file.seek(start)
             data = file.read()
     except OSError as error:
@@ -198,8 +193,8 @@ def plain(log: Path, start: int = 0) -> str:
     return _COLOUR.sub("", data.decode(errors="replace"))
 
 
-def last_line(text: str) -> str:
-    """What a process said last, without the box around it and Flower's pointer to its pages."""
+def get_last_line(text: str) -> str:
+    """Return the last line of a log, without the box around it and Flower's pointer to its pages."""
     lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
     told = [line for line in lines if line and not line.startswith("For more information")]
     return told[-1] if told else "it said nothing"

@@ -1,9 +1,9 @@
 """Run folders turned into pictures, a summary table and one page to look at.
 
-`read` takes a folder in, `groups` joins runs that differ only in their seed, `table` says what came out,
-`panels` says what to draw and `pens` in which colours, `figures` draws it and `page` puts everything into
-one file. `grid` draws panels in rows and columns, as a paper does; `nodes` and `attendance` are for
-federations: how each node fared, as a table and as a picture.
+`read` reads a folder, `groups` joins and labels runs that differ only in their seed, `table` holds what came
+out of runs and nodes, `panels` says what to draw in which colours, `figures` draws it on `axes`, with one
+legend or in a grid as a paper does, and `page` puts everything into one file. `heatmaps` draws who has which
+data, and what became of the requests to a federation's nodes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import make_folder, write_atomic
 from cfedavg.report.groups import Group, group_runs
 from cfedavg.report.page import make_page
-from cfedavg.report.panels import four_for, panels_for
-from cfedavg.report.read import Run, metric_name, read_run
-from cfedavg.report.table import Row, Spread, as_text, headline, summarise, summary
+from cfedavg.report.panels import choose_main_panels, choose_panels
+from cfedavg.report.read import Run, choose_metric, read_run
+from cfedavg.report.table import Row, Spread, make_headline, summarise, summary, tabulate
 
 __all__ = [
     "Report", "Row", "Run", "Spread", "plot_partition", "read_run", "summary", "write_report",
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """What `write_report` made: the page and the picture, and the numbers for the command to print."""
+    """The result of `write_report`: the page, the picture, and the numbers for the command to print."""
 
     page: Path
     picture: Path
@@ -41,55 +41,55 @@ class Report:
     rows: list[Row]
 
     def table(self) -> list[list[str]]:
-        """The summary as text, a header first."""
-        return as_text(self.rows)
+        """Return the summary as text, a header first."""
+        return tabulate(self.rows)
 
 
 def write_run_pictures(path: Path) -> None:
-    """`curves.png` and `report.html` of one run, in its own folder; a federation has `nodes.png` too."""
-    from cfedavg.report.figures import colours_of, draw_panel, draw_panels
+    """Write `curves.png` and `report.html` into the folder of a run; a federation gets `nodes.png` too."""
+    from cfedavg.report.figures import choose_colours, draw_panel, draw_panels
 
     runs = [read_run(path)]
-    groups, metric = group_runs(runs), metric_name(runs)
-    pictures = {panel: draw_panel(panel, groups) for panel in panels_for(groups, metric)}
+    groups, metric = group_runs(runs), choose_metric(runs)
+    pictures = {panel: draw_panel(panel, groups) for panel in choose_panels(groups, metric)}
     federations = _federations(groups)
-    page = make_page(groups, summarise(groups, metric), colours_of(groups), pictures, federations)
-    write_atomic(path / "curves.png", draw_panels(four_for(metric), groups))
+    page = make_page(groups, summarise(groups, metric), choose_colours(groups), pictures, federations)
+    write_atomic(path / "curves.png", draw_panels(choose_main_panels(metric), groups))
     for _, png in federations:
         write_atomic(path / "nodes.png", png)
     write_atomic(path / "report.html", page)
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Report:
-    """Compares runs: `report.html`, `report.png` with all panels, and one PNG for each panel, in `out`."""
-    from cfedavg.report.figures import colours_of, draw_panel, draw_panels
+    """Compare runs: write `report.html`, `report.png` with all panels, and a PNG for each panel to `out`."""
+    from cfedavg.report.figures import choose_colours, draw_panel, draw_panels
 
     if not paths:
         raise InputError("a report needs at least one run folder")
     # The same folder, spelt in two ways, is one run.
     runs = list({run.path.resolve(): run for run in map(read_run, paths)}.values())
     make_folder(out, "`out`")  # before the drawing, which takes seconds
-    groups, metric = group_runs(runs), metric_name(runs)
+    groups, metric = group_runs(runs), choose_metric(runs)
     rows = summarise(groups, metric)
-    panels = panels_for(groups, metric)
+    panels = choose_panels(groups, metric)
     pictures = {panel: draw_panel(panel, groups) for panel in panels}
     for panel, png in pictures.items():
         write_atomic(out / f"{panel.name}.png", png)
     write_atomic(out / "report.png", draw_panels(panels, groups))
-    page = make_page(groups, rows, colours_of(groups), pictures, _federations(groups))
+    page = make_page(groups, rows, choose_colours(groups), pictures, _federations(groups))
     write_atomic(out / "report.html", page)
-    return Report(out / "report.html", out / "report.png", headline(rows), rows)
+    return Report(out / "report.html", out / "report.png", make_headline(rows), rows)
 
 
 def _federations(groups: Sequence[Group]) -> list[tuple[Run, bytes]]:
-    """The runs that had nodes, each with a picture of them."""
-    from cfedavg.report.attendance import draw_attendance
+    """Return the runs that had nodes, each with a picture of them."""
+    from cfedavg.report.heatmaps import draw_attendance
 
     return [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
 
 
 def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
-    """A picture of who has what, from the number of samples of each client (row) and class (column)."""
-    from cfedavg.report.partition import draw_partition
+    """Draw who has which data, from the number of samples of each client (row) and class (column)."""
+    from cfedavg.report.heatmaps import draw_partition
 
     draw_partition(counts, path, title)

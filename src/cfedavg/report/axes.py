@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogFormatterMathtext,
-    LogLocator,
-    MaxNLocator,
-    NullLocator,
-)
 
 from cfedavg.core.units import format_bytes, format_time, time_unit
 from cfedavg.report.groups import Curve
 from cfedavg.report.panels import Panel
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
-_SENT: dict[str, tuple[str, Callable[[float], str]]] = {
+_AMOUNTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "total_bytes": ("bytes of all clients so far, up and down", format_bytes),
     "client_bytes": ("bytes that a client has sent so far", format_bytes),
     "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
@@ -38,8 +31,8 @@ _TIMES = [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30] + [
 _WIDE = 30.0  # the span from which numbers of a linear axis lie flat on the floor
 
 
-def drawable(text: str) -> str:
-    """The text with a `?` for what the font lacks; matplotlib would draw a box and warn."""
+def replace_missing_glyphs(text: str) -> str:
+    """Write a `?` for each letter that the font lacks; matplotlib would draw a box and warn."""
     font = get_font(findfont(FontProperties()))
     return "".join(letter if letter == "\n" or font.get_char_index(ord(letter)) else "?" for letter in text)
 
@@ -51,28 +44,36 @@ def finish_axes(
     in_column: Sequence[Curve] = (),
     in_row: Sequence[Curve] = (),
 ) -> None:
-    """Everything around the lines; those of axes that share x are `in_column`, and y `in_row`."""
-    title = drawable(panel.title)
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, parse_math=False)
-    axes.set_ylabel(drawable(panel.side), fontsize=9, color=MUTED, parse_math=False)
-    frame(axes)
+    """Draw everything around the lines.
+
+    `in_column` are the curves of all axes that share x with these, `in_row` of those that share y.
+    """
+    set_title(axes, panel.title)
+    axes.set_ylabel(replace_missing_glyphs(panel.side), fontsize=9, color=MUTED, parse_math=False)
+    style_axes(axes)
     if not drawn:
-        say_empty(axes, panel.empty)
+        write_instead(axes, panel.empty)
         return
     _set_x(axes, panel.x, in_column or drawn)
     _set_y(axes, panel, [value for line in in_row or drawn for value in line.mean])
     _name_styles(axes, panel)
 
 
-def say_empty(axes: Axes, text: str) -> None:
-    """Instead of lines; ticks may be shared with axes that have some."""
+def set_title(axes: Axes, text: str, size: float = 10.5) -> None:
+    """Write a bold title at the left; a `$` in it is a dollar."""
+    text = replace_missing_glyphs(text)
+    axes.set_title(text, loc="left", fontsize=size, fontweight="bold", color=INK, parse_math=False)
+
+
+def write_instead(axes: Axes, text: str) -> None:
+    """Write a text in the place of lines, without ticks: these may be shared with axes that have lines."""
     axes.grid(False)
     axes.tick_params(labelbottom=False, labelleft=False)
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
 
 
-def frame(axes: Axes) -> None:
-    """A quiet one: a line below, a faint grid, no ticks."""
+def style_axes(axes: Axes) -> None:
+    """Draw a line below and a faint grid, and no ticks."""
     axes.set_facecolor("white")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -87,16 +88,16 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
     if x == "rounds":
         name = "communication rounds"
         axes.set_xlim(0, max(1.03 * high, 2))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=_STEPS))
-    elif x in _SENT:
-        name, text = _SENT[x]
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, steps=_STEPS))
+    elif x in _AMOUNTS:
+        name, text = _AMOUNTS[x]
         if low > 0 and (x != "total_bytes" or _is_far(drawn)):
             axes.set_xscale("log")
             _log_ticks(axes.xaxis, low, high, text)
         else:
             axes.set_xlim(0, max(1.03 * high, 1))
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=_STEPS))
+            axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value)))
     else:
         name = f"simulated time so far{_time_ticks(axes, drawn)}"
     axes.set_xlabel(name, fontsize=9, color=MUTED)
@@ -109,17 +110,17 @@ def _is_far(drawn: Sequence[Curve]) -> bool:
 
 
 def _time_ticks(axes: Axes, drawn: Sequence[Curve]) -> str:
-    """Marks, and their unit where it is not in them."""
+    """Mark times and return their unit for the axis' name; "" where each mark has its own."""
     low, high = min(line.x[0] for line in drawn), max(line.x[-1] for line in drawn)
     if low > 0 and _is_far(drawn):
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_time(value)))
+        axes.xaxis.set_major_locator(ticker.FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: format_time(value)))
         return ""
     size, unit = time_unit(high)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=_STEPS))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7, steps=_STEPS))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value / size:g}"))
     return f" ({unit})"
 
 
@@ -129,27 +130,27 @@ def _set_y(axes: Axes, panel: Panel, values: list[float]) -> None:
         axes.set_yscale("log")
         _log_ticks(axes.yaxis, low, high, None)
     elif panel.percent:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.6g}%"))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{100 * value:.6g}%"))
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
     if axes.get_yscale() != "log":
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=_STEPS))
 
 
 def _log_ticks(axis: Axis, low: float, high: float, text: Callable[[float], str] | None) -> None:
-    """Decades; 1, 2 and 5 of each where there are too few of them to read a value off."""
+    """Mark decades; 1, 2 and 5 of each where there are too few decades to read a value off."""
     few = high / low < 100
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
-    axis.set_minor_locator(NullLocator())
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
+    axis.set_minor_locator(ticker.NullLocator())
     if text is not None:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value)))
     elif few:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     else:
-        axis.set_major_formatter(LogFormatterMathtext())
+        axis.set_major_formatter(ticker.LogFormatterMathtext())
 
 
 def _name_styles(axes: Axes, panel: Panel) -> None:
-    """Which of two numbers is solid and which dashed, right of the title where no line runs."""
+    """Say which number is solid and which dashed, right of the title where no line runs."""
     named = [series for series in panel.series if series.name]
     if not named:
         return

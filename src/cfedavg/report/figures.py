@@ -1,10 +1,11 @@
-"""Panels drawn with matplotlib; every setting is on the figure itself, none is global."""
+"""Panels drawn with matplotlib, with one legend or in a grid; no setting is global."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +21,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from PIL import Image
 
-from cfedavg.report.axes import INK, MUTED, drawable, finish_axes
-from cfedavg.report.groups import Curve, Group, curve
-from cfedavg.report.labels import shortened
-from cfedavg.report.panels import Panel, with_data
-from cfedavg.report.pens import COLOURS, PLAIN, Pen
+from cfedavg.report.axes import INK, MUTED, finish_axes, replace_missing_glyphs
+from cfedavg.report.groups import Curve, Group, make_curve, shorten
+from cfedavg.report.panels import COLOURS, PLAIN, Cell, Frame, Panel, Pen, drop_empty_series
 
 # A matplotlibrc, in the current folder or the user's own, may ask for LaTeX or for fonts that are not here.
 default_settings = matplotlib.rc_context(
@@ -34,14 +33,18 @@ default_settings = matplotlib.rc_context(
 _DPI = 180
 _LETTERS_PER_INCH = 13
 
+# Of a grid, in inches; the x axis is for what stands below the lowest axes
+_GRID_WIDTH, _ROW_HEIGHT, _X_AXIS_HEIGHT = 9.0, 1.85, 0.35
+_MARGIN, _LEGEND_LINE = 0.1, 0.175
+
 
 def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
-    """One panel with its own legend, as PNG."""
+    """Draw one panel with its own legend, as PNG."""
     return _draw([panel], groups, columns=1, width=5.0, height=3.1)
 
 
 def draw_panels(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
-    """All panels under one legend, as PNG."""
+    """Draw all panels under one legend, as PNG."""
     return _draw(panels, groups, columns=2, width=10.0, height=2.9)
 
 
@@ -49,28 +52,112 @@ def draw_panels(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
 def _draw(
     panels: Sequence[Panel], groups: Sequence[Group], *, columns: int, width: float, height: float
 ) -> bytes:
-    handles, labels = _legend(groups, longest=int(width * _LETTERS_PER_INCH) - 5)
-    abreast = legend_columns(labels, width)
-    legend_height = 0.24 * math.ceil(len(labels) / abreast)
+    colours = choose_colours(groups)
+    handles: list[Artist] = [make_handle(Pen(colour)) for colour in colours]
+    longest = int(width * _LETTERS_PER_INCH) - 5
+    labels = [replace_missing_glyphs(shorten(group.label, longest)) for group in groups]
+    if any(len(group.runs) > 1 for group in groups):
+        handles.append(Patch(facecolor="#BBBBBB", linewidth=0))
+        labels.append("lowest to highest seed")
+    abreast = count_legend_columns(labels, width)
     rows = max(1, math.ceil(len(panels) / columns))
-    figure = new_figure(width, rows * height + legend_height)
-    pens = list(map(Pen, colours_of(groups)))
+    figure = new_figure(width, rows * height + 0.24 * math.ceil(len(labels) / abreast))
     for place, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
-        panel = with_data(panel, groups)
-        finish_axes(axes, panel, draw_lines(axes, panel, groups, pens))
+        panel = drop_empty_series(panel, groups)
+        finish_axes(axes, panel, draw_lines(axes, panel, groups, list(map(Pen, colours))))
     if not panels:
         figure.text(0.5, 0.4, "no rounds recorded yet", ha="center", color=MUTED, fontsize=10)
-    add_legend(
-        figure, handles, labels, abreast, loc="outside upper left", borderaxespad=0.9, handlelength=1.6
-    )
+    place_legend = {"loc": "outside upper left", "borderaxespad": 0.9, "handlelength": 1.6}
+    add_legend(figure, handles, labels, abreast, **place_legend)
     return as_png(figure)
+
+
+@default_settings
+def draw_grid(rows: Sequence[Sequence[Cell]], frame: Frame, *, share_y: bool = False) -> bytes:
+    """Draw cells as PNG; a column shares x, and a row shares y with `share_y`."""
+    figure = make_framed_figure(len(rows) * _ROW_HEIGHT + _X_AXIS_HEIGHT, frame)
+    _draw_cells(figure, rows, share_y)
+    return as_png(figure)
+
+
+def make_framed_figure(height: float, frame: Frame) -> Figure:
+    """Return a figure with a heading, a legend and a note, and `height` inches for axes between them."""
+    title, subtitle, note = (
+        _wrap(frame.title, 11, 0.68),
+        _wrap(frame.subtitle, 9, 0.58),
+        _wrap(frame.note, 8, 0.58),
+    )
+    labels = [replace_missing_glyphs(label) for label, _ in frame.legend]
+    abreast = count_legend_columns([label for label, _ in frame.legend], _GRID_WIDTH)
+    # All in one line if they fit, else two columns that are read downwards.
+    abreast = abreast if abreast >= len(labels) else min(2, abreast)
+    top = 2 * _MARGIN + (_text_height(title, 11) + _text_height(subtitle, 9))
+    top += _LEGEND_LINE * math.ceil(len(labels) / abreast)
+    bottom = _text_height(note, 8) + (_MARGIN if note else 0)
+    total = top + height + bottom
+    figure = new_figure(_GRID_WIDTH, total, top, bottom)
+    y = _write(figure, total - _MARGIN, title, size=11, color=INK, weight="bold")
+    y = _write(figure, y, subtitle, size=9, color=MUTED)
+    _write(figure, bottom, note, size=8, color=MUTED)
+    if labels:
+        add_legend(
+            figure, [make_handle(pen) for _, pen in frame.legend], labels, abreast, loc="upper left",
+            bbox_to_anchor=(_MARGIN / _GRID_WIDTH, (y - _MARGIN / 2) / figure.get_figheight()),
+            borderaxespad=0.1, handlelength=2.8,
+        )  # fmt: skip
+    return figure
+
+
+def _wrap(text: str, size: float, em: float) -> list[str]:
+    """Break a text where the figure ends; `em` is a letter's mean width, rather too much than too little."""
+    return textwrap.wrap(replace_missing_glyphs(text), int((_GRID_WIDTH - 2 * _MARGIN) * 72 / (size * em)))
+
+
+def _text_height(lines: Sequence[str], size: float) -> float:
+    return len(lines) * size / 72 * 1.4
+
+
+def _write(figure: Figure, y: float, lines: Sequence[str], *, size: float, **look: Any) -> float:
+    """Write lines below the height y, in inches, and return the height below them."""
+    place = _MARGIN / _GRID_WIDTH, y / figure.get_figheight()
+    figure.text(*place, "\n".join(lines), va="top", fontsize=size, parse_math=False, **look)
+    return y - _text_height(lines, size)
+
+
+def _draw_cells(figure: Figure, rows: Sequence[Sequence[Cell]], share_y: bool) -> None:
+    places = figure.subplots(
+        len(rows), len(rows[0]), squeeze=False, sharex="col", sharey="row" if share_y else False
+    )
+    drawn = [
+        [draw_lines(axes, c.panel, c.groups, c.pens) for axes, c in zip(*pair, strict=True)]
+        for pair in zip(places, rows, strict=True)
+    ]
+    for (i, j), axes in np.ndenumerate(places):
+        in_column = [line for row in drawn for line in row[j]]
+        in_row = [line for cell in drawn[i] for line in cell] if share_y else ()
+        finish_axes(axes, rows[i][j].panel, drawn[i][j], in_column, in_row)
+    for j, column in enumerate(places.T):
+        _label_lowest([axes for axes, row in zip(column, drawn, strict=True) if row[j]])
+    if share_y:
+        for row, lines in zip(places, drawn, strict=True):
+            for axes in [axes for axes, own in zip(row, lines, strict=True) if own][:1]:
+                axes.tick_params(labelleft=True)
+    figure.align_ylabels()
+
+
+def _label_lowest(column: Sequence[Axes]) -> None:
+    """Write the numbers and the name of x once, under the last axes that have lines."""
+    for axes in column[:-1]:
+        axes.set_xlabel("")
+    for axes in column[-1:]:
+        axes.tick_params(labelbottom=True)
 
 
 def add_legend(
     figure: Figure, handles: Sequence[Artist], labels: Sequence[str], columns: int, **place: Any
 ) -> None:
-    """A legend without a frame; where it stands is said as to `Figure.legend`."""
+    """Add a legend without a frame; `place` goes to `Figure.legend`."""
     legend = figure.legend(
         handles, labels, ncols=columns, frameon=False, fontsize=9, labelcolor=INK, columnspacing=1.6,
         labelspacing=0.35, borderpad=0.1, **place,
@@ -80,11 +167,11 @@ def add_legend(
 
 
 def draw_lines(axes: Axes, panel: Panel, groups: Sequence[Group], pens: Sequence[Pen]) -> list[Curve]:
-    """The lines of a panel, the first group on top and the uncompressed one behind all."""
+    """Draw the lines of a panel, the first group on top and the uncompressed one behind all."""
     drawn: list[Curve] = []
     for series in panel.series:
         for order, (group, pen) in enumerate(zip(groups, pens, strict=True)):
-            line = curve(group, panel.x, series.key)
+            line = make_curve(group, panel.x, series.key)
             if panel.log:
                 line = Curve(*(part[line.mean > 0] for part in line))
             if len(line.x):
@@ -108,8 +195,8 @@ def _draw_curve(axes: Axes, line: Curve, pen: Pen, *, banded: bool, depth: int) 
         axes.plot(line.x[-1], line.mean[-1], "x", color=pen.colour, markersize=7, mew=1.8, zorder=5)
 
 
-def pen_handle(pen: Pen) -> Line2D:
-    """What stands for a line in a legend."""
+def make_handle(pen: Pen) -> Line2D:
+    """Return the sample of a line for a legend."""
     return Line2D([], [], color=pen.colour, linestyle=_stroke(pen), linewidth=2.4)
 
 
@@ -117,8 +204,8 @@ def _stroke(pen: Pen) -> Any:
     return (0, (3.5, 1.8)) if pen.dashed else "solid"
 
 
-def colours_of(groups: Sequence[Group]) -> list[str]:
-    """One colour for each group, the same in all panels."""
+def choose_colours(groups: Sequence[Group]) -> list[str]:
+    """Return a colour for each group, the same in all panels."""
     lone_plain = len(groups) > 1 and sum(group.is_plain() for group in groups) == 1
     others = len(groups) - lone_plain
     if others <= len(COLOURS):
@@ -129,30 +216,21 @@ def colours_of(groups: Sequence[Group]) -> list[str]:
     return [PLAIN if lone_plain and group.is_plain() else next(free) for group in groups]
 
 
-def _legend(groups: Sequence[Group], longest: int) -> tuple[list[Artist], list[str]]:
-    handles: list[Artist] = [pen_handle(Pen(colour)) for colour in colours_of(groups)]
-    labels = [drawable(shortened(group.label, longest)) for group in groups]
-    if any(len(group.runs) > 1 for group in groups):
-        handles.append(Patch(facecolor="#BBBBBB", linewidth=0))
-        labels.append("lowest to highest seed")
-    return handles, labels
-
-
-def legend_columns(labels: Sequence[str], width: float) -> int:
-    """As many as the longest label leaves room for."""
+def count_legend_columns(labels: Sequence[str], width: float) -> int:
+    """Return how many columns the longest label leaves room for."""
     longest = max(map(len, labels), default=0) + 5
     return max(1, min(len(labels), int(width * _LETTERS_PER_INCH / longest)))
 
 
 def new_figure(width: float, height: float, top: float = 0.0, bottom: float = 0.0) -> Figure:
-    """An empty figure; the axes leave free so many inches at the top and the bottom."""
+    """Return an empty figure whose axes leave `top` and `bottom` inches free."""
     rect = (0.0, bottom / height, 1.0, 1 - (top + bottom) / height)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04, rect=rect)
     return Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout=layout)
 
 
 def as_png(figure: Figure) -> bytes:
-    """With a palette: a third of the bytes, and no eye sees the difference."""
+    """Draw a figure as PNG with a palette: a third of the bytes, and no eye sees the difference."""
     canvas, buffer = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()  # type: ignore[no-untyped-call]  # savefig would lay everything out twice
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed are one line in a picture and one row in a table."""
+"""Groups of runs that differ only in their seed: one line in a picture, one row in a table, one label."""
 
 from __future__ import annotations
 
@@ -6,14 +6,33 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cfedavg.core.config import APP, OWN, Config
-from cfedavg.report.labels import make_labels
-from cfedavg.report.read import Run, column
+from cfedavg.report.read import Run, get_column
+
+_LONGEST = 44  # characters of a part of a label
+_MOST_PARTS = 5
+_COMPRESSION = ("compressor", "compressor_down", "feedback")
+_PARTS = {
+    "clients": "m={}",
+    "classes_per_client": "p={}",
+    "dirichlet": "Dir({:g})",
+    "local_steps": "K={}",
+    "local_epochs": "epochs={}",
+    "deadline": "deadline={:g}s",
+    "batch_size": "batch={}",
+    "eta_local": "η_L={:g}",
+    "eta": "η={:g}",
+    "rounds": "T={}",
+    "drop_rate": "lost={:g}",
+    "smoothness": "L={:g}",
+    **dict.fromkeys(("dataset", "model", "schedule", "device", "engine", "precision"), "{}"),
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +51,7 @@ class Group:
         return tuple(run.config.seed for run in self.runs)
 
     def is_plain(self) -> bool:
-        """Whether it sends everything, and so is what others are measured against."""
+        """Whether it sends everything, so that others are compared with it."""
         return self.config.compressor.strip() == self.config.compressor_down.strip() == "none"
 
 
@@ -46,92 +65,166 @@ class Curve(NamedTuple):
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Groups with labels that are unique, in the order in which their first runs came.
+    """Group runs by their configuration under unique labels, in the order of their first runs.
 
-    Who is in a group does not depend on that order.
+    The members of a group do not depend on that order.
     """
-    seen: Counter[_Kind] = Counter()
-    found: dict[tuple[_Kind, int], list[Run]] = {}
+    seen: Counter[tuple[object, ...]] = Counter()
+    found: dict[tuple[object, ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.config.seed, str(run.path.resolve()))):
+        # A run whose task is unknown shares a group with no other.
+        kind = bool(run.nodes), str(run.path.resolve()) if _has_unknown_task(run) else ""
         # The same seed twice is a repetition, not a second draw: it starts a group of its own.
-        kind = _kind(run)
-        key = (kind._replace(config=dataclasses.replace(run.config, seed=0)), seen[kind])
-        seen[kind] += 1
-        found.setdefault(key, []).append(run)
+        repetition = seen[run.config, kind]
+        seen[run.config, kind] += 1
+        found.setdefault((dataclasses.replace(run.config, seed=0), kind, repetition), []).append(run)
     place = {id(run): n for n, run in enumerate(runs)}
     members = sorted(found.values(), key=lambda group: min(place[id(run)] for run in group))
-    labels = make_labels(
-        [group[0].config for group in members], [group[0].path.resolve().name for group in members]
-    )
-    if any(group[0].nodes for group in members) and not all(group[0].nodes for group in members):
-        labels = [
-            f"{label} · federation" if group[0].nodes else label
-            for label, group in zip(labels, members, strict=True)
-        ]
-    if sum(_task_unknown(group[0]) for group in members) > 1:  # somebody may wonder why they are not one
-        labels = [
-            f"{label} · task unknown" if _task_unknown(group[0]) else label
-            for label, group in zip(labels, members, strict=True)
-        ]
+    labels = _label_groups([group[0] for group in members])
     return [
         Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
         for label, group in zip(labels, members, strict=True)
     ]
 
 
-class _Kind(NamedTuple):
-    """What runs of one group share, the seed aside; Config holds the fingerprints of a task from Python."""
+def _label_groups(runs: Sequence[Run]) -> list[str]:
+    """Label the first run of each group; say which are federations, and which nobody can group."""
+    labels = make_labels([run.config for run in runs], [run.path.resolve().name for run in runs])
+    federations, unknown = [bool(run.nodes) for run in runs], [_has_unknown_task(run) for run in runs]
+    if any(federations) and not all(federations):
+        labels = [x + " · federation" * is_one for x, is_one in zip(labels, federations, strict=True)]
+    if sum(unknown) > 1:
+        labels = [x + " · task unknown" * is_one for x, is_one in zip(labels, unknown, strict=True)]
+    return labels
 
-    config: Config
-    federation: bool
-    folder: str  # of a run whose task nobody knows: it shares a group with no other
 
-
-def _kind(run: Run) -> _Kind:
-    return _Kind(run.config, bool(run.nodes), str(run.path.resolve()) if _task_unknown(run) else "")
-
-
-def _task_unknown(run: Run) -> bool:
-    """Whether it is a task from Python, written before tasks had fingerprints."""
+def _has_unknown_task(run: Run) -> bool:
+    """Whether its task came from Python and was written before tasks had fingerprints."""
     return run.config.dataset == f"{OWN})"
 
 
-def baseline(group: Group, groups: Sequence[Group]) -> Group:
-    """What a group's bytes are compared with: its own uncompressed twin, else any, else the first.
+def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
+    """Return the group with whose bytes a group is compared.
 
-    Whoever trains another model, or on other data, is left aside.
+    That is its uncompressed twin, else any uncompressed group, else the first group of the same task.
     """
-    alike = [other for other in groups if _task(other.config) == _task(group.config)]
+
+    def task(config: Config) -> tuple[str, ...]:
+        # Nothing more is known of a Flower app; its strategies can be compared.
+        return (config.dataset,) if config.dataset == APP else (config.dataset, config.model)
+
+    def uncompressed(config: Config) -> Config:
+        return dataclasses.replace(config, compressor="none", compressor_down="none", feedback="ef", seed=0)
+
+    alike = [other for other in groups if task(other.config) == task(group.config)]
     plain = [other for other in alike if other.is_plain()]
-    twins = [other for other in plain if _uncompressed(other.config) == _uncompressed(group.config)]
+    twins = [other for other in plain if uncompressed(other.config) == uncompressed(group.config)]
     return [*twins, *plain, *alike][0]
 
 
-def _task(config: Config) -> tuple[str, ...]:
-    """Of Flower apps nobody knows more than that they are; strategies of one can be compared."""
-    return (config.dataset,) if config.dataset == APP else (config.dataset, config.model)
-
-
-def _uncompressed(config: Config) -> Config:
-    return dataclasses.replace(config, compressor="none", compressor_down="none", feedback="ef", seed=0)
-
-
-def curve(group: Group, x: str, y: str) -> Curve:
-    """`y` over `x` ("rounds", or a number whose running total is meant), where all its seeds have both."""
+def make_curve(group: Group, x: str, y: str) -> Curve:
+    """Return `y` over `x` where all seeds have both; `x` is "rounds", or a number to be summed up."""
     tables = [table for run in group.runs if (table := _points(run, x, y))]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
-    values = np.array([[table[t] for t in shared] for table in tables]).reshape(len(tables), len(shared), 2)
     if not shared:
         return Curve(*np.empty((4, 0)))
+    values = np.array([[table[t] for t in shared] for table in tables])
     ys = values[:, :, 1]
     return Curve(values[:, :, 0].mean(0), ys.mean(0), ys.min(0), ys.max(0))
 
 
 def _points(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
-    """(x, y) by round, without the rounds that lack either."""
-    rounds = column(run, "round")
+    """Return (x, y) by round, without the rounds that lack either."""
+    rounds = get_column(run, "round")
     # A total with an unknown part is unknown: cumsum carries the NaN on.
-    xs = rounds + 1 if x == "rounds" else np.cumsum(column(run, x))
-    ys = column(run, y)
+    xs = rounds + 1 if x == "rounds" else np.cumsum(get_column(run, x))
+    ys = get_column(run, y)
     known = np.isfinite(xs) & np.isfinite(ys)
     return {int(t): (a, b) for t, a, b in zip(rounds[known], xs[known], ys[known], strict=True)}
+
+
+def find_differences(configs: Sequence[Config]) -> list[str]:
+    """Return the fields, seed aside, that differ between configurations; what is sent comes first."""
+    names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
+    differing = [name for name in names if len({_known(config, name) for config in configs}) > 1]
+    return sorted(differing, key=lambda name: name not in _COMPRESSION)
+
+
+def _known(config: Config, name: str) -> Any:
+    """Return a field, or None where the client of a Flower app decides it."""
+    return getattr(config, name) if config.says(name) else None
+
+
+def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
+    """Return a label for each configuration; the folder's name is added where labels would be equal.
+
+    >>> both = [Config(compressor=text, compressor_down=text) for text in ("none", "rd(0.9)")]
+    >>> make_labels([*both, Config(compressor="rd(0.9)", compressor_down="none")], ["a", "b", "c"])
+    ['none', 'rd(0.9)', 'rd(0.9) up, none down']
+    >>> make_labels([both[1], both[1].replace(feedback="none")], ["a", "b"])
+    ['rd(0.9)', 'rd(0.9) · no feedback']
+    """
+    names, sent = find_differences(configs), _describe_compressors(configs)
+    # "no feedback" alone says too little.
+    first = [[text] if set(names) & set(_COMPRESSION) else [] for text in sent]
+    rest = [name for name in names if name not in ("compressor", "compressor_down")]
+    parts = [[*own, *_parts(config, rest)] for own, config in zip(first, configs, strict=True)]
+    if max(map(len, parts), default=0) > _MOST_PARTS:  # nobody reads so many: what is sent, and the folder
+        rest = [name for name in names if name == "feedback"]
+        parts = [
+            [*own, *_parts(config, rest), _fit(name)]
+            for own, config, name in zip(first, configs, folders, strict=True)
+        ]
+    labels = [" · ".join(own) or text for own, text in zip(parts, sent, strict=True)]
+    for endings in (
+        [f" · {_fit(folder)}" for folder in folders],
+        [f" ({n})" for n in range(1, len(labels) + 1)],
+    ):
+        count = Counter(labels)
+        labels = [label + end * (count[label] > 1) for label, end in zip(labels, endings, strict=True)]
+    return labels
+
+
+def _describe_compressors(configs: Sequence[Config]) -> list[str]:
+    """Say what each run sends: one text where both directions are alike or all broadcasts are whole."""
+    whole = all(config.compressor_down.strip() == "none" for config in configs)
+    texts = [(_fit(config.compressor), _fit(config.compressor_down)) for config in configs]
+    return [up if whole or up == down else f"{up} up, {down} down" for up, down in texts]
+
+
+def _parts(config: Config, names: Sequence[str]) -> list[str]:
+    return [part for name in names if (part := _describe_field(name, _known(config, name)))]
+
+
+def _describe_field(name: str, value: Any) -> str:
+    """Return a field's part of a label; empty where the label is clear without it."""
+    if name == "feedback":
+        return {"ef": "", "none": "no feedback"}.get(value, str(value))
+    if value is None or value is False or (name, value) == ("engine", "auto"):
+        return ""
+    if value is True:
+        return name.replace("_", " ")
+    if name == "data_dir":
+        value = PurePath(value).name
+    if name in ("dataset", "model"):
+        value = name_task(value)
+    if isinstance(value, float) and name not in _PARTS:
+        value = f"{value:g}"
+    return _fit(_PARTS.get(name, name + "={}").format(value))
+
+
+def name_task(value: str) -> str:
+    """Return the name of a task from Python without the words around it; other texts as they are.
+
+    >>> name_task("(a task from Python: digits, 77fe)")
+    'digits, 77fe'
+    """
+    return value[len(OWN) + 2 : -1] if value.startswith(f"{OWN}: ") else value
+
+
+def _fit(text: str) -> str:
+    return shorten(" ".join(text.split()), _LONGEST)
+
+
+def shorten(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -11,37 +11,87 @@ from typing import Any
 
 from cfedavg import __version__
 from cfedavg.core.config import OWN, Config
-from cfedavg.report import nodes
-from cfedavg.report.groups import Group
-from cfedavg.report.labels import differences, task_text
+from cfedavg.report import table
+from cfedavg.report.groups import Group, find_differences, name_task
 from cfedavg.report.panels import Panel
 from cfedavg.report.read import Run
-from cfedavg.report.style import CSS
-from cfedavg.report.table import Row, as_text, headline
 
 # The browser itself then refuses to fetch anything.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
+# Light and dark, wide and narrow, nothing to fetch.
+_CSS = """
+:root { color-scheme: light dark; --ink: #1f2328; --muted: #59636e; --line: #d9dee3; --paper: #ffffff;
+  --shade: #f5f7f9; --mark: #fff3c4; --accent: #0072b2; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --muted: #9aa5b1; --line: #323a44; --paper: #12161c; --shade: #1b2129;
+    --mark: #4a3d0c; --accent: #6cb8e6; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 76rem; padding: 1.5rem clamp(1rem, 4vw, 2.5rem) 3rem; color: var(--ink);
+  background: var(--paper); font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
+  overflow-wrap: anywhere; -webkit-text-size-adjust: 100%; }
+h1 { font-size: clamp(1.4rem, 1rem + 2vw, 2.1rem); line-height: 1.2; margin: .2rem 0 .6rem; max-width: 32em;
+  text-wrap: balance; }
+h2 { font-size: 1.15rem; margin: 2.4rem 0 .8rem; }
+p { margin: .4rem 0 .8rem; max-width: 56em; }
+.kicker { color: var(--accent); font-weight: 600; font-size: .9rem; }
+.muted, figcaption, footer { color: var(--muted); font-size: .9rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
+.scroll > table { min-width: 100%; overflow-wrap: normal; }
+th, td { text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: top; }
+thead th { color: var(--muted); font-weight: 600; white-space: nowrap; }
+tbody th { font-weight: 600; }
+.summary td { white-space: nowrap; }
+.summary tbody th { min-width: 11rem; }
+.dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em;
+  outline: 1px solid var(--line); }
+.panels { display: grid; gap: 1.4rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
+figure { margin: 0; }
+.card { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
+img { display: block; width: 100%; height: auto; }
+figcaption { margin: .45rem .1rem 0; }
+details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: .1rem .9rem; }
+summary { cursor: pointer; padding: .5rem 0; font-weight: 600; }
+details table { width: 100%; margin-bottom: .8rem; }
+details th { font-weight: 400; color: var(--muted); width: 13rem; }
+.differs > * { background: var(--mark); color: var(--ink); padding-left: .4rem; }
+code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .88em; }
+pre { background: var(--shade); border-radius: 8px; padding: .7rem .9rem; overflow-x: auto; margin: .5rem 0; }
+footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; }
+@media (max-width: 44rem) { /* a row of the summary becomes a card of its own */
+  details th { width: 52%; }
+  .summary thead { display: none; }
+  .summary, .summary tbody, .summary tr, .summary th, .summary td { display: block; }
+  .summary tr { border: 1px solid var(--line); border-radius: 8px; padding: .4rem .9rem; margin: .6rem 0; }
+  .summary th, .summary td { border: 0; padding: .15rem 0; }
+  .summary td { display: flex; justify-content: space-between; gap: 1rem; }
+  .summary td::before { content: attr(data-name); color: var(--muted); } }
+"""
+
 
 def make_page(
     groups: Sequence[Group],
-    rows: Sequence[Row],
+    rows: Sequence[table.Row],
     colours: Sequence[str],
     pictures: Mapping[Panel, bytes],
     federations: Sequence[tuple[Run, bytes]] = (),
 ) -> bytes:
-    """The page as UTF-8. Everything that comes from a run goes through `escape`."""
-    title = headline(rows)
+    """Return the page as UTF-8. Everything that comes from a run goes through `escape`."""
+    title = table.make_headline(rows)
+    dots = [f'<span class="dot" style="background:{colour}"></span>' for colour in colours]
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{CSS}</style></head><body>",
+        f"<title>{escape(title)}</title><style>{_CSS}</style></head><body>",
         f'<header><div class="kicker">cfedavg report</div><h1>{escape(title)}</h1>',
         f'<p class="muted">{escape(_setting(groups))}</p></header>',
         "<main>",
-        _table(rows, colours),
+        f"<section><h2>Summary</h2>{_table(table.tabulate(rows), dots)}{_table_note(rows)}</section>",
         _pictures(pictures, groups),
         _nodes(federations),
         _configurations(groups),
@@ -52,12 +102,12 @@ def make_page(
 
 
 def _setting(groups: Sequence[Group]) -> str:
-    """What all the runs have in common, for a reader who did not start them."""
-    differing = differences([group.config for group in groups])
+    """Say what all the runs have in common, for a reader who did not start them."""
+    differing = find_differences([group.config for group in groups])
     config, runs = groups[0].config, sum(len(group.runs) for group in groups)
     said = {
-        "dataset": f"{'task' if config.dataset.startswith(OWN) else 'dataset'} {task_text(config.dataset)}",
-        "model": f"model {task_text(config.model)}",
+        "dataset": f"{'task' if config.dataset.startswith(OWN) else 'dataset'} {name_task(config.dataset)}",
+        "model": f"model {name_task(config.model)}",
         "clients": f"{config.clients} client{'s' if config.clients != 1 else ''}",
         "rounds": f"{config.rounds} round{'s' if config.rounds != 1 else ''} planned",
     }
@@ -65,13 +115,8 @@ def _setting(groups: Sequence[Group]) -> str:
     return " · ".join([f"{runs} run{'s' if runs > 1 else ''}", *same])
 
 
-def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
-    dots = [f'<span class="dot" style="background:{colour}"></span>' for colour in colours]
-    return f"<section><h2>Summary</h2>{_lines(as_text(rows), dots)}{_table_note(rows)}</section>"
-
-
-def _lines(text: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
-    """A table from a header and rows, each with a mark before its name."""
+def _table(text: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
+    """Write a header and rows as a table, each row with a mark before its name."""
     header, *lines = text
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(
@@ -89,7 +134,7 @@ def _lines(text: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
     )
 
 
-def _table_note(rows: Sequence[Row]) -> str:
+def _table_note(rows: Sequence[table.Row]) -> str:
     notes = [
         "The metric is that of the last evaluation. Bytes are those of all clients and rounds, up and down."
     ]
@@ -114,15 +159,12 @@ def _pictures(pictures: Mapping[Panel, bytes], groups: Sequence[Group]) -> str:
             '<p class="muted">A line is the mean over the seeds of a run, its band reaches from the lowest '
             "seed to the highest; both cover the rounds that all its seeds have.</p>"
         )
-    figures = "".join(_figure(panel, png) for panel, png in pictures.items())
-    return f'<section><h2>Curves</h2>{band}<div class="panels">{figures}</div></section>'
-
-
-def _figure(panel: Panel, png: bytes) -> str:
-    return (
+    figures = "".join(
         f'<figure id="{escape(panel.name)}"><div class="card">{_image(png, panel.title)}</div>'
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
+        for panel, png in pictures.items()
     )
+    return f'<section><h2>Curves</h2>{band}<div class="panels">{figures}</div></section>'
 
 
 def _image(png: bytes, text: str) -> str:
@@ -131,31 +173,27 @@ def _image(png: bytes, text: str) -> str:
 
 
 def _nodes(federations: Sequence[tuple[Run, bytes]]) -> str:
-    parts = [_nodes_of(run, png, titled=len(federations) > 1) for run, png in federations]
+    parts = [_nodes_of_run(run, png, titled=len(federations) > 1) for run, png in federations]
     return f"<section><h2>Nodes</h2>{''.join(parts)}</section>" if parts else ""
 
 
-def _nodes_of(run: Run, png: bytes, *, titled: bool) -> str:
+def _nodes_of_run(run: Run, png: bytes, *, titled: bool) -> str:
     title = (
         f"<h3>{escape(run.label)}, in <code>{escape(run.path.resolve().name)}</code></h3>" if titled else ""
     )
-    text = nodes.as_text(run.nodes)
+    text, reasons = table.tabulate_nodes(run.nodes), table.list_reasons(run.nodes)
+    items = "".join(f"<li>{escape(each)}</li>" for each in reasons)
+    why = f"<p>What is not in the model, and why:</p><ul>{items}</ul>" if reasons else ""
     return (
         f'{title}<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
-        f"{_lines(text, [''] * (len(text) - 1))}{_reasons(run)}"
+        f"{_table(text, [''] * (len(text) - 1))}{why}"
         '<p class="muted">The age is for how many rounds nothing of a node has gone into the model; the '
         "incarnation counts how often it came with a new or an older state.</p>"
     )
 
 
-def _reasons(run: Run) -> str:
-    found = nodes.reasons(run.nodes)
-    items = "".join(f"<li>{escape(each)}</li>" for each in found)
-    return f"<p>What is not in the model, and why:</p><ul>{items}</ul>" if found else ""
-
-
 def _configurations(groups: Sequence[Group]) -> str:
-    differing = differences([group.config for group in groups])
+    differing = find_differences([group.config for group in groups])
     note = "<p>Every field of each run; highlighted is what differs between them.</p>" if differing else ""
     single = " open" if len(groups) == 1 else ""
     details = "".join(
@@ -179,11 +217,16 @@ def _rerun(group: Group) -> str:
 
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
-    """The fields under the names that the TOML file gives them; what differs comes first."""
+    """Write the fields under their names in the TOML file; what differs comes first."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, str | bool):
+            return json.dumps(value, ensure_ascii=False)
+        return "not set" if value is None else str(value)
+
     names = [item.name for item in dataclasses.fields(Config) if group.config.says(item.name)]
     names.sort(key=lambda name: name not in differing)
-    values: dict[str, Any] = {name: getattr(group.config, name) for name in names}
-    texts = {name: "not set" if value is None else _toml(value) for name, value in values.items()}
+    texts = {name: text(getattr(group.config, name)) for name in names}
     texts["seed"] = ", ".join(map(str, group.seeds))
     marks = {name: ' class="differs"' if name in differing else "" for name in names}
     return "".join(
@@ -191,7 +234,3 @@ def _fields(group: Group, differing: Sequence[str]) -> str:
         f"<td><code>{escape(texts[name])}</code></td></tr>"
         for name in names
     )
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)

@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import exists, read_file
-from cfedavg.core.run_files import is_number
+from cfedavg.core.run_files import CONFIG, METRICS, is_number
 from cfedavg.core.units import is_share
 
-CONFIG, METRICS, NODES = "config.toml", "metrics.jsonl", "nodes.jsonl"
+NODES = "nodes.jsonl"
 
-# What pictures and table are made of; a row may hold more, of any type.
+# Pictures and tables need these to be numbers; a row may hold more, of any type.
 _NUMBERS = {
     "train_loss", "uplink_bytes", "downlink_bytes", "total_bytes", "first_download_bytes", "delta_norm2",
     "error_norm2", "alpha", "snr_min", "simulated_seconds", "client_accuracy_min", "client_accuracy_mean",
     "up_bytes", "K", "residual_norm", "age", "incarnation",
 }  # fmt: skip
-_LARGEST = 1e100
+_LARGEST = 1e100  # a number above it overflows when it is summed or drawn
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds; `rows` are in the order of their rounds.
+    """The contents of a run folder; `rows` are in the order of their rounds.
 
     A federation has `nodes` too: a row for each node asked in a round, by round and number.
     """
@@ -45,7 +45,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """The run in a folder; InputError says in one sentence what is missing or malformed."""
+    """Read the run in a folder; InputError says in one sentence what is missing or malformed."""
     if not (exists(path) and path.is_dir()):
         why = "it is a file" if exists(path) else "there is no such folder"
         raise InputError(f"{path} is not a run folder: {why}")
@@ -60,19 +60,14 @@ def read_run(path: Path) -> Run:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    # A run that resumes from its checkpoint may write a round again: the later one counts.
-    by_round = {row["round"]: _with_total(row) for _, row in _read_rows(path)}
-    return [by_round[t] for t in sorted(by_round)]
-
-
-def _with_total(row: dict[str, Any]) -> dict[str, Any]:
-    """Add `total_bytes` to a row that lacks it: version 0.5 wrote the two directions only.
-
-    >>> _with_total({"uplink_bytes": 2, "downlink_bytes": 3})["total_bytes"]
-    5
-    """
-    up, down = row.get("uplink_bytes"), row.get("downlink_bytes")
-    return row if up is None or down is None else {"total_bytes": up + down, **row}
+    """Return the rows by round. A resumed run may write a round again: the later row counts."""
+    found = {}
+    for _, row in _read_rows(path):
+        up, down = row.get("uplink_bytes"), row.get("downlink_bytes")
+        if up is not None and down is not None:
+            row.setdefault("total_bytes", up + down)  # version 0.5 wrote the two directions only
+        found[row["round"]] = row
+    return [found[t] for t in sorted(found)]
 
 
 def _read_nodes(path: Path) -> list[dict[str, Any]]:
@@ -88,7 +83,7 @@ def _read_nodes(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line of a file with where it stands."""
+    """Yield each row of a file with its place in the file."""
     try:
         *lines, last = read_file(path).split(b"\n")
     except OSError as error:
@@ -118,14 +113,14 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
                 raise InputError(
                     f"{where} has {reprlib.repr(value)} for {reprlib.repr(name)}: it must be a number or null"
                 )
-            row[name] = _drawable(value)
+            row[name] = _limit(value)
     return row
 
 
-def _drawable(value: float | None) -> float | None:
-    """The number; one that would overflow when it is added up or drawn counts as not known.
+def _limit(value: float | None) -> float | None:
+    """Return None for a number that is too large to draw, and 0 for one that is too small.
 
-    >>> _drawable(0.5), _drawable(-1e300), _drawable(1e-300), _drawable(None)
+    >>> _limit(0.5), _limit(-1e300), _limit(1e-300), _limit(None)
     (0.5, None, 0.0, None)
     """
     if value is None or not abs(value) < _LARGEST:
@@ -133,32 +128,32 @@ def _drawable(value: float | None) -> float | None:
     return 0.0 if 0 < abs(value) < 1 / _LARGEST else value
 
 
-def column(run: Run, key: str) -> NDArray[np.float64]:
-    """One number of each row; NaN where it is missing, null or infinite."""
+def get_column(run: Run, key: str) -> NDArray[np.float64]:
+    """Return one number of each row; NaN where it is missing, null or infinite."""
     values = np.array([row.get(key) for row in run.rows], dtype=np.float64)
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def metric_name(runs: Sequence[Run]) -> str:
-    """The `test_<name>` that all runs share which have any; a loss, if they share nothing better.
+def choose_metric(runs: Sequence[Run]) -> str:
+    """Return the `test_<name>` that all evaluated runs share; a loss only if they share nothing better.
 
     A federation may have only what its clients evaluate, `client_<name>`.
     """
     for prefix in ("test_", "client_"):
-        if (names := evaluated(runs, prefix)) and (
+        if (names := list_metrics(runs, prefix)) and (
             shared := [key for key in names[0] if all(key in own for own in names)]
         ):
-            return best_of(shared)
+            return prefer_metric(shared)
     return "test_loss" if any(run.rows for run in runs) else "test_accuracy"
 
 
-def evaluated(runs: Sequence[Run], prefix: str) -> list[list[str]]:
-    """The names in the rows of each run that begin so; runs without any are left out."""
+def list_metrics(runs: Sequence[Run], prefix: str) -> list[list[str]]:
+    """Return the names with this prefix in the rows of each run; runs without any are left out."""
     every = [dict.fromkeys(key for row in run.rows for key in row) for run in runs]
     found = [[key for key in own if key.startswith(prefix)] for own in every]
     return [names for names in found if names]
 
 
-def best_of(names: Sequence[str]) -> str:
-    """The metric that people want to see: an accuracy, else whatever is no loss."""
-    return min(names, key=lambda name: (not is_share(name), name.endswith("loss")))  # the first of equals
+def prefer_metric(names: Sequence[str]) -> str:
+    """Return the first accuracy, else the first metric that is no loss, else the first loss."""
+    return min(names, key=lambda name: (not is_share(name), name.endswith("loss")))

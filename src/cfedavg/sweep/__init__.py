@@ -11,11 +11,9 @@ draws. A study of your own is a subclass of `Study`.
 """
 
 from cfedavg.core.units import format_bytes
-from cfedavg.report.axes import INK, MUTED, frame
-from cfedavg.report.figures import as_png, default_settings
-from cfedavg.report.grid import draw_grid, framed
-from cfedavg.report.panels import Frame, Panel, Series
-from cfedavg.report.pens import BLUE, GREEN, PLAIN, VERMILION, Pen
+from cfedavg.report.axes import INK, MUTED, style_axes
+from cfedavg.report.figures import as_png, default_settings, draw_grid, make_framed_figure
+from cfedavg.report.panels import BLUE, GREEN, PLAIN, VERMILION, Frame, Panel, Pen, Series
 from cfedavg.simulate.run import Observer
 from cfedavg.sweep.cells import (
     CELLS,
@@ -28,7 +26,7 @@ from cfedavg.sweep.cells import (
     read_cells,
     round_value,
     write_cell,
-)  # fmt: skip
+)
 from cfedavg.sweep.figures import (
     count_cells,
     count_rounds,
@@ -38,49 +36,14 @@ from cfedavg.sweep.figures import (
     started_lines,
     started_shares,
     write_markdown,
-)  # fmt: skip
+)
 from cfedavg.sweep.grid import Grid, Line, read_table
 from cfedavg.sweep.runner import MANY, Sweep
 
 __all__ = [
-    "BLUE",
-    "CELLS",
-    "GREEN",
-    "INK",
-    "MANY",
-    "MUTED",
-    "PLAIN",
-    "VERMILION",
-    "DamagedCell",
-    "Frame",
-    "Grid",
-    "Line",
-    "Observer",
-    "Panel",
-    "Pen",
-    "SealedCell",
-    "Series",
-    "Settings",
-    "Study",
-    "Sweep",
-    "as_png",
-    "count_cells",
-    "count_rounds",
-    "default_settings",
-    "draw_grid",
-    "fill_panel",
-    "format_bytes",
-    "frame",
-    "frame_of",
-    "framed",
-    "is_beginning",
-    "pen_of",
-    "read_cell",
-    "read_cells",
-    "read_table",
-    "round_value",
-    "started_lines",
-    "started_shares",
-    "write_cell",
-    "write_markdown",
+    "BLUE", "CELLS", "GREEN", "INK", "MANY", "MUTED", "PLAIN", "VERMILION", "DamagedCell", "Frame", "Grid",
+    "Line", "Observer", "Panel", "Pen", "SealedCell", "Series", "Settings", "Study", "Sweep", "as_png",
+    "count_cells", "count_rounds", "default_settings", "draw_grid", "fill_panel", "format_bytes",
+    "frame_of", "is_beginning", "make_framed_figure", "pen_of", "read_cell", "read_cells", "read_table",
+    "round_value", "started_lines", "started_shares", "style_axes", "write_cell", "write_markdown",
 ]  # fmt: skip

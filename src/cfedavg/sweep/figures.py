@@ -11,11 +11,10 @@ from pathlib import Path
 
 from cfedavg.core.config import Config
 from cfedavg.core.units import format_bytes, format_metric, is_share, spell_out
-from cfedavg.report.grid import draw_grid
+from cfedavg.report.figures import draw_grid
 from cfedavg.report.groups import Group
+from cfedavg.report.panels import COLOURS, PLAIN, Frame, Panel, Pen, Series
 from cfedavg.report.panels import Cell as PanelCell
-from cfedavg.report.panels import Frame, Panel, Series
-from cfedavg.report.pens import COLOURS, PLAIN, Pen
 from cfedavg.report.read import Run
 from cfedavg.sweep.cells import SealedCell
 from cfedavg.sweep.grid import Grid, Line

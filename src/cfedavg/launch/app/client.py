@@ -1,4 +1,4 @@
-"""The client: local steps on its own part of the data, until it has done K of them or the time is over."""
+"""The client: local steps on its own part of the data, until K are done or the time is over."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from cfedavg.core.errors import InputError
 from cfedavg.data.tasks import build_task
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower.mod import STEPS, compressed
-from cfedavg.launch.app.settings import config_of
+from cfedavg.launch.app import config_of
 from cfedavg.simulate.local import after, batches, clock, local_steps, reproducible, seed_generators
 from cfedavg.simulate.plan import Plan
 
 CPU = torch.device("cpu")
 
 
-def compressed_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """The mod; a request may name the classes that the run's configuration names, and no others."""
+def compress_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Apply the mod; a request may name only the classes that the run's configuration names."""
     config = config_of(context.run_config)
     own = [type(part) for part in (*parse(config.compressor).stages, FEEDBACKS.parse(config.feedback))]
     return compressed(message, context, call_next, own=own)
 
 
-app = ClientApp(mods=[compressed_as_configured])
+app = ClientApp(mods=[compress_as_configured])
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Lines 5 to 9. The number of its part is the node's `partition-id`."""
+    """Run lines 5 to 9 on the part of the data that the node's `partition-id` numbers."""
     config = config_of(context.run_config)
-    task, client = build_task(config), _part(context, config.clients)
-    plan, t = Plan(config, task), _round(message)
+    task, client = build_task(config), _read_part(context, config.clients)
+    plan = Plan(config, task)
+    t = int(str(message.content.config_records["config"]["server-round"])) - 1  # Flower counts from 1
     task.model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     enough = after(plan.steps.at(t, client)) if config.deadline is None else clock(config.deadline)
     with reproducible(CPU):
@@ -54,16 +55,10 @@ def train(message: Message, context: Context) -> Message:
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
-def _round(message: Message) -> int:
-    """Counted from 0; Flower counts from 1."""
-    return int(str(message.content.config_records["config"]["server-round"])) - 1
-
-
-def _part(context: Context, clients: int) -> int:
-    """Which part of the data is this node's."""
+def _read_part(context: Context, clients: int) -> int:
     found = context.node_config.get("partition-id")
     if not isinstance(found, int) or not 0 <= found < clients:
         raise InputError(
-            f"--node-config: partition-id must be a whole number from 0 to {clients - 1}, got {found!r}"
+            f"--node-config: `partition-id` must be a whole number from 0 to {clients - 1}, got {found!r}"
         )
     return found

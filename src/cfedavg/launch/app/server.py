@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from cfedavg.core.config import Config
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.strategy import CFedAvg
-from cfedavg.launch.app.settings import config_of, policy_of
+from cfedavg.launch.app import config_of, policy_of
 from cfedavg.simulate.evaluate import evaluate
 from cfedavg.simulate.local import reproducible
 from cfedavg.simulate.plan import Plan
@@ -23,13 +23,17 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """All rounds of the run configuration."""
+    """Run all rounds of the run configuration."""
     given: Mapping[str, Any] = context.run_config
     config = config_of(given)
     task = build_task(config)
+    only_federated = {
+        name.replace("-", "_"): given[name] for name in ("resume", "max-norm", "from-backup") if name in given
+    }
     strategy = CFedAvg(
         **_options(config, Plan(config, task)),
-        **_federated(given),
+        **only_federated,
+        out=given.get("out") or None,
         policy=policy_of(config, given),
         config=config,
     )
@@ -38,12 +42,12 @@ def main(grid: Grid, context: Context) -> None:
         ArrayRecord(task.model.state_dict()),
         num_rounds=config.rounds,
         timeout=given.get("round-timeout", 120.0),
-        evaluate_fn=tested(task, config.eval_every, config.rounds),
+        evaluate_fn=make_evaluation(task, config.eval_every, config.rounds),
     )
 
 
 def _options(config: Config, plan: Plan) -> dict[str, Any]:
-    """What the strategy takes from the configuration of a run."""
+    """Return the strategy's arguments from the configuration of a run."""
     by_clock = config.deadline is not None  # then every client does its own number of steps: line 11
     return {
         "compressor": config.compressor,
@@ -57,17 +61,10 @@ def _options(config: Config, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _federated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What only a federation has."""
-    names = ("resume", "max-norm", "from-backup")
-    found = {name.replace("-", "_"): given[name] for name in names if name in given}
-    return {**found, "out": given.get("out") or None}
+def make_evaluation(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+    """Return a function that evaluates as a simulation does: in every `every`-th round and in the last."""
 
-
-def tested(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], MetricRecord | None]:
-    """Evaluates as a simulation does, every so many rounds and at the end."""
-
-    def judge(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if not server_round or (server_round % every and server_round != rounds):
             return None
         task.model.load_state_dict(arrays.to_torch_state_dict())
@@ -75,4 +72,4 @@ def tested(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], 
         with reproducible(cpu):
             return MetricRecord(evaluate(task.model, task, cpu, torch.float32))
 
-    return judge
+    return evaluate_round

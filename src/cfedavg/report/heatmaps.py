@@ -1,0 +1,257 @@
+"""Pictures of cells: who has which data, and what became of every request to a federation's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import write_atomic
+from cfedavg.report.axes import INK, MUTED, replace_missing_glyphs, set_title, style_axes, write_instead
+from cfedavg.report.figures import add_legend, as_png, count_legend_columns, default_settings, new_figure
+from cfedavg.report.groups import shorten
+from cfedavg.report.panels import BLUE, COLOURS
+from cfedavg.report.table import OUTCOMES, Record, classify, group_by_node
+
+_WIDTH = 8.0
+_STEPS = [1, 2, 5, 10]
+
+# Of a partition
+_BAR = "#B9C1C9"
+_MOST_COLUMNS = 1000  # about as many as there are pixels
+_MOST_CLIENTS = 60  # up to which each has room for its own name
+_ROOMY = 16  # clients up to which counts fit into the cells
+
+# Of nodes
+_MOST_NODES = 40  # up to which each has room for its name
+_LETTERS = 10  # of a name beside a line
+_LATTICE = 120  # rounds up to which a line between two can be seen
+_MOST_ROUNDS = 600  # above, several rounds share a column, and the worst of them shows
+_KINDS = {"not asked": "#F0F1F3", **OUTCOMES}  # the worse, the later
+
+
+@default_settings
+def draw_partition(counts: NDArray[Any], path: Path, title: str) -> None:
+    """Draw clients from left to right and classes from top to bottom, the darker the more samples."""
+    counts = np.asarray(counts)
+    if counts.ndim != 2 or 0 in counts.shape or (counts < 0).any():
+        raise InputError(
+            f"`counts` must be of the shape (clients, classes) and hold numbers from 0 up, got {counts.shape}"
+        )
+    clients, classes = counts.shape
+    if clients > _MOST_CLIENTS:
+        counts = _sort_and_average(counts)
+    height = 0.26 * min(max(classes, 4), 20)
+    figure = new_figure(_WIDTH, 1.5 + height)
+    bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[0.5, height])
+    _draw_totals(bars, counts.sum(1))
+    _draw_counts(figure, cells, counts, clients)
+    set_title(bars, title, 11)
+    write_atomic(path, as_png(figure))
+
+
+def _sort_and_average(counts: NDArray[Any]) -> NDArray[Any]:
+    """Put clients with the same main classes side by side; in any other order a thousand are noise.
+
+    A picture shows at most `_MOST_COLUMNS`; above, a column is the mean of several clients.
+    """
+    first, second = np.argsort(-counts, axis=1, kind="stable")[:, :2].T[[0, -1]]
+    counts = counts[np.lexsort((-counts.max(1), second, first))]
+    if len(counts) <= _MOST_COLUMNS:
+        return counts
+    starts = np.arange(_MOST_COLUMNS) * len(counts) // _MOST_COLUMNS
+    sizes = np.diff(np.append(starts, len(counts)))
+    return np.asarray(np.add.reduceat(counts, starts, axis=0) / sizes[:, None])
+
+
+def _draw_totals(axes: Axes, totals: NDArray[Any]) -> None:
+    most = max(1.0, float(totals.max()))
+    if len(totals) > _MOST_CLIENTS:
+        axes.stairs(totals, np.arange(len(totals) + 1) - 0.5, fill=True, color=_BAR)
+    else:
+        axes.bar(np.arange(len(totals)), totals, width=0.86, color=_BAR)
+    axes.set_ylim(0, most)
+    axes.set_yticks([0, most], ["0", f"{most:.0f}"])
+    axes.set_ylabel("samples", fontsize=9, color=MUTED, rotation=0, ha="right", va="center")
+    _hide_frame(axes)
+    axes.tick_params(labelbottom=False)
+
+
+def _draw_counts(figure: Figure, axes: Axes, counts: NDArray[Any], clients: int) -> None:
+    columns, classes = counts.shape
+    most = max(2.0, float(counts.max()))
+    # From a blue that is seen at once to a dark one, so that one sample differs from none.
+    blues = ListedColormap(matplotlib.colormaps["Blues"](np.linspace(0.22, 1.0, 256)))
+    image = axes.imshow(
+        np.ma.masked_equal(counts.T, 0), aspect="auto", cmap=blues, interpolation="nearest",
+        norm=PowerNorm(0.5, vmin=min(1.0, most), vmax=most),  # the root keeps a few samples visible
+    )  # fmt: skip
+    axes.set_ylabel("class", fontsize=9, color=MUTED, rotation=0, ha="right", va="center")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=min(classes, 12), integer=True))
+    order = "client" if clients <= _MOST_CLIENTS else f"{clients} clients, ordered by their largest classes"
+    mean = f"; a column is the mean of about {clients / columns:.0f}" if clients > columns else ""
+    axes.set_xlabel(order + mean, fontsize=9, color=MUTED)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=min(clients, 20), integer=True))
+    _hide_frame(axes)
+    if clients > _MOST_CLIENTS:
+        axes.set_xticks([])  # a place in the order is not a client's number
+    else:
+        _separate(axes, counts)
+    steps = MaxNLocator(5, steps=_STEPS).tick_values(1, most)
+    ticks = sorted({1.0, *(t for t in steps if 0.1 * most < t <= most)})
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03, aspect=25, ticks=ticks)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    bar.set_label("samples of the class", fontsize=8.5, color=MUTED)
+
+
+def _separate(axes: Axes, counts: NDArray[Any]) -> None:
+    """Draw white lines between the cells and, where there is room, the counts in them."""
+    clients, classes = counts.shape
+    axes.set_xticks(np.arange(clients + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(classes + 1) - 0.5, minor=True)
+    axes.grid(True, which="minor", color="#F1F3F5", linewidth=1)
+    if clients > _ROOMY or classes > 20:
+        return
+    for client, label in np.argwhere(counts > 0):
+        count = counts[client, label]
+        colour = "white" if count > 0.2 * counts.max() else INK
+        axes.text(client, label, f"{count:g}", ha="center", va="center", fontsize=8.5, color=colour)
+
+
+def _hide_frame(axes: Axes) -> None:
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
+
+
+@default_settings
+def draw_attendance(rows: Sequence[Record]) -> bytes:
+    """Draw nodes from top to bottom and rounds from left to right, as PNG."""
+    nodes = group_by_node(rows)
+    last = max(row["round"] for row in rows)
+    cells = _outcome_cells(nodes, last)
+    order = list(_KINDS)
+    shown = [name for name in (*OUTCOMES, order[0]) if (cells == order.index(name)).any()]
+    columns = count_legend_columns([*shown, "new incarnation"], _WIDTH)
+    height = float(np.clip(0.24 * len(nodes), 0.9, 6.0))
+    figure = new_figure(_WIDTH, height + 2.6 + 0.24 * (1 + len(shown) // columns))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[height, 1.6])
+    _draw_outcomes(above, nodes, cells, last)
+    _draw_residuals(below, nodes)
+    handles: list[Artist] = [Patch(facecolor=_KINDS[name], linewidth=0) for name in shown]
+    if _draw_births(above, nodes):
+        handles.append(_birth_marker([], []))
+        shown.append("new incarnation")
+    add_legend(figure, handles, shown, columns, loc="outside upper left", borderaxespad=0.9)
+    return as_png(figure)
+
+
+def _outcome_cells(nodes: dict[int, list[Record]], last: int) -> NDArray[np.int64]:
+    """Return which of _KINDS each node and column shows."""
+    columns, order = min(last + 1, _MOST_ROUNDS), list(_KINDS)
+    cells = np.zeros((len(nodes), columns), np.int64)
+    for i, own in enumerate(nodes.values()):
+        for row in own:
+            at = row["round"] * columns // (last + 1)
+            cells[i, at] = max(cells[i, at], order.index(classify(row)))
+    return cells
+
+
+def _draw_outcomes(axes: Axes, nodes: dict[int, list[Record]], cells: NDArray[np.int64], last: int) -> None:
+    axes.imshow(
+        cells, aspect="auto", interpolation="nearest", vmin=0, vmax=len(_KINDS) - 1,
+        cmap=ListedColormap(list(_KINDS.values())), extent=(0.5, last + 1.5, len(nodes) - 0.5, -0.5),
+    )  # fmt: skip
+    set_title(axes, "what became of each request")
+    _hide_frame(axes)
+    axes.tick_params(which="both", labelbottom=False)
+    if len(nodes) <= _MOST_NODES:
+        names = [_name(own, 24) for own in nodes.values()]
+        axes.set_yticks(range(len(nodes)), names, parse_math=False)
+        axes.set_yticks(np.arange(len(nodes) + 1) - 0.5, minor=True)
+        axes.grid(True, axis="y", which="minor", color="white", linewidth=2)
+        axes.set_ylim(len(nodes) - 0.52, -0.48)  # half of the outer lines would leave a sliver
+    else:
+        axes.set_ylabel(f"{len(nodes)} nodes", fontsize=9, color=MUTED)
+        axes.set_yticks([])
+    if last < _LATTICE:
+        axes.set_xticks(np.arange(last + 2) + 0.5, minor=True)
+        axes.grid(True, axis="x", which="minor", color="white", linewidth=1)
+
+
+def _name(own: Sequence[Record], longest: int) -> str:
+    return replace_missing_glyphs(shorten(own[-1]["node"], longest))
+
+
+def _draw_births(axes: Axes, nodes: dict[int, list[Record]]) -> bool:
+    """Mark the rounds in which the server met a node that had lost its state; return whether any did."""
+    found = [
+        (row["round"] + 1, i)
+        for i, own in enumerate(nodes.values())
+        for before, row in pairwise(own)
+        if (row.get("incarnation") or 0) > (before.get("incarnation") or 0) > 0
+    ]
+    for x, y in found:
+        axes.add_line(_birth_marker([x], [y]))
+    return bool(found)
+
+
+def _birth_marker(x: list[float], y: list[float]) -> Line2D:
+    look = {"marker": "D", "markersize": 5, "color": "white", "mew": 0.8, "linestyle": "none"}
+    return Line2D(x, y, markeredgecolor=INK, **look)  # type: ignore[arg-type]
+
+
+def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
+    """Draw a line for each node: few have colours and names; of many, only the highest is named."""
+    style_axes(axes)
+    few = len(nodes) <= len(COLOURS)
+    pens = COLOURS if few else [BLUE] * len(nodes)
+    faint = 1.0 if few else max(0.15, 0.8 - len(nodes) / 60)
+    ends: list[tuple[float, int, str]] = []
+    for own, colour in zip(nodes.values(), pens, strict=False):
+        rows = [row for row in own if row.get("residual_norm") is not None]
+        x, y = [row["round"] + 1 for row in rows], [row["residual_norm"] for row in rows]
+        marker, name = "." if len(rows) == 1 else None, _name(own, _LETTERS)
+        axes.plot(x, y, color=colour, linewidth=1.2, alpha=faint, marker=marker, label=name)
+        ends += [(y[-1], x[-1], name)] if rows else []
+    if not ends:
+        write_instead(axes, "nobody has said anything")
+    else:
+        _name_lines(axes, ends, few)
+    set_title(axes, "norm of what each node holds back")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("communication rounds", fontsize=9, color=MUTED)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=_STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+
+
+def _name_lines(axes: Axes, ends: Sequence[tuple[float, int, str]], few: bool) -> None:
+    """Name few lines right of the title, where no line runs; of many, name the one that ends highest."""
+    if not few:
+        y, x, name = max(ends)
+        side = "right" if 2 * x > max(x for _, x, _ in ends) else "left"
+        axes.annotate(
+            name, (x, y), xytext=(0, 3), textcoords="offset points", va="bottom", fontsize=8,
+            ha=side, color=MUTED, parse_math=False,
+        )  # fmt: skip
+        return
+    legend = axes.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=len(COLOURS), frameon=False, fontsize=8,
+        labelcolor=MUTED, handlelength=1.2, columnspacing=1.0, borderpad=0.1, borderaxespad=0.2,
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
