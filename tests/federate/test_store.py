@@ -1024,7 +1024,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         client.lock(),
     ):
         pass
-    with server.lock(), pytest.raises(InputError, match="another server works in"), server.locked():
+    with server.lock(), pytest.raises(InputError, match="another server works in"), server.lock():
         pass
     with client.lock():  # free again
         pass
