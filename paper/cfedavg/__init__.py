@@ -1,1 +1,1 @@
-"""The CFedAvg paper, made again on the public API: experiments, studies of the theory, claims, results."""
+"""The CFedAvg paper, reproduced with the public API: experiments, studies of theory, claims and results."""

@@ -1,4 +1,4 @@
-"""`python -m paper.cfedavg`: run, draw and judge what the paper shows; see README.md."""
+"""`python -m paper.cfedavg`: run the paper's experiments, draw them and judge its claims; see README.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = HERE / "results"
 
 
 class Voice(Observer):
-    """Prints what a run says, and its accuracy."""
+    """An observer that prints the messages of a run and the accuracy of each round."""
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -37,18 +37,18 @@ def names() -> list[str]:
 
 
 def find(name: str, scale: str = "paper", seeds: int = 1, **more: Any) -> Study:
-    """Return the experiment or study of a name; `more` is for experiments."""
+    """Return the experiment or study called `name`; `more` goes to `experiment.load`."""
     experiment.check_scale(scale)
     own = {study.name: study for study in SMALL}
     if name in own:
         return dataclasses.replace(own[name], scale=scale, seeds=tuple(range(seeds)))
     if name not in experiment.names():
-        raise InputError(f"there is no experiment {name!r}; there are {', '.join(names())}")
+        raise InputError(f"NAME must be one of {', '.join(names())}, got {name!r}")
     return dataclasses.replace(experiment.load(name, scale, **more), seeds=tuple(range(seeds)))
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run the missing cells of experiments and studies, then draw all that is there."""
+    """Run the missing cells of experiments and studies, then draw all finished cells."""
     typed = {key: value for key in ("device", "precision", "data_dir") if (value := getattr(given, key))}
     chosen = [find(name, given.scale, given.seeds, typed=typed, rounds=given.rounds) for name in given.names]
     sweep = Sweep(chosen, given.out, None, given.only or ("*",))
@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def draw(given: argparse.Namespace) -> None:
-    """Draw figures and write tables from the cells that are there."""
+    """Draw figures and write tables of the finished cells."""
     chosen = [find(name, given.scale) for name in given.names or names()]
     seeds = tuple(range(given.seeds)) if given.seeds else None
     if not Sweep(chosen, given.out, seeds, given.only or ("*",)).draw():
@@ -72,7 +72,7 @@ def draw(given: argparse.Namespace) -> None:
 
 
 def judge(given: argparse.Namespace) -> None:
-    """Judge every claim, and write the page."""
+    """Judge every claim and write the page of claims."""
     found, planned = cells_of_scale(read_cells(given.out / CELLS), given.scale)
     if not found:
         raise InputError(f"{given.out} holds no cells of the scale {given.scale}; make some with `run`")
@@ -89,14 +89,14 @@ def judge(given: argparse.Namespace) -> None:
 
 
 def cells_of_scale(found: dict[str, SealedCell], scale: str) -> tuple[dict[str, SealedCell], dict[str, int]]:
-    """Return the cells that are what their names say at a scale, and the planned rounds of their runs."""
+    """Return the cells whose settings fit a scale, and the planned rounds of each cell that is a run."""
     mine, planned = dict[str, SealedCell](), dict[str, int]()
     for study in [find(name, scale) for name in names()]:
         for name, settings in study.cells(MANY).items():
             if name not in found or not is_beginning(found[name].settings, settings):
                 continue
             if missing := study.missing_values(found[name]):
-                raise InputError(f"the cell {name} lacks {missing[0]}: make it again")
+                raise InputError(f"the cell {name} lacks the value {missing[0]}: run this cell again")
             mine[name] = found[name]
             if "dataset" in settings:
                 planned[name] = settings["rounds"]
@@ -104,7 +104,7 @@ def cells_of_scale(found: dict[str, SealedCell], scale: str) -> tuple[dict[str, 
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser("python -m paper.cfedavg", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
@@ -130,7 +130,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """Do what the command line says; bad input is one sentence and exit code 2."""
+    """Run the command and return its exit code; bad input prints one sentence and returns 2."""
     given = parse(words)
     try:
         {"run": run, "draw": draw, "claims": judge}[given.command](given)

@@ -1,4 +1,4 @@
-"""The paper's experiments: the grids in `experiments/`, at three scales, drawn in the paper's layout."""
+"""The paper's experiments: grids of runs in `experiments/`, at three scales, drawn in the paper's layout."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from paper.cfedavg import tables
 FOLDER = Path(__file__).parent / "experiments"
 SCALES = ("smoke", "small", "paper")
 DRAWINGS = ("curves", "budget", "norms")
-# The compressors of the paper: a hue for each kind, the darker shade for what sends less.
+# The colours of the paper's compressors: a hue for each kind, darker for the one that sends less.
 COLOURS = {"none": PLAIN, "topk(0.9)": "#56B4E9", "topk(0.99)": "#0072B2", "rd(0.9)": "#E69F00",
            "rd(0.99)": "#D55E00"}  # fmt: skip
 _OTHERS = ("#009E73", "#CC79A7", "#882255", "#999933")
-# From light to dark, as the clients' data grow more different.
+# The colour of each p, darker for fewer classes per client.
 _SHARES = {10: "#A6A61F", 5: "#35A06F", 2: "#31688E", 1: "#440154"}
 
 
 @dataclass(frozen=True)
 class Experiment(Grid):
-    """A grid of the paper; `draw` is the layout of its figure and the kind of its table."""
+    """A grid of runs from the paper; `draw` names the layout of the figure and the kind of table."""
 
     draw: str = "curves"
 
     def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Draw the cells that there are, as PNG."""
+        """Return the figure of the finished cells as PNG."""
         return _draw_norms(self, found, note) if self.draw == "norms" else super().figure(found, note)
 
     def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
-        """Return the numbers behind the figure, measured as the claims are."""
+        """Return the table of the numbers behind the figure, the header first."""
         return tables.table(self, found)
 
 
@@ -59,19 +59,19 @@ def names() -> list[str]:
 
 
 def load(name: str, scale: str = "paper", **more: Any) -> Experiment:
-    """Return an experiment at a scale; `more` are fields of the Grid, and `typed` options."""
+    """Return an experiment at a scale; `more` sets fields of the Grid, and `typed` options of its runs."""
     check_scale(scale)
     return from_table(name, read_table(FOLDER / f"{name}.toml"), scale, **more)
 
 
 def check_scale(scale: str) -> None:
-    """Refuse a scale that does not exist."""
+    """Raise InputError if there is no such scale."""
     if scale not in SCALES:
         raise InputError(f"`scale` must be smoke, small or paper, got {scale!r}")
 
 
 def from_table(name: str, table: Mapping[str, Any], scale: str, **more: Any) -> Experiment:
-    """Make an experiment of a table that has, beside a grid's keys, `paper`, `draw` and `scale`."""
+    """Return the experiment of a TOML table: the keys of a grid, and `paper`, `draw` and `scale`."""
     rest = dict(table)
     draw, scales, own = rest.pop("draw", "curves"), rest.pop("scale", {}), rest["base"]
     rest["subtitle"] = rest.pop("paper")
@@ -80,17 +80,17 @@ def from_table(name: str, table: Mapping[str, Any], scale: str, **more: Any) -> 
     rest["line"] = [_line(line, rest, scale) for line in rest["line"]]
     prefix, note = own["dataset"], f"scale {scale}"
     typed = {**scales.get(scale, {}), **more.pop("typed", {})}
-    if scale == "smoke":  # to start processes would take longer than such a cell
+    if scale == "smoke":  # starting processes takes longer than a smoke run
         typed.setdefault("workers", 1)
     if (data := typed.get("dataset", prefix)) != prefix:
         note += ", on embedded digits" if data == "embedded" else f", on {data}"
     made = Experiment.from_table(name, rest, typed=typed, note=note, draw=draw, **more)
-    # A cell is named after the data of the paper, whatever a smaller scale uses.
+    # Cells are named after the paper's data set, even if a smaller scale uses another.
     return dataclasses.replace(made, prefix=prefix)
 
 
 def _line(line: Mapping[str, Any], table: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """Return a line as the grid takes it: at the scale, and in the colour that it has in every figure."""
+    """Return the table of a line for the grid, with its values at `scale` and a colour."""
     changes = {key: value for key, value in line.items() if key not in SCALES}
     special = _special(changes, table["base"])
     if set(special) == {"compressor"} and special["compressor"] in COLOURS:
@@ -103,14 +103,14 @@ def _line(line: Mapping[str, Any], table: Mapping[str, Any], scale: str) -> dict
 
 
 def _special(line: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the compressor, and what else, feedback aside, the line does in another way than the base."""
+    """Return the compressor of a line, and the other options, without feedback, that differ from the base."""
     names = {"name", "label", "feedback", *SCALES}
     changes = {key: value for key, value in line.items() if key not in names and base.get(key) != value}
     return {"compressor": base.get("compressor"), **changes}
 
 
 def _draw_norms(grid: Experiment, found: Mapping[str, SealedCell], note: str) -> bytes:
-    """Draw a column for each line; the squared norms of the paper's captions above those of its text."""
+    """Return a PNG with a column for each line: squared norms in the upper row, norms in the lower row."""
     lines = started_lines(grid, found)
     rows = [
         [fill_panel(_norms_panel(grid, line, square, line == lines[0]), _by_share(grid, found, line))

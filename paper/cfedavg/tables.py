@@ -1,4 +1,4 @@
-"""The numbers behind the figures, measured as the claims are."""
+"""Tables of the numbers behind the figures; the claims use the same measures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Measure = Callable[[SealedCell], float]
 
 
 def table(experiment: Experiment, found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """Return a row for each p and line, a header first; accuracies are in percent, ± over seeds."""
+    """Return a header, then a row for each p and line; accuracies are in percent, ± over seeds."""
     columns = _TABLES[experiment.draw]
     rows = [["p", "line", "seeds", *columns]]
     for p, line in experiment.pairs():
@@ -32,7 +32,7 @@ def table(experiment: Experiment, found: Mapping[str, SealedCell]) -> list[list[
 
 
 def _mean(measure: Measure, text: Callable[[float], str] = number) -> Callable[[Sequence[SealedCell]], str]:
-    """Make a column: the mean of a measure over the seeds."""
+    """Return the function of a column: the mean of a measure over the seeds, as text."""
 
     def column(entries: Sequence[SealedCell]) -> str:
         try:
@@ -44,7 +44,7 @@ def _mean(measure: Measure, text: Callable[[float], str] = number) -> Callable[[
 
 
 def _accuracy(measure: Measure) -> Callable[[Sequence[SealedCell]], str]:
-    """Make a column: an accuracy, with its spread over the seeds."""
+    """Return the function of a column: an accuracy with its spread over the seeds, as text."""
 
     def column(entries: Sequence[SealedCell]) -> str:
         try:
@@ -56,7 +56,7 @@ def _accuracy(measure: Measure) -> Callable[[Sequence[SealedCell]], str]:
 
 
 def _last(name: str) -> Measure:
-    """Make a measure: the last number of a column."""
+    """Return a measure: the last known number of a column of metrics."""
     return lambda entry: results.mean(results.column(entry, name)[-1:])
 
 
@@ -70,7 +70,7 @@ def _zigzag(entries: Sequence[SealedCell]) -> str:
 
 
 def _at(budget: float) -> Measure:
-    """Make a measure: the accuracy for a budget that the run reaches, within 1/100."""
+    """Return a measure: the accuracy at a budget of model sizes; it raises Missing if the run sends less."""
 
     def measure(entry: SealedCell) -> float:
         sizes = results.column(entry, "model_sizes_sent")

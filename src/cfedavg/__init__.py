@@ -3,7 +3,7 @@
     import cfedavg
     result = cfedavg.run(cfedavg.Config(rounds=20, compressor="topk(0.99) >> bf16"))
 
-Names load when they are first used, so that `cfedavg.wire` works without torch.
+Each public name is imported when it is first used, so that `cfedavg.wire` works without torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Algorithm 1 (CFedAvg) on one page. Read this first, then `channel.py`; everything else serves these two.
+"""Algorithm 1 (CFedAvg) on one page. Read this module first, then `channel.py`.
 
 In round t the server sends the model x to the clients. Client i does K_i local steps from x (lines 5 to 9,
 `optimise/local.py`) and ends at x_K. Then:
@@ -10,11 +10,11 @@ In round t the server sends the model x to the clients. Client i does K_i local 
     delta_tilde = mean of C(p) over the clients                lines 17, 18   average
     x_next      = x + eta * delta_tilde                        line 19        Aggregator.step
 
-What a client cannot send stays in its residual e and is sent later. So x + eta * mean(e), the model
-with all residuals added, moves exactly as if nothing had been compressed (the paper's Iterative Step lemma).
+What the compressor C drops stays in the client's residual e and is sent later. So x + eta * mean(e), the
+model with all residuals added, moves as it would without compression (the paper's Iterative Step lemma).
 
 Four parts can be exchanged: the compressor C, the feedback (lines 12 and 15), the local optimiser (line 7)
-and the server optimiser (line 19). Arrays are of torch in a simulation, of NumPy in a light client.
+and the server optimiser (line 19). A simulation uses torch tensors; a client without torch uses NumPy arrays.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from cfedavg.optimise import ServerOptimiser
 
 
 def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
-    """Return g, the change by the local steps: line 10 for `sum` (all K_i are equal), line 11 for `mean`.
+    """Return g, a client's update: x_K - x if `update` is "sum" (line 10), else (x_K - x) / K (line 11).
 
-    The arrays are of one client, (d,) with its K, or of a block, (n, d) with K of shape (n, 1).
+    For one client the arrays have shape (d,). For a block of n clients they have shape (n, d), and K has
+    shape (n, 1).
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses what is not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses NaN and Inf
         return x_K - x if update == "sum" else (x_K - x) / K
 
 
 def average(like: Array, payloads: Iterable[tuple[Payload, Sequence[float]]]) -> tuple[Array, float]:
-    """Return delta_tilde (lines 17 and 18), the weighted mean of what arrived, and the sum of the weights.
+    """Return delta_tilde, the weighted mean of the payloads (lines 17 and 18), and the sum of the weights.
 
-    Each payload, of a client or of a block, comes with its clients' weights; a weight of 0 leaves a client
-    out. The cost is that of the coordinates received. They are added in the order given, so the mean is the
-    same bit for bit wherever and however often it is made. `like` gives length, dtype and device.
+    Each payload, of a client or of a block of clients, comes with a weight for each client; a weight of 0
+    leaves the client out. The cost grows with the number of coordinates received. Payloads are added in the
+    order given, so equal payloads give an equal mean, bit for bit. The mean has the length, dtype and device
+    of `like`.
     """
     total, weight = zeros(like.shape, like), 0.0
     for payload, weights in payloads:
@@ -62,32 +64,32 @@ def average(like: Array, payloads: Iterable[tuple[Payload, Sequence[float]]]) ->
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """What the server remembers between rounds beside the model: vectors as long as x."""
+    """The vectors that the server keeps between rounds beside the model x, each as long as x."""
 
     feedback: Array | None = None
     optimiser: Mapping[str, Array] = field(default_factory=dict)
 
     def vectors(self) -> dict[str, Array]:
-        """Return all vectors by name, as files keep them."""
+        """Return all vectors by the names that files give them: `feedback`, `optimiser.m`."""
         found = {f"optimiser.{name}": each for name, each in self.optimiser.items()}
         return found if self.feedback is None else {"feedback": self.feedback, **found}
 
     @classmethod
     def from_vectors(cls, vectors: Mapping[str, Array]) -> ServerMemory:
-        """Return the memory that has these `vectors`."""
+        """Return the memory with these vectors, named as `vectors()` names them."""
         rest = {name.removeprefix("optimiser."): each for name, each in vectors.items() if name != "feedback"}
         return cls(vectors.get("feedback"), rest)
 
 
 @dataclass(frozen=True)
 class Aggregator:
-    """Lines 17 to 19: what the server does with the payloads of a round."""
+    """The server's part of Algorithm 1, lines 17 to 19: from the payloads of a round to the next model."""
 
     feedback: Feedback
     optimiser: ServerOptimiser
 
     def init(self, x: Array) -> ServerMemory:
-        """Return the memory before the first round."""
+        """Return the server's memory before the first round."""
         return ServerMemory(0 * x if self.feedback.keeps_server_memory else None, self.optimiser.init(x))
 
     def step(
@@ -101,9 +103,10 @@ class Aggregator:
         scale: float = 1.0,
         t: int = 0,
     ) -> tuple[Array, ServerMemory]:
-        """Return x_next and the next memory. If nothing arrived, both stay as they are.
+        """Return the next model and the next memory; return `x` and `memory` if no payload has a weight.
 
-        `everyone` is the weight of all clients; `scale` makes up for the division in line 11.
+        `everyone` is the sum of the weights of all clients. `scale` multiplies the mean update; it undoes the
+        division by K_i in line 11.
 
         >>> from cfedavg.compress import parse
         >>> from cfedavg.feedback import NoFeedback
@@ -120,6 +123,6 @@ class Aggregator:
         delta, feedback = self.feedback.receive(delta_tilde, memory.feedback, Weights(arrived, everyone))
         delta = delta if scale == 1 else scale * delta
         x_next, state = self.optimiser.step(x, delta, memory.optimiser, eta, t)
-        # A part of the user's may compute in another dtype; clients and files expect that of x.
+        # A user's feedback or optimiser may compute in another dtype; clients and files need the dtype of x.
         state = {name: cast_like(vector, x) for name, vector in state.items()}
         return cast_like(x_next, x), ServerMemory(None if feedback is None else cast_like(feedback, x), state)

@@ -1,16 +1,16 @@
-"""Channels: what each direction does with a vector. Lines 12 to 15 of Algorithm 1 are written here, once.
+"""Channels: how clients send updates up and how the server sends models down (Algorithm 1, lines 12 to 15).
 
-Simulation, protocol and Flower send updates up through a Channel and models down through a Downlink. A
-Channel holds a compressor and a feedback; the memory of the feedback goes in and comes out.
+A simulation and a Flower federation both use a Channel for updates and a Downlink for models. A Channel
+holds a compressor and a feedback; the feedback's memory is an argument and a result of each call.
 
-After its step the server sends C(x_next - w), where w is the copy of the model that every client trains from.
-Server and clients add it to w by the same operations, so all copies are equal bit for bit, and x - w is the
-server's residual. This is EF21 with the model x in the place of an update (EF21-P, Gruntkowska et al., 2023),
-so a Channel sends it.
+After its step the server sends C(x_next - w), where w is the model copy that every client trains from.
+Server and clients add C(x_next - w) to w by the same operations, so all model copies are equal bit for bit.
+x - w is the server's residual. This is EF21 with the model x in the place of an update (EF21-P, Gruntkowska
+et al., 2023).
 
-A compressor that rounds values keeps w on the grid of bf16. A client then stores and downloads w in 2 bytes
-a number; the rounding stays in x - w and is sent later. Where no value is rounded, w has the precision of x.
-A copy never holds -0: copies that compare equal then have equal bits.
+If the compressor rounds values, w is rounded to bf16 numbers. A client then stores and downloads w in 2 bytes
+a number; the rounding error stays in x - w and is sent later. Else w has the precision of x.
+A model copy never holds -0, so model copies that compare equal have equal bits.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from cfedavg.core.payload import Floats, Payload
 from cfedavg.feedback import EF21, Feedback
 
 T = TypeVar("T")
-SPIKE = 1024  # times the bound: float32 cannot subtract what is sent from a larger vector
-KEPT = 1024  # the most broadcasts that a server keeps; a client that missed older ones gets the whole model
+SPIKE = 1024  # the largest norm / `max_norm`; float32 is too coarse to send a larger vector in shares
+KEPT = 1024  # the most broadcasts that a server keeps; a client that missed an older one gets the whole model
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
 
 
 class TooLarge(ArithmeticError):
-    """The vector is so far above the bound that sending it in shares would never end."""
+    """The payload's norm is more than 1024 times `max_norm`: too large to be sent in shares."""
 
 
 class Outgoing(NamedTuple):
-    """What a channel makes of one vector."""
+    """The result of sending one vector, or one block of vectors, through a channel."""
 
-    p: Array  # what was to be sent
+    p: Array  # the vector before compression
     payload: Payload  # C(p)
     left: Array  # p - C(p)
-    memory: Array  # of the feedback, after it
+    memory: Array  # the feedback's next memory
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,12 @@ class Channel:
         shared: Array | None = None,
         max_norm: float = math.inf,
     ) -> Outgoing:
-        """Do lines 12 to 15 for one client, (d,), or for a block, (n, d), with a key for each.
+        """Return the payload of update `g` and the next memory (lines 12 to 15).
 
-        With `max_norm`, for one client only, no more than that norm is sent; the rest waits in its memory.
+        `g` has shape (d,) for one client with one key, or (n, d) for a block of n clients with n keys.
+        The payload's norm is at most `max_norm`, which is for one client only. The rest stays in the memory.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses what is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses NaN and Inf
             p = cast_like(self.feedback.outgoing(g, memory, shared), g)
         payload = self.compressor.compress(p, key, self.layout, t)
         if max_norm < math.inf:
@@ -89,10 +90,10 @@ class Channel:
         return Outgoing(p, payload, left, memory_next if memory_next is None else cast_like(memory_next, g))
 
     def _limit(self, p: Array, payload: Payload, key: int | Array, t: int, max_norm: float) -> Payload:
-        """Return the payload, or after a spike that of a share of p whose norm is at most `max_norm`."""
+        """Return `payload` if its norm is at most `max_norm`, else the payload of a share of p that fits."""
         sent, share = math.sqrt(norm2(values_of(payload))), 1.0
         if sent > SPIKE * max_norm:
-            raise TooLarge(f"it would send {sent:.3g}, and max_norm is {max_norm:.4g}")
+            raise TooLarge(f"the payload's norm {sent:.3g} exceeds {SPIKE} times `max_norm` {max_norm:.4g}")
         while sent > max_norm:
             share *= 0.99 * max_norm / sent
             payload = self.compressor.compress(share * p, key, self.layout, t)
@@ -100,13 +101,13 @@ class Channel:
         return payload
 
     def restore(self, memory: Array, payload: Payload) -> Array:
-        """Return the memory after a payload got lost."""
+        """Return the client's memory after `payload` was sent and got lost."""
         return self.feedback.restore(memory, payload)
 
 
 @dataclass(frozen=True)
 class _CopyFeedback(EF21):
-    """EF21 whose memory is the copy of a model; `rounds` keeps it on the grid of bf16."""
+    """EF21 whose memory is the model copy; with `rounds`, the model copy is rounded to bf16 numbers."""
 
     rounds: bool = False
 
@@ -115,34 +116,34 @@ class _CopyFeedback(EF21):
 
 
 def _to_grid(w: Array, rounds: bool) -> Array:
-    """Return w, rounded to bf16 if asked for, with 0 in the place of -0."""
+    """Return w with 0 in the place of -0; with `rounds`, rounded to bf16 numbers."""
     return (arrays.round_to_bf16(w) if rounds else w) + 0
 
 
 class Copies:
-    """What server and clients do to a copy of the model. `rounds` keeps it on the grid of bf16."""
+    """The operations on a model copy, for server and clients; with `rounds`, results are bf16 numbers."""
 
     def __init__(self, rounds: bool) -> None:
         self.rounds = rounds
 
     def first(self, x: Array) -> Array:
-        """Return the first copy of a model, which every client downloads whole."""
+        """Return the first copy of model x, which every client downloads whole."""
         return _to_grid(x, self.rounds)
 
     def size(self, w: Array) -> int:
-        """Return the bytes that a copy takes on a disk."""
+        """Return how many bytes model copy w takes on disk."""
         return len(w) * (2 if self.rounds else w.dtype.itemsize)
 
     def receive(self, w: Array, payload: Payload) -> Array:
-        """Return the next copy, after a broadcast."""
+        """Return the model copy after w, given the payload of a broadcast."""
         return cast_like(_to_grid(plus(w, payload), self.rounds), w)
 
     def whole(self, w: Array) -> Payload:
-        """Return the copy as a payload of all coordinates."""
+        """Return a payload with all coordinates of model copy w."""
         return Payload(len(w), len(w) * arange(2, w), None, self._values(w))
 
     def changed(self, w: Array, at: Array) -> Payload:
-        """Return the values that the copy has at these coordinates."""
+        """Return a payload with the values of model copy w at the coordinates `at`."""
         return Payload(len(w), len(at) * arange(2, w), at, self._values(w[at]))
 
     def _values(self, w: Array) -> Floats:
@@ -151,7 +152,7 @@ class Copies:
         return Floats(w, FLOATS[dtype_of(w)])
 
     def change(self, w: Array, payload: Payload) -> Array:
-        """Return the copy with the values of a payload that `whole` or `changed` made."""
+        """Return model copy w with the values of `payload`, which `whole` or `changed` made."""
         values = cast_like(values_of(payload), w)
         if payload.indices is None:
             return values
@@ -162,7 +163,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Downlink(Copies):
-    """A compressor for the broadcast of models of one layout.
+    """The server's sender: a compressor for the broadcasts of models of one layout.
 
     >>> import numpy as np
     >>> from cfedavg.compress import parse
@@ -177,16 +178,16 @@ class Downlink(Copies):
 
     @property
     def rounds(self) -> bool:  # type: ignore[override]
-        """Whether the compressor rounds values, and so the copy lies on the grid of bf16."""
+        """Whether the compressor rounds values; if so, model copies are rounded to bf16 numbers."""
         return self.compressor.rounds
 
     def send(self, x: Array, w: Array, key: int | Array, t: int = 0) -> Outgoing:
-        """Compress x - w; the memory of the result is the next copy."""
+        """Return the broadcast of model x minus model copy w; its `memory` is the next model copy."""
         return Channel(self.compressor, _CopyFeedback(self.rounds), self.layout).send(x, w, key, t)
 
 
 def make_downlink(compressor: Compressor, layout: Layout) -> Downlink | None:
-    """Return the downlink with this compressor; None for `none`: x itself is broadcast, without a copy."""
+    """Return the downlink with this compressor; None if it is `none`, since x itself is then broadcast."""
     if compressor.quantiser is None and isinstance(compressor.selector, Everything):
         return None
     return Downlink(compressor, layout)
@@ -199,10 +200,11 @@ def choose_download(
     changes: Callable[[], T | None],
     length: Callable[[T], int],
 ) -> T:
-    """Return the shortest download of a model of d numbers.
+    """Return the shortest of three downloads of a model of d numbers: chain, whole model or changed values.
 
-    `chain` holds the missed broadcasts, if the server has all of them. The whole model and the changed values
-    are made only if the chain takes more than 2 bits a number.
+    `chain` holds the broadcasts that the client missed; None if the server no longer has all of them. The
+    whole model and the changed values are made only if the chain takes more than 2 bits a number. `length`
+    gives the bytes of a download.
     """
     if chain is not None and 4 * length(chain) <= d:
         return chain
@@ -211,5 +213,5 @@ def choose_download(
 
 
 def may_be_shorter(changed: int, d: int) -> bool:
-    """Return whether `changed` of d values may take fewer bytes than the whole model."""
+    """Return whether a payload of `changed` values may be shorter than one of all d values."""
     return 4 * changed <= 3 * d

@@ -1,21 +1,21 @@
 """Feedback: what clients and server remember so that compression loses little or nothing over time.
 
-A feedback is a set of pure functions. Those of the client, around the compressor C:
+A feedback is a set of pure functions. The client calls these around the compressor C:
 
-    x_0    = start(x, memory, shared)              where its local steps begin
-    p      = outgoing(g, memory, shared)           line 12: what it wants to send
-    left   = p - C(p)                              what the compressor could not send
+    x_0    = start(x, memory, shared)              the point where local steps begin
+    p      = outgoing(g, memory, shared)           line 12: the vector to compress
+    left   = p - C(p)                              what the compressor did not send
     memory_next = remember(left, C(p), memory)     line 15
-    memory = restore(memory, C(p))                 if the reply gets lost after all
+    memory = restore(memory, C(p))                 if the reply got lost
 
-and those of the server, around the average:
+The server calls these around the average:
 
     delta, memory_next = receive(mean of C(p), memory, weights)
-    shared = broadcast(memory)                     what travels to the clients beside the model
+    shared = broadcast(memory)                     what the server broadcasts beside the model
 
-`memory` is one vector, or a block of vectors with a client in front; None where a feedback keeps none.
-Arrays may be of NumPy or of torch. Each feedback states its law: an equation that holds however many replies
-get lost. `imbalance` is the difference that is zero by the law; the tests of faults compute it.
+`memory` is a vector (d,), or a block (n, d) of n clients; None if the feedback keeps no memory.
+Arrays may be NumPy arrays or torch tensors. Each feedback states its law: an equation that holds even if
+replies get lost. `imbalance` is the vector that is zero by the law; tests with lost replies compute it.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from cfedavg.core.payload import Payload
 
 
 class Weights(NamedTuple):
-    """The weights of a round: of the clients whose payloads arrived, and of all clients."""
+    """The weights of a round: the sum over clients whose payloads arrived, and the sum over all clients."""
 
     arrived: float
     everyone: float
 
 
 class Books(NamedTuple):
-    """The terms of a law, for one client: sums over all of its rounds, and its present memory."""
+    """The terms of a feedback's law for one client: sums over all rounds, and the client's present memory."""
 
-    computed: Array  # updates g
-    applied: Array  # decompressed payloads that are in the server's model
-    pending: Array  # its last payload, while nobody knows whether that is in the model
-    forgone: Array  # what `remember` gave up for good
+    computed: Array  # the sum of the updates g
+    applied: Array  # the sum of the decompressed payloads that are in the server's model
+    pending: Array  # the last payload, if the client does not know whether it is in the model
+    forgone: Array  # the sum of what `remember` dropped for good
     memory: Array
 
 
 class Feedback(Part):
-    """What is remembered around a compressor. A new one overrides what it does differently from `none`."""
+    """The base class of feedbacks. A method that a subclass does not override acts as in `none`."""
 
     law: ClassVar[str] = ""
-    # Whether the server's memory is the sum of the clients' memories: then none may be rounded or lost.
+    # Whether the server's memory is the sum of the clients' memories; if so, none may be rounded or lost.
     mirrors_clients: ClassVar[bool] = False
 
     @property
     def moves_start(self) -> bool:
-        """Whether clients begin elsewhere than at the broadcast model."""
+        """Whether clients begin their local steps elsewhere than at the broadcast model."""
         return type(self).start is not Feedback.start
 
     @property
     def keeps_client_memory(self) -> bool:
-        """Whether each client has a memory."""
+        """Whether each client keeps a memory between rounds."""
         return type(self).remember is not Feedback.remember
 
     @property
     def keeps_server_memory(self) -> bool:
-        """Whether the server has a memory."""
+        """Whether the server keeps a memory between rounds."""
         return type(self).receive is not Feedback.receive
 
     @property
@@ -74,31 +74,31 @@ class Feedback(Part):
         return type(self).broadcast is not Feedback.broadcast
 
     def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
-        """Return where the local steps begin, given the model x that was broadcast."""
+        """Return the point where a client's local steps begin, given the broadcast model x."""
         return x
 
     def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
-        """Return p, which is to be compressed, from the local update g."""
+        """Return p, the vector to compress, from a client's update g."""
         return g
 
     def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
-        """Return the client's next memory, after C(p) = `sent` with `left` = p - C(p)."""
+        """Return the client's next memory, where `sent` is C(p) and `left` is p - C(p)."""
         return memory
 
     def restore(self, memory: Array, sent: Payload) -> Array:
-        """Return the client's memory as if `sent`, which got lost, had not been sent."""
+        """Return the client's memory after the payload `sent` got lost: `memory` without that sending."""
         return memory
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
-        """Return the server's update and its next memory, from the mean of what arrived."""
+        """Return the server's update and its next memory, from the mean of the payloads that arrived."""
         return mean_sent, memory
 
     def broadcast(self, memory: Array | None) -> Array | None:
-        """Return what the broadcast carries beside the model; None for nothing."""
+        """Return the vector that the server broadcasts beside the model, or None."""
         return None
 
     def forgone(self, left: Array) -> Array:
-        """Return the part of p - C(p) that is given up for good."""
+        """Return the part of `left`, p - C(p), that is never sent later."""
         return 0 * left
 
     def imbalance(self, books: Books) -> Array:
@@ -108,7 +108,7 @@ class Feedback(Part):
 
 @dataclass(frozen=True)
 class NoFeedback(Feedback):
-    """Forgets what could not be sent."""
+    """Forgets what the compressor did not send."""
 
     name: ClassVar[str] = "none"
     law: ClassVar[str] = "nothing is remembered: what is not sent at once, or gets lost, is gone"
@@ -122,10 +122,11 @@ class NoFeedback(Feedback):
 
 @dataclass(frozen=True)
 class ErrorFeedback(Feedback):
-    """Adds what could not be sent to the next update; with `decay` below 1 it fades.
+    """Keeps what was not sent in a residual and adds it to the next update; `decay` shrinks the residual.
 
-    p = g + e and e_next = decay * (p - C(p)), lines 12 and 15 of Algorithm 1 for decay = 1. A decay keeps a
-    residual from growing, and books (1 - decay) (p - C(p)) as forgone in every round. Channel has an example.
+    p = g + e and e_next = decay * (p - C(p)). With decay = 1 these are lines 12 and 15 of Algorithm 1. A
+    decay below 1 keeps the residual e from growing, and drops (1 - decay) (p - C(p)) for good in every round.
+    Channel has an example.
     """
 
     name: ClassVar[str] = "ef"
@@ -154,10 +155,10 @@ class ErrorFeedback(Feedback):
 
 @dataclass(frozen=True)
 class EF21(Feedback):
-    """Sends the change of the update: client and server both keep h, the last update as the server knows it.
+    """Sends the difference of a client's update and h, the estimate of it that client and server both keep.
 
-    p = g - h, h_next = h + C(p); the server's update is the mean of all clients' h, also of those that were
-    silent in this round. A payload that gets lost is subtracted again (Richtarik et al., 2021).
+    p = g - h and h_next = h + C(p). The server's update is the mean of h over all clients, including those
+    that sent nothing in this round. If a payload gets lost, it is subtracted from h (Richtarik et al., 2021).
 
     >>> import numpy as np
     >>> from cfedavg.compress import parse
@@ -183,7 +184,7 @@ class EF21(Feedback):
         return minus(memory, sent)
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
-        """Return the mean of all h, and their sum: a mean in memory would be wrong after a client joins."""
+        """Return the mean and the sum of h over all clients; the sum stays right when a client joins."""
         total = weights.arrived * mean_sent
         total = total if memory is None else memory + total
         return total / weights.everyone, total

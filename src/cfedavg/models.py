@@ -1,4 +1,4 @@
-"""The paper's models, and small ones. Each is a factory (input shape, classes) -> nn.Module."""
+"""The paper's models and two small ones, each a function (input shape, number of classes) -> nn.Module."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Shape = tuple[int, ...]
 
 
 def cnn(shape: Shape, classes: int) -> nn.Module:
-    """Build Table 1 of the paper: two 5x5 convolutions with pooling, 512 hidden units (582,026 on MNIST).
+    """Build the CNN of the paper's Table 1: two 5x5 convolutions with pooling, then 512 hidden units.
 
     >>> sum(p.numel() for p in cnn((1, 28, 28), 10).parameters())
     582026
     """
     channels, height, width = shape
     if min(height, width) < 16:
-        raise InputError(f"`model` cnn needs images of at least 16x16, got {height}x{width}")
+        raise InputError(f"`model` cnn needs images of at least 16x16 pixels, got {height}x{width}")
     features = 64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -34,7 +34,7 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
 
 
 def mlp(shape: Shape, classes: int) -> nn.Module:
-    """Build a network with one hidden layer of 64."""
+    """Build a network with one hidden layer of 64 units."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 64), nn.ReLU(), nn.Linear(64, classes))
 
 
@@ -44,7 +44,7 @@ def linear(shape: Shape, classes: int) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut."""
+    """A residual block: two 3x3 convolutions and a shortcut from input to output."""
 
     def __init__(self, inside: int, outside: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def _resnet18(shape: Shape, classes: int, norm: Callable[[int], nn.Module]) -> n
 
 
 def resnet18(shape: Shape, classes: int) -> nn.Module:
-    """Build ResNet-18 with the CIFAR stem and batch norm. 11,173,962 parameters for 3 channels, 10 classes.
+    """Build ResNet-18 with batch norm; the first convolution is 3x3, as is usual for CIFAR images.
 
     >>> sum(p.numel() for p in resnet18((3, 32, 32), 10).parameters())
     11173962
@@ -80,7 +80,7 @@ def resnet18(shape: Shape, classes: int) -> nn.Module:
 
 
 def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
-    """Build ResNet-18 with group norm (32 groups), which has no buffers to average."""
+    """Build ResNet-18 with group norm (32 groups) instead of batch norm, so no buffers are averaged."""
     return _resnet18(shape, classes, lambda channels: nn.GroupNorm(32, channels))
 
 
@@ -94,10 +94,13 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 
 
 def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
-    """Return the model that a name or a user's `module:factory` gives; its weights are drawn on the CPU."""
+    """Return the model that `name` names: one of MODELS or a user's `module:factory`.
+
+    The initial weights are drawn on the CPU from `seed`.
+    """
     factory = load(name, "model") if ":" in name else MODELS.get(name)
     if factory is None:
-        raise InputError(f"`model`: unknown model {name!r}; there are {', '.join(MODELS)} and module:factory")
+        raise InputError(f"`model` must be {', '.join(MODELS)} or module:factory, got {name!r}")
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, nn.Module)):
         raise InputError(f"`model`: {name} must be a function of (shape, classes) or a torch.nn.Module class")
     with torch.random.fork_rng(devices=[]):
@@ -107,5 +110,5 @@ def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
         except TypeError as error:
             raise InputError(f"`model`: {name} must be a function of (shape, classes): {error}") from None
     if not isinstance(model, nn.Module):
-        raise InputError(f"`model`: {name} gave {type(model).__name__}, not a torch.nn.Module")
+        raise InputError(f"`model`: {name} must return a torch.nn.Module, got {type(model).__name__}")
     return model

@@ -1,4 +1,4 @@
-"""Schedules: eta_L at round t, eta, and K_i of each client and round."""
+"""Schedules: the local rate eta_L of each round, the global rate eta, and each client's local steps K_i."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 
 @dataclass(frozen=True)
 class Setting:
-    """What a schedule may use: the user's eta_L, T, K, K_min, clients a round, L.
+    """The facts that a schedule may use: the user's eta_L, T rounds, K, K_min, m clients a round, and L.
 
-    K is None where clients differ. K_min, the least K_i, is None where it is not known beforehand.
+    K, the number of local steps, is None if clients differ in it. K_min is the least K_i; None if it is not
+    known before the run. L is the smoothness constant.
     """
 
     eta_local: float
@@ -30,22 +31,22 @@ class Setting:
 
 
 class Schedule:
-    """The rates of a run. A new one needs `eta_local`."""
+    """The base class of schedules. A subclass must define `eta_local`."""
 
-    update: str | None = None  # the value of `update` that the rates are stated for
+    update: str | None = None  # the value of the option `update` that the schedule's rates assume
 
     def eta_local(self, t: int, s: Setting) -> float:
-        """Return eta_L at round t."""
+        """Return eta_L, the local rate, in round t."""
         raise NotImplementedError
 
     def eta(self, s: Setting) -> float | None:
-        """Return the global rate that goes with eta_L, if any."""
+        """Return the global rate that the schedule prescribes, or None."""
         return None
 
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """eta_L at every round."""
+    """The same local rate eta_L in every round."""
 
     def eta_local(self, t: int, s: Setting) -> float:
         return s.eta_local
@@ -53,7 +54,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Decaying(Schedule):
-    """eta_L / sqrt(1 + t/a)."""
+    """A local rate that falls with round t: eta_L / sqrt(1 + t/a)."""
 
     a: float = 1.0
 
@@ -66,7 +67,7 @@ class Decaying(Schedule):
 
 @dataclass(frozen=True)
 class Corollary1(Schedule):
-    """eta_L = 1/(sqrt(T) K L), eta = sqrt(K m): linear speedup with a constant rate."""
+    """The rates of Corollary 1, equal in all T rounds: eta_L = 1/(sqrt(T) K L), eta = sqrt(K m)."""
 
     update = "sum"
 
@@ -79,7 +80,7 @@ class Corollary1(Schedule):
 
 @dataclass(frozen=True)
 class Corollary2(Corollary1):
-    """eta_L = 1/(sqrt(t + a) K L), eta = sqrt(K m): anytime, T need not be known."""
+    """The rates of Corollary 2 for any number of rounds: eta_L = 1/(sqrt(t + a) K L), eta = sqrt(K m)."""
 
     a: float = 1.0
 
@@ -92,9 +93,10 @@ class Corollary2(Corollary1):
 
 @dataclass(frozen=True)
 class Corollary3(Schedule):
-    """eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m): clients do different K_i, and K_min is the least.
+    """The rates of Corollary 3 for clients that differ in K_i: eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m).
 
-    K_min comes from the plan; k_min gives it where the plan does not know it, or sets a lower one.
+    K_min is the least K_i. `k_min`, if given, is used instead; it is needed if K_min is not known before the
+    run, and must be at most K_min.
     """
 
     update = "mean"
@@ -112,7 +114,7 @@ class Corollary3(Schedule):
         if k_min is None:
             raise InputError(
                 "`schedule` corollary3 must name the least number of local steps of a client, as in "
-                "corollary3(k_min=5): with `deadline` and no `steps_per_second` it is not known"
+                "corollary3(k_min=5): a `deadline` without `steps_per_second` does not determine it"
             )
         if s.K_min is not None and k_min > s.K_min:
             raise InputError(
@@ -127,7 +129,7 @@ SCHEDULES: dict[str, Any] = {each.__name__.lower(): each for each in _ALL}
 
 
 def build_schedule(text: str) -> Schedule:
-    """Return the schedule that the text of a configuration names."""
+    """Return the schedule that a text such as `decaying(a=10)` names."""
     made: Schedule = build(text, SCHEDULES, Schedule, "schedule", trust=True)
     return made
 
@@ -145,19 +147,20 @@ def _smoothness(s: Setting, schedule: Schedule) -> float:
 def _equal_K(s: Setting, schedule: Schedule) -> int:
     if s.K is None:
         raise InputError(
-            f"`schedule` {type(schedule).__name__.lower()} needs the same K for all clients; "
-            "for different ones use corollary3"
+            f"`schedule` {type(schedule).__name__.lower()} needs the same number of local steps for all "
+            "clients; if clients differ, use corollary3"
         )
     return s.K
 
 
-UNKNOWN = 2**53  # K of a real client with a deadline, whose speed is not known beforehand
+UNKNOWN = 2**53  # stands for K_i of a real client with a deadline: its speed is not known before the run
 
 
 class Steps:
-    """K_i for each client and round: fixed, drawn from a range, one per client, by epochs or by a deadline.
+    """The number of local steps K_i of each client and round, as the configuration says.
 
-    `samples` are the sizes of the clients' data sets; `speed[i]` is in steps per second.
+    K_i is fixed, given per client, drawn from a range, or follows from epochs or from a deadline.
+    `samples[i]` is the size of client i's data set; `speed[i]` is in steps per second.
     """
 
     def __init__(self, config: Config, samples: list[int], speed: list[float]) -> None:
@@ -168,13 +171,13 @@ class Steps:
             per_epoch = [math.ceil(n / config.batch_size) for n in samples]
             self._fixed = [config.local_epochs * steps for steps in per_epoch]
         elif config.deadline is not None:
-            # A hair more, since 0.29 s at 100 steps a second is 28.999999999999996 in floating point.
+            # The factor makes up for rounding: 0.29 s at 100 steps a second is 28.999999999999996 steps.
             self._fixed = [math.floor(min(config.deadline * s * (1 + 1e-12), UNKNOWN)) for s in speed]
         elif self._range is not None and self._range.each:
             self._fixed = [int(k) for k in self._range.each]
 
     def at(self, t: int, client: int) -> int:
-        """Return K_i of a client in round t."""
+        """Return the number of local steps that a client does in round t."""
         if self._fixed:
             return self._fixed[client]
         assert self._range is not None
@@ -183,13 +186,13 @@ class Steps:
 
     @property
     def equal(self) -> int | None:
-        """K, where all clients do the same number of steps by construction; else None."""
+        """The number of local steps if all clients do the same number in every round, else None."""
         low, high = self.bounds
         return low if low == high < UNKNOWN else None
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the largest K_i that there can be."""
+        """The least and the largest number of local steps that any client can do in any round."""
         if self._fixed:
             return min(self._fixed), max(self._fixed)
         assert self._range is not None
@@ -197,13 +200,13 @@ class Steps:
 
     @property
     def least(self) -> int | None:
-        """The least K_i of the clients that do any steps; None if it is not known beforehand."""
+        """The least K_i among clients with at least one step; None if it is not known before the run."""
         low = min((K for K in self._fixed if K > 0), default=self.bounds[0])
         return low if low < UNKNOWN else None
 
     @property
     def mean(self) -> float:
-        """The mean K of the clients that do any steps."""
+        """The mean K_i over clients with at least one step."""
         if self._fixed:
             busy = [K for K in self._fixed if K > 0]
             return sum(busy) / len(busy)
@@ -213,9 +216,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Rates:
-    """The schedule, the update and the global rate of a configuration.
+    """The learning rates of a run: a schedule with its setting, the kind of update, and the global rate eta.
 
-    The mean update is multiplied by `scale` before the server optimiser sees it.
+    The server multiplies the mean update by `scale` before the step of its optimiser.
     """
 
     schedule: Schedule
@@ -225,16 +228,20 @@ class Rates:
     scale: float = 1.0
 
     def eta_local(self, t: int) -> float:
-        """Return eta_L at round t."""
+        """Return eta_L, the local rate, in round t."""
         return self.schedule.eta_local(t, self.setting)
 
 
 def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates:
-    """Return the rates: line 10 where all K are equal, else line 11, whose eta undoes the division by K."""
+    """Return the rates of a run; refuse options that contradict each other.
+
+    If `update` is auto, it becomes sum (line 10) if all K_i are equal, else mean (line 11). With mean, the
+    default eta or `scale` undoes the division by K_i.
+    """
     optimiser = SERVER_OPTIMISERS.parse(config.server_optimiser)
     schedule = build_schedule(config.schedule)
     if steps.bounds[1] == 0:
-        raise InputError("`deadline` leaves no client time for one step: make it longer")
+        raise InputError("`deadline` must give at least one client time for one local step; make it longer")
     setting = Setting(
         config.eta_local, config.rounds, steps.equal, steps.least, clients_per_round, config.smoothness
     )
@@ -243,13 +250,12 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
         update = schedule.update or ("sum" if steps.equal is not None else "mean")
     if schedule.update not in (None, update):
         raise InputError(
-            f"`update` must be {schedule.update}, for which `schedule` {config.schedule} states its rates, "
-            f"got {update}"
+            f"`update` must be {schedule.update}, since `schedule` {config.schedule} assumes it, got {update}"
         )
-    schedule.eta_local(0, setting)  # says at once what a corollary is missing
+    schedule.eta_local(0, setting)  # raises now if the schedule needs an option that is not given
     if schedule.eta(setting) and not isinstance(optimiser, ServerSGD):
         raise InputError(
-            f"`server_optimiser` must be sgd with `schedule` {config.schedule}, which sets its rate, "
+            f"`server_optimiser` must be sgd, since `schedule` {config.schedule} sets the rate of sgd, "
             f"got {optimiser}"
         )
     K = 1.0 if update == "sum" else steps.mean

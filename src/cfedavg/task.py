@@ -1,4 +1,4 @@
-"""Task: what is learned. A model, a loss, each client's data, and the metric of the result."""
+"""Task: a model, a loss, the data of each client, and a metric for the evaluation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _FORMS = (
 
 
 class Samples(Protocol):
-    """A data set as the clients read it: its size, and the batch of the samples at `rows`.
+    """The interface of a data set: `len` gives its size, and `batch(rows)` the samples at `rows`.
 
-    A data set whose samples never change may have an attribute `fixed = True`: a GPU then keeps them.
+    If its samples never change, a data set may have an attribute `fixed = True`; a GPU then keeps them.
     """
 
     def __len__(self) -> int: ...
@@ -40,13 +40,16 @@ class Samples(Protocol):
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the default loss of a batch (inputs, labels)."""
+    """Return the mean cross-entropy of a batch (inputs, labels); this is the default loss."""
     inputs, labels = batch
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
 def accuracy(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the default metric: for each sample of (inputs, labels), 1 if the label is right, else 0."""
+    """Return 1 for each sample of (inputs, labels) that the model classifies right, else 0.
+
+    This is the default metric.
+    """
     inputs, labels = batch
     right: Tensor = model(inputs).argmax(-1) == labels
     return right.float()
@@ -54,17 +57,17 @@ def accuracy(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned, by whom, from what.
+    """A learning task: the model, the data of each client, the test data, the loss and the metric.
 
-    `clients` holds one data set per client, and `test` one for the evaluation. Each of them is either tensors
-    of equal length (one, a tuple, a dict, nested as you like: a batch has the same structure), or a torch
+    `clients` holds one data set per client, and `test` one for the evaluation. A data set is tensors of equal
+    length (one, a tuple, a dict, or a nesting of these; a batch has the same structure), or a torch
     `Dataset`, or an object with `__len__` and `batch(rows)`.
-    `loss(model, batch)` gives the mean loss of a batch; `metric(model, batch)` a number for each sample, or
-    one for the batch. The metric is recorded as `test_` and its name.
-    `test_parts[i]`, if given, are the rows of `test` that belong to client i. A run prints `note` as it
-    starts. Reports call the task `name`. `version` stands for the data in the fingerprint. Give one if the
-    data depend on the seed, so that reports still group runs with different seeds; or if the data are drawn
-    at random as they are read, since only their class and size would count.
+    `loss(model, batch)` gives the mean loss of a batch. `metric(model, batch)` gives a number for each
+    sample, or one number for the batch. The metric is recorded under `test_` and the function's name.
+    `test_parts[i]`, if given, lists the rows of `test` that belong to client i. A run prints `note` at its
+    start. Reports call the task `name`. `version`, if given, replaces the data in the fingerprint. Give a
+    version if the data depend on the seed: reports then group runs that differ in the seed. Also give a
+    version if samples change at random when they are read: else only their class and number count.
 
     >>> task = Task(nn.Linear(2, 3), clients=[(torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]))] * 5)
     >>> len(task.clients), len(task.clients[0]), task.name
@@ -101,23 +104,23 @@ class Task:
 
     @property
     def metric_name(self) -> str:
-        """The name under which the metric is recorded, after `test_`."""
+        """The name of the metric's column, without `test_`."""
         name: str = getattr(self.metric, "__name__", "metric")
         return name if name.isidentifier() and name != "loss" else "metric"
 
     @cached_property
     def prints(self) -> tuple[str, str]:
-        """The fingerprints of the model (with loss and metric) and of the data, equal in any process."""
+        """The fingerprint of the model, loss and metric, and the fingerprint of the data."""
         return fingerprint_model(self.model, self.loss, self.metric), fingerprint_content(self, self.version)
 
     @property
     def fingerprint(self) -> str:
-        """A text that is equal for the same model, loss, metric and data; weights do not count."""
+        """A text that is equal for tasks of equal model, loss, metric and data; weights do not count."""
         return "-".join(self.prints)
 
 
 class Tensors:
-    """Tensors with a common first axis, in any nesting of tuples, lists and dicts."""
+    """A data set of tensors of equal length, in any nesting of tuples, lists and dicts."""
 
     fixed = True
 
@@ -126,12 +129,12 @@ class Tensors:
         leaves = tree_flatten(tree)[0]
         for leaf in leaves:
             if not isinstance(leaf, Tensor | np.ndarray) or not leaf.ndim:
-                raise InputError(f"{where} holds {_kind(leaf)}: it must be {_FORMS}")
+                raise InputError(f"{where} must be {_FORMS}; it holds {_kind(leaf)}")
             if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
-                raise InputError(f"{where} holds an array of {leaf.dtype}: it must be one of numbers")
+                raise InputError(f"{where} must hold arrays of numbers, got an array of {leaf.dtype}")
         sizes = {len(leaf) for leaf in leaves}
         if len(sizes) != 1:
-            raise InputError(f"{where} holds tensors that differ in length: {sorted(sizes)}")
+            raise InputError(f"{where} must hold tensors of equal length, got lengths {sorted(sizes)}")
         self._size = sizes.pop()
 
     def __len__(self) -> int:
@@ -143,7 +146,7 @@ class Tensors:
 
 
 class Collated:
-    """A map-style torch Dataset, collated as torch's DataLoader would."""
+    """A data set over a map-style torch Dataset; batches are collated as torch's DataLoader does."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -156,7 +159,10 @@ class Collated:
 
 
 def as_samples(data: Any, where: str = "a data set") -> Samples:
-    """Return data of any form that Task takes as Samples."""
+    """Return a data set with `__len__` and `batch(rows)`, made from data in any form that Task accepts.
+
+    `where` names the data in an error.
+    """
     if hasattr(data, "batch") and hasattr(data, "__len__"):
         samples: Samples = data
         return samples
@@ -164,12 +170,12 @@ def as_samples(data: Any, where: str = "a data set") -> Samples:
     if isinstance(data, Dataset) and sized:
         return Collated(data)
     if isinstance(data, Dataset | DataLoader):
-        raise InputError(f"{where} is {_kind(data)}: it must be {_FORMS}, from which a run draws batches")
+        raise InputError(f"{where} must be {_FORMS}, got {_kind(data)}")
     return Tensors(data, where)
 
 
 def fingerprint_content(task: Task, version: str = "") -> str:
-    """Return the fingerprint of a task's data; a version, if given, stands for them."""
+    """Return the fingerprint of a task's data; `version`, if given, is hashed in their place."""
     samples = [*task.clients, *([task.test] if task.test is not None else [])]
     given = [
         each.dataset if isinstance(each, Collated) else each.tree if isinstance(each, Tensors) else each
@@ -179,7 +185,7 @@ def fingerprint_content(task: Task, version: str = "") -> str:
 
 
 def wrap_errors(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
-    """Return the function with its errors turned into an InputError that begins with `what`."""
+    """Return a function that calls `call` and turns its errors into an InputError beginning with `what`."""
 
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Found:
         try:
@@ -193,7 +199,7 @@ def wrap_errors(call: Callable[Given, Found], what: str) -> Callable[Given, Foun
 
 
 def check_number(value: Any) -> None:
-    """Raise an InputError if a loss is not a tensor of one real number."""
+    """Raise an InputError if a loss is not a 0-D tensor of real numbers."""
     if not isinstance(value, Tensor) or value.dim() or value.is_complex():
         complex_ = " of complex numbers" if isinstance(value, Tensor) and value.is_complex() else ""
         raise InputError(
@@ -203,22 +209,22 @@ def check_number(value: Any) -> None:
 
 
 def check_loss(value: Any) -> None:
-    """Raise an InputError if a loss is not one number with a gradient."""
+    """Raise an InputError if a loss is not a 0-D tensor with a gradient."""
     check_number(value)
     if not value.requires_grad:
         raise InputError(
-            "Task.loss returns a number without a gradient, so nothing would be trained: it must use the "
-            "model, and neither `detach`, `item` nor `torch.no_grad`"
+            "Task.loss must return a number with a gradient, got one without; compute it from the model's "
+            "output, without `detach`, `item` or `torch.no_grad`"
         )
 
 
 def check_labels(task: Task, batch: Batch) -> None:
-    """Raise an InputError if the default loss cannot take a batch."""
+    """Raise an InputError if the task's loss is the default one and does not fit the batch."""
     if task.loss is not cross_entropy:
         return
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         raise InputError(
-            "Task.clients: cross_entropy, the default loss, needs data of the form (inputs, labels); "
+            "Task.clients must hold data of the form (inputs, labels) for the default loss, cross_entropy; "
             "give such data, or your own loss as Task.loss"
         )
     labels = batch[1]
@@ -226,26 +232,26 @@ def check_labels(task: Task, batch: Batch) -> None:
     if labels.dtype not in (torch.int64, torch.uint8) and not shares:
         kind = str(labels.dtype).removeprefix("torch.")
         raise InputError(
-            f"Task.clients: the labels are {kind}, but cross_entropy, the default loss, needs class numbers "
-            "(int64): give `labels.long()`"
+            "Task.clients must hold class numbers (int64) as labels for the default loss, cross_entropy, "
+            f"got {kind}; give `labels.long()`"
         )
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        hint = ": call it first" if callable(model) else ""
+        hint = "; call it and give the result" if callable(model) else ""
         raise InputError(f"Task.model must be a torch.nn.Module, got {_kind(model)}{hint}")
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
-        raise InputError(f"Task.model has no shape for {lazy[0]!r} yet: call it once on a batch first")
+        raise InputError(f"Task.model has a lazy parameter {lazy[0]!r}; call the model on a batch first")
     if not any(p.requires_grad for p in model.parameters()):
-        raise InputError("Task.model has no trainable parameter")
+        raise InputError("Task.model must have at least one trainable parameter, got none")
     for name, p in model.named_parameters():
         if p.is_complex():
             raise InputError(
-                f"Task.model has complex numbers in {name!r}: keep them as pairs (torch.view_as_real)"
+                f"Task.model must have real parameters, got complex {name!r}; use torch.view_as_real"
             )
         if p.is_meta:
-            raise InputError(f"Task.model has no values in {name!r}, which is on the meta device")
+            raise InputError(f"Task.model must have values in all parameters; {name!r} is on the meta device")
 
 
 def _client_samples(clients: Any) -> list[Samples]:
@@ -263,17 +269,20 @@ def _client_samples(clients: Any) -> list[Samples]:
 
 def _check_parts(parts: Sequence[Any], test: Samples | None) -> None:
     if test is None:
-        raise InputError("Task.test_parts needs Task.test, whose rows it deals out")
+        raise InputError("Task.test_parts needs Task.test; give the test data too")
     for i, rows in enumerate(parts):
         found = np.asarray(rows)
         if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-            raise InputError(f"Task.test_parts[{i}] must be rows of Task.test: a list of whole numbers")
+            raise InputError(f"Task.test_parts[{i}] must be a list of whole numbers, the rows of Task.test")
         if found.size and not 0 <= found.min() <= found.max() < len(test):
-            raise InputError(f"Task.test_parts[{i}] must hold rows from 0 to {len(test) - 1} of Task.test")
+            raise InputError(
+                f"Task.test_parts[{i}] must hold rows of Task.test from 0 to {len(test) - 1}, "
+                f"got {found.min()} to {found.max()}"
+            )
 
 
 def _kind(value: Any) -> str:
-    """Describe a value for an error: the class Net, a tensor of shape [2, 3]."""
+    """Return a description of a value for an error: "the class Net", "a tensor of shape [2, 3]"."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, Tensor | np.ndarray):

@@ -1,7 +1,8 @@
-"""The quantities of the paper's theorems: alpha, h, the conditions on the rates, the bounds.
+"""The quantities of the paper's theorems: h, the conditions on the learning rates, and the bounds.
 
-gamma is an SNR (Definition 1), alpha = mean|g_i|^2 / |mean g_i|^2 says how much the clients disagree, and
-h bounds the residual by the update (Lemma 1). L, sigma_L, sigma_G are the constants of Assumptions 1 to 3.
+gamma is the SNR of the compressor (Definition 1). alpha = mean|g_i|^2 / |mean g_i|^2 measures how much the
+clients' updates differ. h is a bound on |residual|^2 / |update|^2 (Lemma 1). L, sigma_L and sigma_G are the
+constants of Assumptions 1 to 3.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = [
 
 
 def h(gamma: float, alpha: float) -> float:
-    """Return Lemma 1's factor at its best epsilon, 1/sqrt(gamma): alpha / (sqrt(gamma) - 1)^2.
+    """Return the factor h of Lemma 1, alpha / (sqrt(gamma) - 1)^2, for the best epsilon, 1/sqrt(gamma).
 
     >>> h(4.0, 1.0), h(math.inf, 3.0), h(1.0, 1.0)
     (1.0, 0.0, inf)
@@ -28,7 +29,7 @@ def h(gamma: float, alpha: float) -> float:
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition on the rates, written as value <= limit (or value < limit)."""
+    """One condition on the learning rates: value <= limit, or value < limit if `strict`."""
 
     text: str
     value: float
@@ -44,7 +45,9 @@ class Condition:
 def rate_conditions(
     eta_L: float, eta: float, K: float, L: float, gamma: float, alpha: float, update: str
 ) -> tuple[Condition, Condition, Condition]:
-    """Return the three conditions of Theorems 1 and 2 (`sum`), or of Theorem 3 (`mean`, K the largest K_i).
+    """Return the three conditions on the rates: of Theorems 1 and 2 if `update` is "sum", else of Theorem 3.
+
+    If `update` is "mean", K is the largest K_i.
 
     >>> [c.holds for c in rate_conditions(0.001, 1.0, 10, 1.0, gamma=4.0, alpha=1.0, update="sum")]
     [True, True, True]
@@ -60,13 +63,13 @@ def rate_conditions(
 
 
 def descent(eta_L: float, L: float, mean_K2: float) -> float:
-    """Return the largest constant c of the theorems, 1/2 - 15 eta_L^2 L^2 mean(K_i^2); must be above 0."""
+    """Return c of the theorems, 1/2 - 15 eta_L^2 L^2 mean(K_i^2); the theorems hold only if c > 0."""
     return 0.5 - 15 * (eta_L * L) ** 2 * mean_K2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The constants of a problem that the bounds need: f_0 - f_*, L, sigma_L^2, sigma_G^2, and m."""
+    """The constants in the bounds: gap = f(x_0) - min f, L, sigma_L^2, sigma_G^2, and m clients."""
 
     gap: float
     L: float
@@ -76,12 +79,18 @@ class Problem:
 
 
 def theorem1(problem: Problem, eta_L: float, eta: float, K: int, T: int, h_mean: float) -> float:
-    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates and equal K; h_mean: over all rounds."""
+    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates and equal K.
+
+    `h_mean` is the mean of h over all rounds.
+    """
     return _bound(problem, eta_L, (T * eta_L, T * eta_L**2, T * eta_L**3), eta, K, h_mean)
 
 
 def theorem2(problem: Problem, eta_L: Sequence[float], eta: float, K: int, h_mean: float) -> float:
-    """Return the bound on E|grad f(z)|^2 for rates eta_L[t], z drawn in proportion to them."""
+    """Return the bound on E|grad f(z)|^2 for local rates eta_L[t].
+
+    z is the model of a random round; round t has a probability in proportion to eta_L[t].
+    """
     powers = (sum(eta_L), sum(r**2 for r in eta_L), sum(r**3 for r in eta_L))
     return _bound(problem, max(eta_L), powers, eta, K, h_mean)
 
@@ -89,7 +98,7 @@ def theorem2(problem: Problem, eta_L: Sequence[float], eta: float, K: int, h_mea
 def _bound(
     problem: Problem, largest: float, powers: tuple[float, float, float], eta: float, K: int, h_mean: float
 ) -> float:
-    """Return the bound of Theorems 1 and 2, from the sums over t of eta_L, eta_L^2 and eta_L^3."""
+    """Return the bound of Theorems 1 and 2; `powers` are the sums over t of eta_L, eta_L^2 and eta_L^3."""
     L = problem.L
     c = descent(largest, L, K**2)
     if c <= 0:
@@ -100,7 +109,7 @@ def _bound(
 
 
 def theorem3(problem: Problem, eta_L: float, eta: float, K: Sequence[int], T: int, h_mean: float) -> float:
-    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates and K_i = K[i] steps, with line 11."""
+    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates, K[i] steps of client i, and line 11."""
     L, m = problem.L, len(K)
     c = descent(eta_L, L, sum(k**2 for k in K) / m)
     if c <= 0:

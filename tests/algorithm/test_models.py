@@ -40,10 +40,10 @@ def test_group_norm_has_no_buffers() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("vgg", "`model`: unknown model 'vgg'; there are cnn"),
+        ("vgg", "`model` must be cnn, .* or module:factory, got 'vgg'"),
         ("nowhere:factory", "`model`: cannot import 'nowhere'"),
         ("tests.algorithm.test_models:missing", "has no 'missing'"),
-        ("tests.algorithm.test_models:not_a_model", "gave int, not a torch.nn.Module"),
+        ("tests.algorithm.test_models:not_a_model", "must return a torch.nn.Module, got int"),
         ("subprocess:Popen", "subprocess:Popen must be a function of .* or a torch.nn.Module class"),
         ("math:pi", "math:pi must be a function of .* or a torch.nn.Module class"),
     ],

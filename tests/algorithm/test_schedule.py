@@ -104,14 +104,14 @@ def test_line_and_global_rate(options: dict[str, object], update: str, eta: floa
     ("options", "words"),
     [
         ({"schedule": "corollary1"}, "corollary1 needs `smoothness`"),
-        ({"schedule": "corollary1", "smoothness": 1.0, "local_steps": "1..5"}, "needs the same K for all"),
+        ({"schedule": "corollary1", "smoothness": 1.0, "local_steps": "1..5"}, "needs the same number"),
         (
             {"schedule": "corollary1", "smoothness": 1.0, "update": "mean"},
-            "`update` must be sum, for which `schedule` corollary1 states its rates, got mean",
+            "`update` must be sum, since `schedule` corollary1 assumes it, got mean",
         ),
         (
             {"schedule": "corollary3", "smoothness": 1.0, "update": "sum"},
-            "`update` must be mean, for which `schedule` corollary3 states its rates, got sum",
+            "`update` must be mean, since `schedule` corollary3 assumes it, got sum",
         ),
         ({"schedule": "corollary3(k_min=0)"}, "k_min must be a whole number of 1 or more, got 0"),
         (
@@ -122,7 +122,7 @@ def test_line_and_global_rate(options: dict[str, object], update: str, eta: floa
         ({"schedule": "decaying(a=1e999)"}, "a must be a finite number above 0, got inf"),
         ({"schedule": "cosine"}, "unknown name 'cosine'; there are constant, corollary1"),
         ({"schedule": "decaying(b=1)"}, "wrong arguments"),
-        ({"deadline": 0.1, "steps_per_second": "1"}, "`deadline` leaves no client time"),
+        ({"deadline": 0.1, "steps_per_second": "1"}, "`deadline` must give at least one client time"),
     ],
 )
 def test_errors(options: dict[str, object], words: str) -> None:

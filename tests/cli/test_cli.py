@@ -131,7 +131,7 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
         refused = cfedavg("inspect", message)
         assert (refused.code, words in refused.err) == (2, True)
     layout.write_text(NET.text)
-    assert "numbers as the message, got 3" in cfedavg("inspect", message, "--dense", dense).err
+    assert "numbers, as many as the message, got 3" in cfedavg("inspect", message, "--dense", dense).err
     for content in (b"", b"PK\3\4", b"no array"):
         dense.write_bytes(content)
         refused = cfedavg("inspect", message, "--dense", dense)
@@ -151,7 +151,7 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
 BAD = {
     "comp above 1": (["--compressor", "topk(1.5)"], "--compressor: topk(1.5): comp must be the fraction"),
     "comp below 0": (["--compressor", "rd(-0.1)"], "from 0 to below 1, got -0.1"),
-    "malformed compressor": (["--compressor", "topk(0.9"], "is not of the form name or name(arguments)"),
+    "malformed compressor": (["--compressor", "topk(0.9"], "must be of the form name or name(arguments)"),
     "unknown compressor": (["--compressor", "zip"], "unknown name 'zip'; there are bf16"),
     "p > classes": (["--classes-per-client", "11"], "--classes-per-client must be from 1 to 10, the number"),
     "clients > samples": (["--clients", "20000"], "--clients must be from 1 to 10000, the number of train"),
@@ -171,12 +171,12 @@ BAD = {
     "update": (["--update", "median"], "--update must be auto, sum or mean, got 'median'"),
     "device": (["--device", "tpu9"], "--device tpu9 cannot be used here"),
     "engine": (["--engine", "warp"], "--engine must be auto, batched, sequential or reference, got 'warp'"),
-    "model": (["--model", "gpt"], "--model: unknown model 'gpt'"),
+    "model": (["--model", "gpt"], "--model must be cnn"),
     "per-client list": (["--local-steps", "1,2,3"], "must have one value for each of 4 clients, got 3"),
     "schedule": (["--schedule", "corollary1"], "corollary1 needs --smoothness"),
     "not a number": (["--rounds", "ten"], "--rounds"),
     "unknown option": (["--round", "3"], "--round"),
-    "module": (["--model", ":x"], "--model: ':x' is not of the form package.module:name"),
+    "module": (["--model", ":x"], "--model must be of the form package.module:name, got ':x'"),
     "factory": (["--model", "os:getcwd"], "--model: os:getcwd must be a function of (shape, classes)"),
     "device without numbers": (["--device", "meta"], "--device meta cannot be used here"),
     "name too long": (["--data-dir", "a" * 300], "--data-dir"),

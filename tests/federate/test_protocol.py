@@ -355,7 +355,7 @@ def test_an_old_request_is_refused() -> None:
     client = answered(answered(new(), asks(S[2])), asks(S[3]))
     for late in (S[1], S[2]):
         same, action = receive(client, asks(late), CODEC)
-        assert action == Refuse(f"request 1.{late.number} is older than 1.3, answered")
+        assert action == Refuse(f"request 1.{late.number} is not newer than 1.3, which was answered")
         assert same is client
 
 
@@ -429,7 +429,7 @@ def test_a_server_from_a_backup_starts_a_generation_and_clients_count_what_is_lo
     backup = end_round(Server(x=0), {"a": its_mark(first)}, 1)
     second = answered(first, asks(S[2], its_mark(first)))
     third = answered(second, asks(S[3], its_mark(second)))
-    with pytest.raises(ValueError, match="generation 1 is not above 1"):
+    with pytest.raises(ValueError, match="`generation` must be above 1, got 1"):
         restore_backup(backup, 1)
     server = restore_backup(backup, 2)
     assert server.stamp == Stamp(2, 1)
@@ -540,7 +540,7 @@ def test_a_copy_does_not_go_back() -> None:
     """A request that was under way while the client evaluated a later version."""
     early, late = after_rounds(begun(), 2), after_rounds(begun(), 4)
     client = with_copy(new(), late)
-    why = Refuse("version 1.2 is older than 1.4, which this client holds")
+    why = Refuse("version 1.2 is older than version 1.4, which this client holds")
     assert receive(client, whole_request(early), CODEC, REPLICA) == (client, why)
     assert catch_up(client, whole_of(primary_of(early)), REPLICA) == (client, why)
     newer = restore_backup(early, 2, digest=0)
@@ -559,7 +559,7 @@ def test_a_broadcast_of_another_round_is_refused() -> None:
         assert isinstance(action, Refuse)
         assert "leads to 1.2" in action.why
         assert same == new()
-    with pytest.raises(ValueError, match="needs a replica"):
+    with pytest.raises(ValueError, match="`replica` must be given"):
         receive(new(), whole_request(server), CODEC)
 
 
@@ -602,11 +602,11 @@ def test_a_server_advances_its_primary_with_every_round() -> None:
     server = begun()
     wrong = [None, server.primary, advance(advance(primary_of(server), b""), b""), begun(1, 2).primary]
     for primary in wrong:
-        with pytest.raises(ValueError, match="the primary after round 0 must be of the round after it"):
+        with pytest.raises(ValueError, match="`primary_next` must be of generation 1 and round 1, got "):
             end_round(server, {}, 0, primary)
-    with pytest.raises(ValueError, match="the primary after round 0"):
+    with pytest.raises(ValueError, match="`primary_next` must be None, got "):
         end_round(Server(x=0), {}, 0, advance(primary_of(server), b""))
-    with pytest.raises(ValueError, match="a digest must be given"):
+    with pytest.raises(ValueError, match="`digest` must be given"):
         restore_backup(server, 2)
-    with pytest.raises(ValueError, match="a digest must be given"):
+    with pytest.raises(ValueError, match="`digest` must be given"):
         restore_backup(Server(x=0), 2, 0)

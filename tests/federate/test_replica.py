@@ -176,7 +176,7 @@ def test_messages_are_kept_while_they_are_shorter_than_a_copy(it: Trajectory) ->
 def test_what_is_no_whole_model() -> None:
     """Neither a part of one nor another model's makes a copy."""
     it = travel("topk(0.9)", seed=0, d=40, rounds=1)
-    with pytest.raises(WireError, match="a whole model must hold all coordinates"):
+    with pytest.raises(WireError, match="a whole model must hold all 40 coordinates, got 4"):
         it.replica.replace(it.last.messages[0])
     whole = it.replica.whole(it.last)
     other = ModelReplica(Layout.flat(40), rounds=False)

@@ -573,7 +573,7 @@ def test_a_server_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     about = {"format": 3, "federation": "f", "kind": "server", "layout": LAYOUT.text, "applied": {}}
     tensors = {"x": np.zeros(D, np.float32)}
     save_tensors(tensors, tmp_path / FILE, {**about, "checksum": checksum(tensors, about)})
-    with pytest.raises(InputError, match="is of another format: 3, here 5; go on with the version"):
+    with pytest.raises(InputError, match="must be 4 or 5, got 3; go on with the version"):
         store.load()
 
 
@@ -609,7 +609,7 @@ def test_a_new_generation_is_above_all_before(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     store, _ = saved(tmp_path)
     forge(store.folder / FILE, format=1)
-    with pytest.raises(InputError, match="is of another format: 1, here 4; go on with the version"):
+    with pytest.raises(InputError, match="must be 3 or 4, got 1; go on with the version"):
         store.load()
 
 
@@ -618,16 +618,16 @@ def test_states_of_others_are_refused(tmp_path: Path) -> None:
     for other, words in (
         (
             ClientStore(tmp_path, "fed/1", "node ü", Layout.flat(D + 1)),
-            rf"is of another model: in that of now '' is of shape \[{D + 1}\], not \[{D}\]",
+            rf"is of another model: in the present model '' is of shape \[{D + 1}\], not \[{D}\]",
         ),
-        (ClientStore(tmp_path, "fed/2", "node ü", LAYOUT), "is of another federation: 'fed/1', here 'fed/2'"),
-        (ClientStore(tmp_path, "fed/1", "node 2", LAYOUT), "is of another identity: 'node ü', here 'node 2'"),
+        (ClientStore(tmp_path, "fed/2", "node ü", LAYOUT), "federation: it must be 'fed/2', got 'fed/1'"),
+        (ClientStore(tmp_path, "fed/1", "node 2", LAYOUT), "identity: it must be 'node 2', got 'node ü'"),
     ):
         other.folder = store.folder  # a folder that was copied
         with pytest.raises(InputError, match=words):
             other.load()
     server = ServerStore(store.folder, "fed/1", LAYOUT)
-    with pytest.raises(InputError, match="is of another kind: 'client', here 'server'"):
+    with pytest.raises(InputError, match="is of another kind: it must be 'server', got 'client'"):
         server.load()
 
 
@@ -653,7 +653,7 @@ def test_damage_is_never_taken_for_a_state(tmp_path: Path) -> None:
         path.write_bytes(data)
         if is_damaged_in_copy(data, good):
             continue
-        with pytest.raises(InputError, match=r"is damaged .*; move it away to go on as a new client"):
+        with pytest.raises(InputError, match=r"is damaged .*; move the file away to go on as a new client"):
             store.load()
 
 

@@ -247,7 +247,7 @@ def test_a_flipped_bit_shows(broadcast: Broadcast, data: st.DataObject) -> None:
 
 def test_a_long_list_is_refused_before_it_is_read() -> None:
     header = struct.pack("<4sBBIIQQI", b"CFBC", 1, 0, 1, 2**32 - 1, 0, 0, 2**16 + 1)
-    with pytest.raises(WireError, match="lists at most 65536 versions before, got 65537"):
+    with pytest.raises(WireError, match="must list at most 65536 versions, got 65537"):
         unpack(header + struct.pack("<I", zlib.crc32(header)))
 
 

@@ -266,7 +266,7 @@ def test_a_server_from_a_backup(tmp_path: Path) -> None:
     later = sum(disks.payload(sent[i, t]) for i in range(3) for t in (3, 4))  # and told; 5 is still known
     shutil.rmtree(it.out / "state")
     shutil.copytree(tmp_path / "backup", it.out / "state")
-    with pytest.raises(InputError, match=r"later rounds .* older copy .* from_backup"):
+    with pytest.raises(InputError, match=r"answered later ones.* older copy .* `from_backup`"):
         it.start(5, Summing(), resume=True)
     assert disks.server().t == 2
     assert len(app.calls) == 15
@@ -290,7 +290,7 @@ def test_one_node_is_ahead(tmp_path: Path) -> None:
     store.save(replace(store.load(), seen=Stamp(1, 3)))
     it.start(4, resume=True)
     assert it.outcomes[1:] == [{"out of date": 1, "replied": 2}] * 2 + [{"replied": 3}]
-    assert it.of_nodes[4]["why"] == "request 1.2 is older than 1.3, answered"
+    assert it.of_nodes[4]["why"] == "request 1.2 is not newer than 1.3, which was answered"
 
 
 # The server is killed

@@ -91,7 +91,7 @@ def test_a_damaged_state(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     it.start(2, resume=True)
     assert it.outcomes[1] == {"replied": 2, "state": 1}
-    assert re.search("is damaged .*; move it away to go on as a new client", it.of_nodes[-2]["why"])
+    assert re.search("is damaged .*; move the file away to go on as a new client", it.of_nodes[-2]["why"])
     path.unlink()
     it.start(3, resume=True)
     assert it.of_nodes[-2]["incarnation"] == 2
@@ -118,7 +118,7 @@ def test_two_processes_for_one_client(tmp_path: Path) -> None:
 def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(2, resume=True)  # there is nothing yet
-    with pytest.raises(InputError, match=r"`out`: .* holds a federation; resume it, or give another folder"):
+    with pytest.raises(InputError, match=r"`out`: .* holds a federation\. Set `resume`, or give another"):
         it.start(2)
     with pytest.raises(InputError, match=r"`num_rounds` is 1, but the federation in .* has done 2"):
         it.start(1, resume=True)
@@ -129,7 +129,7 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match="is of another model"):
             Federation(tmp_path, Adding().app, 3, other).start(3, resume=True)
-    with pytest.raises(InputError, match=r"'b' is missing; if the model is the same, `whole` is another"):
+    with pytest.raises(InputError, match=r"'b' is missing; if the model is the same, `whole` differs"):
         it.start(3, resume=True, whole=["b"])
     before = (it.out / "metrics.jsonl").read_bytes()
     it.start(2, resume=True)
@@ -263,7 +263,7 @@ def test_a_state_without_its_name(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(2)
     (it.out / "federation.txt").unlink()
-    refuses(it, r"federation\.txt is missing, and the state beside it needs it: put it back")
+    refuses(it, r"federation\.txt is missing, but the federation needs it\. Put the file back")
 
 
 @pytest.mark.parametrize("name", ["a pipe", "a folder", "a device"])
@@ -425,7 +425,7 @@ def test_forged_memory(tmp_path: Path, memory: dict[str, Any]) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(2, Summing())
     forge_facts(it.out, inner=memory)
-    refuses(it, "`inner`: ", inner=Summing())
+    refuses(it, "`inner`(:| must be the federation.s strategy)", inner=Summing())
 
 
 def test_a_forged_answer(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_forged_answer(tmp_path: Path) -> None:
         forge(path, {"sent": as_array(message)})
         it.start(n + 2, resume=True)
         assert it.outcomes[-1] == {"replied": 2, "state": 1}
-        assert "move it away to go on as a new client" in it.of_nodes[-2]["why"]
+        assert "move the file away to go on as a new client" in it.of_nodes[-2]["why"]
 
 
 def test_any_damage_is_taken_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ SPOILT: dict[str, tuple[Any, str, str]] = {
     ),
     "a large whole number": (put("n", lambda n: n * 0 + (2**63 - 1)), "too large", "whole holds 9.22"),
     "an array less": (without("b"), "another model", "'b' is missing"),
-    "an array more": (put("c", lambda _: np.ones(1)), "another model", "'c' is one too many"),
+    "an array more": (put("c", lambda _: np.ones(1)), "another model", "'c' is unexpected"),
     "another shape": (put("w", lambda w: w.T), "another model", r"'w' is of shape \[3, 4\], not \[4, 3\]"),
     "0-d": (put("n", lambda n: n.reshape(1)), "another model", r"'n' is of shape \[1\], not \[\]"),
     "another dtype": (put("w", lambda w: w.astype(int)), "another model", "'w' is of int64, not float32"),
@@ -269,11 +269,11 @@ def test_two_can(tmp_path: Path) -> None:
     app = Adding()
     app.spoil = dict.fromkeys(range(4), lambda a, m, message: error(REFUSED, "older", message))
     it = Federation(tmp_path, app.app, 4)
-    with pytest.raises(InputError, match="it is an older copy of the federation"):
+    with pytest.raises(InputError, match="The folder is an older copy of the federation"):
         it.start(12, policy=RoundPolicy(participation=0.25))
     assert len({row["number"] for row in it.of_nodes}) == 1
     alone = Federation(tmp_path / "alone", app.app, 1)
-    with pytest.raises(InputError, match="it is an older copy of the federation"):
+    with pytest.raises(InputError, match="The folder is an older copy of the federation"):
         alone.start(1, policy=RoundPolicy(min_nodes=1))
 
 
@@ -314,7 +314,7 @@ def test_an_older_copy_is_noticed_among_new_nodes(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "backup", it.out / "state")
     for i in range(3, 8):
         it.grid.nodes[100 + i] = LocalNode(100 + i, app.app, tmp_path / f"node{i}", {}, i)
-    with pytest.raises(InputError, match="it is an older copy of the federation"):
+    with pytest.raises(InputError, match="The folder is an older copy of the federation"):
         it.start(3, resume=True)
 
 
@@ -702,7 +702,7 @@ def test_a_stamp_that_could_be_the_servers_can_be_overtaken(tmp_path: Path) -> N
     assert not object_to_stamp(Stamp(int(now), 7), now)
     assert not object_to_stamp(Stamp(int(now) + AHEAD, 2**32 - 1), now)
     assert object_to_stamp(Stamp(int(now) + AHEAD + 2, 1), now) == (
-        f"request {int(now) + AHEAD + 2}.1 is from the future: is this node's clock right?"
+        f"request {int(now) + AHEAD + 2}.1 is from the future: check this node's clock"
     )
     it = Federation(tmp_path, Adding().app)
     it.start(1)

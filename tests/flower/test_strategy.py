@@ -439,7 +439,7 @@ def test_numbers_of_those_who_come_later_outlive_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounds", [0, -1, 1.5])
 def test_rounds_are_counted(rounds: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=rf"`num_rounds` must be a whole number of 1 or more, got {rounds}"):
+    with pytest.raises(InputError, match=rf"`num_rounds` must be an integer of at least 1, got {rounds}"):
         Federation(tmp_path, Adding().app).start(rounds)
 
 

@@ -516,7 +516,7 @@ class Shifting(Summing):
 
 def test_a_strategy_that_sends_another_model(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
-    with pytest.raises(InputError, match="must send each client the model that it was given"):
+    with pytest.raises(InputError, match="must send each client the model in one ArrayRecord, got"):
         it.start(1, Shifting(7))
 
 
@@ -629,7 +629,7 @@ def test_strategies_that_refer_to_each_other(tmp_path: Path) -> None:
     assert read_config(it.out / "config.toml").model.endswith("by Itself(Keeping))")
     it.start(1, again := Itself(), resume=True)
     assert again.other_again.best == 1
-    with pytest.raises(InputError, match=r"began with another strategy, which has 'other\.best'"):
+    with pytest.raises(InputError, match=r"`inner` must be .*, with an attribute 'other\.best'"):
         it.start(2, Itself("another"), resume=True)
 
 

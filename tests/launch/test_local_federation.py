@@ -398,7 +398,7 @@ def test_a_port_in_use(machine: Make) -> None:
         taken.bind((HOST, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=f"`port` {port} cannot be used .* give another one, or none"):
+        with pytest.raises(InputError, match=f"`port` must be usable .*, got {port} .*; choose another"):
             machine(port)
 
 
@@ -582,7 +582,7 @@ BAD = {
     "compressor": (["--compressor", "topq(0.9)"], "--compressor"),
     "exclusive": (["--deadline", "3", "--local-steps", "2"], "--local-steps and --deadline exclude"),
     "list": (["--local-steps", "1,2,3"], "--local-steps must have one value for each of 4"),
-    "clock": (["--deadline", "3", "--schedule", "corollary1", "--smoothness", "1"], "needs the same K"),
+    "clock": (["--deadline", "3", "--schedule", "corollary1", "--smoothness", "1"], "needs the same number"),
     "characters": (["--out", "a\x7fb"], "--out must be printable text"),
 }  # fmt: skip
 
@@ -620,7 +620,7 @@ def test_a_folder_that_holds_a_run(cfedavg: Command, tmp_path: Path) -> None:
     assert "holds a run already; set --resume" in cfedavg(*up).err
     assert "holds a simulation" in cfedavg(*up, "--resume").err
     (tmp_path / "federation.txt").touch()
-    assert "holds the federation of an app, which its own server" in cfedavg(*up, "--resume").err
+    assert "holds the federation of an app; resume it with" in cfedavg(*up, "--resume").err
     (tmp_path / "federation").mkdir()
     assert "cannot resume: --nodes is 3, but the run" in cfedavg(*up, "--resume", "--nodes", 3).err
     assert "cannot resume: --eta is 2.0, but the run" in cfedavg(*up, "--resume", "--eta", 2).err

@@ -78,8 +78,8 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["run", "fig99"], "there is no experiment 'fig99'; there are fig1-cifar10"),
-        (["run", "../fig1-mnist"], "there is no experiment '../fig1-mnist'"),
+        (["run", "fig99"], "NAME must be one of fig1-cifar10"),
+        (["run", "../fig1-mnist"], ", got '../fig1-mnist'"),
         (["run", "fig1-mnist", "--scale", "huge"], "`scale` must be smoke, small or paper, got 'huge'"),
         (["draw", "--scale", "huge"], "`scale` must be"),
         (["run", "fig1-mnist", "--data-dir", "nowhere"], "`data_dir`: nowhere is not a folder"),
@@ -148,7 +148,7 @@ def test_a_cell_of_a_version_that_measured_less_is_done_again(tmp_path: Path, ca
     assert paper.main(["draw", "variance", "--scale", "smoke", "--out", str(tmp_path)]) == 2
     assert f"{name}.json lacks topk: it is not drawn" in capsys.readouterr().out
     assert paper.main(["claims", "--scale", "smoke", "--out", str(tmp_path)]) == 2
-    assert f"the cell {name} lacks topk: make it again" in capsys.readouterr().err
+    assert f"the cell {name} lacks the value topk: run this cell again" in capsys.readouterr().err
 
 
 # Claims
@@ -197,11 +197,11 @@ def test_claims_of_beginnings_say_so_and_are_not_compared_with_whole_runs(tmp_pa
     ("text", "sentence"),
     [
         ("title = ", "`words`: cannot read"),
-        ('[why]\nnone-such = "x"', "there is no claim 'none-such'"),
-        ("title = 5", "must hold texts: title, intro and, by claim, [why]"),
-        ("intro = 5", "must hold texts"),
-        ("why = 5", "must hold texts"),
-        ("[why]\nrd-worsens-mnist = 5", "must hold texts"),
+        ('[why]\nnone-such = "x"', "[why] must name claims of the catalogue, got 'none-such'"),
+        ("title = 5", "title, intro and every entry of [why] must be texts"),
+        ("intro = 5", "must be texts"),
+        ("why = 5", "must be texts"),
+        ("[why]\nrd-worsens-mnist = 5", "must be texts"),
         ('titel = "Mine"', "has an unknown key 'titel'; known are title, intro, why"),
         ("[wy]", "has an unknown key 'wy'"),
     ],

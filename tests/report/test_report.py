@@ -110,10 +110,10 @@ def test_a_round_written_again_after_a_resume_counts_once(tmp_path: Path) -> Non
     [
         ("not json", "line 2 is not a JSON object"),
         ("[1, 2]", "line 2 is not a JSON object"),
-        ("{}", "line 2 has no whole number `round`"),
-        ('{"round": 1, "test_accuracy": "high"}', "'high' for 'test_accuracy'"),
-        ('{"round": 1, "uplink_bytes": true}', "True for 'uplink_bytes'"),
-        ('{"round": 1, "alpha": 1' + "0" * 400 + "}", "for 'alpha'"),
+        ("{}", "line 2: 'round' must be an integer from 0"),
+        ('{"round": 1, "test_accuracy": "high"}', "'test_accuracy' must be a number or null, got 'high'"),
+        ('{"round": 1, "uplink_bytes": true}', "'uplink_bytes' must be a number or null, got True"),
+        ('{"round": 1, "alpha": 1' + "0" * 400 + "}", "'alpha' must be a number"),
         ("[" * 100_000, "line 2 is not a JSON object"),
     ],
 )
@@ -766,21 +766,21 @@ def test_a_hundred_nodes_fit_into_the_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"number": "0"}, "'0' for 'number'"),
-        ({"outcome": None}, "None for 'outcome'"),
+        ({"number": "0"}, "'number' must be of type int, got '0'"),
+        ({"outcome": None}, "'outcome' must be of type str, got None"),
         *(
-            ({name: "much"}, f"'much' for '{name}'")
+            ({name: "much"}, f"'{name}' must be a number or null, got 'much'")
             for name in ("residual_norm", "age", "incarnation", "K", "up_bytes")
         ),
-        ({"round": -1}, "no whole number `round`, which counts from 0"),
-        ({"round": 10**400}, "no whole number `round`"),
+        ({"round": -1}, "'round' must be an integer from 0 to .*, got -1"),
+        ({"round": 10**400}, "'round' must be an integer"),
     ],
 )
 def test_a_damaged_row_of_a_node_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     folder = make_federation(tmp_path / "a", [node_row(0, 0)])
     with (folder / "nodes.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(node_row(0, 1) | changes) + "\n")
-    with pytest.raises(InputError, match=rf"nodes\.jsonl, line 2 has {words}"):
+    with pytest.raises(InputError, match=rf"nodes\.jsonl, line 2: {words}"):
         read_run(folder)
 
 

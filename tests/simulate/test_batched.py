@@ -933,7 +933,7 @@ def test_a_step_that_cannot_be_written_down_runs_as_it_is(monkeypatch: pytest.Mo
     expected = trained(Config(precision="float64"), blobs(), [])
     monkeypatch.setattr(recorder_module, "make_fx", broken)
     torch.testing.assert_close(trained(Config(precision="float64"), blobs(), said), expected, **EXACT)
-    assert "the step cannot be written down (RuntimeError: the tools are broken)" in said[1]
+    assert "the step cannot be listed (RuntimeError: the tools are broken)" in said[1]
 
 
 # Pool

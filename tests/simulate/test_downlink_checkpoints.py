@@ -41,17 +41,17 @@ def downloads(name: str, change: Any) -> Any:
     return holds(f"downloads.{name}", change)
 
 
-RANGE = "a version or a length of its downloads is out of range"
-LENGTH = "a table of downloads has another length"
-DTYPE = "a table of downloads is of another dtype"
-CLIENTS = "its downloads must be of clients from 0 to 5, each once"
+RANGE = "a version or length in the tables of downloads is impossible after 7 rounds"
+LENGTH = "must have equal lengths, and downloads.length 1 to "
+DTYPE = "the tables of downloads must be 1-D tensors of int64"
+CLIENTS = "downloads.client must hold different numbers from 0 to 5"
 FORGED = {
-    "no copy": (holds("w", lambda w: None), "checkpoint.safetensors holds no copy of the model.*"),
+    "no copy": (holds("w", lambda w: None), "checkpoint.safetensors is from a run without a compressed"),
     "a copy of another length": (holds("w", lambda w: w[1:]), "holds another model"),
     "a copy of doubles": (holds("w", lambda w: w.double()), "holds another model"),
     "a copy with NaN": (holds("w", lambda w: w * math.nan), "w holds NaN or Inf"),
     "an infinite copy": (holds("w", lambda w: w / 0), "w holds NaN or Inf"),
-    "no table": (downloads("version", lambda v: None), "has no 'downloads.version'"),
+    "no table": (downloads("version", lambda v: None), "'downloads.version' is missing"),
     "clients are floats": (downloads("client", lambda v: v.double()), DTYPE),
     "versions are floats": (downloads("version", lambda v: v.double()), DTYPE),
     "lengths are floats": (downloads("length", lambda v: v.double()), DTYPE),
@@ -112,12 +112,8 @@ def test_a_run_cannot_change_how_it_broadcasts(whole: Path, without_copy: Path) 
 
 def test_an_edited_file_cannot_change_how_a_run_broadcasts(whole: Path, without_copy: Path) -> None:
     """The checkpoint shows it, also one of before checkpoints held options."""
-    holds_none = (
-        "checkpoint.safetensors holds no copy .* without a compressed broadcast do; `compressor_down`"
-    )
-    holds_one = (
-        "checkpoint.safetensors holds a copy .* with a compressed broadcast do; `compressor_down` must"
-    )
+    holds_none = "checkpoint.safetensors is from a run without a compressed broadcast; `compressor_down`"
+    holds_one = "checkpoint.safetensors is from a run with a compressed broadcast; `compressor_down` must"
     for out, config, words in ((whole, NONE, holds_one), (without_copy, BASE, holds_none)):
         own = config.for_task(blobs().name, "Sequential", blobs().prints, 6)
         (out / "config.toml").write_text(own.to_toml())

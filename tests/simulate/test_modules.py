@@ -289,7 +289,7 @@ def test_the_engine_asked_for_is_refused_in_a_sentence() -> None:
     with pytest.raises(InputError, match=r"`engine` batched: the model \(Do\) fails in a step of many"):
         run(Config(device="cpu", engine="batched"), task)
     task = sentences(MODULES["step counter in Python"])
-    with pytest.raises(InputError, match="`engine` batched: a step changes 'steps', of which there is one"):
+    with pytest.raises(InputError, match="`engine` batched: a step changes the attribute 'steps', which"):
         run(Config(device="cpu", engine="batched"), task)
 
 

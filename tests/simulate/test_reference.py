@@ -156,7 +156,7 @@ def test_a_client_without_time_for_a_step_abstains() -> None:
     assert row["coordinates_sent"] == 2 * 3
     assert row["model_sizes_sent"] == pytest.approx(2 / 3)
     nobody = Config(rounds=1, deadline=0.1, steps_per_second="1", clients=3)
-    with pytest.raises(InputError, match="`deadline` leaves no client time"):
+    with pytest.raises(InputError, match="`deadline` must give at least one client time"):
         make(nobody, task)
 
 
@@ -363,11 +363,11 @@ def test_task_says_what_is_wrong() -> None:
         Task(nn.Linear(2, 2), [])
     with pytest.raises(InputError, match=r"Task.clients\[1\] has no samples"):
         Task(nn.Linear(2, 2), [torch.zeros(1, 2), torch.zeros(0, 2)])
-    with pytest.raises(InputError, match="differ in length"):
+    with pytest.raises(InputError, match="must hold tensors of equal length"):
         Task(nn.Linear(2, 2), [(torch.zeros(3, 2), torch.zeros(2))])
     with pytest.raises(InputError, match=r"Task.test has no samples"):
         Task(nn.Linear(2, 2), [torch.zeros(3, 2)], test=torch.zeros(0, 2))
-    with pytest.raises(InputError, match="no trainable parameter"):
+    with pytest.raises(InputError, match="must have at least one trainable parameter"):
         Task(nn.Linear(2, 2).requires_grad_(False), [torch.zeros(3, 2)])
 
 

@@ -240,35 +240,35 @@ def holds(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> A
 
 FORGED = {
     "t is large": (says(t=10**9), "does not hold rounds 0 to 999999999, which the checkpoint needs"),
-    "t is huge": (says(t=10**30), "t must be a whole number from 0 to 2\\^53"),
-    "t is a fraction": (says(t=2.5), "t must be a whole number .* got 2.5"),
-    "t is a truth": (says(t=True), "t must be a whole number .* got True"),
-    "t is negative": (says(t=-1), "t must be a whole number .* got -1"),
-    "t is text": (says(t="7"), "t must be a whole number .* got '7'"),
-    "t is too small": (says(t=3), "its downloads is out of range"),
+    "t is huge": (says(t=10**30), "t must be an integer of at least 0 and below 2\\^53"),
+    "t is a fraction": (says(t=2.5), "t must be an integer .* got 2.5"),
+    "t is a truth": (says(t=True), "t must be an integer .* got True"),
+    "t is negative": (says(t=-1), "t must be an integer .* got -1"),
+    "t is text": (says(t="7"), "t must be an integer .* got '7'"),
+    "t is too small": (says(t=3), "tables of downloads is impossible after 3 rounds"),
     "rates are not known": (says(eta_sum="nan"), "eta_sum must be finite"),
     "rates are infinite": (says(eta_sum="0x1p+9999"), "is damaged"),
-    "rates are negative": (says(eta_sum="-0x1p+0"), "eta_sum must be finite and 0 or more"),
+    "rates are negative": (says(eta_sum="-0x1p+0"), "eta_sum must be finite and at least 0"),
     "rates are a number": (says(eta_sum=1.0), "is damaged"),
-    "rows are text": (says(rows="1"), "rows must be a checksum"),
-    "options are a list": (says(options=[]), "rows must be a checksum and options a table"),
+    "rows are text": (says(rows="1"), "rows must be an integer"),
+    "options are a list": (says(options=[]), "rows must be an integer and options a table"),
     "another format": (says(format=["[red]"]), "written by another version"),
     "no format": (lambda tensors, about: about.pop("format"), "is damaged"),
-    "a vector is missing": (holds("x", lambda x: None), "'x' is missing or one too many"),
-    "a buffer is missing": (holds("b", lambda x: None), "'b' is missing or one too many"),
-    "half an iterate": (holds("z.b", lambda x: None), "'z.b' is missing or one too many"),
-    "a residual is missing": (holds("e.0", lambda x: None), "'e.0' is missing or one too many"),
+    "a vector is missing": (holds("x", lambda x: None), "'x' is missing or unknown"),
+    "a buffer is missing": (holds("b", lambda x: None), "'b' is missing or unknown"),
+    "half an iterate": (holds("z.b", lambda x: None), "'z.b' is missing or unknown"),
+    "a residual is missing": (holds("e.0", lambda x: None), "'e.0' is missing or unknown"),
     "a vector is a number": (holds("x", lambda x: x[0]), "holds another model"),
     "a vector of doubles": (holds("x", lambda x: x.double()), "holds another model"),
     "no clients": (holds("residuals.client", lambda x: None), "is damaged"),
-    "clients are floats": (holds("residuals.client", lambda x: x.double()), "of another dtype"),
-    "clients are one number": (holds("residuals.client", lambda x: x[0]), "different lengths"),
-    "clients are negative": (holds("residuals.client", lambda x: x - 1), "clients from 0 to 5, in order"),
-    "clients are too many": (holds("residuals.client", lambda x: x + 9), "clients from 0 to 5, in order"),
-    "clients are the same": (holds("residuals.client", lambda x: 0 * x), "clients from 0 to 5, in order"),
-    "a norm is missing": (holds("residuals.norm2", lambda x: x[1:]), "different lengths"),
-    "a norm is negative": (holds("residuals.norm2", lambda x: -x), "norm or a version .* out of range"),
-    "a norm is NaN": (holds("residuals.norm2", lambda x: x * math.nan), "norm or a version .* out of range"),
+    "clients are floats": (holds("residuals.client", lambda x: x.double()), "version must be int64"),
+    "clients are one number": (holds("residuals.client", lambda x: x[0]), "1-D tensors of equal length"),
+    "clients are negative": (holds("residuals.client", lambda x: x - 1), "increasing numbers from 0 to 5"),
+    "clients are too many": (holds("residuals.client", lambda x: x + 9), "increasing numbers from 0 to 5"),
+    "clients are the same": (holds("residuals.client", lambda x: 0 * x), "increasing numbers from 0 to 5"),
+    "a norm is missing": (holds("residuals.norm2", lambda x: x[1:]), "1-D tensors of equal length"),
+    "a norm is negative": (holds("residuals.norm2", lambda x: -x), "norm2 must be finite"),
+    "a norm is NaN": (holds("residuals.norm2", lambda x: x * math.nan), "norm2 must be finite"),
 }
 
 
@@ -345,7 +345,7 @@ def test_resume_refuses_what_is_no_file(whole: Path, name: str, make: Callable[[
 @pytest.mark.parametrize("make", [os.mkfifo, Path.touch])
 def test_resume_refuses_residuals_that_are_no_folder(whole: Path, make: Callable[[Path], None]) -> None:
     make(whole / "residuals")
-    refuses(blobs(), whole, "residuals is a file, and must be a folder")
+    refuses(blobs(), whole, "residuals must be a folder, got a file")
 
 
 def test_resume_with_other_rounds_when_they_decide_the_rate(tmp_path: Path) -> None:

@@ -898,4 +898,4 @@ def test_sweep_and_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         with pytest.raises(SystemExit, match="2"):
             main()
         said.append(capsys.readouterr().err)
-    assert said == ["error: start `cfedavg run` with torchrun; sweep uses --workers\n", ""]
+    assert said == ["error: torchrun must not start a sweep; leave torchrun out and set --workers\n", ""]

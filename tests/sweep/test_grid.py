@@ -16,7 +16,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no line": ({"title": "x"}, "has no \\[\\[line\\]\\]"),
     "no name": ({"line": [{"label": "a"}]}, "name must be letters, digits, dots and dashes, got None"),
     "no label": ({"line": [{"name": "a"}]}, "the \\[\\[line\\]\\] a: label must be text, got None"),
-    "twice": ({"line": [LINE, LINE]}, "two cells would have the same name, embedded-a-seed0"),
+    "twice": ({"line": [LINE, LINE]}, "cells must have different names, got embedded-a-seed0 twice"),
     "field": ({"line": [LINE | {"k": 1}]}, "the \\[\\[line\\]\\] a has an unknown key 'k'; known are batch"),
     "base": ({"line": [LINE], "base": {"colour": 1}}, "base has an unknown key 'colour'; known are batch"),
     "value": ({"line": [LINE | {"rounds": 0}]}, "`rounds` must be 1 or more, got 0"),
@@ -84,7 +84,7 @@ def test_vary_is_the_same_grid_from_the_command_line() -> None:
 def test_bad_vary(text: str) -> None:
     with pytest.raises(InputError, match=r"`vary`|`compressor`: topk\(1.5\)|`seed`"):
         Grid.from_table("sweep", {}, vary=[text])
-    with pytest.raises(InputError, match="seed is given twice"):
+    with pytest.raises(InputError, match="`vary` must name seed once, got seed twice"):
         Grid.from_table("sweep", {}, vary=["seed=0|1", "seed=2|3"])
     with pytest.raises(InputError, match="must be field=value"):
         Grid.from_table("sweep", {}, vary=["compressor,compress=none"])
@@ -103,7 +103,7 @@ def test_what_is_typed_wins_over_the_base_and_needs_no_trust() -> None:
 def test_a_grid_like_itself(like: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text(f'like = "{like.format(path=path, folder=tmp_path.name)}"')
-    with pytest.raises(InputError, match="is like itself"):
+    with pytest.raises(InputError, match="like must name other grids, got the grid itself"):
         read_table(path)
 
 

@@ -192,7 +192,7 @@ def test_only_some_cells(mine: str, tmp_path: Path) -> None:
     carried_out(mine, tmp_path, only=["*-p2-none-*"], seeds=2, resume=True)
     rows = (tmp_path / "mine.md").read_text().splitlines()[4:]  # of all that is there, whatever was asked for
     assert [row.split(" | ")[2] for row in rows] == ["2", "0", "1", "1"]
-    with pytest.raises(InputError, match="`only`: no cell is named p3; one is embedded-p2-none-seed0"):
+    with pytest.raises(InputError, match="`only` must match a cell's name, got p3; a cell is embedded-p2-"):
         carried_out(mine, tmp_path, only=["p3"], resume=True)
 
 
@@ -308,7 +308,7 @@ def test_damaged_cells_are_not_drawn(mine: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "difference"), [("rounds = 5", "rounds is 5, here 4"), ("eta = 2.0", "eta is 2.0, here None")]
+    ("there", "difference"), [("rounds = 5", "rounds is 5, not 4"), ("eta = 2.0", "eta is 2.0, not None")]
 )
 def test_cells_of_other_settings_are_left_alone(
     there: str, difference: str, mine: str, tmp_path: Path
@@ -325,7 +325,7 @@ def test_cells_of_other_settings_are_left_alone(
 def test_cells_of_other_settings_are_not_drawn(mine: str, tmp_path: Path) -> None:
     write_cells(tmp_path, mine, eta=2.0)
     found = drawn(mine, tmp_path)
-    assert "holds none of these cells; make some without --draw" in str(found.exception)
+    assert "holds no cell of this sweep; run the sweep without --draw" in str(found.exception)
     assert (
         "not drawn, for their settings are not those of mine: embedded-p2-none-seed0, "
         "embedded-p2-rd-seed0, embedded-p1-none-seed0 and 1 more"
@@ -343,7 +343,7 @@ def test_some_cells_are_drawn(mine: str, tmp_path: Path) -> None:
         assert drawn(mine, tmp_path, *words).exit_code == 0
         lines = (tmp_path / "mine.md").read_text().splitlines()[4:]
         assert [line.split(" | ")[2] for line in lines] == seeds
-    assert "`only`: no cell is named p3" in str(drawn(mine, tmp_path, "--only", "p3").exception)
+    assert "`only` must match a cell's name, got p3" in str(drawn(mine, tmp_path, "--only", "p3").exception)
 
 
 def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
@@ -411,17 +411,17 @@ def drawn(name: str, out: Path, *words: str) -> Any:
         ([], "a sweep needs GRID.toml or --vary"),
         (
             ["MINE", "--config", "c.toml"],
-            "--config: GRID.toml has the configuration, in [base]",
+            "--config must not be given with GRID.toml",
         ),
         (["MINE", "--precision", "int8"], "`precision` must be float32, float64, tf32 or bf16, got 'int8'"),
         (
             ["MINE", "--draw", "--resume"],
-            "--resume is for training, and --draw trains nothing",
+            "--resume must not be given with --draw, which trains nothing",
         ),
-        (["MINE", "--draw", "--minutes", "3"], "--minutes is for training"),
-        (["MINE", "--draw", "--rounds", "3"], "--rounds is for training"),
-        (["MINE", "--draw"], "out holds none of these cells; make some without --draw"),
-        (["MINE", "--only", "p3"], "`only`: no cell is named p3; one is embedded-p2-none-seed0"),
+        (["MINE", "--draw", "--minutes", "3"], "--minutes must not be given with --draw"),
+        (["MINE", "--draw", "--rounds", "3"], "--rounds must not be given with --draw"),
+        (["MINE", "--draw"], "out holds no cell of this sweep; run the sweep without --draw"),
+        (["MINE", "--only", "p3"], "`only` must match a cell's name, got p3"),
     ],
 )
 def test_bad_input(words: list[str], sentence: str, mine: str, tmp_path: Path) -> None:

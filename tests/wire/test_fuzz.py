@@ -45,14 +45,14 @@ def test_only_wire_errors_and_no_memory(corpus: list[fuzz.Sample]) -> None:
     # It reaches every decoder, and past them.
     for words in (
         "an index lies beyond the last coordinate, #",
-        "the indices are more or fewer than k = #",
-        "the section of the indices goes on after its end",
-        "the section of the values goes on after its end",
+        "the message lists more or fewer indices than k = #",
+        "the section of the indices has extra bytes at its end",
+        "the section of the values has extra bytes at its end",
         "the key of the message does not draw k = # coordinates",
         "a level exceeds top = #",
         "CODED FP# values of ALL coordinates need version #, the message is of version #",
         f"{VERSION_2}, not for CODED INT# values of LISTED coordinates",
-        "top = # must be from # to # for levels of INT#",
+        "`top` must be from # to # for INT# levels, got #",
         "a value is not a finite number",
         "a scale is not a finite number",
         fuzz.ACCEPTED,

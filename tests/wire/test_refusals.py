@@ -24,10 +24,10 @@ from cfedavg.wire.values import encode_numbers
 from tests.messages import FLAT, MODEL, forged, payload, sealed, sections
 
 NOT_A_MESSAGE = f"not a message: it must begin with CFAV and a header of {SIZE} bytes"
-ANOTHER_MODEL = "the message is for another model: names, shapes, dtypes or order differ"
+ANOTHER_MODEL = "the message is for another model: names, shapes, dtypes or order of its tensors differ"
 DAMAGED = "the checksum does not fit: the message was damaged on its way"
 NOT_FINITE = "a value is not a finite number"
-UNORDERED = f"the indices of the payload do not increase from 0 to {FLAT.d - 1}"
+UNORDERED = f"the indices must increase strictly and lie from 0 to {FLAT.d - 1}"
 
 
 def refused(words: str) -> Any:
@@ -162,26 +162,26 @@ def test_another_d_under_the_same_schema() -> None:
 def test_too_many_coordinates() -> None:
     data = message()  # k = 60
     for k in (601, 2**63, 2**64 - 1):
-        with refused(f"the message has k = {k} coordinates, more than 600"):
+        with refused(f"the message must have k of at most 600, got {k}"):
             decode(forged(data, k=k), layout=FLAT)
-    with refused("the message has k = 60 coordinates, more than 59"):
+    with refused("the message must have k of at most 59, got 60"):
         decode(data, layout=FLAT, kmax=59)
     assert decode(data, layout=FLAT, kmax=60).counts() == [60]
-    with refused("the message has k = 601 coordinates, more than 600"):
+    with refused("the message must have k of at most 600, got 601"):
         decode(forged(data, k=601), layout=FLAT, kmax=10_000)
 
 
 def test_all_coordinates_are_d() -> None:
-    with refused("the message has all coordinates and k = 599, which is not d = 600"):
+    with refused("a message of all coordinates must have k = d = 600, got k = 599"):
         decode(forged(message("none"), k=599), layout=FLAT)
 
 
 @pytest.mark.parametrize(
     ("selector", "quantiser", "coding", "words"),
     [
-        ("none", "bf16", Coding.PLAIN, "BF16 values of ALL coordinates are not PLAIN"),
-        ("topk(0.9)", "fp32", Coding.PLAIN, "FP32 values of LISTED coordinates are not PLAIN"),
-        ("rd(0.9)", "int8(256)", Coding.PLAIN, "INT8 values of DRAWN coordinates are not PLAIN"),
+        ("none", "bf16", Coding.PLAIN, "BF16 values of ALL coordinates must be CODED, got PLAIN"),
+        ("topk(0.9)", "fp32", Coding.PLAIN, "FP32 values of LISTED coordinates must be CODED, got PLAIN"),
+        ("rd(0.9)", "int8(256)", Coding.PLAIN, "INT8 values of DRAWN coordinates must be CODED, got PLAIN"),
     ],
 )
 def test_a_coding_that_does_not_go_with_the_kind(
@@ -198,10 +198,10 @@ def test_truncated_and_extended() -> None:
     data = message()
     n = len(data)
     for cut in (SIZE, n - 5, n - 1):
-        with refused(f"the message is cut short: {cut} bytes of {n}"):
+        with refused(f"the message is cut short: it must have {n} bytes, got {cut}"):
             decode(data[:cut], layout=FLAT)
     for more in (b"\0", data):
-        with refused(f"the message goes on after its end: {n + len(more)} bytes instead of {n}"):
+        with refused(f"the message is too long: it must have {n} bytes, got {n + len(more)}"):
             decode(data + more, layout=FLAT)
 
 
@@ -209,26 +209,26 @@ def test_over_the_length_cap() -> None:
     data = message()
     n, most = len(data), 16 * FLAT.d + 65536
     assert decode(data, layout=FLAT, max_bytes=n).d == FLAT.d
-    with refused(f"the message has {n} bytes, more than the {n - 1} that are accepted"):
+    with refused(f"the message must have at most {n - 1} bytes, got {n}"):
         decode(data, layout=FLAT, max_bytes=n - 1)
-    with refused(f"the message has {most + 1} bytes, more than the {most} that are accepted"):
+    with refused(f"the message must have at most {most} bytes, got {most + 1}"):
         decode(data + bytes(most + 1 - n), layout=FLAT)
-    with refused(f"the message goes on after its end: {most} bytes instead of {n}"):
+    with refused(f"the message is too long: it must have {n} bytes, got {most}"):
         decode(data + bytes(most - n), layout=FLAT)
 
 
 def test_index_section_of_the_wrong_length() -> None:
     drawn, everything = message("rd(0.9)"), message("none")
     for n in (0, 15, 17):
-        with refused(f"the section of the indices has {n} bytes instead of 16"):
+        with refused(f"the section of the indices must have 16 bytes, got {n}"):
             decode(forged(drawn, coordinates=bytes(n)), layout=FLAT)
-    with refused("the section of the indices has 1 bytes instead of 0"):
+    with refused("the section of the indices must have 0 bytes, got 1"):
         decode(forged(everything, coordinates=b"\1"), layout=FLAT)
 
 
 def test_copied_section_of_the_wrong_length() -> None:
     def words(n: int, k: int, needed: int) -> str:
-        return f"the section of the copied values has {n} bytes, k = {k} needs {needed}"
+        return f"the copied values must have {needed} bytes for k = {k}, got {n}"
 
     for selector, quantiser, k, needed in (
         ("none", "fp32", 600, 2400),
@@ -259,7 +259,7 @@ def test_copied_section_of_a_coded_model(quantiser: str, width: int) -> None:
     data, needed = coded_model(quantiser), 600 * width
     copied = sections(data)[2]
     for other in (b"", copied[:-1], copied + b"\0", bytes(600 * (width + 2))):
-        words = f"the section of the copied values has {len(other)} bytes, k = 600 needs {needed}"
+        words = f"the copied values must have {needed} bytes for k = 600, got {len(other)}"
         with refused(words):
             decode(forged(data, copied=other), layout=FLAT)
 
@@ -267,41 +267,41 @@ def test_copied_section_of_a_coded_model(quantiser: str, width: int) -> None:
 def test_coded_section_of_a_coded_model() -> None:
     data, large = coded_model(), Layout.flat(200_000)
     claim = {"d": large.d, "k": large.d, "schema": large.schema_hash}
-    with refused("the section of the coded values has 0 bytes: not 200000 values"):
+    with refused("the coded values have 0 bytes, which cannot hold 200000 values"):
         decode(forged(data, coded=b"", copied=bytes(2 * large.d), **claim), layout=large)
     values = sections(data)[1]
     with refused("the section of the values ends too early"):
         decode(forged(data, coded=values[: len(values) // 2]), layout=FLAT)
     for extra in (b"\0", bytes(9), b"\xff" * 12):
-        with refused("the section of the values goes on after its end"):
+        with refused("the section of the values has extra bytes at its end"):
             decode(forged(data, coded=values + extra), layout=FLAT)
-    with refused("the section of the indices has 1 bytes instead of 0"):
+    with refused("the section of the indices must have 0 bytes, got 1"):
         decode(forged(data, coordinates=b"\1"), layout=FLAT)
     empty = Layout.flat(0)
     nothing = {"d": 0, "k": 0, "schema": empty.schema_hash, "copied": b""}
     assert decode(forged(data, coded=b"", **nothing), layout=empty).counts() == [0]
-    with refused("the section of the coded values has 1 bytes: not 0 values"):
+    with refused("the coded values have 1 bytes, which cannot hold 0 values"):
         decode(forged(data, coded=b"\1", **nothing), layout=empty)
 
 
 def test_coded_section_of_the_wrong_length() -> None:
     large = Layout.flat(200_000)
     short = forged(message("none", "bf16"), coded=b"", d=large.d, k=large.d, schema=large.schema_hash)
-    with refused("the section of the coded values has 0 bytes: not 200000 values"):
+    with refused("the coded values have 0 bytes, which cannot hold 200000 values"):
         decode(short, layout=large)
-    with refused("the section of the coded values has 1 bytes: not 0 values"):
+    with refused("the coded values have 1 bytes, which cannot hold 0 values"):
         decode(forged(message("none"), coded=b"\1"), layout=FLAT)
     nothing = encode(payload("threshold(0.5)", "bf16", FLAT, zero=True), FLAT)
-    with refused("the section of the coded values has 3 bytes: not 0 values"):
+    with refused("the coded values have 3 bytes, which cannot hold 0 values"):
         decode(forged(nothing, coded=b"\1\2\3"), layout=FLAT)
 
 
 def test_swapped_sections() -> None:
     data = message("topk(0.9)", "fp32")
     coordinates, values, copied = sections(data)
-    with refused(f"the section of the copied values has {len(values)} bytes, k = 60 needs 120"):
+    with refused(f"the copied values must have 120 bytes for k = 60, got {len(values)}"):
         decode(forged(data, coordinates, copied, values), layout=FLAT)
-    with refused("the section of the indices goes on after its end"):
+    with refused("the section of the indices has extra bytes at its end"):
         decode(forged(data, values, coordinates), layout=FLAT)
 
 
@@ -338,7 +338,7 @@ def test_more_or_fewer_indices_than_k(k: int) -> None:
     assert dense[0] >> 7 == 1  # tensor by tensor
     values = Floats(np.arange(k, dtype=np.int16), "bf16")
     listed = Payload(MODEL.d, np.array([0, k]), np.arange(start, start + k), values)
-    with refused(f"the indices are more or fewer than k = {k}"):
+    with refused(f"the message lists more or fewer indices than k = {k}"):
         decode(forged(encode(listed, MODEL), coordinates=dense), layout=MODEL)
 
 
@@ -417,7 +417,7 @@ def test_a_level_above_top(numbers: list[int]) -> None:
 
 @pytest.mark.parametrize(("dtype", "top", "largest"), [("int8", 128, 127), ("int16", 32768, 32767)])
 def test_a_top_that_the_levels_cannot_hold(dtype: str, top: int, largest: int) -> None:
-    words = f"top = {top} must be from 0 to {largest} for levels of {dtype.upper()}"
+    words = f"`top` must be from 0 to {largest} for {dtype.upper()} levels, got {top}"
     values = Levels(np.array([1, -7, 0], dtype), np.ones(1, np.float32), 0, largest)
     data = encode(first_of_flat(values, 3), FLAT)
     assert decode(data, layout=FLAT).counts() == [3]
@@ -432,16 +432,16 @@ def test_a_section_that_goes_on(extra: bytes) -> None:
     """A zero at the end is never written; and past the words that are read, nothing may follow."""
     data = message()
     coordinates, values, _ = sections(data)
-    with refused("the section of the indices goes on after its end"):
+    with refused("the section of the indices has extra bytes at its end"):
         decode(forged(data, coordinates=coordinates + extra), layout=FLAT)
-    with refused("the section of the values goes on after its end"):
+    with refused("the section of the values has extra bytes at its end"):
         decode(forged(data, coded=values + extra), layout=FLAT)
 
 
 def test_no_coordinate_and_yet_a_section() -> None:
     nothing = encode(payload("threshold(0.5)", "fp32", FLAT, zero=True), FLAT)
     for section in (b"\0", b"\0" * 8 + b"\1"):
-        with refused("the section of the indices goes on after its end"):
+        with refused("the section of the indices has extra bytes at its end"):
             decode(forged(nothing, coordinates=section), layout=FLAT)
 
 
@@ -451,8 +451,8 @@ HUGE = Layout.flat(2**27)
 RANDOM = np.random.default_rng(0).bytes(1000)
 EVERY = struct.pack("<qQ", 1, 2**53)
 SCALE = struct.pack("<IHf", 0, 1, 1.0)
-COPIED = "the section of the copied values has {} bytes, k = 134217728 needs {}"
-CODED = "the section of the coded values has {} bytes: not 134217728 values"
+COPIED = "the copied values must have {1} bytes for k = 134217728, got {0}"
+CODED = "the coded values have {} bytes, which cannot hold 134217728 values"
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_a_bomb_allocates_nothing(
 
 Spoil = Callable[[bytes], bytes]
 LADDER: list[tuple[str, Spoil, dict[str, Any]]] = [
-    ("the message has .* that are accepted", lambda m: m, {"max_bytes": 100}),
+    ("the message must have at most 100 bytes, got ", lambda m: m, {"max_bytes": 100}),
     ("not a message: ", lambda m: b"XXXX" + m[4:], {}),
     ("the message is of version 9", lambda m: with_bytes(m, 4, b"\x09"), {}),
     ("the header says where = 9", lambda m: with_bytes(m, 5, b"\x09"), {}),
@@ -498,11 +498,11 @@ LADDER: list[tuple[str, Spoil, dict[str, Any]]] = [
     ("the message is of client 0, not of client 1", lambda m: m, {"client": 1}),
     ("the message has sequence number 0", lambda m: m, {"sequence": 1}),
     ("the message is for another model", lambda m: with_bytes(m, 8, bytes(8)), {}),
-    ("the message has k = 60 coordinates, more than 5", lambda m: m, {"kmax": 5}),
+    ("the message must have k of at most 5, got 60", lambda m: m, {"kmax": 5}),
     ("the message is cut short", lambda m: m[:-1], {}),
-    ("the section of the copied values has", lambda m: forged(m, copied=sections(m)[2] + b"\0"), {}),
+    ("the copied values must have", lambda m: forged(m, copied=sections(m)[2] + b"\0"), {}),
     ("the checksum does not fit", lambda m: m[:-1] + bytes([m[-1] ^ 1]), {}),
-    ("the section of the indices goes on", lambda m: forged(m, sections(m)[0] + b"\0"), {}),
+    ("the section of the indices has extra", lambda m: forged(m, sections(m)[0] + b"\0"), {}),
     (NOT_FINITE, lambda m: forged(m, coded=coded([0x7F80] * 60, True)), {}),
 ]
 
@@ -560,9 +560,9 @@ def test_levels_that_are_not_encoded() -> None:
 
 def test_payloads_that_are_not_encoded() -> None:
     one = listed([1, 2])
-    with refused("a message holds the payload of one client, not of 2: see Payload.clients"):
+    with refused("a message must hold the payload of one client, got 2: see Payload.clients"):
         encode(replace(one, offsets=np.array([0, 1, 2])), FLAT)
-    with refused("the payload is of d = 600 coordinates, the layout of 599"):
+    with refused("the payload must have the layout's d = 599, got 600"):
         encode(one, Layout.flat(599))
 
 
@@ -575,31 +575,40 @@ def floats(k: int) -> Floats:
     [
         (
             Payload(600, np.array([0, 2]), np.array([0, 1]), floats(300)),
-            "k = 2, but its indices",
+            "must have k = 2 indices and values, got ",
         ),
         (
             Payload(600, np.array([0, 2]), np.array([0, 1, 2]), floats(2)),
-            "k = 2, but its indices",
+            "must have k = 2 indices and values, got ",
         ),
-        (Payload(600, np.array([0, 2]), None, floats(2)), "k = 2, but its indices"),
+        (Payload(600, np.array([0, 2]), None, floats(2)), "must have k = 2 indices and values, got "),
         (
             Payload(600, np.array([0, 2]), np.array([5, 700]), floats(2), Mask(np.array([1]), 2**50)),
-            "do not increase from 0 to 599",
+            "increase strictly and lie from 0 to 599",
         ),
-        (first_of_flat(Levels(np.ones(2, np.int8), np.ones(3, np.float32), 2, 1), 2), "need 1 scales"),
-        (first_of_flat(Levels(np.ones(2, np.int8), np.ones(1, np.float32), 2, -1), 2), "top = -1"),
+        (first_of_flat(Levels(np.ones(2, np.int8), np.ones(3, np.float32), 2, 1), 2), "need 1 scales, got 3"),
+        (
+            first_of_flat(Levels(np.ones(2, np.int8), np.ones(1, np.float32), 2, -1), 2),
+            "`top` must be from 0 to 127 for INT8 levels, got -1",
+        ),
         (
             first_of_flat(Levels(np.ones(2, np.int32), np.ones(1, np.float32), 2, 1), 2),
-            "row of int8 or int16",
+            "1-D array of int8 or int16, got ",
         ),
-        (first_of_flat(Levels(np.ones(2, np.int8), np.ones(1), 2, 1), 2), "one row of float32"),
-        (first_of_flat(Floats(np.ones(2, np.float32), "bf16"), 2), "one row of int16"),
-        (first_of_flat(Floats(np.ones(2, np.float16), "fp16"), 2), "one row of fp32, fp64 or bf16"),
-        (Payload(600, np.array([0, 2]), np.array([1.5, 5.2]), floats(2)), "one row of whole numbers"),
-        (Payload(600, np.array([0, 2]), np.ones((2, 1), int), floats(2)), "one row of whole numbers"),
+        (
+            first_of_flat(Levels(np.ones(2, np.int8), np.ones(1), 2, 1), 2),
+            "1-D array of float32, got 1-D float64",
+        ),
+        (first_of_flat(Floats(np.ones(2, np.float32), "bf16"), 2), "1-D array of int16, got 1-D float32"),
+        (
+            first_of_flat(Floats(np.ones(2, np.float16), "fp16"), 2),
+            "1-D array of fp32, fp64 or bf16, got 1-D float16",
+        ),
+        (Payload(600, np.array([0, 2]), np.array([1.5, 5.2]), floats(2)), "1-D array of integers, got "),
+        (Payload(600, np.array([0, 2]), np.ones((2, 1), int), floats(2)), "1-D array of integers, got "),
         (
             Payload(600, np.array([0, 2]), np.array([5, 7]), floats(2), Mask(np.array([1]), -1)),
-            "keep = -1",
+            "`keep` must be from 0 to 2\\^53, got -1",
         ),
         (
             first_of_flat(Levels(np.full(2, -32768, np.int16), np.ones(1, np.float32), 2, 32767), 2),
@@ -607,7 +616,7 @@ def floats(k: int) -> Floats:
         ),
         (
             first_of_flat(Levels(np.ones(2, np.int8), np.ones(1, np.float32), 2**32, 1), 2),
-            "block = 42949",
+            "`block` must be .*, got 42949",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""What the paper claims, held against archived cells: verdicts come from numbers."""
+"""The claims of the paper, judged by the numbers of finished cells."""

@@ -1,7 +1,7 @@
-"""Claims split into cases: how each goes, what they come to together, and the numbers as text.
+"""Claims and their cases: the outcome of each case, the verdict over all, and the numbers as text.
 
-A case, such as one p and one compressor, goes as claimed (1), against the claim (-1), shows no difference (0)
-or cannot be told (None). `decide` adds the cases up to a verdict.
+A case is for instance one p and one compressor. Its outcome is as claimed (1), against the claim (-1), no
+difference (0) or uncertain (None). `decide` combines the outcomes into a verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHERE_RUN = " where it was run"
 MARKS = {1: "✓", 0: "≈", -1: "✗", None: "?"}
 DATASETS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 COMPRESSORS = {"topk": "top-k", "rd": "random dropping"}
-CONDITIONS = ("η_L ≤ 1/(8LK)", "η η_L < 1/(KL)", "η η_L K (L²h + 1 + L) ≤ 1")  # of Theorem 1, on rates
+CONDITIONS = ("η_L ≤ 1/(8LK)", "η η_L < 1/(KL)", "η η_L K (L²h + 1 + L) ≤ 1")  # Theorem 1's, on the rates
 _NAMES = {**DATASETS, "none": "no compression"}
 
 
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing the paper says, or leaves open, in our words, and how it is checked."""
+    """One statement of the paper, or one of our questions, in our words, and how it is judged."""
 
     name: str
     text: str
@@ -43,13 +43,13 @@ class Claim:
     figure: str  # the experiment or study that shows it
     criterion: str
     judge: Callable[[Results], Finding | None]
-    asked: bool = False  # by us: the paper does not say it
-    weak: str = ""  # why it would hold even if the paper were wrong
+    asked: bool = False  # our question: the paper does not claim it
+    weak: str = ""  # why the check would pass even if the paper were wrong
 
 
 @dataclass(frozen=True)
 class Case:
-    """One part of a claim: where it belongs, what was measured, and how it goes."""
+    """One case of a claim: its group, its label, its numbers as text, and its outcome."""
 
     group: str
     label: str
@@ -63,7 +63,7 @@ Judge = Callable[[Results], Verdict]
 
 
 def finding(judge: Judge, results: Results) -> Finding | None:
-    """Return what a judge finds, or None if the cells are missing."""
+    """Return the finding of a judge, or None if its cells are missing."""
     look = Results(results.found, results.planned)
     try:
         verdict, numbers = judge(look)
@@ -75,9 +75,9 @@ def finding(judge: Judge, results: Results) -> Finding | None:
 def weigh(
     results: Results, items: Iterable[tuple[Any, ...]], one: Callable[..., Outcome], *, apart: bool = False
 ) -> Verdict:
-    """Judge every item that has its cells; raise Missing if none has.
+    """Judge each item with `one`, and return the verdict and its numbers; raise Missing if no item has cells.
 
-    The runs of an item are compared and must be of one length, unless they are judged `apart`.
+    The runs of an item must have equally many rounds, unless `apart` says that they are not compared.
     """
     cases: list[Case] = []
     absent: list[tuple[str, str]] = []
@@ -97,20 +97,20 @@ def weigh(
     if not cases:
         raise Missing
     there = {case.group for case in cases}
-    # A group that is missing as a whole is named once.
+    # If a whole group is missing, only the group is named.
     names = dict.fromkeys(f"{group} {label}".strip() if group in there else group for group, label in absent)
     return where_run(decide([case.outcome for case in cases]), tell(cases), list(names))
 
 
 def where_run(verdict: str, numbers: str, absent: Sequence[str]) -> Verdict:
-    """Say in the verdict that cells are missing, and in the numbers which."""
+    """Return the verdict and the numbers; if cells are missing, add that to both."""
     if not absent:
         return verdict, numbers
     return verdict + WHERE_RUN, f"{numbers} (not run: {', '.join(absent)})"
 
 
 def decide(outcomes: Iterable[int | None]) -> str:
-    """Return the verdict: at least half of the cases must be told, and half of these go as claimed.
+    """Return the verdict: at least half of the cases must be certain, and half of these go as claimed.
 
     >>> decide([1, 0, None]), decide([1, -1]), decide([1, -1, -1]), decide([1, 0, 0]), decide([1, None, None])
     ('holds', 'holds in part', 'does not hold', 'does not hold', 'undecided')
@@ -125,7 +125,7 @@ def decide(outcomes: Iterable[int | None]) -> str:
 
 
 def tell(cases: Iterable[Case]) -> str:
-    """Return the numbers of all cases as text, those of a group together."""
+    """Return the numbers of all cases as text, group by group."""
     return "; ".join(
         f"{group}: " + ", ".join(f"{c.label} {c.text} {MARKS[c.outcome]}".strip() for c in its)
         for group, its in itertools.groupby(cases, key=lambda case: case.group)
@@ -133,7 +133,8 @@ def tell(cases: Iterable[Case]) -> str:
 
 
 def spell(part: Any) -> str:
-    """
+    """Return a p, line, data set or comp in words.
+
     >>> spell(10), spell("rd0.99"), spell("cifar10"), spell("0.9"), spell("deadline")
     ('p=10', 'random dropping 0.99', 'CIFAR-10', 'comp 0.9', 'deadline')
     """
@@ -150,7 +151,7 @@ def yes(condition: bool) -> int:
 
 
 def are_satisfied(conditions: Iterable[float | None]) -> bool:
-    """Whether all conditions on the rates hold, each given as value over limit, None for infinity.
+    """Return whether all conditions on the rates hold, each given as value / limit (None for infinity).
 
     >>> are_satisfied([0.2, 1.0, 0.5]), are_satisfied([0.2, None]), are_satisfied([1.1])
     (True, False, False)
@@ -159,7 +160,7 @@ def are_satisfied(conditions: Iterable[float | None]) -> bool:
 
 
 def larger(factor: float) -> int:
-    """Return 1 for twice or more, 0 for as large, -1 for less."""
+    """Return 1 if the factor is at least 2, 0 if at least 1, else -1."""
     return 1 if factor >= 2 else 0 if factor >= 1 else -1
 
 
@@ -167,7 +168,8 @@ def larger(factor: float) -> int:
 
 
 def percent(sample: Sample) -> str:
-    """
+    """Return the mean in percent, ± the deviation over seeds, and how many seeds diverged.
+
     >>> percent(Sample((0.5, 0.1), diverged=1)), percent(Sample((0.9912,), left_out=2))
     ('30.00 ± 28.28 (1 of 2 diverged)', '99.12 (2 of 3 diverged)')
     """
@@ -176,7 +178,7 @@ def percent(sample: Sample) -> str:
 
 
 def points(zigzags: Sample) -> str:
-    """Write zigzags in points of accuracy; of several the geometric mean, the smallest and the largest.
+    """Return zigzags in points of accuracy; for several, the geometric mean, the smallest and the largest.
 
     >>> points(Sample((0.01, 0.04))), points(Sample((0.01,), left_out=1))
     ('2.00 (1.00 to 4.00)', '1.00 (1 of 2 diverged)')
@@ -193,7 +195,8 @@ def _lost(sample: Sample) -> str:
 
 
 def number(value: float, form: str = ".3g") -> str:
-    """
+    """Return a number as text; by default, numbers from 10,000 up have 2 digits.
+
     >>> number(1234567.0), number(2.0, ".1f"), number(math.inf)
     ('1.2e+06', '2.0', '∞')
     """
@@ -207,6 +210,6 @@ def against(a: Sample, b: Sample) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """Write the smallest and the largest value."""
+    """Return the smallest and the largest value as text."""
     low, high = min(values), max(values)
     return number(low) if low == high else f"{number(low)} to {number(high)}"

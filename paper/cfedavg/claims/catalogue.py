@@ -1,4 +1,4 @@
-"""What the paper says that results can decide, in our words, and by which number each claim is decided."""
+"""The claims of the paper that results can decide, in our words, each with the number that decides it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paper.cfedavg.claims.cases import DATASETS, Claim, Judge, Verdict, finding
 from paper.cfedavg.claims.judges_theory import Interval
 from paper.cfedavg.claims.measures import Results
 
-# The figure of each data set.
+# The figure that shows a claim, by data set.
 _CURVES = {"mnist": "fig1-mnist", "fashion_mnist": "fig4-fashion", "cifar10": "fig1-cifar10"}
 _FEEDBACK = {"mnist": "fig6-mnist", "fashion_mnist": "fig7-fashion", "cifar10": "fig1-cifar10"}
 _NORMS = {"mnist": "fig8-mnist", "fashion_mnist": "fig9-fashion", "cifar10": "fig3-cifar10"}
@@ -71,7 +71,7 @@ def _only(figures: Mapping[str, str], *datasets: str) -> dict[str, str]:
 
 
 def _keeps_growing(dataset: str, lines: tuple[str, ...], named: str, where: str) -> Claim:
-    """Make the claim for one data set: the paper names other lines for each."""
+    """Return the claim for one data set; the paper names different lines for each data set."""
     (claim,) = _each(
         "residual-keeps-growing",
         f"under {named}, which is too much, the residuals do not stop growing.",

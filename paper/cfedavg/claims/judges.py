@@ -1,4 +1,4 @@
-"""How the claims about training are decided."""
+"""The judges of claims about training: each returns a verdict and its numbers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MILD, HARSH = ("topk0.9", "rd0.9"), ("topk0.99", "rd0.99")
 LINES = ("topk0.9", "topk0.99", "rd0.9", "rd0.99")
 OTHERS = ("sign", "qsgd4", "proportional0.99")
 DECAYING = ("topk0.99-decaying1", "topk0.99-decaying25")
-BARE = {"cifar10": HARSH}  # the lines that were run without error feedback too, if not all
-SLOW = 1.5  # as fast: within this many times the rounds
+BARE = {"cifar10": HARSH}  # the lines also run without error feedback; for other data sets, all
+SLOW = 1.5  # "as fast" allows this many times the rounds
 SAVED = 0.985  # about 99%
 
 
@@ -50,7 +50,7 @@ def converges(dataset: str, results: Results) -> Verdict:
 
 
 def _trains(results: Results, dataset: str, p: int, line: str, reference: str) -> Outcome:
-    """Judge whether no seed diverges and the accuracy rises above the bar, however early."""
+    """Judge whether no seed diverges and the final accuracy exceeds the bar and the first accuracy."""
     ends, start = results.finals(dataset, p, line), results.sample(dataset, p, line, seen.first)
     if ends.diverged:
         return -1, percent(ends)
@@ -59,12 +59,12 @@ def _trains(results: Results, dataset: str, p: int, line: str, reference: str) -
 
 
 def _if_whole(results: Results, dataset: str, p: int, line: str, outcome: int | None) -> int | None:
-    """Return None for runs that were broken off: they do not say how they end."""
+    """Return the outcome, or None if runs have fewer rounds than planned, since their end is unknown."""
     return None if results.is_cut(dataset, p, line) else outcome
 
 
 def as_good(dataset: str, results: Results) -> Verdict:
-    """Compare top-k with no compression."""
+    """Judge whether top-k is as accurate at the end as no compression."""
 
     def one(p: int, line: str) -> Outcome:
         a, b = results.finals(dataset, p, line), results.reference(dataset, p, "none")
@@ -74,7 +74,7 @@ def as_good(dataset: str, results: Results) -> Verdict:
 
 
 def as_fast(dataset: str, results: Results) -> Verdict:
-    """Compare the rounds to 95% of what no compression ends with."""
+    """Judge whether top-k reaches 95% of the final accuracy without compression in few enough rounds."""
 
     def one(p: int, line: str) -> Outcome:
         reach = seen.rounds_to(0.95 * results.reference(dataset, p, "none").mean)
@@ -120,7 +120,7 @@ def rd_fails(dataset: str, results: Results) -> Verdict:
 
 
 def zigzag_grows(dataset: str, results: Results) -> Verdict:
-    """Compare zigzags without compression, from p = 10 to the smallest p that was run."""
+    """Judge whether zigzags without compression grow from p = 10 to the smallest p that was run."""
     size = {10: results.zigzags(dataset, 10, "none")}
     for p in LEVELS[1:]:
         with suppress(Missing):
@@ -136,7 +136,7 @@ def zigzag_grows(dataset: str, results: Results) -> Verdict:
 
 
 def smoother(levels: Iterable[int], dataset: str, results: Results) -> Verdict:
-    """Compare zigzags with compression and without. A line that does not train is flat for another reason."""
+    """Judge whether compression makes zigzags smaller; a line that does not train is not judged."""
 
     def one(p: int, line: str) -> Outcome:
         a, b = (results.zigzags(dataset, p, name) for name in (line, "none"))
@@ -183,7 +183,7 @@ def feedback_helps(dataset: str, results: Results, levels: Iterable[int] = LEVEL
 
 
 def feedback_gap_grows(dataset: str, results: Results) -> Verdict:
-    """Compare the gap at the smallest p that was run with that at p = 10."""
+    """Judge whether the gain by error feedback is larger at the smallest p that was run than at p = 10."""
     lowest = set[int]()
 
     def one(line: str) -> Outcome:
@@ -214,7 +214,7 @@ def bounded(dataset: str, results: Results) -> Verdict:
 
 
 def _growth(results: Results, dataset: str, p: int, line: str) -> tuple[bool, str]:
-    """Return whether most seeds' residuals still grow at the end, and the growth as text."""
+    """Return whether the residuals of most seeds still grow at the end, and the growth as text."""
     growth, share, peak = (
         results.residuals(dataset, p, line, measure)
         for measure in (seen.residual_growth, seen.still_grows, seen.residual_peak)
@@ -247,13 +247,13 @@ def larger_at_high_comp(dataset: str, results: Results) -> Verdict:
 
 
 def _factor(a: float, b: float) -> Outcome:
-    """Judge whether a is much larger than b."""
+    """Judge whether `a` is at least twice `b`."""
     factor = 1.0 if a == b else a / b if b else math.inf
     return larger(factor), f"{number(a)} against {number(b)}"
 
 
 def keeps_growing(lines: Iterable[str], dataset: str, results: Results) -> Verdict:
-    """Judge the lines that the paper names, and list others that grow."""
+    """Judge whether the residuals of `lines` keep growing, and list other lines whose residuals do."""
 
     def one(p: int, line: str) -> Outcome:
         grows, text = _growth(results, dataset, p, line)
@@ -294,7 +294,7 @@ def spares_uplink(dataset: str, results: Results) -> Verdict:
 
 
 def better_at_equal_uplink(dataset: str, results: Results) -> Verdict:
-    """Compare compressors with no compression, and no compression with a single local step, at p = 5."""
+    """Compare accuracies at equal uplink, p = 5: compressors with none, and none with a single local step."""
 
     def one(line: str) -> Outcome:
         pair = (line, "one-step" if line == "none" else "none")

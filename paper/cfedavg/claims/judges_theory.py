@@ -1,4 +1,4 @@
-"""How the claims of the theory are decided."""
+"""The judges of claims about the theory: each returns a verdict and its numbers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _STUDIES = {
     "bounds": bounds.verdict_numbers,
     "variance": variance.verdict_numbers,
 }
-NEAR = 0.25  # slopes no further apart than this are the same; of -1/2, this part of it
+NEAR = 0.25  # slopes that differ by at most this are the same; for -1/2, by this share of it
 Interval = tuple[float, float]
 FALLS_AS_INVERSE: Interval = (-1 - NEAR, -1 + NEAR)
 FALLS_AS_ROOT: Interval = (-math.inf, -0.5 * (1 - NEAR))  # or faster: the theory bounds from above
 DOES_NOT_GROW: Interval = (-math.inf, NEAR)
 STAYS: Interval = (-NEAR, NEAR)
-SLIGHT = 0.1  # of the variance that is there without compression
-USEFUL = 10  # times what it bounds
+SLIGHT = 0.1  # as a share of the variance without compression
+USEFUL = 10  # the most that a bound may be, in units of what it bounds
 
 
 def slopes(study: str, keys: Mapping[str, str], allowed: Interval, results: Results) -> Verdict:
-    """Judge slopes that a small study has fitted. `keys` has the study's name of each, by label."""
+    """Judge whether fitted slopes of a small study are allowed; `keys` maps labels to the study's names."""
     cells = results.study(study)
     numbers = _STUDIES[study](cells)
 
@@ -59,7 +59,7 @@ def slopes(study: str, keys: Mapping[str, str], allowed: Interval, results: Resu
 
 
 def inside(slope: float, error: float, allowed: Interval) -> int | None:
-    """Return 1 for a slope in the interval, -1 outside, None within two standard errors of an end.
+    """Return 1 if a slope is in the interval, -1 if outside, None if within two standard errors of an end.
 
     >>> [inside(slope, 0.02, STAYS) for slope in (-0.3, -0.22, 0.0, 0.2, 0.28)]
     [-1, None, 1, 1, None]
@@ -71,7 +71,7 @@ def inside(slope: float, error: float, allowed: Interval) -> int | None:
 
 
 def variance_is_slight(results: Results) -> Verdict:
-    """Judge what compression adds, as a share of the level without."""
+    """Judge whether compression adds at most a tenth of the variance without compression."""
     cells = results.study("variance").values()
 
     def one(kind: str) -> Outcome:
@@ -82,7 +82,7 @@ def variance_is_slight(results: Results) -> Verdict:
 
 
 def variance_bound(results: Results) -> Verdict:
-    """Compare what the Remark allows with what was measured, where that is above 0."""
+    """Judge whether the Remark's bound exceeds every measured extra variance that is above 0."""
     cells = results.study("variance").values()
 
     def one(kind: str) -> Outcome:
@@ -96,7 +96,7 @@ def variance_bound(results: Results) -> Verdict:
 
 
 def theorem_holds(theorem: int, results: Results) -> Verdict:
-    """Compare a theorem's bound with the mean of |∇f|², where the rates satisfy its conditions."""
+    """Judge whether a theorem's bound exceeds the mean of |∇f|² where the rates satisfy its conditions."""
     own = [entry for entry in results.study("bounds").values() if entry.settings["theorem"] == theorem]
 
     def one(kind: str) -> Outcome:
@@ -113,7 +113,7 @@ def theorem_holds(theorem: int, results: Results) -> Verdict:
 
 
 def lemma_holds(results: Results) -> Verdict:
-    """Compare Lemma 1's bound with what it bounds, in every run with error feedback."""
+    """Judge whether Lemma 1's bound exceeds the residuals in every run with error feedback."""
 
     def one(line: str) -> Outcome:
         runs, gamma = _runs(results, line), guaranteed(line)
@@ -143,7 +143,7 @@ def loss_is_a_fraction(results: Results) -> Verdict:
 
 
 def _lines(results: Results) -> Iterator[tuple[str, str, int]]:
-    """Return every line with error feedback that was run, at every p."""
+    """Yield line, data set and p of all runs with error feedback that exist."""
     for line, dataset, p in itertools.product(LINES, DATASETS, LEVELS):
         with suppress(Missing):
             _runs(results, line, [dataset], [p])
@@ -153,7 +153,7 @@ def _lines(results: Results) -> Iterator[tuple[str, str, int]]:
 def _runs(
     results: Results, line: str, datasets: Iterable[str] = DATASETS, levels: Iterable[int] = LEVELS
 ) -> list[SealedCell]:
-    """Return the runs that stayed finite and held something back; raise Missing if there is none."""
+    """Return the runs that did not diverge and have residuals; raise Missing if there is none."""
     found = []
     for dataset, p in itertools.product(datasets, levels):
         with suppress(Missing):
@@ -165,7 +165,7 @@ def _runs(
 
 
 def guaranteed(line: str) -> float:
-    """Return the SNR of Definition 1: top-k drops at most comp of |p|², random dropping so on average.
+    """Return the SNR of Definition 1: top-k drops at most a share comp of |p|², random dropping on average.
 
     >>> guaranteed("topk0.9") == guaranteed("rd0.9") == 1 / 0.9
     True
@@ -179,18 +179,18 @@ def _measured(entry: SealedCell) -> float:
 
 
 def _share(entry: SealedCell) -> float:
-    """Return residuals over updates, both squared, averaged over clients and added up over rounds."""
+    """Return Σ|e|² / Σ|g|² over rounds; |e|² and |g|² are means over clients."""
     updates = math.fsum(column(entry, "delta_norm2"))
     return math.fsum(column(entry, "error_norm2")) / updates if updates else math.inf
 
 
 def _bound(entry: SealedCell, gamma: float) -> float:
-    """Return Lemma 1's bound over the residuals; h is linear in alpha, and alpha |mean g|² is mean |g_i|²."""
+    """Return Lemma 1's bound / the residuals; h is linear in alpha, and alpha |mean g|² is mean |g_i|²."""
     return h(gamma, 1.0) / _share(entry)
 
 
 def long_enough(results: Results) -> Verdict:
-    """Compare T with mK for each data set. T is the paper's, however many rounds were run."""
+    """Judge whether T ≥ mK for each data set; T is the paper's, even if fewer rounds were run."""
 
     def one(dataset: str) -> Outcome:
         entry, rounds = results.plan(dataset, 10, "none")
@@ -201,7 +201,7 @@ def long_enough(results: Results) -> Verdict:
 
 
 def rate_conditions(results: Results) -> Verdict:
-    """Judge each condition's value over its limit. A cell has the three in `ratios`, None for infinity."""
+    """Judge whether each condition holds in all cells; `ratios` holds value / limit, None for infinity."""
     cells = [entry.values.get("ratios") or () for entry in results.study("conditions").values()]
     triples = [[math.inf if ratio is None else ratio for ratio in each] for each in cells if each]
 

@@ -1,7 +1,7 @@
-"""What archived cells say, in the numbers that claims are decided by.
+"""Measures of finished cells: the numbers that decide claims.
 
-A run that left the finite numbers has failed: its accuracy counts as chance. How large the residuals are,
-how a curve zigzags, and what others are measured against, is told by the seeds that did not.
+If a run diverged, that is, met infinity or NaN, its accuracy counts as chance. Residuals, zigzags and
+references are measured on the seeds that did not diverge.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from dataclasses import dataclass, replace
 
 from cfedavg.sweep import SealedCell
 
-CHANCE = 0.1  # of guessing one of ten classes
+CHANCE = 0.1  # the accuracy of guessing one of ten classes
 CLOSE = 0.005  # half a point of accuracy
 LAST = 5  # rounds that make up the final accuracy
-TAIL = 20  # rounds at the end that say how a curve zigzags and how large the residuals are
-ROUGHER = 1.6  # times: by less, deviations of 20 rounds each may differ by chance (two standard errors)
-STEADY = 1e-4  # no zigzag is less: one image of ten thousand
-GROWS = 1.2  # a residual that keeps growing is this much larger at the end than in the middle
+TAIL = 20  # last rounds, in which zigzags and residuals are measured
+ROUGHER = 1.6  # the least factor between zigzags of 20 rounds that is not chance (two standard errors)
+STEADY = 1e-4  # the least zigzag: one image of ten thousand
+GROWS = 1.2  # the least ratio of the last residuals to the middle ones if they keep growing
 
 
 class Missing(Exception):
-    """A judge asked for a cell that is not there, or for a column that the cell does not have."""
+    """Raised if a judge needs a cell, or a column of a cell, that does not exist."""
 
 
 class Undecided(Exception):
-    """The cells are there but do not decide; the message says why."""
+    """Raised if the cells exist but do not decide the case; the message says why."""
 
 
 def column(entry: SealedCell, name: str) -> list[float]:
-    """Return what was measured, without the rounds in which nothing was."""
+    """Return a column of a cell's metrics, without the rounds in which nothing was measured."""
     return [value for value in entry.values.get(name) or () if value is not None]
 
 
@@ -41,7 +41,7 @@ def diverged(entry: SealedCell) -> bool:
 
 
 def sound(entries: Sequence[SealedCell]) -> list[SealedCell]:
-    """Return the cells that did not diverge; all of them, if every one did."""
+    """Return the cells that did not diverge; if all diverged, return all."""
     return [entry for entry in entries if not diverged(entry)] or list(entries)
 
 
@@ -56,14 +56,14 @@ def first(entry: SealedCell) -> float:
 
 
 def curve(entry: SealedCell) -> float:
-    """Return the accuracy averaged over all rounds: high if a run is fast, and ends high."""
+    """Return the mean accuracy over all rounds; a run that learns fast and ends high has a high mean."""
     return CHANCE if diverged(entry) else mean(column(entry, "test_accuracy"))
 
 
 def zigzag(entry: SealedCell) -> float:
-    """Return how far the accuracy strays from a line through its last 20 rounds (standard deviation).
+    """Return the standard deviation of the last 20 accuracies from a line fitted through them.
 
-    From a line, because a curve that still rises steadily does not zigzag.
+    The line is subtracted because a curve that rises steadily does not zigzag.
     """
     if diverged(entry):
         return math.inf
@@ -75,16 +75,16 @@ def zigzag(entry: SealedCell) -> float:
 
 
 def rounds_to(accuracy: float) -> Callable[[SealedCell], float]:
-    """Make a measure: the rounds until the accuracy is this high, infinite if it never is.
+    """Return a measure: the first round with at least this accuracy, or infinity.
 
-    A tip of a zigzag is not enough: with the four rounds after it, it has to be so on average.
+    The mean of this round and the next four must be as high too, so that one peak is not enough.
     """
 
     def measure(entry: SealedCell) -> float:
         seen = [] if diverged(entry) else entry.values.get("test_accuracy") or []
         known = [(t, each) for t, each in enumerate(seen, 1) if each is not None]
         for i, (t, each) in enumerate(known):
-            start = max(0, min(i, len(known) - LAST))  # at the end, with those before it
+            start = max(0, min(i, len(known) - LAST))  # near the end, the last five rounds
             if each >= accuracy and mean([near for _, near in known[start : start + LAST]]) >= accuracy:
                 return t
         return math.inf
@@ -93,7 +93,7 @@ def rounds_to(accuracy: float) -> Callable[[SealedCell], float]:
 
 
 def accuracy_at(budget: float) -> Callable[[SealedCell], float]:
-    """Make a measure: the accuracy in the round nearest to a budget of model sizes that a client sends."""
+    """Return a measure: the accuracy in the round in which a client has sent about `budget` model sizes."""
 
     def measure(entry: SealedCell) -> float:
         sizes, seen = (entry.values.get(name) or () for name in ("model_sizes_sent", "test_accuracy"))
@@ -106,25 +106,25 @@ def accuracy_at(budget: float) -> Callable[[SealedCell], float]:
 
 
 def sent(entry: SealedCell) -> float:
-    """Return the model sizes that a client sends in the whole run."""
+    """Return how much a client sends in the whole run, in model sizes."""
     return math.fsum(column(entry, "model_sizes_sent"))
 
 
 def residual(entry: SealedCell) -> float:
-    """Return the clients' mean |e_i| over the last 20 rounds."""
+    """Return the mean residual norm |e_i| over clients and the last 20 rounds."""
     _stayed_finite(entry)
     return mean(column(entry, "error_norm")[-TAIL:])
 
 
 def residual_ratio(entry: SealedCell, norm: str = "norm") -> float:
-    """Return residuals over updates, both as means of the last 20 rounds; `norm2` takes squared norms."""
+    """Return mean residual norm / mean update norm over the last 20 rounds; "norm2" takes squared norms."""
     _stayed_finite(entry)
     update = mean(column(entry, f"delta_{norm}")[-TAIL:])
     return mean(column(entry, f"error_{norm}")[-TAIL:]) / update if update else math.inf
 
 
 def residual_growth(entry: SealedCell) -> float:
-    """Return the mean residual of the last fifth of the rounds over that of the fifth in the middle."""
+    """Return the mean residual of the last fifth of the rounds / that of the middle fifth."""
     _stayed_finite(entry)
     seen = column(entry, "error_norm")
     fifth = max(1, len(seen) // 5)
@@ -147,7 +147,7 @@ def still_grows(entry: SealedCell) -> float:
 
 
 def _stayed_finite(entry: SealedCell) -> None:
-    """Raise Undecided for a run that diverged: its residuals say nothing about compression."""
+    """Raise Undecided if the run diverged, since its residuals say nothing about compression."""
     if diverged(entry):
         raise Undecided("diverged")
 
@@ -160,7 +160,7 @@ def mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """A measure's value for each seed. `wobble` is the standard error of a seed that is alone."""
+    """The values of a measure, one for each seed. `wobble` is the standard error if there is one seed."""
 
     values: tuple[float, ...]
     wobble: float = 0.0
@@ -173,7 +173,7 @@ class Sample:
 
     @property
     def std(self) -> float:
-        """Return the standard deviation over seeds; 0 where it cannot be told."""
+        """Return the standard deviation over seeds; 0 if there is one seed or a value is infinite."""
         several = len(self.values) > 1 and all(map(math.isfinite, self.values))
         return statistics.stdev(self.values) if several else 0.0
 
@@ -192,7 +192,7 @@ def standard_error(a: Sample, b: Sample) -> float:
 
 
 def above(a: Sample, bar: float) -> int | None:
-    """Return 1 if a is above the bar, -1 if below, None within two standard errors of it.
+    """Return 1 if the mean of `a` is above `bar`, -1 if below, None if within two standard errors.
 
     >>> [above(Sample((0.5,), wobble=w), 0.45) for w in (0.04, 0.01)], above(Sample((0.4, 0.42)), 0.45)
     ([None, 1], -1)
@@ -204,9 +204,9 @@ def above(a: Sample, bar: float) -> int | None:
 
 
 def rougher(a: Sample, b: Sample) -> int | None:
-    """Return 1 if a zigzags more than b, 0 if alike, -1 if less, None if the seeds differ too much to tell.
+    """Return 1 if `a` zigzags more than `b`, 0 if alike, -1 if less, None if the seeds differ too much.
 
-    They differ by factors, so logarithms are compared.
+    The logarithms are compared, since zigzags differ by factors.
 
     >>> one, two = Sample((0.01,)), Sample((0.02,))
     >>> rougher(two, one), rougher(Sample((0.015,)), one), rougher(one, Sample((math.inf,)))
@@ -234,7 +234,7 @@ def typical(zigzags: Sample) -> float:
 
 
 def compare(a: Sample, b: Sample) -> int | None:
-    """Return 1 if a is ahead of b, -1 if behind, 0 if not ahead, None if that cannot be told.
+    """Return 1 if `a` is ahead of `b`, -1 if behind, 0 if not ahead, None if uncertain; see `ahead`.
 
     >>> compare(Sample((0.99,)), Sample((0.98,))), compare(Sample((0.99,)), Sample((0.987,)))
     (1, 0)
@@ -243,9 +243,9 @@ def compare(a: Sample, b: Sample) -> int | None:
 
 
 def ahead(difference: float, error: float) -> int | None:
-    """Return 1 for more than half a point and two standard errors, -1 for as much below zero.
+    """Return 1 if the difference exceeds half a point and two standard errors, -1 if its negative does.
 
-    Otherwise 0 if it surely is less than half a point, None if it may be more.
+    Else return 0 if the difference plus two standard errors is at most half a point, else None.
 
     >>> [ahead(difference, 0.01) for difference in (0.03, 0.01, -0.016, -0.03)]
     [1, None, 0, -1]
@@ -256,7 +256,7 @@ def ahead(difference: float, error: float) -> int | None:
 
 
 def as_good(a: Sample, b: Sample) -> int | None:
-    """Return 1 if a is at most half a point below b, -1 if behind or diverged, None if that cannot be told.
+    """Return 1 if `a` is at most half a point below `b`, -1 if behind or diverged, None if uncertain.
 
     >>> as_good(Sample((0.9, 0.94)), Sample((0.94, 0.94))), as_good(Sample((0.9,)), Sample((0.94,)))
     (None, -1)
@@ -267,19 +267,19 @@ def as_good(a: Sample, b: Sample) -> int | None:
 
 
 class Results:
-    """An archive, asked for lines of figures. It remembers in `shown` which cells it was asked for.
+    """The finished cells, looked up by line of a figure. `shown` holds the names of cells looked up.
 
-    `planned` is how many rounds the runs should have.
+    `planned` holds how many rounds each run should have, by the cell's name.
     """
 
     def __init__(self, found: Mapping[str, SealedCell], planned: Mapping[str, int] | None = None) -> None:
         self.found, self.planned = found, planned or {}
         self.shown: dict[str, None] = {}
-        self.lengths: set[int] = set()  # rounds of the runs that were asked for; a judge clears it
-        self._by_plan: set[str] = set()  # cells of which only the plan was asked
+        self.lengths: set[int] = set()  # rounds of the runs looked up; `weigh` clears this set
+        self._by_plan: set[str] = set()  # cells of which only the planned rounds were used
 
     def cut(self) -> str:
-        """Say of how many rounds a verdict is, where runs are not whole."""
+        """Return a text that says how many of the planned rounds were run; "" if all were."""
         runs = [
             (self.found[name].settings["rounds"], self.planned[name])
             for name in self.shown
@@ -290,7 +290,7 @@ class Results:
         return "".join(f", {part}after {done} of {whole} rounds" for done, whole in short)
 
     def line(self, dataset: str, p: int, name: str) -> list[SealedCell]:
-        """Return the cells of a line over seeds; raise Missing if none says anything."""
+        """Return the cells of a line, one for each seed; raise Missing if there is no result."""
         if not (cells := self._cells(dataset, p, name)):
             raise Missing
         self.shown |= dict.fromkeys(entry.name for entry in cells)
@@ -298,13 +298,13 @@ class Results:
         return cells
 
     def unlike(self) -> str:
-        """Say why the runs that were asked for are not compared, if they differ in length."""
+        """Return a text that says that the runs looked up differ in rounds; "" if they do not."""
         if len(self.lengths) < 2:
             return ""
         return f" (runs of {' and '.join(map(str, sorted(self.lengths)))} rounds are not compared)"
 
     def has(self, dataset: str, p: int, *names: str) -> bool:
-        """Whether all of these lines are there; asking does not show them."""
+        """Return whether all of these lines have cells; this does not change `shown`."""
         return all(self._cells(dataset, p, name) for name in names)
 
     def _cells(self, dataset: str, p: int, name: str) -> list[SealedCell]:
@@ -313,13 +313,13 @@ class Results:
         return [entry for entry in cells if diverged(entry) or column(entry, "test_accuracy")]
 
     def plan(self, dataset: str, p: int, name: str) -> tuple[SealedCell, int]:
-        """Return the first cell of a line, and the rounds that it should have, run or not."""
+        """Return the first cell of a line, and its planned rounds, even if fewer were run."""
         cells = self.line(dataset, p, name)
         self._by_plan |= {entry.name for entry in cells}
         return cells[0], self.planned.get(cells[0].name, cells[0].settings["rounds"])
 
     def is_cut(self, dataset: str, p: int, name: str) -> bool:
-        """Whether a line has runs of fewer rounds than they should have."""
+        """Return whether a line has a run with fewer rounds than planned."""
         return any(
             entry.settings["rounds"] < self.planned.get(entry.name, 0)
             for entry in self.line(dataset, p, name)
@@ -334,45 +334,45 @@ class Results:
         return cells
 
     def sample(self, dataset: str, p: int, name: str, measure: Callable[[SealedCell], float]) -> Sample:
-        """Return a measure of a line, for each seed."""
+        """Return the values of a measure for each seed of a line."""
         cells = self.line(dataset, p, name)
         return Sample(tuple(map(measure, cells)), diverged=sum(map(diverged, cells)))
 
     def residuals(self, dataset: str, p: int, name: str, measure: Callable[[SealedCell], float]) -> float:
-        """Return the mean of a measure of residuals; raise Undecided if all seeds diverged."""
+        """Return the mean of a measure over the seeds that did not diverge; raise Undecided if all did."""
         return mean(list(map(measure, sound(self.line(dataset, p, name)))))
 
     def zigzags(self, dataset: str, p: int, name: str) -> Sample:
-        """Return the zigzag of each seed of a line."""
+        """Return the zigzag of each seed of a line, without the seeds that diverged (unless all did)."""
         cells = self.line(dataset, p, name)
         kept = sound(cells)
         return Sample(tuple(map(zigzag, kept)), 0.0, sum(map(diverged, kept)), len(cells) - len(kept))
 
     def finals(self, dataset: str, p: int, name: str) -> Sample:
-        """Return the final accuracies."""
+        """Return the final accuracy of each seed of a line."""
         return self._accuracy(self.line(dataset, p, name), final, LAST)
 
     def reference(self, dataset: str, p: int, name: str) -> Sample:
-        """Return the final accuracies of a line that others are compared with."""
+        """Return the final accuracies of a line that others are compared with, without diverged seeds."""
         cells = self.line(dataset, p, name)
         kept = sound(cells)
         return replace(self._accuracy(kept, final, LAST), left_out=len(cells) - len(kept))
 
     def curves(self, dataset: str, p: int, name: str) -> Sample:
-        """Return the accuracies averaged over all rounds."""
+        """Return the mean accuracy over all rounds, for each seed of a line."""
         cells = self.line(dataset, p, name)
         return self._accuracy(cells, curve, max(1, len(column(cells[0], "test_accuracy"))))
 
     def at_budget(self, dataset: str, p: int, name: str, budget: float) -> Sample:
-        """Return the accuracies, of one round each, for a budget."""
+        """Return the accuracy of each seed when a client has sent `budget` model sizes."""
         return self._accuracy(self.line(dataset, p, name), accuracy_at(budget), 1)
 
     @staticmethod
     def _accuracy(cells: list[SealedCell], measure: Callable[[SealedCell], float], rounds: int) -> Sample:
-        """Measure accuracies; a seed that is alone has its error from its zigzag over so many rounds."""
+        """Return accuracies that are means over `rounds`; the first seed's zigzag gives `wobble`."""
         wobble = 0.0 if diverged(cells[0]) else zigzag(cells[0]) / math.sqrt(rounds)
         return Sample(tuple(map(measure, cells)), wobble, sum(map(diverged, cells)))
 
     def bar(self, dataset: str, p: int, reference: str = "none") -> float:
-        """Return the accuracy of a run that trains: 3 times chance, and half of the reference's gain."""
+        """Return the least accuracy of a run that trains: 3 times chance and half of the reference's gain."""
         return max(3 * CHANCE, (CHANCE + self.reference(dataset, p, reference).mean) / 2)

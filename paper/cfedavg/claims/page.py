@@ -1,7 +1,7 @@
-"""The page of claims: each claim with its verdict and the numbers that decide.
+"""The page of claims: each claim with its verdict and the numbers that decide it.
 
-`catalogue` holds the claims, each with its criterion; `judges` decide case by case; `cases` adds the cases up
-to a verdict; `measures` says what is measured in a cell.
+`catalogue` holds the claims, each with its criterion. `judges` decides the cases of a claim. `cases` combines
+the cases into a verdict. `measures` computes numbers from a cell.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ These checks would pass, or nearly always pass, even if the paper were wrong. Th
 def judge_all(
     found: Mapping[str, SealedCell], planned: Mapping[str, int] | None = None
 ) -> list[tuple[Claim, Finding | None]]:
-    """Judge every claim; None where its cells are missing.
+    """Return every claim with its finding, or with None if its cells are missing.
 
-    Verdicts say where runs have fewer rounds than planned.
+    The verdict of a finding says so if runs have fewer rounds than planned.
     """
     results = Results(found, planned)
     return [(claim, claim.judge(results)) for claim in CLAIMS]
 
 
 def overview(judged: Judged) -> str:
-    """Write three tables of verdicts: claims with a column for each data set, theory, and questions."""
+    """Return three tables of verdicts: claims by data set, claims of the theory, and our own questions."""
     shown: dict[str, dict[str, str]] = {}
     theory, questions = list[list[str]](), list[list[str]]()
     for claim, found in judged:
@@ -78,7 +78,7 @@ def overview(judged: Judged) -> str:
 
 
 def _brief(found: Finding | None) -> str:
-    """Write the verdict, with the number of cases of each kind."""
+    """Return the verdict, with the number of cases of each mark."""
     if not found:
         return NOT_RUN
     counts = [f"{count}{mark}" for mark in MARKS.values() if (count := found.numbers.count(mark))]
@@ -86,14 +86,14 @@ def _brief(found: Finding | None) -> str:
 
 
 def weak_checks(judged: Judged) -> str:
-    """Write the checks of little power, why, and what came out; nothing if none was run."""
+    """Return a table of the checks of little power, with reasons and results; "" if none was run."""
     rows = [[claim.text, claim.weak, found.numbers] for claim, found in judged if found and claim.weak]
     table = _table(["check", "why it says little", "what came out"], rows)
     return f"{LITTLE_POWER}\n\n{table}" if rows else ""
 
 
 def write_page(judged: Judged, words: Path | None) -> str:
-    """Return the claims as Markdown, with the words of a TOML file around them: title, intro and [why]."""
+    """Return the page as Markdown; the TOML file `words` gives its title, intro and, by claim, [why]."""
     table = _read_words(words, {claim.name for claim, _ in judged}) if words else {}
     title, intro = table.get("title", "The claims of the paper"), table.get("intro", "").strip()
     weak = weak_checks(judged)
@@ -112,14 +112,14 @@ def _read_words(path: Path, known: set[str]) -> dict[str, Any]:
     why = table.get("why", {})
     texts = isinstance(why, dict) and [table.get("title", ""), table.get("intro", ""), *why.values()]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise InputError(f"`words`: {path} must hold texts: title, intro and, by claim, [why]")
+        raise InputError(f"`words`: title, intro and every entry of [why] must be texts in {path}")
     if unknown := why.keys() - known:
-        raise InputError(f"`words`: there is no claim {min(unknown)!r} to explain")
+        raise InputError(f"`words`: [why] must name claims of the catalogue, got {min(unknown)!r}")
     return table
 
 
 def as_markdown(judged: Judged, why: Mapping[str, str] | None = None) -> str:
-    """Write the rules and a table of all claims; `why` explains verdicts, by the claim's name."""
+    """Return the rules and a table of all claims; `why` holds explanations by the claim's name."""
     rows = [_row(claim, found, (why or {}).get(claim.name, "")) for claim, found in judged]
     head = ["claim", "what was run", "figure", "what came out", "verdict and why"]
     return f"{RULES}\n\n{_table(head, rows)}"
@@ -142,5 +142,5 @@ def _row(claim: Claim, found: Finding | None, why: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Make text stay in its cell of a table."""
+    """Return the text as one line with escaped bars, for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

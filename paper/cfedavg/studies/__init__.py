@@ -1,4 +1,4 @@
-"""Small numerical studies of the theory; their cells take seconds and are never broken off."""
+"""Small numerical studies of the theory. A cell, one measurement, takes seconds and is never interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paper.cfedavg.studies import bounds, conditions, speedup, variance
 
 @dataclass(frozen=True)
 class SmallStudy(Study):
-    """A study whose cells, values, figure and table are functions of a module."""
+    """A study whose `cells`, `measure`, `figure` and `table` are functions of `module`."""
 
     name: str
     subtitle: str
@@ -29,28 +29,28 @@ class SmallStudy(Study):
         object.__setattr__(self, "note", f"scale {self.scale}")
 
     def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
-        """Return the settings of every cell, by name."""
+        """Return the settings of every cell, by the cell's name."""
         found: dict[str, Settings] = self.module.cells(self.scale, seeds)
         return found
 
     def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
-        """Return the values of a cell."""
+        """Run the measurement of a cell and return its values."""
         values: dict[str, Any] = self.module.measure(settings, observer.say)
         return values
 
     def missing_values(self, cell: SealedCell) -> list[str]:
-        """Return the names of the values that a cell of another version lacks."""
+        """Return the names of the values that a cell, written by another version, lacks."""
         return [name for name in self.module.VALUES if name not in cell.values]
 
     def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Draw the cells that there are, as PNG."""
+        """Return the figure of the finished cells as PNG."""
         seeds = len({cell.settings["seed"] for cell in found.values()})
         frame = Frame(self.title, f"{self.subtitle} · {seeds} seed{'s' * (seeds != 1)}", (), note)
         picture: bytes = default_settings(self.module.figure)(found, frame)
         return picture
 
     def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
-        """Return the numbers behind the figure, a header first."""
+        """Return the table of the numbers behind the figure, the header first."""
         rows: list[list[str]] = self.module.table(found)
         return rows
 

@@ -1,10 +1,10 @@
-"""The bounds of Theorems 1 to 3, and the rates of their corollaries, beside what runs come to.
+"""A study that compares the bounds of Theorems 1 to 3, and the corollaries' rates, with measurements.
 
-Each cell runs a problem with known constants at a corollary's rates, and takes the mean over its rounds of
-|grad f(x_t)|^2, each in proportion to its rate: what the proofs bound, and for Theorem 2 the expectation of
-|grad f(z)|^2. The minimum, of which Theorems 1 and 3 speak, does not exceed it. The bounds are the smallest
-that the theorems allow: with the largest c, the best epsilon in h, and for sigma_G the clients' root mean
-square, where Assumption 3 has their largest.
+Each cell runs a problem with known constants at a corollary's rates. It measures the mean of |grad f(x_t)|^2
+over rounds, weighted by the rates. The proofs bound this mean; in Theorem 2 it is the expectation of
+|grad f(z)|^2. Theorems 1 and 3 speak of the minimum, which is at most this mean. The bounds are the smallest
+that the theorems allow: c is the largest, epsilon in h is the best, and sigma_G is the root mean square over
+clients, where Assumption 3 takes the maximum.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ TITLE = "The theorems' bounds and the corollaries' rates"
 VALUES = ("mean", "bound", "alpha", "h", "conditions")  # of a cell
 
 COMPRESSORS = {"none": "none", "topk": "topk(0.5)", "rd": "rd(0.5)"}
-# The rates of each theorem's corollary, and the local steps of even and of odd clients. With a of Corollary 2
-# as large as this, its first rate satisfies the theorem's conditions, and is that of 1024 rounds.
+# The rates of each theorem's corollary, and the local steps of even and of odd clients. With a = 1024, the
+# first rate of Corollary 2 satisfies the theorem's conditions; it is Corollary 1's rate for 1024 rounds.
 _RATES = {1: "corollary1", 2: "corollary2(a=1024)", 3: "corollary3(k_min=1)"}
 _STEPS = {1: [2, 2], 2: [2, 2], 3: [1, 3]}
-# L is where the third condition leaves most room.
+# The third condition allows the largest rates at this L.
 _FIXED = {"L": 0.2, "sigma_L": 5.0, "start": 2.5, "d": 100, "samples": 64}
 _SIGMA_G = 2.5
-# One varies at a time; else there are as many rounds as the second, and as few clients as the first of these.
+# One quantity varies at a time. The others are fixed: rounds at the second value, m at the first.
 _OVER: dict[str, dict[str, Sequence[int]]] = {
     "smoke": {"rounds": (160, 256, 384), "m": (2, 4), "K": (2, 4)},
     "small": {"rounds": (512, 1024, 2048), "m": (2, 4, 8), "K": (1, 2, 4)},
     "paper": {"rounds": (1024, 2048, 4096, 8192), "m": (2, 4, 8, 16), "K": (1, 2, 4, 8)},
 }
-_WINDOW = 32  # rounds
+_WINDOW = 32  # rounds that share one alpha
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
@@ -57,7 +57,7 @@ def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
 
 
 def _points(theorem: int, over: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """Yield points over rounds and clients; of Theorem 1 also over K, and over clients with like data."""
+    """Yield the points over rounds and m; for Theorem 1 also over K, and over m with sigma_G = 0."""
     base = {"rounds": over["rounds"][1], "m": over["m"][0], "K": _STEPS[theorem], "sigma_G": _SIGMA_G}
     for name in ("rounds", "m"):
         yield from ({**base, name: value} for value in over[name])
@@ -72,7 +72,7 @@ def _name_point(point: Mapping[str, Any]) -> str:
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the mean of |grad f|^2, its bound with the mean alpha and h in it, and the conditions."""
+    """Return the mean of |grad f|^2, its bound, the mean alpha and h, and the conditions."""
     task, config = Bowl.of(settings).task(), _config(settings)
     rows = run(config, task, draw=False).rows
     rates = resolve_rates(config, Steps(config, [], []), settings["m"])
@@ -96,7 +96,7 @@ def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, A
 
 
 def _alphas(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return alpha as a ratio of sums over some rounds each: that of one round is all noise."""
+    """Return alpha for each 32 rounds, as a ratio of sums; the alpha of one round is too noisy."""
     found = []
     for start in range(0, len(rows), _WINDOW):
         part = rows[start : start + _WINDOW]
@@ -114,12 +114,12 @@ def _config(settings: Mapping[str, Any]) -> Config:
 
 
 def _steps(settings: Mapping[str, Any]) -> list[int]:
-    """Return K_i of every client."""
+    """Return the local steps K_i of every client."""
     return [settings["K"][i % 2] for i in range(settings["m"])]
 
 
 def _bound(settings: Mapping[str, Any], eta: float, eta_L: Sequence[float], factor: float) -> float:
-    """Return the theorem's bound; `factor` is the mean of h."""
+    """Return the bound of the cell's theorem; `factor` is the mean of h."""
     gap, K, T = Bowl.of(settings).gap(), _steps(settings), len(eta_L)
     problem = Problem(gap, settings["L"], settings["sigma_L"] ** 2, settings["sigma_G"] ** 2, settings["m"])
     if settings["theorem"] == 1:
@@ -131,7 +131,7 @@ def _bound(settings: Mapping[str, Any], eta: float, eta_L: Sequence[float], fact
 
 @dataclass(frozen=True)
 class Line:
-    """The cells of one theorem and compressor that differ in one quantity alone."""
+    """The cells of one theorem and compressor that differ only in the quantity `over`."""
 
     theorem: int
     name: str
@@ -148,7 +148,7 @@ class Line:
         return [entry.values[key] for entry in self.entries]
 
     def points(self, key: str) -> tuple[list[int], list[float]]:
-        """Return what is varied, and the means over the seeds."""
+        """Return the values of the quantity `over`, and the mean of `key` over the seeds at each."""
         found: dict[int, list[float]] = {}
         for at, value in zip(self.at, self.all(key), strict=True):
             found.setdefault(at, []).append(value)
@@ -158,12 +158,12 @@ class Line:
         return power_law(self.at, self.all(key))
 
     def third(self) -> float:
-        """Return the largest value of the third condition, over its limit."""
+        """Return the largest value / limit of the third condition."""
         ratios = [entry.values["conditions"][2] for entry in self.entries]
         return math.inf if None in ratios else max(ratios)
 
     def within(self) -> Line:
-        """Return the line of those cells whose rates satisfy the conditions."""
+        """Return a line with only the cells whose rates satisfy all conditions."""
         return replace(self, entries=[e for e in self.entries if are_satisfied(e.values["conditions"])])
 
 
@@ -183,7 +183,7 @@ def lines(found: Mapping[str, SealedCell]) -> list[Line]:
 
 
 def _along(found: Mapping[str, SealedCell], theorem: int, compressor: str, over: str) -> list[SealedCell]:
-    """Return the cells of a line: what it does not vary is as usual."""
+    """Return the cells of a line: they have the usual rounds, m and K, except in the quantity `over`."""
     kind = theorem, compressor, 0.0 if over.endswith(_IID) else _SIGMA_G
     own = [
         e
@@ -202,9 +202,10 @@ def _along(found: Mapping[str, SealedCell], theorem: int, compressor: str, over:
 
 
 def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
-    """Return the exponents, slope_rounds_theorem2_topk and so on, with _se, and _condition if broken.
+    """Return exponents by name, such as slope_rounds_theorem2_topk; the name with _se has the error.
 
-    slope_h_theorem1_topk is that of h over m.
+    The name with _condition has the third condition's value / limit, if broken. slope_h_theorem1_topk is the
+    exponent of h over m.
     """
     numbers: dict[str, float] = {}
     for line in lines(found):
@@ -220,7 +221,7 @@ def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """Return a row for each line; the exponent of 1/sqrt(mKT) is -1/2."""
+    """Return a row for each line; the corollaries' rate 1/sqrt(mKT) has the exponent -1/2."""
     head = ["theorem", "compressor", "over", "exponent", "mean ‖∇f‖² from", "to", "the bound over it"]
     return [[*head, "condition 3 over its limit, at most"], *map(_row, lines(found))]
 
@@ -233,7 +234,7 @@ def _row(line: Line) -> list[str]:
     return [*names, str(line.fit() or ""), *ends, f"{line.third():.3g}"]
 
 
-# Two rows: a theorem, what is varied, the title of the column.
+# Two rows of panels, each panel as: theorem, quantity, title.
 _PANELS = (
     (
         (1, "rounds", "Theorem 1"),
@@ -249,7 +250,7 @@ _WIDTHS = {"none": 1.0, "topk": 2.0, "rd": 2.6}
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Draw a column for each theorem, over rounds and clients, and one more of Theorem 1: over K, and IID."""
+    """Return a PNG: a column for each theorem, over T and m, and Theorem 1 over K and over m with IID."""
     drawing = make_framed_figure(5.0, replace(frame, legend=_legend()))
     places = drawing.subplots(2, 4, sharey=True)
     drawn = lines(found)
@@ -268,7 +269,7 @@ def _legend() -> list[tuple[str, Pen]]:
 
 
 def _draw(axes: Axes, drawn: Sequence[Line]) -> None:
-    """Draw lines; no compression comes last and is the thinnest, since the others lie below it."""
+    """Draw the lines; the one without compression is thinnest and in front, since it overlaps the others."""
     for line in reversed(drawn):
         colour, width = COLOURS[line.name], _WIDTHS[line.name]
         axes.plot(*line.points("mean"), color=colour, linewidth=width, marker="o", markersize=width + 1.5)

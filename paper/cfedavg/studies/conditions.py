@@ -1,7 +1,7 @@
-"""Do the paper's own settings satisfy the conditions that its theorems put on the rates?
+"""A study of whether the paper's own settings satisfy its theorems' conditions on the rates.
 
-The conditions need L, the largest curvature anywhere. The curvature at one model, the largest eigenvalue of
-the Hessian there, bounds it from below: if a condition is broken with that, it is broken with L.
+The conditions need L, the largest curvature of the loss at any model. The study measures a lower bound of
+L: the largest eigenvalue of the Hessian at one model. A condition broken with this value is broken with L.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from paper.cfedavg.studies.problem import finish_axes
 TITLE = "The theorems' rate conditions at the paper's own settings"
 VALUES = ("gamma", "alpha", "global", "global_residual", "client", "client_residual", "L", "ratios")
 
-# The paper's setting for 600 samples a client: 10 epochs in batches of 64.
+# The paper's settings: 10 epochs in batches of 64 for 600 samples a client.
 _PAPER = {"eta_local": 0.1, "eta": 1.0, "batch_size": 64, "K": 100, "compressor": "topk(0.9)"}
-# What is done here, to get at a trained model, gamma and alpha: fewer clients, fewer steps, few rounds.
+# The shorter runs that give a trained model, gamma and alpha: fewer clients, steps and rounds.
 _SCALES: dict[str, dict[str, Any]] = {
     "smoke": {"model": "mlp", "clients": 10, "rounds": 2, "steps": 5, "samples": 200, "iterations": 8},
     "small": {"model": "cnn", "clients": 10, "rounds": 2, "steps": 5, "samples": 200, "iterations": 8},
@@ -48,7 +48,7 @@ _COLOURS = (BLUE, GREEN, VERMILION)
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """Return cells of the first model and of a trained one, for clients with all digits and with one."""
+    """Return cells for the initial and a trained model, each with 10 digits and with 1 digit a client."""
     return {
         f"conditions-p{p}-{at}-seed{seed}": {**_PAPER, **_SCALES[scale], "p": p, "at": at, "seed": seed}
         for seed in seeds
@@ -58,7 +58,7 @@ def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the largest eigenvalue for f and a client, gamma and alpha of a short run, the conditions."""
+    """Return the largest eigenvalues for f and a client, gamma and alpha of a short run, the conditions."""
     start = settings["at"] == "start"
     task = build_task(_config(settings))
     result = run(_config(settings).replace(rounds=1 if start else settings["rounds"]), task, draw=False)
@@ -85,20 +85,20 @@ def _config(settings: Mapping[str, Any]) -> Config:
 
 
 def _conditions(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Condition, ...]:
-    """Return the conditions at the paper's rates and K, with what was measured."""
+    """Return the conditions at the paper's rates and K, with the measured L, gamma and alpha."""
     rates = settings["eta_local"], settings["eta"], settings["K"]
     return rate_conditions(*rates, values["L"], values["gamma"], values["alpha"], "sum")
 
 
 def _everyone(task: Task, samples: int) -> Any:
-    """Return samples of every client, equally many, whose loss estimates f."""
+    """Return a batch with equally many samples of every client; its loss estimates f."""
     rows = np.arange(samples // len(task.clients))
     images, labels = zip(*(client.batch(rows) for client in task.clients), strict=True)
     return torch.cat(images), torch.cat(labels)
 
 
 def _first(task: Task, settings: Mapping[str, Any]) -> Any:
-    """Return samples of the first client, whose loss is its F_i."""
+    """Return a batch of samples of the first client; its loss estimates F_1."""
     return task.clients[0].batch(np.arange(settings["samples"]))
 
 
@@ -107,8 +107,8 @@ def largest_eigenvalue(
 ) -> tuple[float, float]:
     """Return the Hessian's largest eigenvalue in magnitude, and how much of it the last iteration added.
 
-    Power iteration: |Hv| of a unit vector v never exceeds it and never falls, so it may stop at any time,
-    also where the largest two are of opposite sign, between which v itself would waver.
+    Power iteration: |Hv| of a unit vector v never exceeds this magnitude and never falls, so that every
+    iteration gives a lower bound, even if the two largest eigenvalues have opposite signs.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     slopes = torch.autograd.grad(loss(model, batch), parameters, create_graph=True)
@@ -123,7 +123,7 @@ def largest_eigenvalue(
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """Return a row for each cell: L, the largest eta_L by condition 1, and value / limit of each."""
+    """Return a row for each cell: L, the largest eta_L by condition 1, value / limit of each condition."""
     head = ["p", "model", "L at least", "largest η_L", *(f"times over: {name}" for name in CONDITIONS)]
     return [head, *(_row(entry) for entry in found.values())]
 
@@ -140,7 +140,7 @@ def _times(ratio: float | None) -> str:
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Draw a dot for each condition and cell, at value / limit; all seeds are in one row."""
+    """Return a PNG with a dot at value / limit for each condition and cell; all seeds share a row."""
     rows = list(dict.fromkeys(map(_where, found.values())))
     legend = [(name, Pen(colour)) for name, colour in zip(CONDITIONS, _COLOURS, strict=True)]
     legend.append(("the limit", Pen(MUTED, dashed=True)))

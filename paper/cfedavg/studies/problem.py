@@ -1,12 +1,12 @@
-"""A small problem of which every constant of the theorems is known: a rippled bowl.
+"""A small test problem with known constants for the theorems, a bowl with ripples.
 
     F_i(x) = c * sum_k (x_k^2 / 2 + 2 (1 - cos x_k)) - <b_i, x>
 
-The ripples make it non-convex: the curvature goes from 3c = L, at the bottom, down to -c. The b_i pull the
-clients apart and add up to zero, so f is the bowl alone, with its only stationary point at 0. A sample of
-client i pulls by b_i plus noise that averages to zero over its samples.
+The ripples make F_i non-convex: the curvature lies between -c and 3c = L. The pulls b_i differ between
+clients and add up to zero, so the mean f has no pull, and its only stationary point is 0. A sample of
+client i has the pull b_i plus noise, and the noise of a client's samples adds up to zero.
 
-Beside it, what the small studies share: the fit of a power law, and the looks of their axes.
+The module also holds what the small studies share: the fit of a power law, and the style of axes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from cfedavg import Task
 from cfedavg.sweep import BLUE, INK, MUTED, PLAIN, VERMILION, style_axes
 
-METRIC = "test_gradient_norm2"  # what a run calls `gradient_norm2` below
+METRIC = "test_gradient_norm2"  # the column in which a run writes `gradient_norm2`
 COLOURS = {"none": PLAIN, "topk": BLUE, "rd": VERMILION}
 
 
 class Point(nn.Module):
-    """A model that is nothing but its parameters, in a bowl of curvature L."""
+    """A model whose parameters are a point x of the bowl; `L` is the largest curvature."""
 
     def __init__(self, x: Tensor, L: float) -> None:
         super().__init__()
@@ -41,27 +41,27 @@ class Point(nn.Module):
         return self.c * (self.x.square() / 2 + 2 * (1 - self.x.cos())).sum()
 
     def gradient(self) -> Tensor:
-        """Return the gradient of f, in closed form."""
+        """Return the exact gradient of f at x."""
         return self.c * (self.x + 2 * self.x.sin())
 
 
 def tilt_loss(model: nn.Module, pulls: Tensor) -> Tensor:
-    """Return the loss of a batch of pulls; with no pull, f itself."""
+    """Return the loss at a batch of pulls, one in each row; if all are 0, the loss is f."""
     assert isinstance(model, Point)
     return model.height() - (pulls.mean(0) * model.x).sum()
 
 
 def gradient_norm2(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return |grad f(x)|^2 of the whole objective, whatever the batch."""
+    """Return |grad f(x)|^2 of the whole objective; `batch` is not used."""
     assert isinstance(model, Point)
     return model.gradient().square().sum()
 
 
 @dataclass(frozen=True)
 class Bowl:
-    """m clients with so many samples each, in d dimensions, each coordinate starting at `start`.
+    """The bowl for `m` clients of `samples` samples each, in `d` dimensions; x starts at `start` everywhere.
 
-    sigma_L is exact everywhere; sigma_G is the clients' root mean square, 0 for a client alone.
+    sigma_L is exact at every x; sigma_G is the root mean square over clients, and 0 if m = 1.
     """
 
     m: int
@@ -75,25 +75,25 @@ class Bowl:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Make the bowl of a cell, whose settings have more besides."""
+        """Return the bowl that a cell's settings describe; unrelated settings are ignored."""
         return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
     def task(self) -> Task:
         clients = list(self.pulls())
-        # One row of no pull: the test loss is f, and the metric needs no data.
+        # One test sample without a pull: the test loss is f.
         return Task(
             self._first(), clients, test=torch.zeros(1, self.d), loss=tilt_loss, metric=gradient_norm2
         )
 
     def gap(self) -> float:
-        """Return how far f falls from the start to its minimum, which is 0."""
+        """Return f(start) - min f; the minimum is 0."""
         return float(self._first().height().item())
 
     def _first(self) -> Point:
         return Point(torch.full((self.d,), self.start), self.L)
 
     def pulls(self) -> Tensor:
-        """Draw the pull of each client and sample, (m, samples, d)."""
+        """Return the random pull of each client and sample, as a tensor (m, samples, d)."""
         generator = torch.Generator().manual_seed(self.seed)
         draw = torch.randn(self.m, self.samples, self.d, generator=generator, dtype=torch.float64)
         apart = torch.randn(self.m, self.d, generator=generator, dtype=torch.float64)
@@ -102,7 +102,7 @@ class Bowl:
 
 
 def _centre(draw: Tensor, dim: int, rms: float) -> Tensor:
-    """Shift vectors to mean 0 along `dim`, and scale their norms there to this root mean square."""
+    """Return the vectors shifted to mean 0 along `dim`, with norms scaled to the root mean square `rms`."""
     centred = draw - draw.mean(dim, keepdim=True)
     size = centred.square().sum(-1, keepdim=True).mean(dim, keepdim=True).sqrt()
     return rms * centred / size.clamp_min(torch.finfo(draw.dtype).tiny)
@@ -120,9 +120,9 @@ class Fit:
 
 
 def power_law(x: Sequence[float], y: Sequence[float]) -> Fit | None:
-    """Fit a line to log y over log x; return None if the points do not say how uncertain it is.
+    """Return the exponent of y over x, by least squares of log y; None if its error cannot be estimated.
 
-    The error is that of least squares: it holds the scatter of the points, and any bend of the line.
+    The standard error includes the scatter of the points and any deviation from a power law.
 
     >>> str(power_law([1, 2, 4, 8], [3, 12, 48, 192]))
     '2.00 ± 0.00'
@@ -137,7 +137,7 @@ def power_law(x: Sequence[float], y: Sequence[float]) -> Fit | None:
 
 
 def finish_axes(axes: Axes, title: str, x: str, y: str) -> None:
-    """Give axes names and a quiet frame, as the report's figures have them."""
+    """Set the title, names and frame of axes, in the style of the report."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlabel(x, fontsize=9, color=MUTED)
     axes.set_ylabel(y, fontsize=9, color=MUTED)

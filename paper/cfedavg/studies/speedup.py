@@ -1,8 +1,8 @@
-"""Does the number of rounds fall as 1/m, as Corollary 1 says, and does a compressor change that?
+"""A study of linear speedup: whether the rounds fall as 1/m, as Corollary 1 says, also with a compressor.
 
-Each cell looks for the smallest horizon T whose run, at the corollary's rates for that T, has a mean over
-its rounds of |grad f(x_t)|^2 that is at most the target. The mean, not the minimum: it is what the proof
-bounds, and the smallest of T noisy values falls with T even where nothing is learned.
+Each cell searches for the horizon: the smallest T for which a run of T rounds, at the corollary's rates,
+has a mean of |grad f(x_t)|^2 that is at most the target. The study uses the mean, which the proof bounds. The
+minimum of T noisy values falls with T even if nothing is learned.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ TITLE = "Linear speedup: rounds to a fixed gradient norm, over the number of cli
 VALUES = ("horizon", "tried", "alpha", "condition3")  # of a cell
 
 COMPRESSORS = ("none", "topk(0.9)", "rd(0.9)")
-FEW = 8  # clients up to which T is so far above mK that 1/T hardly matters
-# The bowl is this steep, and starts where it curves downwards; half of the error is the noise of samples.
+FEW = 8  # up to so many clients, T is far above mK and the term in 1/T is small
+# The run starts where the curvature is negative; half of the error is the noise of samples.
 _BOWL = {"L": 3.0, "sigma_L": 32.0, "sigma_G": 6.0, "start": 2.5, "d": 100, "samples": 64}
 _K = 2
-# The most clients and, for them all alike, the number of samples m*K*T with which the search begins. The
-# target is one that so many samples reach: T >= m*K then holds for all m.
+# The most clients, and the number of samples m*K*T at which every search begins. About so many samples reach
+# the target, so that T >= m*K for all m.
 _SCALES = {"smoke": (4, 64), "small": (16, 4096), "paper": (64, 16384)}
-_TARGET = 22.0  # with 16384 samples; it goes with 1/sqrt(samples)
+_TARGET = 22.0  # with 16384 samples; proportional to 1/sqrt(samples)
 _LOOKS = 1000  # evaluations in a run
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """Return one search for each number of clients, compressor and seed."""
+    """Return a cell, which is one search, for each number of clients, compressor and seed."""
     most, samples = _SCALES[scale]
     clients = [2**i for i in range(int(math.log2(most)) + 1)]
     target = round_value(_TARGET * math.sqrt(16384 / samples))
@@ -50,7 +50,7 @@ def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
 
 
 def short(compressor: str) -> str:
-    """Write a compressor as part of a name.
+    """Return a compressor's text without brackets, for the name of a cell.
 
     >>> short("topk(0.9)")
     'topk0.9'
@@ -59,7 +59,7 @@ def short(compressor: str) -> str:
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the horizon, every T tried with its mean level, and the last of these runs."""
+    """Return the horizon, every tried T with its mean level, and alpha and condition 3 of the last run."""
     runs: list[tuple[int, float, Result]] = []
 
     def level(T: int) -> float:
@@ -74,7 +74,7 @@ def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, A
 
 
 def _measured(result: Result) -> dict[str, Any]:
-    """Return the mean alpha_t, and condition 3's median value / limit, None if infinite."""
+    """Return the mean alpha_t, and the median value / limit of condition 3 (None if infinite)."""
     ratios = [list(row["rate_conditions"].values())[2]["ratio"] for row in result.rows]
     worst = statistics.median(math.inf if ratio is None else ratio for ratio in ratios)
     alphas = [row["alpha"] for row in result.rows if row["alpha"] is not None]
@@ -82,7 +82,7 @@ def _measured(result: Result) -> dict[str, Any]:
 
 
 def mean_level(settings: Mapping[str, Any], T: int) -> tuple[float, Result]:
-    """Return the mean of |grad f(x_t)|^2 over t < T, of a run made for T rounds."""
+    """Return the mean of |grad f(x_t)|^2 over the rounds of a run of T rounds, and the run's result."""
     task = Bowl.of(settings).task()
     config = Config(
         rounds=T, schedule="corollary1", smoothness=settings["L"], local_steps=str(settings["K"]),
@@ -96,9 +96,9 @@ def mean_level(settings: Mapping[str, Any], T: int) -> tuple[float, Result]:
 
 
 def horizon(level: Callable[[int], float], target: float, first: int) -> float:
-    """Find where a falling `level` meets the target, between two powers of 2 times `first`.
+    """Return the T at which the falling function `level` equals the target.
 
-    Between them a power law is assumed, which the level nearly is.
+    T is `first` times powers of 2 until the target is passed; between the last two, a power law is assumed.
 
     >>> round(horizon(lambda T: 100 / math.sqrt(T), target=2.0, first=64))
     2500
@@ -124,10 +124,10 @@ class Line:
     T: list[float]
     K: list[int]
     target: float
-    condition: float  # the largest value of Theorem 1's third, over its limit
+    condition: float  # the largest value / limit of Theorem 1's third condition
 
     def fit(self, most: float = math.inf) -> Fit | None:
-        """Fit the slope of log T over log m, for m up to `most`."""
+        """Return the slope of log T over log m, for m up to `most`."""
         some = [(m, T) for m, T in zip(self.m, self.T, strict=True) if m <= most]
         return power_law([m for m, _ in some], [T for _, T in some])
 
@@ -135,7 +135,7 @@ class Line:
         return [T / (m * K) for m, T, K in zip(self.m, self.T, self.K, strict=True)]
 
     def rate(self) -> tuple[float, float]:
-        """Fit C1 and C2 of Corollary 1's rate: C1 / sqrt(mKT) + C2 / T is the target at every T found."""
+        """Return C1 and C2 of Corollary 1's rate, fitted so that C1 / sqrt(mKT) + C2 / T is the target."""
         m, T, K = (np.array(column, dtype=float) for column in (self.m, self.T, self.K))
         terms = np.stack([1 / np.sqrt(m * K * T), 1 / T], 1) / self.target
         found = np.linalg.lstsq(terms, np.ones(len(T)), rcond=None)[0]
@@ -143,7 +143,7 @@ class Line:
 
 
 def lines(found: Mapping[str, SealedCell]) -> list[Line]:
-    """Return a line for each compressor that has two different m or more."""
+    """Return a line for each compressor with cells for at least two values of m."""
     made = []
     for compressor in COMPRESSORS:
         own = [e for e in found.values() if e.settings["compressor"] == compressor]
@@ -157,7 +157,7 @@ def lines(found: Mapping[str, SealedCell]) -> list[Line]:
 
 
 def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
-    """Return the slopes over all m, slope_none and so on, with _se, and _condition if broken."""
+    """Return slopes over all m, such as slope_none, their errors as _se, broken conditions as _condition."""
     numbers: dict[str, float] = {}
     for line in lines(found):
         if fit := line.fit():
@@ -169,7 +169,7 @@ def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """Return a row for each compressor."""
+    """Return a header, then a row of slopes and constants for each compressor."""
     slopes = ["slope, all m", f"slope, m up to {FEW}"]
     more = ["C1", "C2", "C2/T is the less from T =", "least T found", "condition 3, at most times its limit"]
     head = ["compressor", *slopes, *more]
@@ -185,7 +185,7 @@ def _row(line: Line) -> list[str]:
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Draw T over m, with the rate that fits, and slopes of -1 to compare."""
+    """Return a PNG of T over m, with the fitted rate and a line of slope -1."""
     drawing = make_framed_figure(4.4, frame)
     axes = drawing.add_subplot()
     drawn = lines(found)
@@ -199,7 +199,7 @@ def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    """Draw cells as dots, and the T at which C1 / sqrt(mKT) + C2 / T is the target as a line."""
+    """Draw the cells as dots, and the T at which C1 / sqrt(mKT) + C2 / T equals the target as a line."""
     colour, fit = COLOURS[line.compressor.split("(")[0]], line.fit()
     label = f"{line.compressor}: slope {fit}" if fit else line.compressor
     axes.plot(line.m, line.T, "o", color=colour, markersize=5, alpha=0.75, markeredgewidth=0, label=label)
@@ -208,7 +208,7 @@ def _draw(axes: Axes, line: Line) -> None:
 
 
 def solve(c1: float, c2: float, mK: np.ndarray, target: float) -> np.ndarray:
-    """Return the T at which c1 / sqrt(mK T) + c2 / T is the target, quadratic in 1 / sqrt(T)."""
+    """Return the T at which c1 / sqrt(mK T) + c2 / T equals the target (quadratic in 1 / sqrt(T))."""
     half = c1 / np.sqrt(mK) / 2
     root: np.ndarray = (half + np.sqrt(half**2 + c2 * target)) / target
     return root**2

@@ -1,9 +1,9 @@
-"""The variance that compression adds: over K, over m and over sigma_G, against the paper's Remark.
+"""A study of the variance that compression adds, over K, m and sigma_G, compared with the paper's Remark.
 
-The Remark, after Theorem 1, says that it does not depend on K, falls as 1/m, and does not depend on how
-much the clients' data differ. Each cell runs the same rounds, with the same samples, without and with each
-compressor, and compares the levels of |grad f(x_t)|^2 that the runs settle at. All start at the bottom of
-the bowl, and the rates satisfy the theorem's conditions.
+The Remark, after Theorem 1, says that this variance does not depend on K, falls as 1/m, and does not depend
+on sigma_G, the heterogeneity of the clients' data. Each cell runs the same rounds with the same samples,
+without and with each compressor, and compares the final levels of |grad f(x_t)|^2. All runs start at the
+minimum of f, and the rates satisfy the theorem's conditions.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ TITLE = "The variance that compression adds, over local steps, clients and heter
 VALUES = ("level", "topk", "rd")  # of a cell
 
 COMPRESSORS = {"topk": "topk(0.5)", "rd": "rd(0.5)"}
-# Half of the numbers are sent: with a tenth, the third rate condition leaves a rate at which nothing moves.
+# Half of the numbers are sent: with a tenth, the third rate condition allows only tiny rates.
 _FIXED = {"L": 0.05, "sigma_L": 5.0, "start": 0.0, "d": 100, "samples": 256, "eta_local": 0.08, "eta": 1.0}
 _BASE = {"K": 4, "m": 8, "sigma_G": 2.5}
 _OVER = {"K": (1, 2, 4, 8), "m": (2, 4, 8, 16, 32), "sigma_G": (0.0, 1.25, 2.5, 5.0, 10.0)}
 _FEW = {"K": (2, 4), "m": (4, 8), "sigma_G": (0.0, 2.5)}
-# How many times the bowl's own time, 1 / (eta eta_L K L) rounds, a run lasts; the first quarter is left out.
+# The length of a run in units of 1 / (eta eta_L K L) rounds; measures leave out the first quarter.
 _TIMES = {"smoke": 1, "small": 4, "paper": 10}
 
 
 def cells(scale: str, seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """Return a cell for each point of the three lines, and of one more over K with sigma_G = 0."""
+    """Return a cell for each point of four lines: over K, m and sigma_G, and over K with sigma_G = 0."""
     return {
         f"variance-K{point['K']}-m{point['m']}-g{point['sigma_G']:g}-seed{seed}": {
             **_FIXED, **point, "rounds": _rounds(point["K"], _TIMES[scale]), "seed": seed
@@ -58,7 +58,7 @@ def _rounds(K: float, times: int) -> int:
 
 
 def measure(settings: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the level without a compressor, and what each compressor adds, alpha, h and the bound."""
+    """Return the level without a compressor; for each compressor, what it adds, alpha, h and the bound."""
     plain = level(_run(settings, "none"))
     values: dict[str, Any] = {"level": round_value(plain)}
     for name, compressor in COMPRESSORS.items():
@@ -94,7 +94,7 @@ def _theory(settings: Mapping[str, Any], compressor: str, result: Result) -> dic
     alpha = statistics.fmean(row["alpha"] for row in result.rows[len(result.rows) // 4 :])
     gamma = parse(compressor).gamma(Layout.of(result.model))
     L, rate, factor = settings["L"], settings["eta"] * settings["eta_local"], h(gamma, alpha)
-    # The Remark's difference of the two Phi, with c = 1/2, its largest.
+    # The Remark's difference of the two Phi, with the largest c, 1/2.
     promised = (L**2 * factor + 1) * rate * settings["sigma_L"] ** 2 / settings["m"]
     conditions = rate_conditions(
         settings["eta_local"], settings["eta"], settings["K"], L, gamma, alpha, "sum"
@@ -107,9 +107,9 @@ def _theory(settings: Mapping[str, Any], compressor: str, result: Result) -> dic
 
 @dataclass(frozen=True)
 class Line:
-    """A compressor's extra variance over one quantity.
+    """The extra variance of one compressor over one quantity, `over`.
 
-    `each` holds the quantity, the extra variance measured and the bound's, of every cell.
+    `each` holds, for every cell, the quantity, the measured extra variance and the bound's extra variance.
     """
 
     over: str
@@ -117,18 +117,18 @@ class Line:
     each: list[tuple[float, float, float]]
 
     def points(self, column: int = 1) -> Iterator[tuple[float, float, float]]:
-        """Yield each value of the quantity, with the mean over seeds and its standard error."""
+        """Yield each value of the quantity, the mean of a column of `each` there, and its standard error."""
         for value in sorted({cell[0] for cell in self.each}):
             extras = [cell[column] for cell in self.each if cell[0] == value]
             spread = statistics.stdev(extras) if len(extras) > 1 else 0.0
             yield value, statistics.fmean(extras), spread / math.sqrt(len(extras))
 
     def fit(self) -> Fit | None:
-        """Fit the exponent of the measured means: a single extra variance near 0 may come out below it."""
+        """Return the exponent of the measured means; a single measurement near 0 may be negative."""
         return self._power_law(1)
 
     def promise(self) -> Fit | None:
-        """Fit the exponent of the theorem's bound, with the alpha that was measured."""
+        """Return the exponent of the theorem's bound, with the measured alpha."""
         return self._power_law(2)
 
     def _power_law(self, column: int) -> Fit | None:
@@ -137,7 +137,7 @@ class Line:
 
 
 def lines(found: Mapping[str, SealedCell]) -> list[Line]:
-    """Return all lines that have a point; "K, IID" is the line over K with sigma_G = 0."""
+    """Return all lines that have a cell; "K, IID" is the line over K with sigma_G = 0."""
     bases = dict.fromkeys(_OVER, _BASE) | {"K, IID": _BASE | {"sigma_G": 0.0}}
     made = [
         Line(over, name, _along(found, over.removesuffix(", IID"), base, name))
@@ -150,7 +150,7 @@ def lines(found: Mapping[str, SealedCell]) -> list[Line]:
 def _along(
     found: Mapping[str, SealedCell], over: str, base: Mapping[str, float], name: str
 ) -> list[tuple[float, float, float]]:
-    """Return the cells that differ from the base in one quantity only."""
+    """Return the entries of `Line.each` for the cells that differ from `base` in the quantity `over` only."""
     others = [other for other in base if other != over]
     return [
         (e.settings[over], e.values[name]["extra"], e.values[name]["promised"])
@@ -164,7 +164,7 @@ _KEYS = {"K": "K", "K, IID": "K_iid", "m": "m", "sigma_G": "sigma"}
 
 
 def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
-    """Return the exponents, slope_K_topk and so on, with _se; slope_m_level is without compression."""
+    """Return exponents such as slope_K_topk, their errors as _se; slope_m_level is without compressor."""
     fits = {f"slope_{_KEYS[line.over]}_{line.name}": line.fit() for line in lines(found)}
     fits["slope_m_level"] = _level_over_m(found)
     return {
@@ -176,20 +176,20 @@ def verdict_numbers(found: Mapping[str, SealedCell]) -> dict[str, float]:
 
 
 def _level_over_m(found: Mapping[str, SealedCell]) -> Fit | None:
-    """Fit the exponent of the level without compression, of every cell."""
+    """Return the exponent over m of the level without compression."""
     own = [e for e in found.values() if all(e.settings[name] == _BASE[name] for name in ("K", "sigma_G"))]
     return power_law([e.settings["m"] for e in own], [e.values["level"] for e in own])
 
 
 def table(found: Mapping[str, SealedCell]) -> list[list[str]]:
-    """Return a row for each line: the exponents claimed, found, and of the bound with measured h."""
+    """Return a row for each line: the claimed exponent, the measured one, and the bound's with measured h."""
     head = ["over", "compressor", "claimed", "exponent found", "the bound's, with measured h", "from", "to"]
     head += ["the bound over it, at least"]
     rows = []
     for line in lines(found):
         ends = [f"{extra:.3g} ± {se:.1g}" for _, extra, se in line.points()]
         fits = [str(fit or "") for fit in (line.fit(), line.promise())]
-        # Of means over seeds: an extra variance near 0 may come out below it.
+        # Ratios of means over seeds, since a single extra variance near 0 may be negative.
         ratios = [b[1] / a[1] for a, b in zip(line.points(1), line.points(2), strict=True) if a[1] > 0]
         least = f"{min(ratios):.3g}" if ratios else ""
         rows.append([line.over, COMPRESSORS[line.name], _CLAIMED[line.over], *fits, ends[0], ends[-1], least])
@@ -201,7 +201,7 @@ _PROMISES = {"K": "does not grow with K", "m": "falls as 1/m", "sigma_G": r"does
 
 
 def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Draw three panels; dashed lines show what the Remark says, from where each line begins."""
+    """Return a PNG of three panels; grey dashed lines show the Remark from the first point of each line."""
     drawing = make_framed_figure(3.2, replace(frame, legend=_legend()))
     drawn = lines(found)
     panels = {over: drawing.add_subplot(1, 3, place) for place, over in enumerate(_NAMES, 1)}
@@ -248,7 +248,7 @@ def _finish(axes: Axes, over: str, drawn: list[Line]) -> None:
 
 
 def _promise(axes: Axes, over: str, values: list[float], start: float) -> None:
-    """Draw the Remark's line, from where a measured one begins."""
+    """Draw the line that the Remark predicts from the first point of a measured line."""
     ends = [values[0], values[-1]]
     heights = [start, start * ends[0] / ends[1] if over == "m" else start]
     axes.plot(ends, heights, color=MUTED, linestyle=(0, (3, 2)), linewidth=1.2)

@@ -1,9 +1,9 @@
-"""The command `cfedavg`: how it begins and how it ends.
+"""The entry point of the command `cfedavg`: signals, output streams and exit codes.
 
-`commands` lists the commands; `training`, `federate`, `inspect`, `parts` and `paper` hold them. `options`
-holds the options that they share, `console` and `progress` their output. A command imports what it needs
-beyond its options when it runs, so that `--help` is quick. Nothing slow is imported here, so that Ctrl-C is
-handled from the start.
+The module `commands` lists the subcommands; `training`, `sweep`, `federate`, `inspect` and `parts` define
+them. `options` has the options that subcommands share; `console` and `progress` print. A subcommand imports
+slow modules only when it runs, so that `--help` is quick. This module imports nothing slow, so that Ctrl-C
+is handled from the start.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command; after a request to stop, exit with 128 plus the number of the signal."""
-    interrupted = 128 + signal.SIGINT  # typer's code too, whatever the signal was
+    """Run the typed command and exit with its code; after a signal, with 128 plus the signal's number."""
+    interrupted = 128 + signal.SIGINT  # typer returns this code for every signal
     with handle_stops() as request:
         try:
             with protect_streams(request.stop):
@@ -34,18 +34,18 @@ def main() -> None:
         except KeyboardInterrupt:
             code = interrupted
     code = request.code if code == interrupted else code
-    ranks = sys.modules.get("cfedavg.simulate.engines.ranks")  # not imported for this: it takes long
+    ranks = sys.modules.get("cfedavg.simulate.engines.ranks")  # no import, which would be slow
     if ranks and ranks.Ranks.under_torchrun:
         leave(code)
     sys.exit(code)
 
 
 class SafeStream:
-    """A stream that writes as long as it can, then nowhere, and never raises: a run's state matters more.
+    """A text stream that never raises an error: after a failed write, it discards all further text.
 
-    A pipe that its reader has closed asks to stop: `stop` is called with the number of SIGPIPE, in the main
-    thread. A terminal that is gone or a disk that is full only silences the command. Where the encoding
-    lacks a character, a question mark stands for it.
+    If the reader of a pipe has closed the pipe, `stop` is called with the number of SIGPIPE, in the main
+    thread. If the terminal is gone or the disk is full, the command continues without output. A character
+    that the encoding lacks is written as a question mark.
     """
 
     def __init__(self, stream: TextIO, stop: Callable[[int], None]) -> None:
@@ -66,7 +66,7 @@ class SafeStream:
             action(*arguments)
         except OSError as error:
             self._unread |= isinstance(error, BrokenPipeError)
-            # The descriptor leads nowhere from now on: buffers that are not empty must go somewhere too.
+            # From now on the descriptor writes to the null device, also what is still in buffers.
             with suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor
                 os.dup2(nowhere.fileno(), self._stream.fileno())
         if self._unread and threading.current_thread() is threading.main_thread():
@@ -78,7 +78,7 @@ class SafeStream:
 
 @contextmanager
 def protect_streams(stop: Callable[[int], None]) -> Iterator[None]:
-    """Make stdout and stderr SafeStreams in the block, and flush them at its end."""
+    """Replace stdout and stderr by SafeStreams within the block; flush both at the end of the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and SafeStream(stream, stop) for stream in before)
     try:

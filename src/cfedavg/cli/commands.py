@@ -12,7 +12,7 @@ from cfedavg.cli.sweep import sweep
 from cfedavg.cli.training import report, run
 from cfedavg.core.errors import InputError
 
-# The base class of click's errors, wherever this version of typer has its click.
+# The base class of click's errors. Versions of typer differ in the module that holds click.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ app.add_typer(federation, name="federate")
 
 
 def run_command() -> int:
-    """Run the typed command and return its exit code; bad input prints one sentence and returns 2."""
+    """Run the typed command and return its exit code; on bad input, print one sentence and return 2."""
     try:
         with first_rank_only():
             return app(standalone_mode=False) or 0

@@ -1,4 +1,4 @@
-"""The command's output: it names options, an error is one sentence, and only the first rank prints."""
+"""The command's console: it prints fields as options and an error as one sentence, on the first rank only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OptionConsole(Console):
 
 
 def name_options(sentence: str) -> str:
-    """Replace the fields in a sentence by their options.
+    """Return a sentence with each field in backticks replaced by its option.
 
     >>> name_options("`eta_local` must be above 0, got -3")
     '--eta-local must be above 0, got -3'
@@ -34,8 +34,8 @@ def name_options(sentence: str) -> str:
 
 @cache
 def list_options() -> dict[str, str]:
-    """Return every option of every command by the name of its parameter."""
-    from cfedavg.cli.commands import app  # which imports this module
+    """Return a dict from the name of each parameter of each command to its option."""
+    from cfedavg.cli.commands import app  # not above: `commands` imports this module
 
     found, commands = dict[str, str](), [typer.main.get_command(app)]
     while commands:
@@ -46,7 +46,7 @@ def list_options() -> dict[str, str]:
 
 
 def fail(sentence: str) -> int:
-    """Print an error and return the exit code 2."""
+    """Print an error and return 2, the exit code for bad input."""
     if not _is_silent():
         OptionConsole(stderr=True).print(f"error: {sentence}", style="red", **PLAIN)
     return 2
@@ -54,7 +54,7 @@ def fail(sentence: str) -> int:
 
 @contextmanager
 def first_rank_only() -> Iterator[None]:
-    """Discard the output of all ranks but the first in the block."""
+    """Within the block, discard the output of this process unless it is the first rank of torchrun."""
     if not _is_silent():
         yield
         return
@@ -68,5 +68,5 @@ def ranks() -> int:
 
 
 def _is_silent() -> bool:
-    """Whether this is one of several ranks and not the first, which prints for all."""
+    """Return whether this process is one of several ranks but not the first, the only rank that prints."""
     return ranks() > 1 and os.environ["RANK"] != "0"

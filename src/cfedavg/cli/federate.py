@@ -23,7 +23,8 @@ RoundTimeout = Annotated[
     float, typer.Option(help="seconds after which a round continues without missing replies", min=1)
 ]
 Quorum = Annotated[
-    float, typer.Option(help="share of the asked nodes that must reply in a round", min=0, max=1)
+    float,
+    typer.Option(help="share of the needed replies without which a round changes nothing", min=0, max=1),
 ]
 Port = Annotated[
     int | None,
@@ -43,9 +44,10 @@ def federate_up(
     quorum: Quorum = 0.5,
     port: Port = None,
 ) -> None:
-    """Start a whole federation on this machine, train with it, and stop everything that was started.
+    """Start a whole federation on this machine, train with it, and stop all its processes.
 
-    It has a Flower SuperLink and a SuperNode for each client on 127.0.0.1, with TLS and a key for every node.
+    The federation has a Flower SuperLink and a SuperNode for each client on 127.0.0.1, with TLS and a key
+    for every node.
     """
     from cfedavg.cli.progress import Display
     from cfedavg.launch.control import RunFailed

@@ -1,4 +1,4 @@
-"""`cfedavg data` and `inspect`: look at what a run deals out and sends."""
+"""The commands `cfedavg data`, which shows a partition, and `cfedavg inspect`, which shows a message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PARTITION = {*fields_where(lambda known: known.group == DATA), "seed"}
 
-# What a decoder allocates grows with the layout, of which the message says nothing: 1 GB for each of these.
+# Limits of a layout: numbers, and rows and columns. A decoder allocates 1 GB at each limit.
 _MOST, _MOST_ROWS = 2**33, 2**26
 
 
@@ -34,7 +34,7 @@ def data(
     given: dict[str, Any],
     picture: Annotated[Path, typer.Option(help="PNG file for the picture")] = Path("partition.png"),
 ) -> None:
-    """Load a data set, deal it out to the clients, and draw who has what."""
+    """Load a data set, divide it among clients, and draw how many samples of each class a client has."""
     from cfedavg.data import load
     from cfedavg.data.tasks import deal
     from cfedavg.report import plot_partition
@@ -70,7 +70,7 @@ def inspect_message(
 
 
 def show_message(console: Console, file: Path, layout: Path | None, dense: Path | None) -> None:
-    """Print what a message holds; with the layout of its model also what is sent of each tensor."""
+    """Print a message's header and sections; with the model's layout, also the share sent of each tensor."""
     from cfedavg.wire import WireError, decode, read_header
     from cfedavg.wire.explain import header_rows, section_rows, tensor_rows
 
@@ -83,7 +83,7 @@ def show_message(console: Console, file: Path, layout: Path | None, dense: Path 
         console.print(_table(header_rows(read_header(data)), "header", ""))
         console.print(_table(section_rows(data), "section", ">bytes", ">bits per coordinate", ""))
         if layout is None:
-            console.print("not decoded: that needs `layout`, the layout.json of the model")
+            console.print("not decoded: decoding needs `layout`, the layout.json of the model")
             return
         known = _read_layout(layout)
         payload = decode(data, layout=known)
@@ -95,15 +95,15 @@ def show_message(console: Console, file: Path, layout: Path | None, dense: Path 
 
 
 def _measure_snr(payload: Payload, dense: Path) -> float:
-    """Return the SNR of the message of a vector in a .npy file."""
+    """Return the SNR of a payload against the uncompressed vector in the .npy file `dense`."""
     import torch
 
     from cfedavg.compress import decompress
 
     try:
         check_regular(dense)
-        with np.errstate(over="ignore"):  # of a size that no file has
-            loaded = np.lib.format.open_memmap(dense, mode="r")  # holds the header against the file's size
+        with np.errstate(over="ignore"):  # a damaged header may give a huge size
+            loaded = np.lib.format.open_memmap(dense, mode="r")  # compares header and file size
     except Exception as error:  # NumPy raises many kinds of error on a damaged header
         raise InputError(
             f"`dense`: cannot read {dense} as a NumPy array ({summarise_error(error)})"
@@ -111,7 +111,9 @@ def _measure_snr(payload: Payload, dense: Path) -> float:
     if loaded.dtype.kind not in "fiu":
         raise InputError(f"`dense`: {dense} must hold one array of real numbers, as numpy.save writes it")
     if loaded.size != payload.d:
-        raise InputError(f"`dense`: {dense} must have {payload.d} numbers as the message, got {loaded.size}")
+        raise InputError(
+            f"`dense`: {dense} must have {payload.d} numbers, as many as the message, got {loaded.size}"
+        )
     p = loaded.reshape(-1).astype(np.float64)
     noise = ((p - decompress(payload.map(torch.from_numpy))[0].double().numpy()) ** 2).sum()
     return float((p**2).sum() / noise) if noise else math.inf
@@ -136,14 +138,14 @@ def _read_layout(path: Path) -> Layout:
         raise InputError(f"`layout`: {path} names a tensor with characters that cannot be printed")
     if layout.d > _MOST or sum(sum(shape[:2]) for shape in layout.shapes) > _MOST_ROWS:
         raise InputError(
-            f"`layout`: {path} is of a model with {layout.d:,} numbers; messages of up to {_MOST:,}, and "
-            f"{_MOST_ROWS:,} rows and columns, can be inspected"
+            f"`layout`: the model in {path} must have at most {_MOST:,} numbers and {_MOST_ROWS:,} rows and "
+            f"columns, got {layout.d:,} numbers"
         )
     return layout
 
 
 def _table(rows: Rows, *columns: str) -> Table:
-    """Return a table; a column whose name begins with > holds numbers."""
+    """Return a table of `rows`; a column whose name begins with > is right-aligned, for numbers."""
     table = Table(*(Column(c.lstrip(">"), justify="right" if c.startswith(">") else "left") for c in columns))
     for row in rows:
         table.add_row(*map(escape, row))

@@ -1,4 +1,4 @@
-"""Options that commands share; the options of `run` and `sweep` are the fields of Config."""
+"""Options that several commands share, and options that are made from the fields of Config."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import typer
 from cfedavg.core.config import OPTIONS, Config, field_types, read_config, refuse_code
 from cfedavg.core.errors import InputError
 
-Out = Annotated[Path | None, typer.Option("--out", help="folder of the run", show_default="runs/DATE-TIME")]
-Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --out")]
+Out = Annotated[Path | None, typer.Option("--out", help="folder to write to", show_default="runs/DATE-TIME")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue what --out holds, or start")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="TOML file with any of the options; typed options win over it"),
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="allow the configuration file to import the module:Class that it names"),
+    typer.Option("--trust", help="let the file or folder that is read import the module:Class it names"),
 ]
 
 _DEFAULT = Config()
 
 
 def flag(name: str) -> str:
-    """Return the option of a field.
+    """Return the command-line option of a field of Config.
 
     >>> flag("eta_local")
     '--eta-local'
@@ -38,7 +38,7 @@ def flag(name: str) -> str:
 
 
 def folder(out: Path | None, resume: bool, name: str) -> Path:
-    """Return the folder of a run: --out, or one in `runs` whose name strftime fills in."""
+    """Return the folder of a run: `out`, else a new path in `runs` named by the strftime format `name`."""
     if resume and out is None:
         raise InputError("--resume needs --out, the folder of the run to continue")
     return out or Path("runs") / time.strftime(name)
@@ -47,9 +47,10 @@ def folder(out: Path | None, resume: bool, name: str) -> Path:
 def config_from(
     path: Path | None, given: dict[str, Any], *, trust: bool, base: Config = _DEFAULT, written: bool = False
 ) -> Config:
-    """Return the configuration of a file, or else `base`, with the options that were typed.
+    """Return the configuration in the file `path`, or `base` without a file, with the typed options `given`.
 
-    The file may be a stranger's: its imports need --trust, unless a typed option takes their place.
+    The file may be from a stranger: a class that the file names needs --trust, unless a typed option
+    replaces the class.
     """
     if path is None:
         return base.replace(**given)
@@ -63,9 +64,10 @@ def config_from(
 def takes_config(
     names: Collection[str] | None = None, base: Config = _DEFAULT
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of Config (or each in `names`), with the defaults of `base`.
+    """Return a decorator that gives a command an option for each field of Config, or for each in `names`.
 
-    The command receives `given`: the fields whose options were typed, so that they can win over a file.
+    The help shows the defaults in `base`. The command receives `given`: the fields whose options were typed,
+    which override a configuration file.
     """
     hints = field_types()
     fields = [name for name in OPTIONS if names is None or name in names]

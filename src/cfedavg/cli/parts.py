@@ -25,7 +25,7 @@ def parts(
         ),
     ] = None,
     d: Annotated[
-        int, typer.Option("--d", help="length of the vector to compress", min=1, max=2**53)
+        int, typer.Option("--d", help="model size for which guarantees are shown", min=1, max=2**53)
     ] = 582_026,
 ) -> None:
     """List the exchangeable parts: what each does, what it guarantees, what it remembers.
@@ -49,7 +49,7 @@ def parts(
 
 
 def _compressors(console: Console, d: int) -> Table:
-    """List the compressors with their guaranteed SNR, and the bytes of a message of Gaussian noise."""
+    """Return a table of compressors: the guaranteed SNR, and the bytes of a message of Gaussian noise."""
     from cfedavg.compress import EXAMPLES, parse
     from cfedavg.core.layout import Layout
     from cfedavg.core.parts import first_sentence
@@ -70,7 +70,7 @@ def _compressors(console: Console, d: int) -> Table:
 
 
 def _estimate_bytes(compressor: Compressor, d: int) -> float:
-    """Estimate the length of a message, from Gaussian noise and, if d is large, from a part of it."""
+    """Return a message's estimated bytes, from Gaussian noise of at most 2^20 numbers, scaled to `d`."""
     import torch
 
     from cfedavg.core.layout import Layout
@@ -130,5 +130,5 @@ def _count(n: int, noun: str, whose: str = "") -> str:
 
 
 def _new_table(title: str, *columns: str) -> Table:
-    """Return an empty table whose first column holds the texts to write."""
+    """Return an empty table; its first column `write` is for the text that names a part."""
     return Table(Column("write", no_wrap=True), *columns, title=title)

@@ -17,7 +17,7 @@ PLAIN_EVERY = 2.0  # seconds between plain lines
 
 
 class Display(Observer):
-    """A display of accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
+    """An observer that shows accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
         self.console, self.rounds, self.title = console, rounds, title
@@ -52,7 +52,7 @@ class Display(Observer):
         self.console.print(text, **PLAIN)
 
     def now(self, text: str) -> None:
-        """Show what the run waits for, until the next row."""
+        """Show `text`, which says what the run waits for, until the next row of metrics."""
         if self._progress:
             self._progress.update(self._bar, line=text)
         else:
@@ -60,7 +60,7 @@ class Display(Observer):
 
     def row(self, row: Record) -> None:
         self._count(row)
-        if "test_accuracy" in row:  # not in every row: the last one known stays on show
+        if "test_accuracy" in row:  # not in every row: the last known accuracy stays visible
             self._metric = f"accuracy {row['test_accuracy']:.2%}"
         line, done = self._describe(row), row["round"] + 1
         if self._progress:

@@ -1,4 +1,4 @@
-"""`cfedavg sweep`: run a grid, stop it, resume it, and draw it."""
+"""The command `cfedavg sweep`: run a grid of configurations, resume it after a stop, and draw its results."""
 
 from __future__ import annotations
 
@@ -23,42 +23,50 @@ if TYPE_CHECKING:
     from cfedavg.sweep import Grid, Observer, Sweep
 
 
+GridFile = Annotated[
+    Path | None,
+    typer.Argument(help="a TOML file: base, p, line and seeds; see docs/runs.md", metavar="GRID.toml"),
+]
+Vary = Annotated[
+    list[str] | None,
+    typer.Option(
+        help='field=value|value|..., for instance "seed=0|1|2"; field,field=... varies them together; '
+        "repeatable",
+    ),
+]
+Seeds = Annotated[
+    int | None,
+    typer.Option(help="run each cell with seeds 0, 1, ..., whatever --seed says", min=1, max=1000),
+]
+Only = Annotated[
+    list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
+]
+Minutes = Annotated[float, typer.Option(help="stop after this many minutes; continue with --resume", min=0)]
+Draw = Annotated[bool, typer.Option("--draw", help="train nothing; plot the finished cells in --out")]
+
+
 @takes_config()
 def sweep(
     given: dict[str, Any],
-    grid: Annotated[
-        Path | None, typer.Argument(help="a TOML file with base, p, lines and seeds", metavar="GRID.toml")
-    ] = None,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='field=value|value|..., for instance "seed=0|1|2"; field,field=... gives fields one value; '
-            "repeatable",
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(help="run each cell with seeds 0, 1, ...", min=1, max=1000)
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(help="stop after this many minutes; continue with --resume", min=0)
-    ] = math.inf,
-    draw: Annotated[bool, typer.Option("--draw", help="train nothing: draw the cells in --out")] = False,
+    grid: GridFile = None,
+    vary: Vary = None,
+    seeds: Seeds = None,
+    only: Only = None,
+    minutes: Minutes = math.inf,
+    draw: Draw = False,
     out: Out = None,
     resume: Resume = False,
     config: ConfigFile = None,
     trust: Trust = False,
 ) -> None:
-    """Run a grid and compare: mean and spread over the seeds, a figure, a table and one page.
+    """Run a grid of configurations and compare: mean and spread over seeds, a figure, a table and one page.
 
     For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
     """
     from cfedavg.sweep import Sweep
 
     if ranks() > 1:
-        raise InputError("start `cfedavg run` with torchrun; sweep uses --workers")
+        raise InputError("torchrun must not start a sweep; leave torchrun out and set --workers")
     made, say = _grid(grid, vary or [], config, given, trust), partial(OptionConsole().print, **PLAIN)
     chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), say)
     if draw:
@@ -69,7 +77,7 @@ def sweep(
     try:
         command = _command(grid, {"vary": vary, "seeds": seeds, **given})
         chosen.run(command=command, minutes=minutes, show=_show)
-    finally:  # also after Ctrl-C; of all cells that are there
+    finally:  # draw all cells in the folder, also after Ctrl-C
         whole = dataclasses.replace(made, rounds=None)
         dataclasses.replace(chosen, studies=[whole], seeds=None, only=("*",)).draw()
     if runs := [chosen.out / name for name in chosen.found if (chosen.out / name).is_dir()]:
@@ -77,25 +85,25 @@ def sweep(
 
 
 def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None) -> None:
-    """Draw without training; refuse the `idle` options that are given."""
+    """Draw the cells in `out` without training; refuse given options in `idle`, which only training uses."""
     for name, is_given in idle.items():
         if is_given:
-            raise InputError(f"{flag(name)} is for training, and --draw trains nothing: leave one out")
+            raise InputError(f"{flag(name)} must not be given with --draw, which trains nothing")
     if not out:
         raise InputError("--draw needs --out, the folder of the cells")
     if not chosen.draw():
-        raise InputError(f"`draw`: {out} holds none of these cells; make some without --draw")
+        raise InputError(f"`draw`: {out} holds no cell of this sweep; run the sweep without --draw first")
 
 
 def _grid(
     path: Path | None, vary: list[str], config: Path | None, given: dict[str, Any], trust: bool
 ) -> Grid:
-    """Make the grid that a file describes, or that --vary and the other options do."""
+    """Return the grid in the file `path`; without a file, the grid that --vary and other options describe."""
     from cfedavg.sweep import Grid, read_table
 
     if path:
         if config:
-            raise InputError("--config: GRID.toml has the configuration, in [base]; leave one out")
+            raise InputError("--config must not be given with GRID.toml, which has its own [base]")
         typed = {name: value for name, value in given.items() if name != "rounds"}
         table, rounds = read_table(path), given.get("rounds")
         return Grid.from_table(path.stem, table, typed=typed, vary=vary, trust=trust, rounds=rounds)
@@ -108,7 +116,7 @@ def _grid(
 
 
 def _command(grid: Path | None, typed: dict[str, Any]) -> str:
-    """Write down how to make a cell again, wherever grid and data are."""
+    """Return the command that runs a cell again, without the folders of the grid and the data."""
     words = ["cfedavg", "sweep", *([grid.name] if grid else [])]
     for name, value in typed.items():
         for each in value if isinstance(value, list) else [] if value is None else [value]:

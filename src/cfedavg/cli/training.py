@@ -1,4 +1,4 @@
-"""`cfedavg run` and `report`: train, and compare."""
+"""The commands `cfedavg run`, which trains, and `cfedavg report`, which compares runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def show_report(runs: list[Path], out: Path) -> None:
 
 
 def _narrow(lines: list[list[str]]) -> Table:
-    """Return the table for a terminal: fewer columns than the page, and room for labels."""
+    """Return a report's table for a terminal: fewer columns than on the page, so that labels have room."""
     shown = [i for i, name in enumerate(lines[0]) if name not in ("rounds", "best", "seeds")]
     header, *rows = ([line[i] for i in shown] for line in lines)
     table = Table(Column(header[0], overflow="fold"), box=SIMPLE_HEAD, pad_edge=False)
@@ -74,5 +74,5 @@ def _narrow(lines: list[list[str]]) -> Table:
         texts = [*name.split(), *(row[i] for row in rows)]
         table.add_column(Text(name), justify="right", width=max(map(len, texts)))
     for row in rows:
-        table.add_row(*map(Text, row))  # labels hold what a configuration says: no markup
+        table.add_row(*map(Text, row))  # as Text: a label must not act as markup
     return table

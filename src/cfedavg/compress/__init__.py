@@ -1,4 +1,4 @@
-"""Selectors, quantisers and their composition (Definition 1); the compressors by name."""
+"""Compressors (Definition 1): selectors, quantisers, and `parse`, which makes a compressor from a text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDroppin
 QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, Sign, QSGD)}
 QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(2, 9)}
 
-# One of each, for `cfedavg parts` and the docs.
+# At least one example of each compressor, for `cfedavg parts` and the docs.
 EXAMPLES = (
     "none", "topk(0.99)", "topk(snr=1.05)", "topk(0.99, per_tensor=true)",
     "topk(0.97, least=10000)", "rd(0.9)", "threshold(0.9)",
@@ -48,8 +48,8 @@ def parse(
 ) -> Compressor:
     """Return the compressor that a text names: `none`, `topk(0.99) >> bf16`, `qsgd(16)`, `my.module:Mine(3)`.
 
-    A text that you did not write yourself may name any module. With `trust=False` no module is imported: the
-    text may only name the stages of this package and the classes in `own`.
+    A text may name any module, which is then imported. Give `trust=False` for a text from somebody else: the
+    text may then name only the stages of this package and the classes in `own`, and nothing is imported.
 
     >>> str(parse("topk(0.99, per_tensor=true)>>int8(64)"))
     'topk(0.99, per_tensor=true) >> int8(64)'

@@ -1,16 +1,17 @@
-"""Compressors: a selector says which coordinates travel, a quantiser says how their values are written.
+"""Compressors: a selector chooses the coordinates to send, and a quantiser encodes their values.
 
     TopK(0.99) >> BF16()          parse("topk(0.99) >> bf16")
 
-Definition 1 of the paper: C is constrained by the SNR gamma >= 1 if E|C(p) - p|^2 <= |p|^2 / gamma for
-all p. Every selector here is a projection (it keeps a value as it is, or drops it), so what it drops is
-orthogonal to the error of the quantiser, and the two guarantees compose:
+Definition 1 of the paper: a compressor C has the SNR gamma >= 1 if E|C(p) - p|^2 <= |p|^2 / gamma for
+all p. Every selector here is a projection: it keeps a value as it is, or drops the value. So the dropped
+values are orthogonal to the error of the quantiser, and the SNRs of selector and quantiser compose:
 
     1/gamma = 1/gamma_s + 1/gamma_q - 1/(gamma_s * gamma_q).
 
-Both stages work on a block of clients at once: p of shape (n, d), an array of NumPy or of torch. Sums are in
-float64 and in a fixed order, so that a block, a single vector, NumPy, torch, a CPU and a GPU give the same
-bits. A selector or quantiser of your own is one small class: see docs/compressors.md.
+Both stages work on a block of n clients at once: p has shape (n, d), as a NumPy array or a torch tensor. Sums
+are in float64 and in a fixed order. So the result is the same, bit for bit, for a block or single vectors,
+for NumPy or torch, and on a CPU or a GPU. docs/compressors.md shows how to write your own selector or
+quantiser.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _FLOATS = {"float32": "fp32", "float64": "fp64"}
 
 
 class Stage(Part):
-    """One half of a compressor: a selector or a quantiser."""
+    """The base class of selectors and quantisers, the two stages of a compressor."""
 
 
 class Selection(NamedTuple):
-    """The coordinates that a block of clients keeps; the fields are those of Payload."""
+    """The coordinates and values that a block of clients keeps; the fields are as in Payload."""
 
     offsets: Array
     indices: Array | None
@@ -47,14 +48,14 @@ class Selection(NamedTuple):
 
 
 class Selector(Stage):
-    """Chooses coordinates. A new one needs `keep` and `gamma`."""
+    """The base class of selectors, which choose coordinates. A subclass must define `keep` and `gamma`."""
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        """Return, as booleans of shape (n, d), which coordinates of p each client keeps in round t."""
+        """Return booleans of shape (n, d): true at the coordinates of p that each client keeps in round t."""
         raise NotImplementedError
 
     def gamma(self, layout: Layout) -> float:
-        """Return the SNR of Definition 1 that is guaranteed in every round."""
+        """Return the SNR (Definition 1) that the selector guarantees in every round."""
         raise NotImplementedError
 
     def most(self, layout: Layout) -> int:
@@ -62,11 +63,11 @@ class Selector(Stage):
         return layout.d
 
     def check(self, p: Array) -> None:
-        """Raise NotFinite if p holds NaN or Inf; a selector whose `select` does so need not."""
+        """Raise NotFinite if p holds NaN or Inf; do nothing if `select` checks p already."""
         check_finite(p)
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        """Return the coordinates that `keep` keeps."""
+        """Return the coordinates of p that `keep` chooses, with their values."""
         keep = self.keep(p, keys, layout, t)
         return Selection(offsets_of(keep.sum(-1)), columns(keep), p[keep])
 
@@ -75,22 +76,22 @@ class Selector(Stage):
 
 
 class Quantiser(Stage):
-    """Writes values. A new one needs `quantise` and `gamma`."""
+    """The base class of quantisers, which encode values. A subclass must define `quantise` and `gamma`."""
 
-    rounds: ClassVar[bool] = True  # whether float32 values change
+    rounds: ClassVar[bool] = True  # whether quantising changes float32 values
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
-        """Return the rounded values. Those of client c are at offsets[c]:offsets[c+1]."""
+        """Return the encoded values. The values of client c are values[offsets[c]:offsets[c+1]]."""
         raise NotImplementedError
 
     def gamma(self, n: int) -> float:
-        """Return the SNR that is guaranteed for up to n values of one client."""
+        """Return the SNR (Definition 1) that the quantiser guarantees for at most n values of a client."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Compressor:
-    """A selector followed by a quantiser; without one, values keep their own float type."""
+    """A selector followed by a quantiser; if `quantiser` is None, values are sent as float32 or float64."""
 
     selector: Selector
     quantiser: Quantiser | None = None
@@ -99,18 +100,18 @@ class Compressor:
         return " >> ".join(map(str, self.stages))
 
     def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
-        """Return C(p) in round t, for a vector (d,) with one key or a block (n, d) with n keys."""
+        """Return the payload C(p) in round t, of a vector (d,) with one key or a block (n, d) with n keys."""
         block = p[None] if p.ndim == 1 else p
         n = 1 if isinstance(key, int) else len(key.reshape(-1))
         if n != len(block):
-            raise InputError(f"a block of {len(block)} vectors needs as many keys, not {n}")
+            raise InputError(f"`key` must hold one key for each of the {len(block)} vectors, got {n} keys")
         self.selector.check(block)
         layout = layout or Layout.flat(block.shape[1])
         selection = self.selector.select(block, _derive(key, Purpose.SELECT, p), layout, t)
         values: Floats | Levels
         if self.quantiser is None:
             if dtype_of(p) not in _FLOATS:
-                raise InputError(f"vectors of {p.dtype} need a quantiser, as in {self} >> bf16")
+                raise InputError(f"`p` of dtype {p.dtype} needs a quantiser, as in {self} >> bf16")
             values = Floats(selection.values, _FLOATS[dtype_of(p)])
         else:
             drawn = _derive(key, Purpose.ROUND, p)
@@ -118,7 +119,7 @@ class Compressor:
         return Payload(block.shape[1], selection.offsets, selection.indices, values, selection.mask)
 
     def gamma(self, layout: Layout) -> float:
-        """Return the SNR that both stages together guarantee, up to underflow of the value type."""
+        """Return the SNR that both stages together guarantee, if no value underflows."""
         lost = 1 / self.selector.gamma(layout)
         if self.quantiser is not None:
             rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
@@ -127,7 +128,7 @@ class Compressor:
 
     @property
     def rounds(self) -> bool:
-        """Whether float32 values that are sent change."""
+        """Whether the quantiser changes float32 values."""
         return self.quantiser is not None and self.quantiser.rounds
 
     @property
@@ -137,7 +138,7 @@ class Compressor:
 
 
 def _derive(key: int | Array, purpose: Purpose, p: Array) -> Array:
-    """Return the keys of one purpose, where p is. A single one is derived as a number, which is quicker."""
+    """Return the keys of one purpose, derived from `key`, as an array on the device of p."""
     if isinstance(key, int):
         return place(np.array([keyed.derive(key, purpose)]), p)
     words = key.reshape(-1)
@@ -146,19 +147,19 @@ def _derive(key: int | Array, purpose: Purpose, p: Array) -> Array:
 
 
 def values_of(payload: Payload) -> Array:
-    """Return the values that the receiver reads, as floating point numbers."""
+    """Return the values of a payload as the receiver decodes them, in floating point."""
     values = payload.values
     if isinstance(values, Floats):
         return from_bf16(values.data) if values.dtype == "bf16" else values.data
     spread = Blocks(payload.offsets, values.block).spread(values.scales)
-    # Next to the largest float32 a level may round past it; the largest is then closer than Inf.
+    # level * scale may overflow near the largest float32 number; that number is closer than Inf.
     top = float(np.finfo(np.float32).max)
     with np.errstate(over="ignore"):
         return (cast(values.levels, "float32") * spread).clip(-top, top)
 
 
 def decompress(payload: Payload) -> Array:
-    """Return C(p) as dense vectors, shape (n, d).
+    """Return the dense vectors that a payload of n clients stands for, shape (n, d).
 
     >>> from cfedavg.compress import parse
     >>> decompress(parse("topk(0.5)").compress(np.array([1.0, -2.0]), key=0)).tolist()
@@ -173,12 +174,12 @@ def decompress(payload: Payload) -> Array:
 
 
 def plus(p: Array, payload: Payload) -> Array:
-    """Return p + C for a vector or a block and its payload, at the cost of what was sent."""
+    """Return p plus the values of `payload`, for a vector or a block p."""
     return _add(p, payload, 1)
 
 
 def minus(p: Array, payload: Payload) -> Array:
-    """Return p - C for a vector or a block and its payload, at the cost of what was sent."""
+    """Return p minus the values of `payload`, for a vector or a block p."""
     return _add(p, payload, -1)
 
 

@@ -1,9 +1,10 @@
 """The k entries of largest magnitude, exactly, on one core: what torch.topk does, many times as fast.
 
-The bits of magnitudes, read as integers, are in the order of the magnitudes. A few entries, and if need be
-all, are counted into bins by their leading bits; that gives a bound which at least k entries reach. One pass
-over all collects those, and a radix select among them finds the k-th largest. NaN and infinity have larger
-bits than all numbers, so the same pass finds them.
+Read as integers, the bits of magnitudes have the order of the magnitudes. `find_bound` counts a sample of the
+entries in bins by their leading bits. From the counts follows a bound that about k entries reach. `collect`
+finds the entries that reach the bound; if there are fewer than k, all entries are counted for a safe bound.
+`pick` selects the k largest of these entries by a radix select. The bits of NaN and infinity are larger than
+those of all finite numbers, so `pick` finds them too.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import numpy as np
 
 from cfedavg.core.kernel import Int, kernel
 
-BINS = 13  # leading bits by which entries are counted
-LINE = 16  # entries that are sampled together: a line of the cache
-SAMPLES = 256  # lines that are sampled
-DIGIT = 11  # bits that the radix select looks at together
+BINS = 13  # the number of leading bits that decide an entry's bin
+LINE = 16  # entries that are sampled together: a cache line
+SAMPLES = 256  # the number of lines that are sampled
+DIGIT = 11  # the bits of one step of the radix select
 _BITS: dict[Any, Any] = {np.dtype(np.float32): np.uint32, np.dtype(np.float64): np.uint64}
 _INFINITY = {dtype: int(np.array(np.inf, dtype).view(bits)) for dtype, bits in _BITS.items()}
 
 
 def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
-    """Return the indices of the k largest magnitudes, increasing (ties: lowest), and whether all are finite.
+    """Return the increasing indices of the k largest magnitudes, and whether all values are finite.
+
+    Of equal magnitudes, the lowest index is taken.
 
     >>> largest(np.array([3.0, -1.0, 4.0, 1.0, -4.0], np.float32), 2)
     (array([2, 4]), True)
@@ -44,13 +47,14 @@ def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
 
 @kernel
 def find_bound(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) -> Int:
-    """Return the bits of a magnitude that k entries reach: surely if all are counted, else if they are alike.
+    """Return the bits of a magnitude that at least k entries reach.
 
-    With a stride of LINE all are counted; with a longer one, `slack` times as many are let in.
+    If `stride` is LINE, all entries are counted and the bound is certain. Else one line in each `stride`
+    entries is counted and the bound is likely; a larger `slack` gives a lower, more likely bound.
     """
     d, seen, shift = len(bits), 0, np.uint8(width - BINS)
     leading = np.empty((d // stride + 1) * LINE, np.int32)
-    for start in range(0, d, stride):  # apart from the counting, so that memory is read ahead
+    for start in range(0, d, stride):  # a separate loop from the counting, so that memory is read ahead
         for i in range(start, min(start + LINE, d)):
             leading[seen] = np.int64(bits[i] >> shift) & ((1 << BINS) - 1)
             seen += 1
@@ -68,29 +72,35 @@ def find_bound(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) ->
 
 @kernel
 def collect(values: np.ndarray, bound: float, found: np.ndarray) -> Int:
-    """Fill `found`, which has room for d + 8, with the entries not below the bound; return how many."""
+    """Fill `found` with the indices of entries whose magnitude is not below `bound`; return their number.
+
+    `found` must have room for d + 8 indices.
+    """
     d, n = len(values), 0
     reached = np.zeros(d // 8 * 8 + 8, np.uint8)
-    for i in range(d):  # a loop of its own: the compiler makes it vector instructions
+    for i in range(d):  # a separate loop, so that the compiler uses vector instructions
         reached[i] = not (abs(values[i]) < bound)  # "not below", so that NaN counts
     eights = reached.view(np.uint64)
     for eight in range(len(eights)):
         if eights[eight]:
             for i in range(8 * eight, 8 * eight + 8):
-                found[n] = i  # overwritten unless it counts: a branch would often be guessed wrong
+                found[n] = i  # overwritten next if reached[i] is 0; a branch would be slower
                 n += reached[i]
     return n
 
 
 @kernel
 def pick(bits: np.ndarray, found: np.ndarray, width: Int, indices: np.ndarray) -> Int:
-    """Fill `indices` with the largest entries found (ties: lowest); return the bits of the largest."""
+    """Fill `indices` with the entries of `found` of largest magnitude; return the bits of the largest.
+
+    Of equal magnitudes, the lowest index is taken.
+    """
     magnitudes, top = np.empty(len(found), np.int64), 0
     for i in range(len(found)):
         magnitudes[i] = np.int64(bits[found[i]]) & ((1 << width) - 1)
         top = max(top, magnitudes[i])
     smallest, wanted, below = 0, len(indices), width
-    while below > 0:  # of the k-th largest the bits above `below` are known, and `wanted` of those are taken
+    while below > 0:  # the bits of the k-th largest above `below` are known; `wanted` entries share them
         digit = min(DIGIT, below)
         below -= digit
         bins = np.zeros(1 << DIGIT, np.int64)

@@ -1,4 +1,4 @@
-"""Quantisers: how the selected values are written. Error feedback keeps what they round off."""
+"""Quantisers: how the selected values are encoded. Error feedback keeps the rounding errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, 
 from cfedavg.core.parts import check_argument
 from cfedavg.core.payload import Floats, Levels
 
-# A single value is its scale, which float32 rounds; 2 bits to spare for the arithmetic around it.
+# The SNR of a single value: its scale is rounded to float32 (2^48), less 2 bits for the arithmetic around it.
 ONE_SCALE = 2.0**46
 LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class FP32(Quantiser):
-    """32-bit floating point: exact for a float32 model, half an ulp off for a float64 one."""
+    """32-bit floating point: exact for a float32 model, correctly rounded for a float64 model."""
 
     name: ClassVar[str] = "fp32"
     rounds: ClassVar[bool] = False
@@ -35,12 +35,12 @@ class FP32(Quantiser):
 
 @dataclass(frozen=True)
 class BF16(Quantiser):
-    """The upper half of a float32, rounded to nearest even: off by at most one part in 2^8."""
+    """bf16, the upper half of a float32, correctly rounded: the relative error is at most 2^-8."""
 
     name: ClassVar[str] = "bf16"
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
-        # The largest float32 numbers would round to infinity: keep them at the largest bf16.
+        # The largest float32 numbers would round to infinity; they become the largest bf16 number instead.
         return Floats(to_bf16(_single(values).clip(-LARGEST_BF16, LARGEST_BF16)), "bf16")
 
     def gamma(self, n: int) -> float:
@@ -49,10 +49,10 @@ class BF16(Quantiser):
 
 @dataclass(frozen=True)
 class IntBlocks(Quantiser):
-    """b-bit integers, with a float32 scale for each block of values: top = 2^(b-1) - 1 levels on each side.
+    """b-bit integers from -top to top, top = 2^(b-1) - 1, with a float32 scale for each block of values.
 
-    Rounding to nearest is off by at most half a step, and by at most the value itself. So the worst block is
-    one spike among values of half a step: gamma = 1 + 4 top^2 / (block - 1).
+    The error of a value is at most half a step, and at most the value itself. So the worst block is one
+    large value among values of half a step: gamma = 1 + 4 top^2 / (block - 1).
     """
 
     bits: int
@@ -84,7 +84,7 @@ class IntBlocks(Quantiser):
 
 @dataclass(frozen=True)
 class Sign(Quantiser):
-    """Signs, and one scale a client: the mean magnitude. gamma = n / (n - 1)."""
+    """The sign of each value, and one scale for each client, the mean magnitude; gamma = n / (n - 1)."""
 
     name: ClassVar[str] = "sign"
 
@@ -100,11 +100,11 @@ class Sign(Quantiser):
 
 @dataclass(frozen=True)
 class QSGD(Quantiser):
-    """Stochastic rounding to s levels of each block's norm.
+    """Random rounding of each value to a multiple of its block's norm / s.
 
-    Unbiased QSGD has E|C(v)|^2 = beta |v|^2, which breaks Definition 1 for beta > 2; scaled by 1/beta it
-    is as close to v as it can be, E|C(v)/beta - v|^2 = (1 - 1/beta) |v|^2. The beta of each block goes into
-    its transmitted scale; gamma is for the worst one, beta - 1 <= min(n / 4s^2, sqrt(n) / s).
+    Unbiased QSGD has E|C(v)|^2 = beta |v|^2, which violates Definition 1 if beta > 2. Here C(v) is divided by
+    beta, the best factor: E|C(v)/beta - v|^2 = (1 - 1/beta) |v|^2. Each block's transmitted scale includes
+    1/beta. gamma holds for the worst block, which has beta - 1 <= min(n / 4s^2, sqrt(n) / s).
     """
 
     name: ClassVar[str] = "qsgd"
@@ -132,11 +132,11 @@ class QSGD(Quantiser):
 
 
 def _ratio(values: Array, scales: Array) -> Array:
-    """Return values / scales, and 0 where both are 0."""
+    """Return values / scales, and 0 for 0 / 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return module_of(values).nan_to_num(values / scales, nan=0.0)
 
 
 def _single(values: Array) -> Array:
-    """Return float32 values; those beyond its range become its largest number, not Inf."""
+    """Return the values in float32; a value out of range becomes the largest float32 number, not Inf."""
     return cast(values.clip(-LARGEST, LARGEST) if dtype_of(values) == "float64" else values, "float32")

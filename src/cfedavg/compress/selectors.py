@@ -1,4 +1,4 @@
-"""Selectors: which coordinates travel. Each is a projection: it keeps a value as it is, or drops it."""
+"""Selectors: which coordinates are sent. A selector keeps a value as it is or drops it (a projection)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cfedavg.core.layout import Layout
 from cfedavg.core.parts import check_argument, check_truth
 from cfedavg.core.payload import Mask
 
-_LARGE = 1e100  # its square, and the product with any norm, are still finite
+_LARGE = 1e100  # the largest argument: its square, and its product with any norm, are finite
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Everything(Selector):
 class TopK(Selector):
     """Keeps the coordinates of largest magnitude; ties go to the lowest index.
 
-    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). `least` is
-    a lower bound of k (or d): a small model costs little and needs a larger share. With `snr` instead of
-    `comp`, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, all of this
-    holds for each tensor of the model by itself.
+    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). `least` is a
+    lower bound of k (all d coordinates, if d is smaller): a small model costs little and needs a larger
+    share. With `snr` instead of `comp`, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr.
+    With `per_tensor`, k is chosen for each tensor of the model separately.
 
     >>> from cfedavg.compress import parse
     >>> payload = parse("topk(0.6)").compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
@@ -59,7 +59,7 @@ class TopK(Selector):
 
     def __post_init__(self) -> None:
         if (self.comp is None) == (self.snr is None):
-            raise InputError("give either comp, as in topk(0.99), or an SNR target, as in topk(snr=1.05)")
+            raise InputError("give either comp, as in topk(0.99), or snr, as in topk(snr=1.05)")
         if self.comp is not None:
             check_comp(self.comp)
         else:
@@ -67,7 +67,7 @@ class TopK(Selector):
         check_truth("per_tensor", self.per_tensor)
         check_argument("least", self.least, "from 1 to 2^53", lambda k: 1 <= k <= 2**53, whole=True)
         if self.snr is not None and self.least > 1:
-            raise InputError("least goes with comp, as in topk(0.97, least=10000), not with snr")
+            raise InputError("least needs comp, as in topk(0.97, least=10000); it cannot be given with snr")
 
     def __str__(self) -> str:
         return super().__str__().replace("comp=", "")
@@ -77,7 +77,7 @@ class TopK(Selector):
         return max(min(self.least, d), round((1 - self.comp) * d))
 
     def _by_radix(self, p: Array) -> bool:
-        """Return whether `largest` selects; else the array's own library does."""
+        """Return whether the compiled `largest` selects; if not, NumPy or torch does."""
         return self.comp is not None and _on_cpu(p)
 
     def check(self, p: Array) -> None:
@@ -93,7 +93,7 @@ class TopK(Selector):
         return _pick(p, [indices for indices, _ in found])
 
     def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
-        """Return the indices that `keep` keeps of one vector, and whether the vector is finite."""
+        """Return the indices of one vector that `keep` chooses, and whether the vector is finite."""
         if not len(row):
             return np.empty(0, np.int64), True
         if not self.per_tensor:
@@ -136,9 +136,9 @@ class TopK(Selector):
 
 @dataclass(frozen=True)
 class RandomDropping(Selector):
-    """Keeps each coordinate with probability 1 - comp, unscaled; gamma = 1 / comp.
+    """Keeps each coordinate with probability 1 - comp, without scaling its value; gamma = 1 / comp.
 
-    The mask is drawn from a key that the receiver knows too, so no index travels.
+    The coordinates are drawn from a key that the receiver knows too, so no indices are sent.
     """
 
     name: ClassVar[str] = "rd"
@@ -164,7 +164,7 @@ class RandomDropping(Selector):
 
 @dataclass(frozen=True)
 class Threshold(Selector):
-    """Keeps |p_j| >= lam * |p| / sqrt(d), lam below 1: drops at most lam^2 |p|^2, so gamma = 1 / lam^2."""
+    """Keeps coordinate j if |p_j| >= lam * |p| / sqrt(d), for lam below 1; gamma = 1 / lam^2."""
 
     name: ClassVar[str] = "threshold"
     lam: float
@@ -184,9 +184,9 @@ class Threshold(Selector):
 class Proportional(Selector):
     """Keeps coordinate j with probability q_j = min(1, c |p_j|), so that (1 - comp) * d are kept on average.
 
-    Large coordinates always travel, small ones now and then. Values are not scaled: by Cauchy-Schwarz
-    sum q p^2 >= |p|^4 / sum(p^2 / q), so on every input this is at least as close to p as the unbiased
-    version (p_j / q_j) at its best scale. q grows with |p_j|, hence gamma = 1 / comp.
+    Large coordinates are always sent, small coordinates rarely. Values are not scaled: by Cauchy-Schwarz
+    sum q p^2 >= |p|^4 / sum(p^2 / q), so for every p the result is at least as close to p as the unbiased
+    values p_j / q_j at their best scale. q_j grows with |p_j|, hence gamma = 1 / comp.
     """
 
     name: ClassVar[str] = "proportional"
@@ -200,7 +200,10 @@ class Proportional(Selector):
         return draws < self.probabilities(unit_of(abs(p))) * 2.0**53
 
     def probabilities(self, magnitude: Array) -> Array:
-        """Return q for magnitudes (n, d): the c largest have q = 1, for the least c where the rest fits."""
+        """Return the probabilities q for magnitudes of shape (n, d).
+
+        The largest magnitudes have q = 1, as few as possible; for the others q is proportional to magnitude.
+        """
         (n, d), xp = magnitude.shape, module_of(magnitude)
         descending = xp.flip(arrays.sort_rows(magnitude), (-1,))
         rest = xp.flip(prefix_sums(arrays.sort_rows(magnitude)), (-1,))
@@ -208,7 +211,7 @@ class Proportional(Selector):
         fits = (left * descending <= rest) | (left <= 0)
         certain = cast(fits, "int8").argmax(axis=-1)[:, None]
         budget = arrays.gather(xp.broadcast_to(left, (n, d)), certain).clip(min=0)
-        with np.errstate(divide="ignore", invalid="ignore"):  # where nothing but zeros is left
+        with np.errstate(divide="ignore", invalid="ignore"):  # if the other magnitudes are all 0
             rate = budget / arrays.gather(rest, certain)
             return xp.where(magnitude > 0, (rate * magnitude).clip(max=1), 0.0)
 
@@ -217,18 +220,18 @@ class Proportional(Selector):
 
 
 def _on_cpu(p: Array) -> bool:
-    """Return whether compiled code, which needs NumPy's arrays, can do the work."""
+    """Return whether compiled code can read p: not empty, on the CPU, in float32 or float64."""
     return not getattr(p, "is_cuda", False) and arrays.dtype_of(p) in ("float32", "float64") and len(p) > 0
 
 
 def _rows(p: Array) -> np.ndarray:
-    """Return p as an array of NumPy, without a copy where its rows lie in one piece."""
+    """Return p as a contiguous NumPy array, without a copy if p is contiguous."""
     array: np.ndarray = p if isinstance(p, np.ndarray) else p.detach().numpy()
     return np.ascontiguousarray(array)
 
 
 def _pick(p: Array, found: list[np.ndarray]) -> Selection:
-    """Return each row's values at the indices found for it."""
+    """Return the selection of the indices found[i] in each row i of p."""
     values = [row[indices] for row, indices in zip(_rows(p), found, strict=True)]
     joined = (each[0] if len(each) == 1 else np.concatenate(each) for each in (found, values))
     return Selection(
@@ -237,9 +240,12 @@ def _pick(p: Array, found: list[np.ndarray]) -> Selection:
 
 
 def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:
-    """Return where the k largest of each row are, given the smallest of them; ties: lowest index."""
+    """Return booleans: true at the k largest of each row, given `smallest`, the k-th largest of each row.
+
+    Of equal magnitudes, the lowest index is taken.
+    """
     above, tied = magnitude > smallest, magnitude == smallest
     wanted = k - above.sum(-1)[:, None]
     if bool((tied.sum(-1)[:, None] == wanted).all()):
-        return above | tied  # as nearly always; the numbering below takes eight bytes an entry
+        return above | tied  # the usual case; the cumsum below takes eight bytes an entry
     return above | (tied & (tied.cumsum(-1) <= wanted))

@@ -1,4 +1,4 @@
-"""What the stages of a compressor share: sums added in the same order everywhere, and blocks of values."""
+"""What selectors and quantisers share: sums with the same bits on every device, and blocks of values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from cfedavg.core.parts import check_argument
 
 
 def unit_of(magnitude: Array) -> Array:
-    """Return magnitudes in float64, divided by the largest of the row: no square overflows or vanishes."""
+    """Return magnitudes in float64, divided by the largest of their row so that squares do not overflow."""
     xp = module_of(magnitude)
     largest = cast(xp.amax(magnitude, axis=-1, keepdims=True), "float64")
     return cast(magnitude, "float64") / xp.where(largest > 0, largest, 1.0)
 
 
 def row_sums(values: Array) -> Array:
-    """Return sums over the last axis, folded in two at a power of two until one number is left.
+    """Return the sums over the last axis, with the same bits on every device.
 
-    A library's own sum splits a row by device, number of threads and number of rows, so its last bits
-    differ; here every row is added in the same order everywhere, and zeros at its end do not change that.
+    A row is folded in two at a power of two until one number is left. The sums of NumPy and torch depend in
+    their last bits on the device and on the number of threads and rows. Here the order of additions depends
+    on the length of a row only, and zeros at the end of a row do not change the sum.
     """
     while (width := values.shape[-1]) > 1:
         half = 1 << (width - 1).bit_length() - 1
@@ -32,9 +33,9 @@ def row_sums(values: Array) -> Array:
 
 
 def prefix_sums(values: Array) -> Array:
-    """Return cumulative sums over the last axis, added in the same order everywhere.
+    """Return the cumulative sums over the last axis, with the same bits on every device.
 
-    Every second one is a cumulative sum of pairs; the others lack one value.
+    Entries 1, 3, 5 ... are the cumulative sums of pairs. Every other entry is the one before it plus a value.
     """
     if (width := values.shape[-1]) < 2:
         return values
@@ -45,38 +46,39 @@ def prefix_sums(values: Array) -> Array:
 
 
 def offsets_of(counts: Array) -> Array:
-    """Return where each client's values start, and where those of the last one end."""
+    """Return the offset of each client's first value, and the total, given the clients' counts of values."""
     return module_of(counts).concatenate([zeros(1, counts), counts.cumsum(0)])
 
 
 def client_of_value(offsets: Array) -> Array:
-    """Return the client of the block that each value belongs to."""
+    """Return, for each value, the row of its client in the block."""
     return repeat(offsets[1:] - offsets[:-1])
 
 
 def check_comp(comp: float) -> None:
-    """Refuse a `comp` that is no fraction below 1."""
+    """Raise InputError if `comp` is not in [0, 1)."""
     rule = "the fraction NOT sent (0.99 sends 1%), from 0 to below 1"
     check_argument("comp", comp, rule, lambda comp: 0 <= comp < 1)
 
 
 def check_block(block: int) -> None:
-    """Refuse a number of values that no block can have."""
+    """Raise InputError if `block`, the number of values of a block, is not from 1 to 2^31 - 1."""
     check_argument("block", block, "from 1 to 2^31 - 1", lambda block: 1 <= block < 2**31, whole=True)
 
 
 def check_finite(p: Array) -> None:
-    """Raise NotFinite, which names the rows, if p (n, d) holds NaN or Inf."""
-    # The extremes tell it, thirty times as fast on a CPU as looking at each number.
+    """Raise NotFinite with the rows of p, shape (n, d), that hold NaN or Inf."""
+    # Looking only at the minimum and maximum is thirty times as fast on a CPU as looking at each number.
     if math.prod(p.shape) and not all(map(math.isfinite, extremes(p))):
         rows = module_of(p).isfinite(p).all(-1).tolist()
         raise NotFinite([row for row, finite in enumerate(rows) if not finite])
 
 
 class Blocks:
-    """Groups of a client's values that share a scale. The values lie in one row, client after client.
+    """Groups of values that share a scale. The values of all clients lie in a 1-D array, client after client.
 
-    Where all clients have equally many values, as without a selector, the row is a matrix: no indices needed.
+    If all clients have equally many values, as without a selector, the array is reshaped to a matrix; else
+    indices are computed.
     """
 
     def __init__(self, offsets: Array, block: int) -> None:
@@ -86,10 +88,10 @@ class Blocks:
         self.width = min(block, most) if block else most
         self.per_client = (self.counts + self.width - 1) // self.width
         self.total = int(self.per_client.sum())
-        self.each = most if least == most else None  # values of a client, where all have equally many
+        self.each = most if least == most else None  # the values of each client, if all have equally many
 
     def pack(self, values: Array) -> Array:
-        """Return the values as a matrix (blocks, width), with zeros where a block is not full."""
+        """Return the values as a matrix with a row for each block; zeros fill up a short block."""
         if self.each is not None:
             rows = values.reshape(-1, self.each)
             if missing := -self.each % self.width:
@@ -100,7 +102,7 @@ class Blocks:
         return matrix.reshape(self.total, self.width)
 
     def spread(self, of_block: Array) -> Array:
-        """Return the number of its block for each value."""
+        """Return an array with an entry for each value: the entry of `of_block` for the value's block."""
         if self.each is not None:
             rows = of_block.reshape(len(self.counts), -1, 1)
             shape = (*rows.shape[:2], self.width)
@@ -109,7 +111,7 @@ class Blocks:
         return of_block[self._of_value]
 
     def draws(self, keys: Array) -> Array:
-        """Return keyed draws in [0, 1), one for each value."""
+        """Return a pseudo-random number in [0, 1) for each value, drawn from its client's key."""
         if self.each is not None:
             drawn = keyed.bits53(keys[:, None], arange(self.each, keys)).reshape(-1)
         else:

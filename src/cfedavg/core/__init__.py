@@ -1,1 +1,1 @@
-"""What every room uses: arrays, keys, layouts, payloads, options, files and errors."""
+"""What all other packages use: arrays, keys, layouts, payloads, options, files and errors."""

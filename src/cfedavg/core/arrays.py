@@ -1,8 +1,8 @@
 """One set of array functions for NumPy and torch.
 
 Most functions have the same name and arguments in both libraries: `xp = module_of(a)` is NumPy or torch, and
-`xp.where`, `xp.concatenate`, `xp.amax` serve both. This module holds what the two call differently. It does
-not import torch (a tensor implies that torch is loaded), so a client with NumPy alone can use it.
+`xp.where`, `xp.concatenate`, `xp.amax` work for both. This module holds the functions that differ. The module
+does not import torch (whoever passes a tensor has imported torch), so a client without torch can use it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 
 
 def module_of(array: Array) -> Any:
-    """Return the library of an array."""
+    """Return the module of an array's library: numpy or torch."""
     return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
 
 
 def dtype_of(array: Array) -> str:
-    """Return the name of an array's dtype, which both libraries share.
+    """Return the name of an array's dtype; NumPy and torch have the same names.
 
     >>> dtype_of(np.zeros(2, np.float32))
     'float32'
@@ -34,14 +34,14 @@ def dtype_of(array: Array) -> str:
 
 
 def cast(array: Array, dtype: str) -> Array:
-    """Return the array in another dtype; itself if it has that dtype already."""
+    """Return the array in `dtype`, without a copy if it has that dtype already."""
     if module_of(array) is np:
         return array.astype(dtype, copy=False)
     return array.to(getattr(sys.modules["torch"], dtype))
 
 
 def cast_like(array: Array, like: Array) -> Array:
-    """Return the array in the dtype of another one."""
+    """Return the array in the dtype of `like`."""
     return cast(array, dtype_of(like))
 
 
@@ -58,26 +58,26 @@ def zeros(shape: int | tuple[int, ...], like: Array) -> Array:
 
 
 def arange(n: int, like: Array) -> Array:
-    """Return 0 .. n-1 as int64, where `like` is."""
+    """Return the integers 0 .. n-1 as int64, in the library and on the device of `like`."""
     if module_of(like) is np:
         return np.arange(n, dtype=np.int64)
     return sys.modules["torch"].arange(n, device=like.device)
 
 
 def copy(array: Array) -> Array:
-    """Return a copy that lies in one piece."""
+    """Return a copy of an array."""
     return array.copy() if module_of(array) is np else array.clone()
 
 
 def sqrt(array: Array) -> Array:
-    """Return square roots rounded to the nearest everywhere, as torch's own on a CPU are not."""
+    """Return correctly rounded square roots; those of torch on a CPU are not."""
     if module_of(array) is np or array.is_cuda:
         return module_of(array).sqrt(array)
     return place(np.sqrt(array.numpy()), array)
 
 
 def sort_rows(array: Array) -> Array:
-    """Return the last axis sorted."""
+    """Return the array with its last axis sorted in increasing order."""
     return np.sort(array, -1) if module_of(array) is np else array.sort(-1).values
 
 
@@ -90,17 +90,17 @@ def kth_largest(array: Array, k: int) -> Array:
 
 
 def gather(array: Array, at: Array) -> Array:
-    """Return the numbers of the last axis at these places, row by row."""
+    """Return, for each row, the entries of `array` at the positions that the same row of `at` lists."""
     return np.take_along_axis(array, at, -1) if module_of(array) is np else array.gather(-1, at)
 
 
 def columns(mask: Array) -> Array:
-    """Return the columns of the true entries of a matrix, row after row."""
+    """Return the column of each true entry of a boolean matrix, row after row."""
     return mask.nonzero()[1] if module_of(mask) is np else mask.nonzero()[:, 1]
 
 
 def repeat(counts: Array) -> Array:
-    """Return i as often as counts[i] says, for every i.
+    """Return a 1-D array that holds each i counts[i] times, in increasing order.
 
     >>> repeat(np.array([2, 0, 1])).tolist()
     [0, 0, 2]
@@ -111,7 +111,7 @@ def repeat(counts: Array) -> Array:
 
 
 def extremes(array: Array) -> tuple[float, float]:
-    """Return the least and the largest number of an array; NaN if it holds one."""
+    """Return the least and the largest number of an array; both are NaN if the array holds NaN."""
     if module_of(array) is np:
         return float(array.min()), float(array.max())
     torch = sys.modules["torch"]
@@ -120,7 +120,7 @@ def extremes(array: Array) -> tuple[float, float]:
 
 
 def to_bf16(values: Array) -> Array:
-    """Return float32 numbers as the bits of bf16, rounded to the nearest (ties to even), in int16.
+    """Return float32 numbers as bf16, correctly rounded (ties to even); int16 holds the bits.
 
     >>> hex(to_bf16(np.array([1.0], np.float32))[0])
     '0x3f80'
@@ -133,14 +133,14 @@ def to_bf16(values: Array) -> Array:
 
 
 def from_bf16(bits: Array) -> Array:
-    """Return the float32 numbers whose upper halves these are."""
+    """Return as float32 the bf16 numbers whose bits an int16 array holds."""
     if module_of(bits) is np:
         return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return bits.view(sys.modules["torch"].bfloat16).float()
 
 
 def round_to_bf16(values: Array) -> Array:
-    """Return the nearest numbers that bf16 has, in the dtype of `values`; none becomes infinite.
+    """Return the values rounded to bf16 numbers, in their own dtype; no finite value becomes infinite.
 
     >>> round_to_bf16(np.array([1.001, 3.0], np.float32)).tolist()
     [1.0, 3.0]
@@ -150,11 +150,11 @@ def round_to_bf16(values: Array) -> Array:
 
 
 def add_in_order(total: Array, indices: Array, values: Array) -> None:
-    """Add each value to its coordinate of `total`, one after another where a coordinate occurs twice."""
+    """Add values[j] to total[indices[j]], in the order of j if a coordinate occurs more than once."""
     if module_of(total) is np:
         np.add.at(total, indices, values)
     elif total.is_cuda:
-        total.index_put_((indices,), values, accumulate=True)  # sorts by coordinate, and so keeps the order
+        total.index_put_((indices,), values, accumulate=True)  # a stable sort by coordinate: keeps the order
     else:
         total.index_add_(0, indices, values)
 
@@ -169,7 +169,7 @@ def norm2(v: Array) -> float:
 
 
 def norms2(vectors: Iterable[Array]) -> list[float]:
-    """Return |v|^2 of each vector, waiting for a GPU once."""
+    """Return |v|^2 of each vector; a GPU is waited for only once."""
     vectors = list(vectors)
     if not any(getattr(v, "is_cuda", False) for v in vectors):
         return list(map(norm2, vectors))
@@ -179,7 +179,7 @@ def norms2(vectors: Iterable[Array]) -> list[float]:
 
 
 def rows_norms2(block: Array) -> list[float]:
-    """Return |v|^2 of each row of a block."""
+    """Return |v|^2 of each row v of a block, a matrix with a row for each client."""
     if not getattr(block, "is_cuda", False):
         return list(map(norm2, block))
     torch = sys.modules["torch"]
@@ -188,7 +188,7 @@ def rows_norms2(block: Array) -> list[float]:
 
 @kernel
 def _squares(v: np.ndarray) -> float:
-    """Return the sum of squares, as eight sums side by side: fast, and equal for any number of threads."""
+    """Return the sum of squares in eight partial sums: fast, and the same for any number of threads."""
     a = b = c = d = e = f = g = h = 0.0
     end = len(v) // 8 * 8
     for i in range(0, end, 8):

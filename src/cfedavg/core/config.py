@@ -1,4 +1,4 @@
-"""One frozen, typed configuration. The command's options and the TOML file's keys are its fields."""
+"""Config: the configuration of a run. Its fields are the command's options and the keys of a TOML file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
 )  # fmt: skip
 
-# In each direction 3% of the numbers, and at least 10,000, in 3 bits. docs/benchmarks.md has the grid.
+# The default for both directions: 3% of the numbers, at least 10,000, in 3 bits each; see docs/benchmarks.md.
 BOTH_WAYS = "topk(0.97, least=10000) >> int3(256)"
-APP = "(a Flower app)"  # stands for the app's model and data, which its server does not know
-OWN = "(a task from Python"  # begins the remark that stands for a model and data that no text names
+APP = "(a Flower app)"  # the value of `model` and `dataset` if a Flower app defines them
+OWN = "(a task from Python"  # how the value of `model` and `dataset` begins if a Task object defines them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that decides the result of a run.
+    """The configuration of a run: everything that decides its result.
 
     >>> Config(clients=10, rounds=5).compressor
     'topk(0.97, least=10000) >> int3(256)'
@@ -40,8 +40,9 @@ class Config:
         server="always",
     )  # fmt: skip
     data_dir: str | None = option(
-        None, DATA, "a folder with train-*.parquet and test-*.parquet files", may_change=True, in_task=True
-    )
+        None, DATA, "read train-*.parquet and test-*.parquet from this folder, not from the hub",
+        may_change=True, in_task=True,
+    )  # fmt: skip
     clients: int = option(
         10, DATA, "number of clients, m", low=1, server="always",
         federated=False,  # a federation has one client per node
@@ -71,7 +72,7 @@ class Config:
         None, LOCAL, "instead: passes over the client's data", low=1, exclusive="local work"
     )
     deadline: float | None = option(
-        None, LOCAL, "instead: seconds for as many steps as fit", above=0, exclusive="local work"
+        None, LOCAL, "instead: as many steps as fit in this many seconds", above=0, exclusive="local work"
     )
     batch_size: int = option(20, LOCAL, "samples of one local step", low=1)
     eta_local: float = option(0.1, LOCAL, "local learning rate", above=0)
@@ -93,11 +94,11 @@ class Config:
         1.0, ROUND, "share of the clients sampled each round", above=0, high=1, server="alone"
     )
     drop_rate: float = option(
-        0.0, ROUND, "share of replies lost; their update goes back into the residual", low=0, below=1,
-        federated=False,
+        0.0, ROUND, "share of replies lost; with feedback their updates go back into the residual",
+        low=0, below=1, federated=False,
     )  # fmt: skip
     update: str = option(
-        "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K are equal",
+        "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K_i are equal, else mean",
         choices=("auto", "sum", "mean"), server="always",
     )  # fmt: skip
     server_optimiser: str = option(
@@ -106,15 +107,16 @@ class Config:
     )  # fmt: skip
     eta: float | None = option(
         None, ROUND, "global learning rate", above=0, server="alone",
-        shown="the server optimiser's; of sgd: 1, or the mean K with mean",
+        shown="the server optimiser's; sgd: 1, or the mean K if update is mean",
     )  # fmt: skip
     weighting: str = option(
         "uniform", ROUND, "weights of the replies in the mean: uniform, or samples",
         choices=("uniform", "samples"), server="alone",
     )  # fmt: skip
     sample_iterate: bool = option(
-        False, ROUND, "keep the iterate z of Theorem 2, drawn in proportion to eta_local", federated=False
-    )
+        False, ROUND, "keep z of Theorem 2: the model of a round drawn in proportion to eta_local",
+        federated=False,
+    )  # fmt: skip
 
     compressor: str = option(
         BOTH_WAYS, SENT, "compressor of the updates: selector >> quantiser; see `cfedavg parts`",
@@ -154,11 +156,11 @@ class Config:
         choices=("auto", "batched", "sequential", "reference"), federated=False,
     )  # fmt: skip
     workers: int = option(
-        0, RUN, "processes that share the clients; 0: one per core where it pays", low=0, high=1024,
+        0, RUN, "processes that share the clients; 0: one per core if that is faster", low=0, high=1024,
         may_change=True, federated=False,
     )  # fmt: skip
     precision: str = option(
-        "float32", RUN, "precision of local steps: float32, float64, or bf16 or tf32 products on a GPU",
+        "float32", RUN, "precision of local steps: float32 or float64; on a GPU also bf16 or tf32 products",
         choices=("float32", "float64", "tf32", "bf16"), federated=False,
     )  # fmt: skip
     residuals: str = option(
@@ -171,7 +173,7 @@ class Config:
     )  # fmt: skip
     eval_every: int = option(1, RUN, "rounds between evaluations on the test set", low=1)
     checkpoint_every: int = option(
-        10, RUN, "rounds between checkpoints; 0: only at the end and on Ctrl-C", low=0, may_change=True,
+        10, RUN, "rounds between checkpoints; 0: only at the end or when stopped", low=0, may_change=True,
         federated=False,
     )  # fmt: skip
 
@@ -181,7 +183,7 @@ class Config:
         for group in EXCLUSIVE:
             given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
             if len(given) > 1:
-                raise InputError(f"{' and '.join(given)} exclude each other: give one")
+                raise InputError(f"{' and '.join(given)} exclude each other; give only one of them")
             if not given:
                 object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
         for name, known in OPTIONS.items():
@@ -192,13 +194,13 @@ class Config:
                 known.check(name, values.high)
 
     def per_client(self, name: str) -> Range | None:
-        """Return the parsed value of a field that may differ between clients."""
+        """Return the parsed value of a field that may differ between clients, or None if it is not given."""
         text = getattr(self, name)
         return None if text is None else Range.parse(text, name, whole=OPTIONS[name].whole)
 
     @property
     def is_named(self) -> bool:
-        """Whether it names model and data. A remark stands for those that come from Python or an app."""
+        """Whether the fields name model and data; if not, they hold a remark in brackets (APP or OWN)."""
         return not self.dataset.startswith("(")
 
     @property
@@ -207,10 +209,10 @@ class Config:
         return any(_names_code(getattr(self, name)) for name in PARTS)
 
     def says(self, name: str) -> bool:
-        """Return whether a field says something of the run.
+        """Return whether the run uses the field `name`.
 
-        Of a Flower app, only the fields that its server decides do. Of a task from Python, those that would
-        deal out data do not.
+        In a Flower app, the run uses only the fields that the app's server decides. With a Task object, the
+        run does not use the fields that split a data set among clients.
         """
         known = OPTIONS[name]
         if self.dataset.startswith(OWN):
@@ -220,7 +222,7 @@ class Config:
         return self.model == APP and known.server == "alone"
 
     def for_task(self, name: str, model: str, prints: tuple[str, str], clients: int) -> Config:
-        """Return a copy for a task from Python, with the names and fingerprints of its model and data.
+        """Return the configuration for a Task object, with the names and fingerprints of its model and data.
 
         >>> Config(iid=True).for_task("digits", "Net", ("3fa9", "77fe"), 8).dataset
         '(a task from Python: digits, 77fe)'
@@ -234,14 +236,17 @@ class Config:
         return dataclasses.replace(self, **in_task, **named, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
-        """Return a copy with other values; a value of an exclusive group takes the others back."""
+        """Return a configuration with other values.
+
+        A value for one field of an exclusive group resets the other fields of the group.
+        """
         for group in EXCLUSIVE:
             if any(_is_given(changes.get(name)) for name in group):
                 changes = {name: getattr(Config, name) for name in group} | changes
         return dataclasses.replace(self, **changes)
 
     def to_toml(self) -> str:
-        """Return all that it says, with help as comments; `from_toml` reads it back to an equal Config."""
+        """Return the fields that the run uses as a TOML text, with help as comments; see `from_toml`."""
         lines: list[str] = []
         group = ""
         for name, known in OPTIONS.items():
@@ -257,14 +262,17 @@ class Config:
 
     @classmethod
     def from_toml(cls, text: str, where: str = "the configuration", *, trust: bool = False) -> Config:
-        """Read a TOML text. Without `trust`, it may not name a `module:Class`, which a run would import."""
+        """Return the configuration in a TOML text; `where` names the text in an error.
+
+        Without `trust`, the text may not name a `module:Class`, which a run would import.
+        """
         return cls.from_dict(parse_toml(text, where), where, trust=trust)
 
     @classmethod
     def from_dict(
         cls, table: Mapping[str, Any], where: str = "the configuration", *, trust: bool = False
     ) -> Config:
-        """Make a Config of its fields' values. `trust` is as in `from_toml`."""
+        """Return the configuration with the values in `table`; `where` and `trust` are as in `from_toml`."""
         for name in table:
             if name in RETIRED:
                 raise InputError(f"{where}: {name} is no longer an option; write {replacement(name, table)}")
@@ -280,17 +288,17 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """Return the table of a TOML text; raise InputError if it is not valid."""
     try:
         return tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits another
+    except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits
         raise InputError(f"{where} is not valid TOML: {error}") from None
     except RecursionError:
-        raise InputError(f"{where} is not valid TOML: brackets within brackets, too deep") from None
+        raise InputError(f"{where} is not valid TOML: brackets are nested too deep") from None
 
 
 OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dataclasses.fields(Config)}
 
 
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
-    """Return the names of the fields whose options fulfil a condition.
+    """Return the names of the fields of Config whose Option fulfils the condition `holds`.
 
     >>> fields_where(lambda known: known.in_task)
     ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
@@ -300,7 +308,7 @@ def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
 
 PARTS = fields_where(lambda known: known.is_part)
 PER_CLIENT = fields_where(lambda known: known.per_client)
-# Of each group at most one is given; if none is, the first has its value `otherwise`.
+# Of each group at most one field may be given; if none is given, the first field gets its value `otherwise`.
 EXCLUSIVE = tuple(
     tuple(name for name in OPTIONS if OPTIONS[name].exclusive == group)
     for group in dict.fromkeys(known.exclusive for known in OPTIONS.values() if known.exclusive)
@@ -308,32 +316,33 @@ EXCLUSIVE = tuple(
 
 
 def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
-    """Refuse fields that name a `module:Class`: a run would import the module, whoever wrote it."""
+    """Raise InputError if a field names a `module:Class`, since a run would import that module."""
     for name in PARTS:
         if _names_code(text := str(table.get(name))):
             raise InputError(f"{where}: `{name}` {text[:80]!r} would import Python code; {remedy}")
 
 
 def _names_code(text: str) -> bool:
-    """Return whether a part's text names a module; the remark of a task or an app, in brackets, does not."""
+    """Return whether a text names a `module:Class`; a remark in brackets (APP, OWN) does not."""
     return ":" in text and not text.startswith((f"{OWN}: ", APP[:-1]))
 
 
 def _is_given(value: object) -> bool:
-    """Return whether a field of an exclusive group is given; a 0 is, and its bounds refuse it."""
+    """Return whether a field of an exclusive group is given; 0 counts as given."""
     return value is not None and value is not False
 
 
 @cache
 def field_types() -> dict[str, Any]:
-    """Return the type of every field."""
+    """Return the type of every field of Config, by name."""
     return get_type_hints(Config)
 
 
 def read_config(path: Path, *, written: bool = True) -> Config:
     """Return the configuration in a TOML file. Reading imports nothing; call `refuse_code` before a run.
 
-    A file that a run has `written` may be of version 0.5; in a file of the user's, old names are refused.
+    With `written`, the file comes from a run and may have option names of version 0.5. Without it, the file
+    is the user's, and old names are refused.
     """
     try:
         text = read_file(path).decode()
@@ -348,7 +357,7 @@ def read_config(path: Path, *, written: bool = True) -> Config:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Return the value in the field's type: a whole number may stand for a float, a number for a Range."""
+    """Return the value in the field's type; an integer becomes a float, or a number the text of a Range."""
     kinds = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
     if value is None and type(None) in kinds:
         return None
@@ -356,7 +365,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if float in kinds and is_number:
         try:
             value = float(value)
-        except OverflowError:  # a whole number of hundreds of digits
+        except OverflowError:  # an integer of hundreds of digits
             value = math.inf if value > 0 else -math.inf
     if name in PER_CLIENT and is_number:
         value = str(value)
@@ -370,16 +379,16 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def toml_value(value: Any) -> str:
-    """Return a number, text or truth as TOML writes it."""
+    """Return a number, a text or a boolean in TOML syntax."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-# Options of version 0.5 that have other names now, and the fields that replace them.
+# Options of version 0.5 that no longer exist, and the fields that replace them.
 RETIRED = {"error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser"}
 
 
 def replacement(name: str, table: Mapping[str, Any]) -> str:
-    """Return what to write for an old option, with the values of its table.
+    """Return the TOML line that replaces the old option `name`, with the values in `table`.
 
     >>> replacement("momentum", {"momentum": 0.9, "weight_decay": 1e-4})
     'local_optimiser = "sgd(momentum=0.9, weight_decay=0.0001)"'
@@ -388,14 +397,14 @@ def replacement(name: str, table: Mapping[str, Any]) -> str:
 
 
 def renew(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a file under their present names.
+    """Return the options of a file of version 0.5 or later under their present names.
 
     >>> renew({"rounds": 5, "error_feedback": False, "momentum": 0.0})
     {'rounds': 5, 'local_optimiser': 'sgd', 'server_optimiser': 'sgd', 'feedback': 'none'}
     >>> renew({"dataset": "mnist", "compressor": "rd(0.9)"})  # when the whole model was broadcast
     {'dataset': 'mnist', 'compressor': 'rd(0.9)', 'compressor_down': 'none'}
 
-    Settings without a data set are not those of a run, and stay as they are.
+    A table without `dataset` is not that of a run; no `compressor_down` is added to it.
     """
     found = {name: value for name, value in table.items() if name not in RETIRED}
     if {"dataset", "compressor"} <= table.keys():

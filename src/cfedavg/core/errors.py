@@ -1,27 +1,27 @@
-"""Errors that a user can act on: one clear sentence, exit code 2, no traceback."""
+"""Errors that a user can act on. The command prints the message without a traceback and exits with code 2."""
 
 
 class InputError(ValueError):
-    """Bad input. The message names the field, the rule and the value got, and then what to do."""
+    """Wrong input. The message names the field, the rule, the value, and what to do."""
 
 
 class Busy(InputError):
-    """Another process is at work in the folder."""
+    """Another process has locked the folder."""
 
 
 class CannotResume(InputError):
-    """The files of a run are damaged or missing; they stay as they are."""
+    """A run cannot be resumed, since its files are damaged or missing. Nothing is changed on disk."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"cannot resume: {why}")
 
 
 class ShapesDiffer(InputError):
-    """The batches of clients cannot be put into one block."""
+    """The clients' batches differ in shape, so they cannot be stacked into one tensor."""
 
 
 class NotFinite(ArithmeticError):
-    """NaN or Inf in an update; `rows` are the rows of the block that hold one."""
+    """An update holds NaN or Inf; `rows` lists the rows (clients) of the block that do."""
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__(f"the update of {name_rows(rows)} holds NaN or Inf")
@@ -29,7 +29,7 @@ class NotFinite(ArithmeticError):
 
 
 class Diverged(InputError):
-    """Training gave NaN or infinity, in a round counted from 1 and for some clients."""
+    """Training gave NaN or infinity in round `t` (counted from 0), for the listed clients."""
 
     def __init__(self, t: int, clients: list[int], what: str) -> None:
         whose = f" for {name_rows(clients, 'client')}" if clients else ""
@@ -41,7 +41,7 @@ class Diverged(InputError):
 
 
 def summarise_error(error: Exception) -> str:
-    """Return the type and the first line of an error.
+    """Return the type and the first line of an error, in at most 160 characters.
 
     >>> summarise_error(ValueError("no such thing\\nand more"))
     'ValueError: no such thing'
@@ -51,7 +51,7 @@ def summarise_error(error: Exception) -> str:
 
 
 def name_rows(rows: list[int], noun: str = "row") -> str:
-    """Return rows in words: `client 3`, `clients 3, 5 and 9 more`.
+    """Return row numbers as a text that names at most eight: `client 3`, `clients 3, 5`.
 
     >>> name_rows([3], "client")
     'client 3'

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written to a temporary name, synced, renamed."""
+"""Atomic writes: a file is written under a temporary name, synced and renamed, so nobody sees half a file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import IO, cast
 
 from cfedavg.core.errors import Busy, InputError
 
-# `.tmpA1b2C3` is what safetensors calls its own, which versions up to 0.5 left behind when they were killed.
+# `.tmpA1b2C3` is a temporary file of safetensors; version 0.5 left such files behind when it was killed.
 _TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe|tmp[A-Za-z0-9]{6})")
 
 
 @contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Give the block a temporary path to write to; it replaces `path` when the block ends well.
+    """Give the `with` block a temporary path to write to; if the block raises nothing, rename it to `path`.
 
-    Without `durable`, the file is whole for other processes, but a power cut may undo it until it is synced.
+    Without `durable`, the file is not synced: other processes see a whole file, but a power cut may undo it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -34,19 +34,19 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
             if durable:
                 sync(path.parent)
         finally:
-            temporary.unlink(missing_ok=True)  # may fail as well, where the folder is not one
+            temporary.unlink(missing_ok=True)  # may raise OSError too, if the parent is not a folder
     except OSError as error:
         raise InputError(f"cannot write {path} ({error.strerror or error})") from None
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the content of a file: after a crash it holds the old bytes or the new ones."""
+    """Replace the content of a file; after a crash the file holds either the old bytes or the new bytes."""
     with replace_file(path) as temporary:
         temporary.write_bytes(data)
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append `data` to a file. A crash may leave a part of it: the caller must recognise that."""
+    """Append `data` to a file. After a crash the file may end with a part of `data`: readers must check."""
     try:
         with path.open("ab") as file:
             file.write(data)
@@ -55,21 +55,21 @@ def append(path: Path, data: bytes) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a regular file holds; anything else raises OSError.
+    """Return the bytes of a regular file; raise OSError if the path is anything else.
 
-    Somebody else's folder may hold a pipe under this name, and opening that would wait for ever.
+    Another user's folder may hold a pipe under this name; opening a pipe would wait for ever.
     """
     with open_regular(path, "rb") as file:
         return file.read()
 
 
 def open_regular(path: Path, mode: str) -> IO[bytes]:
-    """Open a file for bytes as `open` does; anything but a regular file raises OSError."""
+    """Return a regular file, opened in `mode` for bytes; raise OSError if the path is anything else."""
     return cast(IO[bytes], open(path, mode, opener=_open_regular))
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError unless the path is a regular file, for readers that open it by its name."""
+    """Raise OSError if the path is not a regular file. Call this before a library opens the path."""
     os.close(_open_regular(path, os.O_RDONLY))
 
 
@@ -77,17 +77,17 @@ def _open_regular(path: str | Path, flags: int) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return handle
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a killed process left a file of this name."""
+    """Return whether `name` is the name of a temporary file, which a killed process leaves behind."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def exists(path: Path) -> bool:
-    """Return whether the path exists; one that cannot be looked up does not."""
+    """Return whether the path exists; False if the system cannot look it up."""
     try:
         return path.exists()
     except OSError:
@@ -95,29 +95,29 @@ def exists(path: Path) -> bool:
 
 
 def check_no_file(path: Path, option: str) -> None:
-    """Refuse a path that exists and is no folder."""
+    """Raise InputError if the path exists and is not a folder; `option` names it in the error."""
     if exists(path) and not path.is_dir():
         raise InputError(f"{option}: {path} is a file, not a folder")
 
 
 def make_folder(path: Path, option: str) -> None:
-    """Make a folder, durably, and check that files can be written there."""
+    """Make a folder that survives a power cut, and check that files can be written to it."""
     check_no_file(path, option)
     try:
         new = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        for each in new:  # a power cut would take the folder back, and all that is in it
+        for each in new:  # else a power cut may undo the folder with its content
             sync(each.parent)
         probe = path / f".{os.getpid()}.probe"
         probe.touch()
-        probe.unlink(missing_ok=True)  # whoever holds the folder may have tidied up
+        probe.unlink(missing_ok=True)  # the process that has locked the folder may have removed it
     except OSError as error:
         raise InputError(f"{option}: cannot write to the folder {path} ({error.strerror or error})") from None
 
 
 @contextmanager
 def lock_folder(folder: Path, sentence: str) -> Iterator[None]:
-    """Lock a folder during the block; raise Busy with this sentence if another process holds it."""
+    """Lock a folder during the `with` block; raise Busy with `sentence` if another process has locked it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -131,7 +131,7 @@ def lock_folder(folder: Path, sentence: str) -> Iterator[None]:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed processes left while they wrote, as far as it can be removed."""
+    """Remove the temporary files that killed processes left in a folder; ignore errors."""
     for path in folder.glob(".*"):
         if is_temporary(path.name):
             with suppress(OSError):
@@ -139,7 +139,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a power cut."""
+    """Write a file's content, or a folder's list of names, to the disk, so that it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,8 @@
 """Fingerprints of models and data: short texts that are equal for the same task, in any process.
 
-Weights do not count, since they may come from the seed. Small tensors are hashed whole; of large ones, some
-rows of every client are. Of other data some rows are hashed, unless they are drawn at random.
+Model weights do not count, since they may depend on the seed. Small tensors are hashed whole. Of large
+tensors, and of data that are not tensors, some rows of every client are hashed. Rows that change at random
+when they are read are not hashed.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from cfedavg.core.layout import Layout
 
-_BYTES = 2**26  # hashed of all data sets together; beyond that, rows are left out
-_LEAST = 4  # rows hashed of a data set
+_BYTES = 2**26  # about how many bytes are hashed of all data sets together; other rows are left out
+_LEAST = 4  # the least number of rows hashed of a data set
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def fingerprint_model(model: nn.Module, *functions: Callable[..., Any]) -> str:
-    """Hash a model's layout, its printed structure, and the names of functions such as the loss."""
+    """Return a hash of a model's layout, its printed structure, and the names of `functions`."""
     structure = _ADDRESS.sub("", repr(model))
     return _digest([Layout.of(model).text, structure, *map(_name, functions)])
 
 
 def fingerprint_data(data: Sequence[Any], version: str = "") -> str:
-    """Hash data sets (see Samples); where a version is given, only that and their number."""
+    """Return a hash of data sets; if `version` is given, of the version and the number of data sets only."""
     if version:
         return _digest([version, str(len(data))])
     return _digest(part for samples in data for part in _parts(samples, _BYTES // len(data)))
 
 
 def _parts(data: Any, most: int) -> Iterator[str | bytes]:
-    """Yield size, shapes, dtypes and contents of a data set, as far as reading them has no side effect."""
+    """Yield what to hash of a data set: size, shapes, dtypes, and at most about `most` bytes of rows."""
     if hasattr(data, "batch"):
         yield f"{type(data).__qualname__} {len(data)}"
         rows = _some(len(data), _LEAST)
@@ -72,16 +73,17 @@ def _dataset_parts(dataset: Any, most: int) -> Iterator[str | bytes]:
 
 
 def _unless_drawn(read: Callable[[], Any], most: int) -> list[str | bytes]:
-    """Return what is read, if it is the same twice and moves no generator; nothing for augmented data, say.
+    """Return what to hash of the rows that `read` gives; return [] if they are drawn at random.
 
-    Comparing two reads is not enough: a rare random change may show in neither.
+    Rows are drawn at random if two reads differ or a random generator was used, as for augmented data.
+    Comparing two reads is not enough: both may miss a rare random change.
     """
     with restore_generators(torch.device("cpu")):
         try:
             before = _generator_state()
             first, second = (list(_rows_of(read(), most)) for _ in range(2))
             drawn = _generator_state() != before
-        except Exception:  # the run meets it too, and says for which client
+        except Exception:  # the run will raise it too, and name the client
             return []
     return [] if drawn or first != second else first
 
@@ -99,7 +101,7 @@ def _rows_of(tree: Any, most: int) -> Iterator[str | bytes]:
 
 
 def _bytes(tensor: Tensor, most: int) -> bytes:
-    """Return the bytes of a tensor, or of rows spread over it if there are too many."""
+    """Return the bytes of a tensor; if there are more than `most`, those of evenly spread rows."""
     tensor = tensor[None] if not tensor.dim() else tensor
     rows = max(_LEAST, most * len(tensor) // max(1, tensor.nbytes))
     if rows < len(tensor):
@@ -108,12 +110,12 @@ def _bytes(tensor: Tensor, most: int) -> bytes:
 
 
 def _some(n: int, rows: int) -> np.ndarray:
-    """Return rows from the first to the last, evenly spread."""
+    """Return at most `rows` evenly spread integers from 0 to n - 1."""
     return np.unique(np.linspace(0, n - 1, min(n, rows)).astype(np.int64))
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Return the name of a function with the plain values bound to it; for a lambda, a hash of its code."""
+    """Return a function's name and the values bound to it; for a lambda, also a hash of its code."""
     if isinstance(function, partial):
         return f"partial {_name(function.func)} {_plain(function.args)} {_plain(function.keywords.items())}"
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -131,12 +133,12 @@ def _closure(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it has no value yet
+        except ValueError:  # the variable has no value yet
             yield None
 
 
 def _plain(values: Iterable[Any]) -> str:
-    """Return numbers and texts as they are, all else by its type."""
+    """Return values as a text: numbers and texts by their repr, other values by the name of their type."""
 
     def plain(value: Any) -> str:
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -147,7 +149,10 @@ def _plain(values: Iterable[Any]) -> str:
 
 
 def _code(code: CodeType) -> Iterator[str | bytes]:
-    """Yield a function's bytecode and names, without its place; they depend on the version of Python."""
+    """Yield a function's bytecode, names and constants, without file and line.
+
+    These depend on the version of Python.
+    """
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount))
     for value in code.co_consts:
@@ -167,7 +172,7 @@ def _digest(parts: Any) -> str:
 
 @contextmanager
 def restore_generators(device: torch.device) -> Iterator[None]:
-    """Restore the generators of Python, NumPy and torch after the block, so that a trial changes no run."""
+    """Restore the random generators of Python, NumPy and torch after the `with` block."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -178,6 +183,6 @@ def restore_generators(device: torch.device) -> Iterator[None]:
 
 
 def _generator_state() -> tuple[Any, ...]:
-    """Return a state that changes when something is drawn, except on a GPU."""
+    """Return the state of the CPU's random generators, which changes with every draw."""
     _, words, *rest = np.random.get_state()
     return random.getstate(), np.asarray(words).tobytes(), rest, torch.get_rng_state().numpy().tobytes()

@@ -1,7 +1,7 @@
-"""Signals that ask a process to stop: Ctrl-C, a polite kill, a terminal that is closed.
+"""Stop signals: SIGINT (Ctrl-C), SIGTERM (kill) and SIGHUP (a closed terminal).
 
-The first one raises KeyboardInterrupt, so that a run saves its state. A second one ends the process, even
-if the main thread hangs in a call that never returns to Python.
+The first stop signal raises KeyboardInterrupt, so that a run saves its state. The second ends the process,
+even if the main thread hangs in a call that never returns to Python.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds in which signals count as one: torchrun passes on the Ctrl-C that the terminal has sent already,
+# Signals within this many seconds count as one: torchrun repeats the Ctrl-C that the terminal has sent too,
 # `timeout` signals its command twice, and a shell that is closed repeats the terminal's SIGHUP.
 TOGETHER = 1.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 def ignore_stops() -> AbstractContextManager[None]:
-    """Ignore all stop signals in the block, a second one too: for work that ends soon by itself."""
+    """Ignore all stop signals in the `with` block, even a second one. For short work only."""
     return _handling(dict.fromkeys(STOPS, signal.SIG_IGN))
 
 
 def mute_stops() -> AbstractContextManager[None]:
-    """Raise nothing in the block. Unlike in `ignore_stops`, `watch_second_stop` hears a second one."""
+    """Raise nothing on stop signals in the `with` block; `watch_second_stop` still sees the signals."""
     heard = (n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN)
     return _handling(dict.fromkeys(heard, lambda *_: None))
 
 
 def catch_kills() -> AbstractContextManager[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP where they would end the process."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP in the `with` block, if they would end the process."""
     unheard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     return _handling(dict.fromkeys(unheard, signal.default_int_handler))
 
 
 @contextmanager
 def defer_stops() -> Iterator[None]:
-    """Handle signals that come in the block when it ends, also by an exception."""
+    """Delay stop signals during the `with` block: handle the first one when the block ends or raises."""
     handlers = {n: handler for n in STOPS if callable(handler := signal.getsignal(n))}
     caught: list[tuple[int, Any]] = []
     try:
@@ -54,33 +54,33 @@ def defer_stops() -> Iterator[None]:
 
 
 class StopRequest:
-    """The signal that has asked a command to stop. Only the first request raises."""
+    """A request to stop a command: only the first stop signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._is_over = False
 
     def stop(self, signal: int, frame: object = None) -> None:
-        """Note a signal and raise KeyboardInterrupt, if it is the first."""
+        """Store `signal` and raise KeyboardInterrupt if it is the first stop signal; else do nothing."""
         if self.signal is None and not self._is_over:
             self.signal = signal
             raise KeyboardInterrupt
 
     def finish(self) -> None:
-        """Raise no more: nothing is left to stop."""
+        """Let later stop signals raise nothing, since the command has ended."""
         self._is_over = True
 
     @property
     def code(self) -> int:
-        """The exit code that shells give to a process that a signal ended."""
+        """The exit code after a stop signal, as shells report it: 128 + the signal's number."""
         return 128 + (self.signal or signal.SIGINT)
 
 
 @contextmanager
 def handle_stops() -> Iterator[StopRequest]:
-    """Handle stop signals for a command. After the block, where its process ends, they are ignored.
+    """Handle stop signals for a command in the `with` block; ignore them after it, until the process ends.
 
-    A signal that was ignored before, like SIGHUP under nohup, stays ignored.
+    A signal that was ignored before the block, like SIGHUP under nohup, stays ignored.
     """
     request = StopRequest()
     heard = [n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN]
@@ -94,23 +94,23 @@ def handle_stops() -> Iterator[StopRequest]:
 
 
 def end_at_once(number: int) -> None:
-    """End this process and its workers, a stopped one too, without saving or tidying up."""
+    """End this process and its worker processes, even suspended ones, without saving or cleaning up."""
     try:
-        from multiprocessing import active_children  # not needed before, and a command should start at once
+        from multiprocessing import active_children  # imported here, so that commands start fast
 
         for child in active_children():
             child.kill()
         if os.isatty(1):
-            os.write(1, _SHOW_CURSOR)  # the progress bar hides it
+            os.write(1, _SHOW_CURSOR)  # the progress bar hides the cursor
     finally:
         os._exit(128 + number)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without the interpreter's own shutdown.
+    """End this process with exit code `code`, without the shutdown of the Python interpreter.
 
-    With threads of torch.distributed alive, that end aborts now and then ("terminate called without an active
-    exception"). A user would read this, and a launcher would take it for a failure.
+    If threads of torch.distributed are alive, the interpreter's shutdown sometimes aborts ("terminate called
+    without an active exception"). The user would see this text, and a launcher would see a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,13 +119,13 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def watch_second_stop(end: Callable[[int], None]) -> Iterator[None]:
-    """Call `end` with the number of the second signal, from a thread of its own.
+    """Call `end` with the number of the second stop signal in the `with` block, from another thread.
 
-    Python's handlers wait for the main thread, which may hang in a call (it waits for a stopped worker, say).
-    The wakeup descriptor is written to at once.
+    Python's signal handlers run in the main thread, which may hang in a call (for example, it waits for a
+    suspended worker). So a thread reads signals from the wakeup descriptor, which gets them at once.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set it
+        yield  # only the main thread may set the wakeup descriptor
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -143,7 +143,7 @@ def watch_second_stop(end: Callable[[int], None]) -> Iterator[None]:
 
 
 def _listen(reader: int, onward: int, end: Callable[[int], None]) -> None:
-    """Count signals until a zero comes, and pass them on to the previous descriptor."""
+    """Pass signals from `reader` on to `onward` until a zero byte; call `end` at the second stop signal."""
     first: float | None = None
     while (data := os.read(reader, 1)) != b"\0":
         if onward != -1:
@@ -161,7 +161,7 @@ def _listen(reader: int, onward: int, end: Callable[[int], None]) -> None:
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers, and only it is interrupted
+        yield  # only the main thread may set handlers, and only the main thread is interrupted
         return
     before = {number: signal.getsignal(number) for number in handlers}
     try:
@@ -172,12 +172,12 @@ def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 
 def _set(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Set handlers as one: a signal finds all of them or none."""
+    """Set several signal handlers together: no signal is handled while only some of them are set."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    except BaseException:  # a signal that another thread received: its handler has raised here
+    except BaseException:  # another thread received a signal, and the signal's handler raised here
         for number, handler in handlers.items():
             signal.signal(number, handler)
         raise

@@ -1,4 +1,4 @@
-"""Kernels: inner loops that numba compiles to machine code, once, and keeps on disk."""
+"""Kernels: inner loops that numba compiles to machine code. The machine code is cached on disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-# numba reads `.numba_config.yaml` in the current folder, where a stranger's may lie. These two settings say
-# which cache it reads, and a cache can run any code. A value in the environment wins over the file.
+# numba reads `.numba_config.yaml` in the current folder; the file may be somebody else's. These two settings
+# choose the cache, and code in a cache is run. A value in the environment wins over the file.
 os.environ.setdefault("NUMBA_CACHE_DIR", "")
 os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "")
 
@@ -22,28 +22,28 @@ Int = Any  # a machine integer whose width and sign the compiler infers
 
 @cache
 def _stamp(folder: Path) -> str:
-    """Return a hash of all modules in a folder."""
+    """Return a hash of the source of all modules in a folder, and of this module."""
     texts = [path.read_bytes() for path in [Path(__file__), *sorted(folder.glob("*.py"))]]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def kernel(function: F) -> F:
-    """Compile a function of numbers and NumPy arrays; other threads run while it does."""
+    """Return the compiled version of a function of numbers and NumPy arrays; it runs without the GIL."""
     compile_it = numba.njit(nogil=True, error_model="numpy")
     compiled: Any = compile_it(function)
-    # numba recompiles a function when its own file has changed. But kernels call each other across the files
-    # of a folder, and the machine code contains what it calls: a change there must recompile all of them.
+    # numba recompiles a function when the function's own file has changed. But machine code includes the
+    # kernels that it calls, also from other files of the folder: a change in any file must recompile all.
     try:
         compiled.enable_caching()
         compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
     except (RuntimeError, AttributeError):
-        compiled = compile_it(function)  # nowhere to write, or another numba: compiled in every process
+        compiled = compile_it(function)  # no writable cache, or another numba version: no caching
     result: F = compiled
     return result
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:
-    """Return whether the machine code of a kernel is on disk, so that it starts at once."""
+    """Return whether the machine code of a kernel is cached on disk, so that a call need not compile."""
     compiled: Any = function
     try:
         return bool(compiled._cache._cache_file._load_index())

@@ -1,9 +1,10 @@
-"""Keyed randomness: every draw is a pure function of (seed, round, client, purpose, coordinate).
+"""Keyed random numbers: every draw is a pure function of (seed, round, client, purpose, coordinate).
 
-A key is a 64-bit integer. The draw for coordinate j is output j of splitmix64 started at the key, so
-it is the same in NumPy, in torch on the CPU and in torch on a GPU, in any order, after any resume.
-Both libraries wrap int64 products, so one piece of code serves both; unsigned shifts are signed ones
-with the sign bits masked off. No torch here: a decoder without torch draws the same masks.
+A key is a 64-bit integer. The draw for coordinate j is output j of the generator splitmix64 started at the
+key. So a draw is the same in NumPy, in torch on a CPU or GPU, in any order, and after a resume.
+The same code works for NumPy and torch, since both wrap int64 products on overflow. An unsigned shift is a
+signed shift with the sign bits masked off. This module does not import torch, so a client without torch
+draws the same numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# The same for compiled code, where a Python integer would be signed.
+# The same constants as unsigned integers for compiled code, where a Python integer would be signed.
 _GOLDEN_WORD, _MIX_1_WORD, _MIX_2_WORD = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
 
 
 class Purpose(IntEnum):
-    """What a draw is for; two purposes never share a stream. The numbers are part of the format."""
+    """What a random draw is for. Draws of different purposes are independent. The numbers must not change."""
 
     INIT = 0
     SAMPLE = 1
@@ -45,7 +46,7 @@ class Purpose(IntEnum):
 
 
 def signed(word: int) -> int:
-    """Return the int64 with the same 64 bits, as arrays hold a key."""
+    """Return the signed integer with the same 64 bits as `word`; arrays hold keys in this form."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
@@ -57,7 +58,7 @@ def _mix_word(z: int) -> int:
 
 
 def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
-    """Return the key of one purpose, of one client, in round t.
+    """Return the key for the draws of one purpose and one client in round t.
 
     >>> key(0, 0, 0, Purpose.BATCH) == key(0, 0, 0, Purpose.SELECT)
     False
@@ -69,7 +70,9 @@ def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
 
 
 def keys(*parts: Any) -> Any:
-    """Return `key` for arrays: each part is an int64 array or a number, and they broadcast.
+    """Return keys as an int64 array; the arguments are those of `key`, as int64 arrays or numbers.
+
+    The arrays broadcast.
 
     >>> int(keys(0, 0, np.arange(3), int(Purpose.BATCH))[2]) == signed(key(0, 0, 2, Purpose.BATCH))
     True
@@ -81,9 +84,9 @@ def keys(*parts: Any) -> Any:
 
 
 def bits(word: Any, coordinates: Any) -> Any:
-    """Return 64 random bits (as int64) for each coordinate of an int64 array of NumPy or torch.
+    """Return 64 random bits (as int64) for each entry of `coordinates`, an int64 array.
 
-    `word` is a key as an int64: a Python int from `signed`, or an array that broadcasts.
+    `word` is a key as an int64: an integer from `signed`, or an array that broadcasts.
     """
     z = (coordinates + 1) * signed(_GOLDEN) + word
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * signed(_MIX_1)
@@ -92,25 +95,25 @@ def bits(word: Any, coordinates: Any) -> Any:
 
 
 def derive(words: Any, purpose: Purpose) -> Any:
-    """Return keys made from keys, or a key from a key: the draw at the purpose's number."""
+    """Return new keys for a purpose, derived from keys (an array or one integer)."""
     if isinstance(words, int):
         return signed(_mix_word((words + (int(purpose) + 1) * _GOLDEN) & _WORD))
     return bits(words, words * 0 + int(purpose))
 
 
 def bits53(word: Any, coordinates: Any) -> Any:
-    """Return the upper 53 of `bits`, an int64 from 0 to below 2**53; over 2**53 it is uniform in [0, 1)."""
+    """Return a random integer from 0 to 2**53 - 1 for each coordinate: the upper 53 bits of `bits`."""
     return (bits(word, coordinates) >> 11) & ((1 << 53) - 1)
 
 
 def uniform(word: int, n: int) -> np.ndarray:
-    """Return n numbers in [0, 1) as float64: the draws of coordinates 0 .. n-1."""
+    """Return n uniform numbers in [0, 1) as float64: the draws of the key `word` for coordinates 0 .. n-1."""
     draws: np.ndarray = bits53(signed(word), np.arange(n, dtype=np.int64)) / 2.0**53
     return draws
 
 
 def permutation(word: int, n: int) -> np.ndarray:
-    """Return a random order of 0 .. n-1: the coordinates sorted by their bits.
+    """Return a random permutation of 0 .. n-1: the coordinates sorted by their random bits.
 
     >>> sorted(permutation(key(0, 0, 0, Purpose.BATCH), 5).tolist())
     [0, 1, 2, 3, 4]
@@ -119,7 +122,7 @@ def permutation(word: int, n: int) -> np.ndarray:
 
 
 def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
-    """Return the coordinates j < d for which bits53(key, j) < keep, increasing.
+    """Return the coordinates j < d for which bits53(key, j) < keep, in increasing order.
 
     >>> draw_coordinates(0, 2**52, 10)
     array([1, 2, 4, 5, 6, 8])
@@ -135,19 +138,22 @@ def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
 
 
 def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
-    """Fill `indices` with the coordinates j < d for which bits53(key, j) < keep; return their number."""
+    """Fill `indices` with the coordinates j < d for which bits53(key, j) < keep; return their number.
+
+    The number may exceed the length of `indices`; the coordinates beyond it are left out.
+    """
     return int(_compile_draw()(key, keep, d, indices))
 
 
 @cache
 def _compile_draw() -> Callable[..., int]:
-    from cfedavg.core.kernel import kernel  # imports numba: commands would start in twice the time
+    from cfedavg.core.kernel import kernel  # imported here, since numba would double the time to start
 
     return kernel(_draw)
 
 
 def _draw(key: Any, keep: Any, d: Any, indices: np.ndarray) -> Any:
-    """Do what `draw_into` does, with unsigned words; `bits53` is its oracle."""
+    """Do what `draw_into` does, in unsigned integers, for the compiler; tests compare it with `bits53`."""
     word, n = np.uint64(key), 0
     for j in range(d):
         word += _GOLDEN_WORD

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and dtypes, in order, of the tensors that make up a flat vector.
+    """The names, shapes and dtypes of the tensors that make up a flat vector, in order.
 
     >>> layout = Layout(("weight", "bias"), ((3, 2), (3,)), ("float32", "float32"))
     >>> layout.d, list(layout.slices())
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: Any) -> Layout:
-        """Return the layout of a torch module's trainable parameters; a tied one counts once."""
+        """Return the layout of a torch module's trainable parameters; a shared parameter counts once."""
         pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return cls(
             tuple(name for name, _ in pairs),
@@ -37,12 +37,12 @@ class Layout:
 
     @classmethod
     def flat(cls, d: int) -> Layout:
-        """Return the layout of one unnamed tensor of d numbers, for vectors that come from no model."""
+        """Return the layout of one unnamed tensor of d numbers, for a vector that belongs to no model."""
         return cls(("",), ((d,),), ("float32",))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many numbers each tensor has."""
+        """The number of entries of each tensor."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
@@ -51,7 +51,7 @@ class Layout:
         return sum(self.sizes)
 
     def slices(self) -> Iterator[slice]:
-        """Yield where each tensor lies in the flat vector."""
+        """Yield the slice of the flat vector that each tensor takes."""
         start = 0
         for size in self.sizes:
             yield slice(start, start + size)
@@ -59,7 +59,7 @@ class Layout:
 
     @cached_property
     def text(self) -> str:
-        """Names, shapes and dtypes as JSON; `from_text` reads it.
+        """The names, shapes and dtypes as JSON, which `from_text` reads.
 
         >>> Layout.from_text('[["w"], [[3, 2]], ["float32"]]').text
         '[["w"], [[3, 2]], ["float32"]]'
@@ -68,21 +68,21 @@ class Layout:
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
-        """Return the layout of a text; raise ValueError if it is not one."""
+        """Return the layout in a JSON text that `text` wrote; raise ValueError if the text is invalid."""
         names, shapes, dtypes = json.loads(text)
         layout = cls(tuple(names), tuple(tuple(shape) for shape in shapes), tuple(dtypes))
         numbers = [size for shape in layout.shapes for size in shape]
         texts = all(isinstance(text, str) for text in layout.names + layout.dtypes)
         whole = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-        short = all(len(shape) <= 64 for shape in layout.shapes)  # neither torch nor NumPy has more
+        short = all(len(shape) <= 64 for shape in layout.shapes)  # torch and NumPy allow at most 64 axes
         if not len(names) == len(shapes) == len(dtypes) or not (texts and whole and short):
             raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
         return layout
 
     def difference(self, other: Layout, alike: Callable[[str, str], bool] = operator.eq) -> str:
-        """Return in words how another layout differs, whatever its order; empty if it does not.
+        """Return the first difference of layout `other` in words, or "" if there is none.
 
-        `alike` compares dtypes.
+        The order of the tensors does not matter. `alike` compares two dtypes.
 
             >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
             "'w' is missing"
@@ -94,7 +94,7 @@ class Layout:
         if missing := [name for name in mine if name not in others]:
             return f"{missing[0]!r} is missing"
         if unknown := [name for name in others if name not in mine]:
-            return f"{unknown[0]!r} is one too many"
+            return f"{unknown[0]!r} is unexpected"
         for name, (shape, dtype) in mine.items():
             found, kind = others[name]
             if found != shape:
@@ -105,5 +105,5 @@ class Layout:
 
     @cached_property
     def schema_hash(self) -> int:
-        """64 bits of SHA-256 over the text: two models with the same hash can talk."""
+        """The first 64 bits of the SHA-256 of `text`. Equal hashes mean equal layouts."""
         return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little")

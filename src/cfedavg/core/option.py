@@ -1,4 +1,4 @@
-"""Option: what is known of a field of a configuration. Range: the value of a field that differs by client."""
+"""Option: the description of a field of Config. Range: the value of a field that may differ by client."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of a field, for Config, the command, resumed runs and federations.
+    """The description of a field of Config, for Config, the command, resumed runs and federations.
 
-    A number must lie within the bounds; of a `per_client` field, each of its numbers.
+    A number must lie within the bounds. If `per_client`, each number in the text must.
 
     >>> Option("Local work", "local learning rate", above=0).check("eta_local", -3)
     Traceback (most recent call last):
     cfedavg.core.errors.InputError: `eta_local` must be above 0, got -3
     """
 
-    group: str  # the heading in a file and in the help
+    group: str  # the heading of the field in a configuration file and in the help
     help: str
     _: KW_ONLY
-    shown: str = ""  # the default in words, where None stands for it
+    shown: str = ""  # the default in words, if the default is None
     low: float = -math.inf
     above: float = -math.inf
     high: float = math.inf
     below: float = math.inf
-    bounds: str = ""  # in words, where those made of the numbers would read badly
+    bounds: str = ""  # the bounds in words, if the words made from the numbers would read badly
     choices: tuple[str, ...] = ()
-    may_change: bool = False  # a resumed run may have another value
-    federated: bool = True  # a federation of real clients uses it
-    server: Literal["", "alone", "always"] = ""  # a Flower app's server decides it; alone: if it averages
-    in_task: bool = False  # a task from Python decides it
-    per_client: bool = False  # a text with one number for all, a range, or one number per client
-    whole: bool = False  # those numbers are whole
-    is_part: bool = False  # a text that may name a module:Class
-    exclusive: str = ""  # a group of fields of which at most one may be given
+    may_change: bool = False  # whether a resumed run may have another value
+    federated: bool = True  # whether a federation of real clients uses the field
+    # Whether a Flower app's server decides the field: no (""), only if it averages ("alone"), or "always".
+    server: Literal["", "alone", "always"] = ""
+    in_task: bool = False  # whether a Task object decides the field
+    per_client: bool = False  # whether the value is a text for Range: a number, a range, or one per client
+    whole: bool = False  # whether the numbers of such a text must be integers
+    is_part: bool = False  # whether the value is a text that may name a module:Class
+    exclusive: str = ""  # the name of a group of fields of which at most one may be given
     otherwise: Any = None  # the value if no field of the group is given
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value of the field `name` that is out of bounds or no choice."""
+        """Raise InputError if `value`, of the field `name`, is out of bounds or not one of the choices."""
         if self.choices and value not in self.choices:
             raise InputError(f"`{name}` must be {any_of(self.choices)}, got {value!r}")
         if not isinstance(value, int | float):
             return
-        fits = abs(value) <= sys.float_info.max  # a whole number may have any number of digits
-        got = repr(value).removesuffix(".0") if fits or isinstance(value, float) else "a larger one"
+        fits = abs(value) <= sys.float_info.max  # an integer may have any number of digits
+        got = repr(value).removesuffix(".0") if fits or isinstance(value, float) else "a larger number"
         if not fits:
             raise InputError(f"`{name}` must be a finite number below 1.8e308, got {got}")
         if not (self.low <= value <= self.high and self.above < value < self.below):
@@ -74,7 +75,7 @@ class Option:
 
 
 def any_of(choices: tuple[str, ...]) -> str:
-    """Return the choices as a list in words.
+    """Return the choices as a text with commas and "or".
 
     >>> any_of(("auto", "sum", "mean"))
     'auto, sum or mean'
@@ -84,7 +85,7 @@ def any_of(choices: tuple[str, ...]) -> str:
 
 
 def _with_default(make: Callable[P, Option]) -> Callable[Concatenate[Any, P], Any]:
-    """Return `option`, whose arguments a type checker knows from those of Option."""
+    """Return the function `option`; this form tells type checkers that it takes the arguments of Option."""
 
     def option(default: Any, /, *arguments: P.args, **known: P.kwargs) -> Any:
         return field(default=default, metadata={"option": make(*arguments, **known)})
@@ -92,12 +93,12 @@ def _with_default(make: Callable[P, Option]) -> Callable[Concatenate[Any, P], An
     return option
 
 
-option = _with_default(Option)  # a field of a dataclass: its default, then what is known of it
+option = _with_default(Option)  # makes a field of a dataclass, from its default and the arguments of Option
 
 
 @dataclass(frozen=True)
 class Range:
-    """A number that may differ between clients: `10`, `5..50` (both ends included) or `3,5,8`, one each.
+    """A number that may differ by client: `10`, `5..50` (both ends included), or `3,5,8` for clients 0, 1, 2.
 
     >>> Range.parse("5..50", "local_steps", whole=True)
     Range(low=5.0, high=50.0, each=(), whole=True)
@@ -110,7 +111,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str, field: str, *, whole: bool = False) -> Range:
-        """Return the range that the text of a field names."""
+        """Return the range in a text; `field` names the text in an error."""
         try:
             if ".." in text:
                 low, high = (float(part) for part in text.split(".."))
@@ -134,7 +135,7 @@ class Range:
         return sum(self.each) / len(self.each) if self.each else (self.low + self.high) / 2
 
     def at(self, client: int, u: float) -> float:
-        """Return the value of a client; u in [0, 1) decides within a range."""
+        """Return the value of a client; for a range, `u` in [0, 1) says where in the range it lies."""
         if self.each:
             return self.each[client]
         if self.whole:

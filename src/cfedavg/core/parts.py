@@ -1,10 +1,10 @@
 """Parts: the pieces of the algorithm that a user exchanges by a text such as `topk(0.99) >> bf16`.
 
-A part is a frozen dataclass whose fields are its arguments. It has no state of its own: what it remembers
-goes into its functions and comes out of them. A Registry knows the parts of one kind by their names.
+A part is a frozen dataclass whose fields are its arguments. A part has no state: its functions take a memory
+as an argument and return the next memory. A Registry holds the parts of one kind by name.
 
-A text becomes a part in two steps. `parse_call` reads names and literals and runs nothing. `build` calls what
-the name stands for: an entry of a table, or, in a text that is trusted, the class `package.module:Class`.
+A text becomes a part in two steps. `parse_call` reads the name and the literals and runs no code. `build`
+calls the class of that name: an entry of a table, or `package.module:Class` if the text is trusted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ P = TypeVar("P", bound="Part")
 
 
 class Part:
-    """An exchangeable piece of the algorithm. `str` gives the text that names it, with its arguments."""
+    """The base class of exchangeable pieces of the algorithm. `str(part)` is the text that makes the part."""
 
     name: ClassVar[str] = ""
-    examples: ClassVar[tuple[str, ...]] = ()  # texts for a list of parts, where the name alone will not do
+    examples: ClassVar[tuple[str, ...]] = ()  # texts for a list of parts, if the name alone is no valid text
 
     @classmethod
     def written_name(cls) -> str:
-        """Return the name that stands for the class in a text; a subclass does not inherit it."""
+        """Return the name of the class in a text: its own `name`, not an inherited one, or `module:Class`."""
         return str(vars(cls).get("name", "")) or f"{cls.__module__}:{cls.__name__}"
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Part:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if field.default is MISSING or value != field.default:
-                value = value.item() if hasattr(value, "item") else value  # repr of NumPy's is no literal
+                value = value.item() if hasattr(value, "item") else value  # NumPy's repr is not a literal
                 text = str(value).lower() if isinstance(value, bool) else repr(value)
                 arguments.append(text if field.default is MISSING else f"{field.name}={text}")
         return shown + (f"({', '.join(arguments)})" if arguments else "")
@@ -49,22 +49,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Registry(Generic[P]):
-    """The parts of one kind, by name; `field` is the field of Config that holds such a text."""
+    """The parts of one kind, by name; `field` is the field of Config that holds the text of such a part."""
 
     field: str
     kind: type[P]
     entries: Mapping[str, Callable[..., P]]
 
     def examples(self) -> list[str]:
-        """Return texts that name every entry, for a list of them."""
+        """Return example texts for every entry, for a list of parts."""
         found = [(name, getattr(entry, "examples", ())) for name, entry in self.entries.items()]
         return [text for name, texts in found for text in texts or (name,)]
 
     def parse(self, text: str, *, trust: bool = True, own: Collection[type[P]] = ()) -> P:
-        """Return the part that a text of one name names.
+        """Return the part that a text without `>>` names.
 
-        A text that you did not write yourself may name any module: with `trust=False` none is imported, and
-        the text may only name registered parts and the classes in `own`.
+        A text may name any module, which is then imported. Give `trust=False` for a text from somebody else:
+        it may then name only registered parts and the classes in `own`, and nothing is imported.
         """
         (part,) = self.parse_chain(text, longest=1, trust=trust, own=own)
         return part
@@ -72,7 +72,7 @@ class Registry(Generic[P]):
     def parse_chain(
         self, text: str, *, longest: int, trust: bool = True, own: Collection[type[P]] = ()
     ) -> list[P]:
-        """Return the parts of a text `name(...) >> name(...)`, at most `longest` of them."""
+        """Return the parts of a text `name(...) >> name(...)`, which may have at most `longest` names."""
         table = {part.written_name(): part for part in own} | dict(self.entries)
         pieces = split_chain(text, self.field, longest)
         parts = [build(piece, table, self.kind, self.field, trust=trust) for piece in pieces]
@@ -88,7 +88,9 @@ class Registry(Generic[P]):
 def check_argument(
     name: str, value: object, rule: str, holds: Callable[[Any], bool], *, whole: bool = False
 ) -> None:
-    """Refuse an argument of a part that is not a number, or a whole one, or for which the rule does not hold.
+    """Raise InputError if `value` is not a number, is not an integer with `whole`, or if `holds` is false.
+
+    `rule` says in words what `holds` checks.
 
     >>> check_argument("decay", 2, "above 0 and at most 1", lambda decay: 0 < decay <= 1)
     Traceback (most recent call last):
@@ -100,30 +102,30 @@ def check_argument(
 
 
 def check_truth(name: str, value: object) -> None:
-    """Refuse an argument of a part that is neither true nor false."""
+    """Raise InputError if `value`, the argument `name` of a part, is not a bool."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be true or false, got {value!r:.40}")
 
 
 def first_sentence(thing: Any) -> str:
-    """Return the first line of a docstring, for tables of parts."""
+    """Return the first line of the docstring of `thing`, for tables of parts."""
     return (thing.__doc__ or "").strip().split("\n")[0]
 
 
 _CALL = re.compile(r"^\s*([A-Za-z_][\w.]*(?::\w+)?)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 _PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WORDS = {"true": True, "false": False}
-_LONGEST = 1000  # characters of a text; far more would exhaust the parser
+_LONGEST = 1000  # the most characters of a text; a far longer text would exhaust the parser
 
 
 def check_length(text: str, field: str) -> None:
-    """Refuse a text that is too long to name a part."""
+    """Raise InputError if a text has more than 1000 characters, too many for the name of a part."""
     if len(text) > _LONGEST:
         raise InputError(f"`{field}`: the text must have at most {_LONGEST:,} characters, got {len(text):,}")
 
 
 def split_chain(text: str, field: str, longest: int) -> list[str]:
-    """Split `name(...) >> name(...)` into its names, at most `longest` of them.
+    """Return the pieces of a text `name(...) >> name(...)`, which may have at most `longest` pieces.
 
     >>> split_chain("topk(0.99) >> bf16", "compressor", 2)
     ['topk(0.99)', 'bf16']
@@ -132,21 +134,24 @@ def split_chain(text: str, field: str, longest: int) -> list[str]:
     pieces = [piece.strip() for piece in text.split(">>")]
     if len(pieces) > longest:
         most = "one name" if longest == 1 else f"at most {longest} names"
-        raise InputError(f"`{field}`: {text!r} must have {most}")
+        raise InputError(f"`{field}` must have {most}, got {text!r}")
     return pieces
 
 
 def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return name and arguments: `topk(0.99, per_tensor=true)` is ("topk", [0.99], {"per_tensor": True})."""
+    """Return the name and arguments in a text.
+
+    `topk(0.99, per_tensor=true)` gives ("topk", [0.99], {"per_tensor": True}).
+    """
     check_length(text, field)
     match = _CALL.match(text)
     if not match:
-        raise InputError(f"`{field}`: {text.strip()!r} is not of the form name or name(arguments)")
+        raise InputError(f"`{field}` must be of the form name or name(arguments), got {text.strip()!r}")
     name, inside = match[1], match[2] or ""
     try:
         call = ast.parse(f"f({inside})", mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
-            raise ValueError  # f(1)(2) is a call too, of what f(1) gives
+            raise ValueError  # f(1)(2) is a call too, but not of a name
         names = [keyword.arg for keyword in call.keywords]
         if None in names or len(set(names)) < len(names):
             raise ValueError  # f(**x), or a name given twice
@@ -154,7 +159,7 @@ def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
         kwargs = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise InputError(
-            f"`{field}`: {inside!r} in {text.strip()!r} are not plain arguments like 0.99 or block=256"
+            f"`{field}`: arguments must be like 0.99 or block=256, got {inside!r} in {text.strip()!r}"
         ) from None
     return name, args, kwargs
 
@@ -166,10 +171,10 @@ def _literal(node: ast.expr) -> Any:
 
 
 def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust: bool) -> Any:
-    """Call the entry of `table` that `text` names, with its arguments.
+    """Return the result of calling the entry of `table` that `text` names, with the arguments in `text`.
 
-    With `trust`, `module:Class(...)` calls a class of the user's own, which must be a subclass of `kind`.
-    Without it, nothing is imported: the text may be a stranger's.
+    With `trust`, `module:Class(...)` calls a user's class, which must be a subclass of `kind`. Without
+    `trust`, nothing is imported: the text may come from somebody else.
 
     >>> build("complex(1, imag=2)", {"complex": complex}, complex, "number", trust=False)
     (1+2j)
@@ -180,19 +185,19 @@ def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust:
     elif ":" in name and trust:
         factory = _load_class(name, kind, field)
     else:
-        what = "a module, which this text may not import:" if ":" in name else "unknown name"
+        what = "this text may not import a module:" if ":" in name else "unknown name"
         raise InputError(f"`{field}`: {what} {name!r}; there are {', '.join(sorted(table))}")
     try:
         return factory(*args, **kwargs)
     except InputError as error:
         raise InputError(f"`{field}`: {text.strip()}: {error}") from None
     except TypeError as error:
-        what = re.sub(r"^[\w.<>]+\(\) ", "", str(error))  # without the name of our class or function
+        what = re.sub(r"^[\w.<>]+\(\) ", "", str(error))  # without the name of the class or function
         raise InputError(f"`{field}`: {text.strip()} has the wrong arguments ({what})") from None
 
 
 def _load_class(path: str, kind: type, field: str) -> type:
-    """Return the class that `package.module:Class` names; refuse one that is no subclass of `kind`."""
+    """Return the class that `package.module:Class` names; raise InputError if it is no subclass of `kind`."""
     found = load(path, field)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise InputError(f"`{field}`: {path!r} must be a subclass of {kind.__module__}.{kind.__name__}")
@@ -200,15 +205,18 @@ def _load_class(path: str, kind: type, field: str) -> type:
 
 
 def load(path: str, field: str) -> Any:
-    """Import the object that `package.module:name` names. Only for a text that is trusted."""
-    if not _PATH.fullmatch(path):  # a remark, say: a file of that name must not run
-        raise InputError(f"`{field}`: {path[:80]!r} is not of the form package.module:name")
+    """Return the object that `package.module:name` names, after importing the module.
+
+    Call this only if the text is trusted.
+    """
+    if not _PATH.fullmatch(path):  # a remark in brackets, for example: no file of such a name may run
+        raise InputError(f"`{field}` must be of the form package.module:name, got {path[:80]!r}")
     module, _, name = path.partition(":")
     try:
         with _current_folder_last(module.partition(".")[0]):
             found = importlib.import_module(module)
-            is_there = hasattr(found, name)  # a module may compute its attributes
-    except Exception as error:  # whatever the user's module does when it is imported
+            is_there = hasattr(found, name)  # runs the module's __getattr__, which may raise
+    except Exception as error:  # the user's module may raise anything when it is imported
         raise InputError(f"`{field}`: cannot import {module!r} of {path!r} ({error})") from None
     if not is_there:
         where = getattr(found, "__file__", None) or "built in"
@@ -218,9 +226,9 @@ def load(path: str, field: str) -> Any:
 
 @contextmanager
 def _current_folder_last(package: str) -> Iterator[None]:
-    """Let one import look into the current folder, if the package is nowhere else.
+    """Let imports in the `with` block also search the current folder, if the package is found nowhere else.
 
-    The folder comes last and goes again: a file planted there must never stand for an installed package.
+    The folder is searched last and only in the block: a file in it must never replace an installed package.
     """
     here = str(Path.cwd())
     if here in sys.path or package in sys.modules or importlib.util.find_spec(package):

@@ -1,7 +1,7 @@
-"""Payload: what a block of clients sends. Which coordinates, and what values.
+"""Payload: what a block of clients sends, which is coordinates and their values.
 
-The arrays are torch tensors for the compressor and NumPy arrays for the wire; the code here serves both. bf16
-travels as its bit pattern in int16, since NumPy has no such type.
+A compressor makes payloads of torch tensors or NumPy arrays; the wire format reads NumPy arrays. bf16 numbers
+are held as bit patterns in int16, since NumPy has no bf16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Array = Any  # a torch.Tensor or a numpy.ndarray
 
 @dataclass(frozen=True)
 class Floats:
-    """Values as floating point numbers; `data` holds bit patterns (int16) when `dtype` is "bf16"."""
+    """Values as floating point numbers; if `dtype` is "bf16", `data` holds the bit patterns in int16."""
 
     data: Array
     dtype: str  # "fp32", "fp64" or "bf16"
@@ -24,35 +24,35 @@ class Floats:
 
 @dataclass(frozen=True)
 class Levels:
-    """Values as small integers times a float32 scale: value j of a client is levels[j] * scales[j // block].
+    """Values as integers times float32 scales: value j of a client is levels[j] * scales[j // block].
 
-    |level| <= top. Each client starts a new block; a block of 0 means one block a client.
+    A level is from -top to top. Each client starts a new block. If `block` is 0, each client has one block.
     """
 
     levels: Array  # int8 or int16
-    scales: Array  # float32, ceil(k / block) of them for a client that sends k values
+    scales: Array  # float32; a client that sends k values has ceil(k / block) scales
     block: int
     top: int
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Coordinates drawn from a key: j is kept where bits53(key, j) < keep. The receiver draws them again."""
+    """Coordinates drawn from a key: j is sent if bits53(key, j) < keep. The receiver repeats the draw."""
 
-    keys: Array  # int64, one a client
-    keep: int  # of 2**53
+    keys: Array  # int64, one for each client
+    keep: int  # the share of coordinates sent, times 2**53
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What n clients send of their vectors of length d.
+    """The coordinates and values that n clients send of their vectors of length d.
 
-    Client c's values are those at offsets[c]:offsets[c+1], since k differs between clients. `indices`
-    are the coordinates in increasing order within a client, None where all d are sent.
+    The values of client c are values[offsets[c]:offsets[c+1]], since clients differ in the number of values.
+    `indices` holds each client's coordinates in increasing order; None if all d coordinates are sent.
     """
 
     d: int
-    offsets: Array  # int64, n + 1
+    offsets: Array  # int64, n + 1 of them
     indices: Array | None  # int64
     values: Floats | Levels
     mask: Mask | None = None
@@ -61,11 +61,11 @@ class Payload:
         return len(self.offsets) - 1
 
     def counts(self) -> list[int]:
-        """Return how many coordinates each client sends."""
+        """Return the number of coordinates that each client sends."""
         return [end - start for start, end in pairwise(self.offsets.tolist())]
 
     def map(self, convert: Callable[[Array], Array]) -> Payload:
-        """Return a payload with every array converted."""
+        """Return the payload with the function `convert` applied to every array."""
         values: Floats | Levels
         if isinstance(self.values, Floats):
             values = replace(self.values, data=convert(self.values.data))
@@ -78,7 +78,7 @@ class Payload:
         return Payload(self.d, convert(self.offsets), indices, values, mask)
 
     def numpy(self) -> Payload:
-        """Return a payload of NumPy arrays in main memory, as the wire reads it."""
+        """Return the payload with NumPy arrays in main memory, as the wire format needs them."""
         return self.map(lambda array: array.cpu().numpy() if hasattr(array, "cpu") else array)
 
     def clients(self) -> Iterator[Payload]:
@@ -103,5 +103,5 @@ class Payload:
 
 
 def blocks(k: int, block: int) -> int:
-    """Return how many scales k values of one client need."""
+    """Return the number of scales that k values of one client need, with `block` values a scale."""
     return -(-k // block) if block else min(k, 1)

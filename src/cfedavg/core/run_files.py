@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, one row of metrics a round, and what a resume may change.
+"""The files in a run's folder: their names, the rows of metrics, and the options that a resume may change.
 
 A simulation and a federation write the same files.
 """
@@ -19,12 +19,12 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
-MODEL = "model.safetensors"  # at the end: what the clients hold
-SERVER_MODEL = "server_model.safetensors"  # the server's own, where the broadcast is compressed
+MODEL = "model.safetensors"  # the model that the clients hold at the end
+SERVER_MODEL = "server_model.safetensors"  # the server's model, which differs if the broadcast is compressed
 RESIDUALS = "residuals"
-FEDERATION = "federation.txt"  # only a real one has it: its name, by which clients know it
+FEDERATION = "federation.txt"  # the name by which clients know a federation; a simulation has no such file
 
-CLOCK = "seconds"  # the one column that two equal runs do not share
+CLOCK = "seconds"  # the only column that differs between two runs with equal options
 _TOTALS = ("uplink_bytes", "downlink_bytes", CLOCK)
 
 Record = dict[str, Any]
@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client did in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
+    """The numbers of one client's work in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
 
     client: int
     K: int
@@ -51,9 +51,10 @@ class Reply:
 
 
 def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) -> Record:
-    """Return the client columns of a row: totals over the round's clients. `mean_g2` is |mean g_i|^2.
+    """Return the columns of a round's row of metrics that come from the clients' replies.
 
-    A client with K_i = 0 abstains: it counts among the clients and in the local steps, and sends nothing.
+    `abstained` clients did no local steps and sent nothing; they count in `clients` and the local steps.
+    `mean_g2` is |mean g_i|^2.
     """
     n = len(replies)
     steps = [r.K for r in replies] + [0] * abstained
@@ -79,7 +80,7 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
 
 
 def residual_norms(norms2: Iterable[float], m: int) -> Record:
-    """Return the residual columns: means over all m clients; `norms2` lists those that have a residual.
+    """Return the columns of mean residual norms over m clients; a client not in `norms2` has residual 0.
 
     >>> residual_norms([4.0, 16.0], m=4)
     {'error_norm2': 5.0, 'error_norm': 1.5}
@@ -89,23 +90,23 @@ def residual_norms(norms2: Iterable[float], m: int) -> Record:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of a row, as JSON gives it, is a number that a float holds, or null.
+    """Return whether a value parsed from JSON is None or a number that a float can hold.
 
     >>> [is_number(value) for value in (1, 0.5, None, True, "1", 10**400)]
     [True, True, True, False, False, False]
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 2**1000  # a larger one has no float
+        return abs(value) < 2**1000  # a much larger integer exceeds the range of floats
     return value is None or isinstance(value, float)
 
 
 def finite(value: float) -> float | None:
-    """Return the value, or None for infinity and NaN, which JSON does not have."""
+    """Return the value, or None if it is infinite or NaN, which JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 
 def read_rows(path: Path) -> list[Record]:
-    """Return the rows of a metrics file up to the first that is not whole."""
+    """Return the rows of a metrics file up to the first line that is not a JSON object; [] without a file."""
     rows: list[Record] = []
     try:
         lines = read_file(path).decode(errors="replace").split("\n")
@@ -125,17 +126,17 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def _parse_finite(text: str) -> float:
-    """Return a number; refuse infinity, which `format_row` could not write again."""
+    """Return the number in a text; raise ValueError if it is infinite or NaN."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def are_usable(rows: list[Record]) -> bool:
-    """Return whether rows have what the rest of their run needs; those of another program may not."""
+    """Return whether rows have all columns that a resumed run needs, with values of the right type."""
     try:
         checksum_rows(rows)
-    except RecursionError:  # lists in lists, as deep as they could just be read
+    except RecursionError:  # lists nested so deep that they can be read but not written
         return False
     return all(map(_is_usable, rows)) and len({tuple(row.get("rate_conditions", ())) for row in rows}) < 2
 
@@ -157,9 +158,9 @@ def _is_usable(row: Record) -> bool:
 
 
 def checksum_rows(rows: list[Record], before: int = 0) -> int:
-    """Return the CRC-32 of rows that follow those of checksum `before`.
+    """Return the CRC-32 of rows; `before` is the checksum of the rows before them.
 
-    The clock is left out, so that two equal runs have the same checkpoint to the byte.
+    The column `seconds` does not count, so that two equal runs write the same checkpoint, byte for byte.
     """
     for row in rows:
         before = zlib.crc32(format_row({**row, CLOCK: 0}).encode(), before)
@@ -167,12 +168,15 @@ def checksum_rows(rows: list[Record], before: int = 0) -> int:
 
 
 def format_row(row: Record) -> str:
-    """Return a row as a line of the file: JSON, without NaN."""
+    """Return a row as a line of the metrics file, in JSON; raise ValueError if it holds NaN or Inf."""
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def check_same(old: Config, new: Config, path: Path) -> None:
-    """Refuse to resume a run of one configuration with another, unless they agree where they must."""
+    """Raise InputError if `new` differs from `old` in a field that a resume must not change.
+
+    `old` is the configuration of the run in the folder `path`.
+    """
     if old.dataset == f"{OWN})":  # written before tasks had fingerprints
         old = dataclasses.replace(old, dataset=new.dataset, model=new.model)
     for name, now in fixed_options(new).items():
@@ -181,11 +185,11 @@ def check_same(old: Config, new: Config, path: Path) -> None:
         if name in ("dataset", "model") and not (old.is_named and new.is_named):
             raise InputError(
                 f"cannot resume: the run in {path} has another task: its {name} is {_show(before)}, "
-                f"not {_show(now)}; give the task it was made with, or start another run"
+                f"not {_show(now)}; give the task of that run, or start another run"
             )
         raise InputError(
             f"cannot resume: `{name}` is {_show(now)}, but the run in {path} has {_show(before)}; "
-            "leave it out or start another run"
+            "leave the option out or start another run"
         )
 
 
@@ -200,12 +204,16 @@ def fixed_options(config: Config) -> dict[str, Any]:
 
 
 def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
-    """Refuse a configuration that was edited in its file after the checkpoint was written."""
+    """Raise InputError if the configuration in `file` was edited after the checkpoint was written.
+
+    `before` holds the options as the checkpoint stores them.
+    """
     for name, now in fixed_options(config).items():
         if name in before and before[name] != now:
             raise InputError(
                 f"cannot resume: {file} was changed after the checkpoint was written: "
-                f"{name} is {_show(now)}, and was {_show(before[name])}; put it back or start another run"
+                f"{name} is {_show(now)}, and was {_show(before[name])}; "
+                "restore the old value or start another run"
             )
 
 

@@ -1,4 +1,4 @@
-"""Tensors in files, whole or not there, with a checksum; the memory that is left for them."""
+"""Safetensors files, written atomically, with a checksum; and the free memory of a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from cfedavg.core.arrays import Array, dtype_of, module_of
 from cfedavg.core.files import check_regular, replace_file
 
-# As safetensors names them, in the order in which it writes them.
+# The names of dtypes in a safetensors file, in the order in which safetensors writes them.
 _NAMES = {
     "uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64",
     "float32": "F32", "uint32": "U32", "int32": "I32",
@@ -30,21 +30,23 @@ _NAMES = {
 def save_tensors(
     tensors: Mapping[str, Array], path: Path, about: dict[str, Any] | None = None, *, durable: bool = True
 ) -> None:
-    """Write a safetensors file that is whole or not there; without `durable`, the caller must sync it."""
+    """Write tensors and the table `about` to a safetensors file, atomically.
+
+    Without `durable`, the caller must sync the file.
+    """
     with replace_file(path, durable=durable) as temporary:
         save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
 
 
 def save_file(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, byte for byte as safetensors does.
+    """Write a safetensors file, byte for byte as the library safetensors does.
 
-    That library writes to a temporary name of its own, which would stay behind, with a whole checkpoint, if
-    the process were killed. Only one tensor at a time is copied, and only if it is not contiguous or not on
-    the CPU.
+    The library writes to a temporary file under its own name, which would stay on disk if the process were
+    killed. Here a tensor is copied only if it is not contiguous or not on the CPU, and one at a time.
     """
     for name, tensor in tensors.items():
         if dtype_of(tensor) not in _NAMES:
-            raise OSError(f"a safetensors file cannot hold {name!r}, which is of {dtype_of(tensor)}")
+            raise OSError(f"a safetensors file cannot hold {name!r} of dtype {dtype_of(tensor)}")
     order = list(_NAMES)
     names = sorted(tensors, key=lambda name: (order.index(dtype_of(tensors[name])), name.encode()))
     table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -64,7 +66,7 @@ def save_file(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str]
 
 
 def _bytes(array: Array) -> memoryview:
-    """Return the bytes of an array, without a copy where they lie side by side on the CPU."""
+    """Return the bytes of an array, without a copy if it is contiguous and on the CPU."""
     if not math.prod(array.shape):  # an empty array has no view
         return memoryview(b"")
     if module_of(array) is np:
@@ -74,12 +76,12 @@ def _bytes(array: Array) -> memoryview:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `save_tensors` wrote, as torch's tensors; raise one of UNREADABLE for a bad file."""
+    """Return the torch tensors and the table that `save_tensors` wrote; else raise one of UNREADABLE."""
     return _read(path, "pt")
 
 
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return what `save_tensors` wrote, as arrays of NumPy, which has no bf16."""
+    """Return the NumPy arrays and the table that `save_tensors` wrote; NumPy cannot hold bf16."""
     return _read(path, "np")
 
 
@@ -88,7 +90,7 @@ def _read(path: Path, library: str) -> tuple[dict[str, Any], dict[str, Any]]:
     with safe_open(path, framework=library) as file:
         about = json.loads((file.metadata() or {})["cfedavg"])
         if not isinstance(about, dict):
-            raise ValueError("its description is not a table")
+            raise ValueError("the description of the file must be a table")
         return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - no mapping
 
 
@@ -98,7 +100,7 @@ UNREADABLE = (
 
 
 def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
-    """Return the CRC-32 over names, shapes, dtypes, bytes and description, to detect a disk's mistake."""
+    """Return the CRC-32 over the tensors' names, shapes, dtypes and bytes and over the table `about`."""
     found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -108,7 +110,7 @@ def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
 
 
 def free_memory(device: Any) -> int:
-    """Return the bytes that are free where tensors of this device of torch live."""
+    """Return the number of free bytes in the memory of a torch device."""
     if device.type == "cuda":
         import torch
 

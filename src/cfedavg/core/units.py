@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers as texts for people: bytes, times, metrics and ratios."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SAME = "the same"
 
 
 def format_bytes(value: float) -> str:
-    """Return three digits and a unit in powers of 1000.
+    """Return a number of bytes as a text with three digits and a unit (powers of 1000).
 
     >>> format_bytes(950), format_bytes(46_562_080), format_bytes(999_999)
     ('950 B', '46.6 MB', '1 MB')
@@ -21,7 +21,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time with its unit.
+    """Return a time as a text with three digits and a unit.
 
     >>> format_time(3.14159), format_time(90), format_time(86_400)
     ('3.14 s', '1.5 min', '1 d')
@@ -31,7 +31,7 @@ def format_time(seconds: float) -> str:
 
 
 def time_unit(longest: float) -> tuple[float, str]:
-    """Return the seconds and the name of a unit in which the longest of some times reads well."""
+    """Return the unit that suits a time of `longest` seconds: its length in seconds, and its name."""
     for size, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if longest >= size:
             return size, unit
@@ -39,7 +39,7 @@ def time_unit(longest: float) -> tuple[float, str]:
 
 
 def format_metric(name: str, mean: float, std: float | None = None) -> str:
-    """Return a metric, with its deviation if given; shares are in percent.
+    """Return a metric as a text, with its standard deviation if given; accuracies are in percent.
 
     >>> format_metric("test_accuracy", 0.9712, 0.0031), format_metric("test_loss", 0.08765)
     ('97.1 ± 0.3%', '0.0877')
@@ -50,7 +50,7 @@ def format_metric(name: str, mean: float, std: float | None = None) -> str:
 
 
 def spell_out(name: str) -> str:
-    """Return a name as words: `test_accuracy` becomes `test accuracy`."""
+    """Return a name with spaces for underscores: `test_accuracy` becomes `test accuracy`."""
     return name.replace("_", " ")
 
 
@@ -73,7 +73,7 @@ def format_factor(ratio: float) -> str:
     if abs(ratio - 1) < 0.005:
         return SAME
     factor, word = (ratio, "fewer") if ratio > 1 else (1 / ratio, "more")
-    # Close to one, one decimal would read as "1.0× fewer".
+    # One decimal would show a factor close to 1 as "1.0× fewer".
     digits = 0 if factor >= 9.95 else 1 if factor >= 1.1 else 3
     return f"{factor:.{digits}f}× {word}"
 

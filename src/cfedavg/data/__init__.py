@@ -1,4 +1,4 @@
-"""Data sets, and the ways to spread them over clients."""
+"""Data sets of images, and partitions of their samples over clients."""
 
 from cfedavg.data.images import ImageData, Images, cache_folder
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid

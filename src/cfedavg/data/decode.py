@@ -1,4 +1,4 @@
-"""Decode images in parquet files to .npy files with pixels, in one pass and little memory."""
+"""The decoder of data sets: from images in parquet files to .npy files of pixels, with little memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from cfedavg.core.files import check_regular
 from cfedavg.data.images import VERSION, histogram, mean_std
 
 SPLITS = ("train", "test")
-_ROWS = 128  # decoded at a time
-_MOST_CLASSES = 100_000  # more: the column is an identifier, not a label
-_PATIENCE = 2.0  # seconds without a progress bar
+_ROWS = 128  # images decoded at a time
+_MOST_CLASSES = 100_000  # a column with larger numbers holds identifiers, not labels
+_PATIENCE = 2.0  # seconds until a progress bar appears
 
 
 class _Coloured(Exception):
-    """An image is not grey although the first pass took all for grey."""
+    """An error: an image has colours, but the first pass decodes all images as grey."""
 
 
 def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> None:
-    """Write pixels, labels and meta.json of both splits into the folder; `where` begins error messages."""
+    """Write pixels and labels of both splits, and meta.json, to `folder`; errors begin with `where`."""
     try:
         _decode(files, folder, where, grey=True)
     except _Coloured:
@@ -51,7 +51,7 @@ def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, gr
                         shapes[split] = (rows[split], *pixels.shape[1:])
                         header = {"descr": "|u1", "fortran_order": False, "shape": shapes[split]}
                         np.lib.format.write_array_header_1_0(out, header)
-                    # Plain writes: on a full disk a memory map would kill the process.
+                    # No memory map: on a full disk, a memory map would kill the process.
                     out.write(pixels.data)
                     labels.append(part)
                     if split == "train":
@@ -67,19 +67,19 @@ def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, gr
 
 
 def _flush(out: Any) -> None:
-    """Write to the disk, so that the rename that follows cannot overtake the contents."""
+    """Force a file's contents to the disk, so that they are there before a later rename of the folder."""
     out.flush()
     os.fsync(out.fileno())
 
 
 def _save_labels(path: Path, parts: Sequence[np.ndarray], where: str, split: str) -> int:
-    """Write the labels, and return how many classes they need."""
+    """Write the labels to `path` and return the number of classes, which is the highest label plus 1."""
     labels = np.concatenate(parts)
     low, high = int(labels.min()), int(labels.max())
     if low < 0:
-        raise InputError(f"{where}: the {split} split has samples without a label (a label is {low})")
+        raise InputError(f"{where}: labels of the {split} split must be 0 or more, got {low}")
     if high >= _MOST_CLASSES:
-        raise InputError(f"{where}: a label is {high}, but labels must be classes 0, 1, 2, ...")
+        raise InputError(f"{where}: labels must be below {_MOST_CLASSES}, got {high}")
     with path.open("wb") as out:
         np.save(out, labels)
         _flush(out)
@@ -106,14 +106,14 @@ def _first_line(error: Exception) -> str:
 
 
 class _Reader:
-    """A reader of batches of decoded images, which must all have one size."""
+    """A reader of batches of decoded images, which must all have the same size."""
 
     def __init__(self, where: str, grey: bool) -> None:
         self.where, self.grey = where, grey
         self.shape: tuple[int, ...] = ()
 
     def batches(self, paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield pixels (n, channels, height, width) and labels (n,)."""
+        """Yield batches of pixels, of shape (n, channels, height, width), and labels, of shape (n,)."""
         for path in paths:
             for images, labels in self._read_encoded(path):
                 pixels = np.stack([self._decode_image(image, path) for image in images])
@@ -153,14 +153,12 @@ class _Reader:
         self.shape = self.shape or pixels.shape
         if pixels.shape != self.shape:
             sizes = " and ".join(f"{width}x{height}" for height, width, *_ in (self.shape, pixels.shape))
-            raise InputError(
-                f"{self.where}: the images have different sizes ({sizes}), and must all have one"
-            )
+            raise InputError(f"{self.where}: all images must have the same size, got {sizes}")
         return pixels
 
 
 def find_columns(schema: Any, where: str) -> tuple[str, str]:
-    """Return the names of the image and of the label column of an Arrow schema."""
+    """Return the name of the image column and the name of the label column of an Arrow schema."""
     import pyarrow as pa
 
     images = [
@@ -170,7 +168,7 @@ def find_columns(schema: Any, where: str) -> tuple[str, str]:
     ]
     labels = [field.name for field in schema if pa.types.is_integer(field.type)]
     image = _pick(images, ("image", "img"), f"{where} has %s image columns (a struct of bytes and path)")
-    # fine_label: CIFAR-100 has the hundred classes there, and twenty groups of them beside.
+    # fine_label: CIFAR-100 has its 100 classes in this column, and 20 groups of classes in another column.
     label = _pick(labels, ("label", "labels", "fine_label"), f"{where} has %s label columns (whole numbers)")
     return image, label
 
@@ -182,13 +180,13 @@ def _pick(names: Sequence[str], preferred: Sequence[str], complaint: str) -> str
     if not names:
         raise InputError(complaint % "no")
     raise InputError(
-        f"{complaint % 'several possible'}: {', '.join(names)}; call the right one {preferred[0]!r}"
+        f"{complaint % 'several possible'}: {', '.join(names)}; rename the right column to {preferred[0]!r}"
     )
 
 
 @contextmanager
 def _progress(total: int, where: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts images; a bar appears after 2 seconds, and only on a terminal."""
+    """Yield a function that counts decoded images; on a terminal, a progress bar appears after 2 seconds."""
     with ExitStack() as stack:
         begin, done = time.monotonic(), 0
         update: Callable[[int], None] | None = None

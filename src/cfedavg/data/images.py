@@ -1,6 +1,6 @@
 """Decoded data sets: pixels and labels of a train and a test split, and the cache that holds them.
 
-A data set is decoded once and then memory-mapped. A cache folder is complete or not there.
+A data set is decoded once and then memory-mapped. Its cache folder is either complete or missing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import check_regular, read_file
 
-VERSION = 1  # of the files in a cache folder; those of another version are decoded again
+VERSION = 1  # of the format of a cache folder; a data set in another format is decoded again
 _DAY = 86_400.0
 
 
 @dataclass(frozen=True)
 class Images:
-    """One split. Both arrays are read-only; those of a large data set are memory-mapped."""
+    """The images and labels of one split. Both arrays are read-only; a large data set is memory-mapped."""
 
     pixels: np.ndarray  # uint8 (n, channels, height, width)
     labels: np.ndarray  # int64 (n,)
@@ -38,7 +38,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set with both splits; `mean` and `std` are per channel, of pixels / 255 of the train split."""
+    """A data set. `mean` and `std` hold one number per channel, for the train split's pixels / 255."""
 
     name: str
     train: Images
@@ -49,13 +49,13 @@ class ImageData:
 
 
 def histogram(pixels: np.ndarray) -> np.ndarray:
-    """Count each of the 256 values per channel; histograms of parts add up exactly."""
+    """Return how often each pixel value from 0 to 255 occurs in each channel, of shape (channels, 256)."""
     channels = pixels.swapaxes(0, 1).reshape(pixels.shape[1], -1)
     return np.stack([np.bincount(channel, minlength=256) for channel in channels])
 
 
 def mean_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of pixels / 255, per channel, from their histogram.
+    """Return the mean and the standard deviation of pixels / 255 for each channel, from a histogram.
 
     >>> mean_std(histogram(np.array([0, 255], np.uint8).reshape(2, 1, 1, 1)))
     ((0.5,), (0.5,))
@@ -66,21 +66,21 @@ def mean_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
         total = sum(value * count for value, count in enumerate(row))
         squares = sum(value * value * count for value, count in enumerate(row))
         means.append(total / n / 255)
-        # Whole numbers, so nothing cancels. A blank channel gets 1: normalising divides by it.
+        # The integers keep the difference exact. A constant channel gets std 1: normalising divides by std.
         stds.append((n * squares - total * total) ** 0.5 / n / 255 or 1.0)
     return tuple(means), tuple(stds)
 
 
 def cache_folder() -> Path:
-    """Return `$CFEDAVG_CACHE`, or `~/.cache/cfedavg`."""
+    """Return the folder of decoded data sets: `$CFEDAVG_CACHE` if set, else `~/.cache/cfedavg`."""
     return Path(os.environ.get("CFEDAVG_CACHE") or Path.home() / ".cache" / "cfedavg").expanduser()
 
 
 def load_cached(name: str, folder: Path, make: Callable[[Path], None]) -> ImageData:
-    """Load the data set in the folder; where it is missing or damaged, `make` writes it first.
+    """Return the data set in `folder`; if the data set is missing or damaged, call `make` to write it first.
 
-    `make` gets a folder of its own, which is renamed when it is complete. So a killed run leaves no half
-    data set behind, and two runs at once each write their own: the first one to finish is kept.
+    `make` writes to a draft folder, which is renamed to `folder` when complete. So a killed run leaves no
+    half-written data set behind. If two runs write at once, the folder of the first to finish is kept.
     """
     data = _open(name, folder)
     if data is not None:
@@ -97,7 +97,7 @@ def load_cached(name: str, folder: Path, make: Callable[[Path], None]) -> ImageD
         if data is not None:
             return data
         time.sleep(0.01)
-    raise InputError(f"the data cache {folder} was damaged right after it was written; is its disk sound?")
+    raise InputError(f"the data cache {folder} was damaged right after it was written; check the disk")
 
 
 def _write(folder: Path, make: Callable[[Path], None]) -> None:
@@ -120,7 +120,7 @@ def _name_draft(folder: Path) -> Path:
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Rename the draft; keep a complete folder that is there already, and remove a damaged one."""
+    """Rename `draft` to `folder`. If `folder` exists, keep it if it is complete, else remove it first."""
     for attempt in range(10):
         try:
             draft.rename(folder)
@@ -137,7 +137,7 @@ def _publish(draft: Path, folder: Path) -> None:
 
 
 def _open(name: str, folder: Path) -> ImageData | None:
-    """Return the data set in the folder, memory-mapped, or None when anything about it is wrong."""
+    """Return the memory-mapped data set in `folder`, or None if a file is missing or damaged."""
     try:
         meta = json.loads(read_file(folder / "meta.json"))
         if meta["version"] != VERSION:
@@ -146,12 +146,12 @@ def _open(name: str, folder: Path) -> ImageData | None:
         train, test = (_map_split(folder, each, meta["shapes"][each], classes) for each in ("train", "test"))
         data = ImageData(name, train, test, classes, mean, std)
         return data if _is_sound(data) else None
-    except Exception:  # whatever is wrong with a cache, decoding again mends it
+    except Exception:  # whatever is wrong with a cache, decoding again repairs it
         return None
 
 
 def _is_sound(data: ImageData) -> bool:
-    """Whether meta.json tells the truth about both splits: a model is made of its number of classes."""
+    """Return whether the classes, mean and std in meta.json fit the arrays of both splits."""
     shape, scales = data.train.pixels.shape[1:], (data.mean, data.std)
     return (
         data.classes == max(int(split.labels.max()) for split in (data.train, data.test)) + 1
@@ -162,7 +162,7 @@ def _is_sound(data: ImageData) -> bool:
 
 
 def _map_split(folder: Path, split: str, shape: list[int], classes: int) -> Images:
-    """Memory-map a split; NumPy compares the size in the header with that of the file."""
+    """Return a memory-mapped split; raise ValueError if its files are damaged or do not fit `shape`."""
     paths = [folder / f"{split}_{part}.npy" for part in ("pixels", "labels")]
     for path in paths:
         check_regular(path)

@@ -1,6 +1,7 @@
 """Partitions of samples over clients: p classes per client, Dirichlet shares, or random shares.
 
-All draws are keyed (`cfedavg.core.keys`): a partition is a function of the labels and the seed.
+Random draws come from keys (`cfedavg.core.keys`), so the same labels, arguments and seed always give the same
+partition.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import numpy as np
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, bits, bits53, key, permutation, signed
 
-# Streams of Purpose.PARTITION, in the place of the round. In the place of the client: a client or a class.
+# Streams of random numbers. A key of Purpose.PARTITION has a stream instead of the round, and a client or a
+# class instead of the client.
 _ASSIGN, _TRAIN, _TEST, _BOOST, _GAMMA = range(5)
-_LEAST_ALPHA = 1e-9  # below, a client's share is one class in any case, and log(u) / alpha could overflow
+_LEAST_ALPHA = 1e-9  # with less, a client has one class in any case, and log(u) / alpha could overflow
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The sample indices of each client, ascending.
+    """The indices of each client's train samples and test samples, in ascending order.
 
     >>> parts = iid(np.zeros(10), np.zeros(4), m=3, seed=0)
     >>> [len(part) for part in parts.train], [len(part) for part in parts.test], parts.unused
@@ -31,14 +33,14 @@ class Partition:
     unused: int  # train samples that no client holds
 
     def counts(self, labels: np.ndarray, classes: int) -> np.ndarray:
-        """Count the train samples of each class that each client holds, (m, classes)."""
+        """Return each client's number of train samples of each class, of shape (m, classes)."""
         return np.stack([np.bincount(labels[part], minlength=classes) for part in self.train])
 
 
 def by_classes(
     train_labels: np.ndarray, test_labels: np.ndarray, classes: int, m: int, p: int, seed: int
 ) -> Partition:
-    """Deal p distinct classes to each client, the same number of samples of each to all clients.
+    """Deal `p` classes to each of `m` clients; all clients get equally many samples of each class they hold.
 
     >>> labels = np.arange(100) % 10
     >>> by_classes(labels, labels, classes=10, m=5, p=2, seed=0).counts(labels, 10).sum(axis=1).tolist()
@@ -46,7 +48,7 @@ def by_classes(
     """
     _check_clients(m, len(train_labels))
     sizes = np.bincount(train_labels, minlength=classes)
-    # A class without train samples cannot be dealt: nobody is asked to hold it.
+    # A class without train samples is dealt to no client.
     present = np.flatnonzero(sizes)
     if not 1 <= p <= len(present):
         raise InputError(
@@ -66,10 +68,10 @@ def by_classes(
 
 
 def _assignment(classes: int, m: int, p: int, seed: int) -> np.ndarray:
-    """Return which p classes each client holds, as 0 and 1 of shape (m, classes).
+    """Return an array of shape (m, classes): 1 where a client holds a class, else 0; `p` classes per client.
 
-    Each client takes the classes with the fewest holders so far, in random order among equals. If the
-    numbers of holders differ by at most one before, they do so after: so the result is balanced.
+    The holders of a class are the clients that hold it. Each client takes the classes with the fewest holders
+    so far, in random order if equal. So the numbers of holders of two classes differ by at most one.
     """
     draws = bits(_words(seed, _ASSIGN, m), np.arange(classes, dtype=np.int64))
     holds, holders = np.zeros((m, classes), np.int64), np.zeros(classes, np.int64)
@@ -81,7 +83,7 @@ def _assignment(classes: int, m: int, p: int, seed: int) -> np.ndarray:
 
 
 def _share(sizes: np.ndarray, holds: np.ndarray) -> int:
-    """Return the number of samples that every holder of every class can have."""
+    """Return the largest number of samples that each client can get of each class that it holds."""
     holders = holds.sum(axis=0)
     held = holders > 0
     return int((sizes[held] // holders[held]).min())
@@ -90,9 +92,9 @@ def _share(sizes: np.ndarray, holds: np.ndarray) -> int:
 def by_dirichlet(
     train_labels: np.ndarray, test_labels: np.ndarray, classes: int, m: int, alpha: float, seed: int
 ) -> Partition:
-    """Deal every sample to one client, by class shares drawn from Dirichlet(alpha) for each client.
+    """Deal all samples to `m` clients; each client's shares of the classes are a draw from Dirichlet(alpha).
 
-    The samples of a class go to the clients in proportion to their shares of it.
+    The samples of a class go to clients in proportion to the clients' shares of that class.
 
     >>> labels = np.arange(100) % 10
     >>> parts = by_dirichlet(labels, labels, classes=10, m=4, alpha=0.5, seed=0)
@@ -103,7 +105,7 @@ def by_dirichlet(
     if not 0 < alpha < np.inf:
         raise InputError(f"`dirichlet` must be a finite number above 0, got {alpha}")
     logs = _log_dirichlet(classes, m, alpha, seed)
-    # Per class, relative to the largest: with a tiny alpha all shares of a class may be 0 as numbers.
+    # Divided by the largest share of the class: with a tiny alpha, all shares of a class may underflow to 0.
     weights = np.exp(logs - logs.max(axis=0))
     train = _apportion(np.bincount(train_labels, minlength=classes), weights)
     test = _apportion(np.bincount(test_labels, minlength=classes), weights)
@@ -112,7 +114,7 @@ def by_dirichlet(
 
 
 def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return whole numbers in proportion to each column of weights that add up to sizes (largest remainder).
+    """Return integers in proportion to `weights`; column c adds up to `sizes[c]` (largest remainder method).
 
     >>> _apportion(np.array([10]), np.array([[1.0], [1.0], [2.0]])).tolist()
     [[3], [2], [5]]
@@ -126,7 +128,7 @@ def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _fill_empty(counts: np.ndarray) -> None:
-    """Give a client without samples one of the largest client, of its most frequent class, in place."""
+    """Give each client without samples one sample of the largest client's most frequent class, in place."""
     totals = counts.sum(axis=1)
     for i in np.flatnonzero(totals == 0):
         donor = totals.argmax()
@@ -137,10 +139,10 @@ def _fill_empty(counts: np.ndarray) -> None:
 
 
 def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
-    """Return the logarithms of m draws from Dirichlet(alpha), (m, classes): finite for every alpha."""
+    """Return the logarithms of `m` draws from Dirichlet(alpha), of shape (m, classes), all finite."""
     alpha = max(alpha, _LEAST_ALPHA)
     logs = _log_gamma_draws(classes, m, alpha + 1 if alpha < 1 else alpha, seed)
-    if alpha < 1:  # a Gamma(alpha) is a Gamma(alpha + 1) times u^(1 / alpha)
+    if alpha < 1:  # a Gamma(alpha) draw is a Gamma(alpha + 1) draw times u^(1 / alpha)
         u = _uniforms(_words(seed, _BOOST, m), np.arange(classes, dtype=np.int64))
         logs += np.log(u) / alpha
     logs -= logs.max(axis=1, keepdims=True)
@@ -150,8 +152,8 @@ def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
 def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
     """Return the logarithms of (m, classes) draws from Gamma(alpha), alpha >= 1 (Marsaglia and Tsang 2000).
 
-    Attempt a at class c uses coordinates 3 (a * classes + c) and the next two of the client's key, so a
-    rejected draw costs its neighbours nothing.
+    Attempt number a for class c uses three random numbers of the client's key: coordinate 3 (a * classes + c)
+    and the next two. So a rejected attempt does not change the draws for other classes.
     """
     d = alpha - 1 / 3
     words = np.repeat(_words(seed, _GAMMA, m), classes, axis=1).ravel()
@@ -171,7 +173,7 @@ def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarra
 
 
 def iid(train_labels: np.ndarray, test_labels: np.ndarray, m: int, seed: int) -> Partition:
-    """Deal every sample, in random shares whose sizes differ by at most one."""
+    """Deal all samples to `m` clients at random, in parts whose sizes differ by at most one sample."""
     _check_clients(m, len(train_labels))
     train, test = (
         tuple(np.sort(part) for part in np.array_split(permutation(_key(seed, stream, 0), len(labels)), m))
@@ -190,19 +192,19 @@ def _key(seed: int, stream: int, who: int) -> int:
 
 
 def _words(seed: int, stream: int, m: int) -> np.ndarray:
-    """Return the keys of clients 0 .. m-1, as a column."""
+    """Return the keys of clients 0 to m - 1, as an array of shape (m, 1)."""
     return np.array([[signed(_key(seed, stream, i))] for i in range(m)], np.int64)
 
 
 def _uniforms(words: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
-    """Return numbers in (0, 1], so that they have a logarithm."""
+    """Return uniform random numbers in (0, 1]; 0 is excluded because its logarithm is taken."""
     return np.asarray(1 - bits53(words, coordinates) / 2.0**53)
 
 
 def _partition(
     train_labels: np.ndarray, test_labels: np.ndarray, train: np.ndarray, test: np.ndarray, seed: int
 ) -> Partition:
-    """Deal samples so that client i gets train[i, c] and test[i, c] of class c."""
+    """Return a partition where client i has `train[i, c]` train and `test[i, c]` test samples of class c."""
     return Partition(
         _deal_classes(train_labels, train, seed, _TRAIN),
         _deal_classes(test_labels, test, seed, _TEST),
@@ -212,7 +214,7 @@ def _partition(
 
 def _deal_classes(labels: np.ndarray, counts: np.ndarray, seed: int, stream: int) -> tuple[np.ndarray, ...]:
     m, classes = counts.shape
-    owner = np.full(len(labels), m, np.int64)  # m: nobody
+    owner = np.full(len(labels), m, np.int64)  # m stands for no client
     for c in range(classes):
         members = np.flatnonzero(labels == c)
         shuffled = members[permutation(_key(seed, stream, c), len(members))]

@@ -1,4 +1,4 @@
-"""Sources of images: the subset in this package, the Hugging Face hub, or a folder of the user."""
+"""Sources of images: the MNIST subset in this package, the Hugging Face hub, or a folder of the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cfedavg.core.files import exists
 from cfedavg.data.decode import decode
 from cfedavg.data.images import ImageData, Images, cache_folder, histogram, load_cached, mean_std
 
-# A revision is a commit, so the files behind these names cannot change.
+# Data sets on the hub, by name. Each revision is a commit, so the files cannot change.
 HUB = {
     "mnist": "ylecun/mnist@77f3279092a1c1579b2250db8eafed0ad422088c",
     "fashion_mnist": "zalando-datasets/fashion_mnist@531be5e2ccc9dba0c201ad3ae567a4f3d16ecdd2",
@@ -27,13 +27,13 @@ _REPO = re.compile(
 )
 # The hub keeps parquet copies of data sets that were uploaded in another form on this branch.
 _BRANCHES = (None, "refs/convert/parquet")
-_SECONDS = 10.0  # that the hub has to answer
+_SECONDS = 10.0  # time limit for the hub's answer
 
 
 def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> ImageData:
-    """Load the data set of this name, or the one in `data_dir`, which then gets this name.
+    """Return the data set in the folder `data_dir`, or else the data set with the name `dataset`.
 
-    All but the embedded one are decoded once, into `cache`, and memory-mapped from there.
+    Every data set but `embedded` is decoded once into the folder `cache`, and memory-mapped from there.
 
     >>> data = load("embedded")
     >>> data.train.pixels.shape, len(data.test), data.classes
@@ -48,8 +48,8 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
     match = _REPO.fullmatch(source)
     if not match:
         raise InputError(
-            f"`dataset`: unknown data set {dataset!r}; there are embedded, {', '.join(HUB)}, "
-            "and any owner/name or owner/name@revision of the Hugging Face hub"
+            f"`dataset` must be embedded, {', '.join(HUB)}, "
+            f"or owner/name or owner/name@revision of the Hugging Face hub, got {dataset!r}"
         )
     where = f"`dataset`: {dataset}"
     folder = cache / source.replace("/", "--")
@@ -65,7 +65,7 @@ def _load_embedded() -> ImageData:
     ):
         parts = {name: arrays[name] for name in arrays.files}
     for part in parts.values():
-        part.flags.writeable = False  # as in a memory-mapped data set
+        part.flags.writeable = False  # read-only, as a memory-mapped data set is
     train, test = (Images(parts[f"{split}_pixels"], parts[f"{split}_labels"]) for split in ("train", "test"))
     return ImageData("embedded", train, test, 10, *mean_std(histogram(train.pixels)))
 
@@ -86,7 +86,7 @@ def _load_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
 
 
 def _find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
-    """Return the parquet files in the folder, or else in its subfolder with the name of the data set."""
+    """Return each split's parquet files in `folder`, or else in its subfolder with the data set's name."""
     if not (exists(folder) and folder.is_dir()):
         raise InputError(f"{where} is not a folder; give one with train-*.parquet and test-*.parquet files")
     for place in (folder, folder / dataset, folder / Path(dataset).name):
@@ -94,12 +94,12 @@ def _find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]
         if found:
             return {split: [place / name for name in names] for split, names in found.items()}
     inside = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
-    hint = f"; it has folders of {', '.join(inside)}, which `dataset` would name" if inside else ""
+    hint = f"; set `dataset` to a subfolder: {', '.join(inside)}" if inside else ""
     raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files, and does not{hint}")
 
 
 def _fingerprint(paths: list[Path]) -> str:
-    """Return a hash that changes when a file is moved, replaced or written to."""
+    """Return a hash of files that changes when one of the files is moved, replaced or written to."""
     try:
         text = "\n".join(
             f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path in paths for info in [path.stat()]
@@ -110,7 +110,7 @@ def _fingerprint(paths: list[Path]) -> str:
 
 
 def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | None:
-    """Return the parquet files of the train and of the test split; None if one is missing.
+    """Return the parquet files of the train split and of the test split; None if a split is missing.
 
     >>> _find_splits(["README.md", "all/test-0.parquet", "all/train-0.parquet"], "")
     {'train': ['all/train-0.parquet'], 'test': ['all/test-0.parquet']}
@@ -136,7 +136,7 @@ def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | Non
 
 
 def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
-    """Fetch the parquet files of a data set of the hub into the hub's own cache."""
+    """Download a data set's parquet files from the hub to the hub's own cache; return the paths by split."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -151,10 +151,10 @@ def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Pat
             raise InputError(f"{where}: the Hugging Face hub has no revision {revision} of {repo}") from None
     except RepositoryNotFoundError:
         raise InputError(
-            f"{where} is not on the Hugging Face hub, or not for you to read; "
+            f"{where} is not on the Hugging Face hub, or you are not allowed to read it; "
             "check the spelling, or log in with `hf auth login`"
         ) from None
-    except Exception as error:  # of the HTTP library, of the hub's, or of the disk
+    except Exception as error:  # from the HTTP library, the hub's library or the disk
         raise InputError(
             f"{where} could not be downloaded from the Hugging Face hub ({_reason(error)}): "
             "set `data_dir` to a folder with its parquet files, or run once on a machine with network, "
@@ -164,15 +164,15 @@ def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Pat
 
 
 def _download_revision(repo: str, revision: str | None, where: str) -> dict[str, list[Path]] | None:
-    """Fetch the files of one revision; None if it has no train and test split in parquet."""
+    """Download one revision's parquet files; return the paths by split, or None if a split is missing."""
     from huggingface_hub import HfApi, hf_hub_download
 
-    # Not list_repo_files: without network it retries for half a minute.
+    # Not list_repo_files: without network, that function retries for half a minute.
     info = HfApi().dataset_info(repo, revision=revision, timeout=_SECONDS)
     found = _find_splits([file.rfilename for file in info.siblings or ()], where)
     if not found:
         return None
-    # By commit: a branch could move between the list and the files.
+    # The revision is the commit: a branch could change between the listing and the download.
     return {
         split: [Path(hf_hub_download(repo, n, repo_type="dataset", revision=info.sha)) for n in names]
         for split, names in found.items()
@@ -180,5 +180,5 @@ def _download_revision(repo: str, revision: str | None, where: str) -> dict[str,
 
 
 def _reason(error: Exception) -> str:
-    """Return the first clause of an error of the hub, whose messages run over many sentences."""
+    """Return the first sentence of an error from the hub; such an error has many sentences."""
     return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__

@@ -1,4 +1,4 @@
-"""Tasks from configurations: images dealt out to clients, and a model to train on them."""
+"""Tasks made from configurations: images dealt to clients, and a model to train on the images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cfedavg.task import Task
 
 
 class ImageSamples:
-    """Some rows of a split, as batches (standardised images, labels)."""
+    """The samples in some rows of a split; a batch is a pair (standardised images, labels)."""
 
     fixed = True
 
@@ -35,7 +35,7 @@ class ImageSamples:
 
 
 def deal(config: Config, data: ImageData) -> Partition:
-    """Deal the samples out to clients as the configuration says."""
+    """Return the partition of the data set's samples over clients that the configuration asks for."""
     labels = data.train.labels, data.test.labels
     if config.iid:
         return iid(*labels, config.clients, config.seed)
@@ -46,13 +46,13 @@ def deal(config: Config, data: ImageData) -> Partition:
 
 
 def build_task(config: Config) -> Task:
-    """Build the task with the data set, the partition and the model that a configuration names."""
+    """Return the task with the data set, the partition and the model that a configuration names."""
     if not config.is_named:
-        hint = "only the app has its model and data; start the app again"
+        hint = "only the app has the model and the data; start the app again"
         if config.dataset.startswith(OWN):
             hint = (
-                "the run was made from Python, where its model and data are; "
-                "go on there with `cfedavg.run(config, task, out=..., resume=True)`"
+                "the run was started from Python with its own model and data; "
+                "continue there with `cfedavg.run(config, task, out=..., resume=True)`"
             )
         raise InputError(f"`dataset` is {config.dataset!r}: {hint}")
     data = load(config.dataset, config.data_dir)
@@ -68,6 +68,6 @@ def build_task(config: Config) -> Task:
         test_parts=partition.test,
         note=f"{data.name}: {partition.unused} of {len(data.train)} train samples unused",
         name=data.name,
-        # Without the seed: rows depend on it, and runs that differ in it are alike.
+        # Without the seed: runs that differ only in the seed have the same version.
         version=", ".join(f"{name} = {getattr(config, name)!r}" for name in version),
     )

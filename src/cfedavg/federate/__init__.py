@@ -1,5 +1,5 @@
-"""A real federation: error feedback that stays right when replies are lost, clients die and servers restart.
+"""Federations of real nodes: error feedback stays right if replies get lost, clients die or servers restart.
 
-`protocol` states the rules; `client` and `server` are two state machines without any I/O. The stores, Flower
-and the fault tests drive the same two machines.
+`protocol` states the rules. `client` and `server` are two state machines without any I/O. The stores, Flower
+and the fault tests all use these two machines.
 """

@@ -1,4 +1,4 @@
-"""The client's half of the protocol, without I/O, and its messages: see `protocol` for the rules."""
+"""The state machine of a client, without I/O, and the client's messages. `protocol` states the rules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cfedavg.federate.protocol import NEVER, Mark, Request, Sender, Stamp, make_
 from cfedavg.federate.versions import Broadcast, Copy, Replica, follow
 from cfedavg.wire import WireError, decode, encode
 
-_LENGTHS = struct.Struct("<II")  # of a message: of its payload, of its facts; what travels whole is the rest
+_LENGTHS = struct.Struct("<II")  # lengths of a message's payload and facts; the rest is `whole`
 MOST_FACTS = 65_536  # bytes
 
 
 class LastAnswer(NamedTuple):
-    """An answer as it went out."""
+    """The message that a client sent last, with the stamp of the request that it answers."""
 
     stamp: Stamp
     message: bytes
@@ -30,73 +30,77 @@ class LastAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Client:
-    """The durable state of a client: its memory, its last answer, and how far it has come."""
+    """The durable state of a client: the feedback's memory, the last answer, and the requests seen."""
 
-    incarnation: int  # drawn anew where there is no state to go on from
-    memory: Any  # of its feedback: with `ef` the residual e
-    sent: LastAnswer | None = None  # whether it is in the model is not known yet
-    seen: Stamp = NEVER  # the last request that it answered
-    told: Stamp = NEVER  # the last answer in the model, as the server said then
-    forgotten: int = 0  # times that a restored server lacked an answer that it had named before
-    # For each generation in which it answered: no model up to this number holds what the client still has.
+    incarnation: int  # random; drawn when a client starts without a stored state
+    memory: Any  # the memory of the feedback: with `ef` the residual e
+    sent: LastAnswer | None = None  # the last answer, until a request says whether the model holds it
+    seen: Stamp = NEVER  # the last request that the client answered
+    told: Stamp = NEVER  # the client's last answer in the model, by the last request
+    forgotten: int = 0  # how often a restored server lacked an answer that it had named before
+    # For each generation with an answer, a number: no model up to it holds anything of the present residual.
     agreed: Mapping[int, int] = field(default_factory=dict)
-    copy: Copy | None = None  # of the server's w, where broadcasts are compressed
+    copy: Copy | None = None  # the copy of the server's w, if broadcasts are compressed
 
 
 @dataclass(frozen=True)
 class Train:
-    """Do the local work from the client's copy, then call `make_answer` with its update."""
+    """An order: train from the client's model copy, then call `make_answer` with the update."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Evaluate the client's copy. Store the state before the reply, which tells the copy's version."""
+    """An order: evaluate the client's model copy, store the state, then reply with the copy's version."""
 
 
 @dataclass(frozen=True)
 class Resend:
-    """Send the same message again: the request was answered before."""
+    """An order: send the same message again, because the request was answered before."""
 
     message: bytes
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Send nothing, for this reason."""
+    """An order: send no answer, for the reason `why`."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class NeedWhole:
-    """The copy cannot follow the broadcast. Store nothing; the server sends the whole model by this stamp."""
+    """An order: store nothing and ask for the whole model. The model copy cannot follow the broadcast.
+
+    The server sends the whole model with the same stamp.
+    """
 
 
 @dataclass(frozen=True)
 class Outdated:
-    """The model may hold what this state holds: start anew, as another incarnation with an empty memory.
+    """An order: start anew, with a new incarnation number and an empty memory.
 
-    Its disk is an older copy, another copy of the client is at work, or the server went back to a model
-    that holds what this client has taken back.
+    The model may already hold a part of this client's residual. Possible reasons: the client's disk is an
+    older backup, a duplicate of the client is at work, or the server went back to a model with an answer that
+    this client has put back into its residual.
     """
 
 
 def receive(
     client: Client, request: Request, sender: Sender, replica: Replica | None = None
 ) -> tuple[Client, Train | Resend | Refuse | Outdated | NeedWhole]:
-    """Return the state after a request to train, and what to do. Store it only if the client then answers.
+    """Return the client's state after a request to train, and an order.
 
-    `replica` is needed for requests that carry a broadcast.
+    Store the state only if the client answers. A request with a broadcast needs `replica`.
     """
     if client.sent is not None and request.stamp == client.sent.stamp:
         return client, Resend(client.sent.message)
     if request.stamp <= client.seen:
-        return client, Refuse(f"request {request.stamp} is older than {client.seen}, answered")
+        return client, Refuse(f"request {request.stamp} is not newer than {client.seen}, which was answered")
     broadcast = request.broadcast
     if broadcast is not None:
         now = request.stamp.generation, request.t
         if broadcast.version[:2] != now:
-            why = f"the request is of version {now[0]}.{now[1]}, and leads to {broadcast.version}"
+            why = f"the request is for version {now[0]}.{now[1]}, its broadcast leads to {broadcast.version}"
             return client, Refuse(why)
         if why := _object_to_age(client.copy, broadcast):
             return client, Refuse(why)
@@ -108,11 +112,15 @@ def receive(
 def begin_training(
     client: Client, request: Request, sender: Sender, replica: Replica | None
 ) -> tuple[Client, Train | NeedWhole]:
-    """Follow the broadcast and settle the last answer, unless the copy cannot follow."""
+    """Update the model copy by the broadcast and settle the last answer; return the new state and Train.
+
+    To settle: if the model lacks the last answer, the answer goes back into the residual. If the copy
+    cannot follow the broadcast, return the client unchanged and NeedWhole.
+    """
     copy = client.copy
     if request.broadcast is not None:
         if replica is None:
-            raise ValueError("a request with a broadcast needs a replica")
+            raise ValueError("`replica` must be given for a request with a broadcast, got None")
         copy = follow(copy, request.broadcast, replica)
         if copy is None:
             return client, NeedWhole()
@@ -122,9 +130,9 @@ def begin_training(
 def catch_up(
     client: Client, broadcast: Broadcast, replica: Replica
 ) -> tuple[Client, Evaluate | Refuse | NeedWhole]:
-    """Return the state after a request to evaluate, and what to do. Nothing but the copy changes.
+    """Return the client's state after a request to evaluate, and an order. Only the model copy changes.
 
-    Check its generation by `object_to_stamp` first: a client refuses all versions before its own.
+    Check the generation by `object_to_stamp` first: a client refuses all versions older than its copy.
     """
     if why := _object_to_age(client.copy, broadcast):
         return client, Refuse(why)
@@ -133,32 +141,32 @@ def catch_up(
 
 
 def make_answer(client: Client, request: Request, g: Any, sender: Sender) -> tuple[Client, bytes]:
-    """Return the state to store after the local work of a request, and the message to send after that."""
+    """Return the client's state after update `g`, and the message. Store the state, then send the message."""
     message, memory = sender.send(g, client.memory, request)
     sent = LastAnswer(request.stamp, message)
     return replace(client, memory=memory, sent=sent, seen=request.stamp), message
 
 
 def _object_to_age(copy: Copy | None, broadcast: Broadcast) -> str:
-    """Return why a broadcast is late; empty if it is not. A copy never goes back to an earlier version."""
+    """Return why the client refuses a broadcast older than its model copy; an empty text if it does not."""
     if copy is None or broadcast.version[:2] >= copy.version[:2]:
         return ""
-    return f"version {broadcast.version} is older than {copy.version}, which this client holds"
+    return f"version {broadcast.version} is older than version {copy.version}, which this client holds"
 
 
 def _is_outdated(client: Client, mark: Mark | None) -> bool:
-    """Whether a model with this mark may hold what is in the client's residual."""
-    if mark is None or client.seen == NEVER:  # a new client has nothing that anyone could have sent
+    """Return whether a model with this mark may already hold a part of the client's residual."""
+    if mark is None or client.seen == NEVER:  # a client without answers has nothing in any model
         return False
     if client.sent is not None and mark.stamp == client.sent.stamp:
-        # A predecessor's answer holds nothing of this client; the answer of a copy of this client does.
+        # An earlier incarnation's answer holds nothing of this residual. A duplicate of this client's does.
         return mark.incarnation == client.incarnation and mark != _last_mark(client)
     generation, number = mark.stamp
     return generation >= min(client.agreed) and number > client.agreed.get(generation, 0)
 
 
 def _settle(client: Client, request: Request, sender: Sender) -> Client:
-    """Drop the last answer if it is in the model; otherwise put it back into the residual."""
+    """Return the state without the last answer, which goes back into the residual if the model lacks it."""
     memory, agreed = client.memory, dict(client.agreed)
     held = NEVER if request.mark is None else request.mark.stamp
     if client.sent is not None:
@@ -166,7 +174,7 @@ def _settle(client: Client, request: Request, sender: Sender) -> Client:
             memory = sender.restore(memory, client.sent.message)
         if held == client.sent.stamp:
             agreed[held.generation] = held.number
-    # Each model of a generation follows from the one before: what this one lacks, earlier ones lack too.
+    # Each model of a generation follows from the one before. What this model lacks, earlier models lack too.
     agreed[request.stamp.generation] = request.stamp.number - 1
     forgotten = client.forgotten + (held < client.told)
     return replace(client, memory=memory, sent=None, told=held, forgotten=forgotten, agreed=agreed)
@@ -177,7 +185,7 @@ def _last_mark(client: Client) -> Mark | None:
 
 
 class ClientMessage(NamedTuple):
-    """The parts of a message: the payload as on the wire, facts of the round, arrays that travel whole."""
+    """The parts of a client's message: encoded payload, facts of the round, and uncompressed arrays."""
 
     payload: bytes
     facts: dict[str, Any]
@@ -185,7 +193,7 @@ class ClientMessage(NamedTuple):
 
 
 def pack_message(message: ClientMessage) -> bytes:
-    """Return the message as bytes.
+    """Return the bytes of a client's message.
 
     >>> unpack_message(pack_message(ClientMessage(b"abc", {"K": 3}, b"")), most=100, whole=0).facts
     {'K': 3}
@@ -195,12 +203,15 @@ def pack_message(message: ClientMessage) -> bytes:
 
 
 def unpack_message(data: bytes, most: int, whole: int) -> ClientMessage:
-    """Return the parts. `most` bytes of payload are accepted; `whole` bytes must travel whole."""
+    """Return the parts of a client's message; raise WireError if the bytes are wrong.
+
+    The payload may have at most `most` bytes. The uncompressed arrays must have `whole` bytes.
+    """
     if len(data) < _LENGTHS.size:
-        raise WireError(f"a message of {len(data)} bytes is cut short")
+        raise WireError(f"a message must have at least {_LENGTHS.size} bytes, got {len(data)}")
     payload, facts = _LENGTHS.unpack_from(data)
     if payload > most:
-        raise WireError(f"the payload has {payload} bytes, more than the {most} that are accepted")
+        raise WireError(f"the payload must have at most {most} bytes, got {payload}")
     if facts > MOST_FACTS or len(data) != _LENGTHS.size + payload + facts + whole:
         raise WireError("the parts of the message do not add up to its length")
     at = _LENGTHS.size + payload
@@ -209,15 +220,16 @@ def unpack_message(data: bytes, most: int, whole: int) -> ClientMessage:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise WireError("what the client says of its round is not a JSON object")
+        raise WireError("the facts in the message must be a JSON object")
     return ClientMessage(data[_LENGTHS.size : at], found, data[at + facts :])
 
 
 @dataclass(frozen=True)
 class Uplink:
-    """The sender that the protocol asks for. Its draws go by (seed, round, client), as in a simulation.
+    """The `Sender` of a client: it compresses updates and makes messages.
 
-    No payload has a larger norm than `max_norm`. `facts` and `whole` are the other parts of a message.
+    Random draws depend on (seed, round, client), as in a simulation. A payload's norm is at most `max_norm`.
+    `facts` and `whole` are the other parts of a message: see `ClientMessage`.
     """
 
     channel: Channel
@@ -228,12 +240,15 @@ class Uplink:
     whole: bytes = b""
 
     def _compress(self, g: Array, memory: Array, t: int) -> Outgoing:
-        """Do lines 12 to 15 of Algorithm 1; raise NotFinite if NaN or Inf would be sent."""
+        """Return the result of lines 12 to 15 of Algorithm 1; raise NotFinite if NaN or Inf would be sent."""
         word = signed(key(self.seed, t, self.client, Purpose.SELECT))
         return self.channel.send(g, memory, word, t, max_norm=self.max_norm)
 
     def send(self, g: Array, memory: Array, request: Request) -> tuple[bytes, Array]:
-        """Return the message and the memory after it; the facts tell the norms of p and of what is left."""
+        """Return the message for update `g`, and the memory of the feedback after the message.
+
+        The facts hold squared norms: of p (what is compressed) and of p minus the payload.
+        """
         made = self._compress(g, memory, request.t)
         facts = {**self.facts, "p2": norm2(made.p), "noise2": norm2(made.left)}
         if made.memory is not made.left:
@@ -243,7 +258,7 @@ class Uplink:
         return pack_message(ClientMessage(payload, facts, self.whole)), made.memory
 
     def can_send(self, memory: Array, t: int) -> bool:
-        """Whether the memory can be sent, if only in parts."""
+        """Return whether the memory alone can be sent, at once or in shares over several rounds."""
         try:
             self._compress(0 * memory, memory, t)
         except (TooLarge, NotFinite):
@@ -251,8 +266,11 @@ class Uplink:
         return True
 
     def restore(self, memory: Array, message: bytes) -> Array:
-        """Return the memory after one's own message got lost: with `ef` exact where nothing was rounded."""
-        whole = 0  # if the message is cut short, `unpack_message` says so
+        """Return the memory after the loss of `message`, which this client sent.
+
+        With `ef`, the memory is exact unless a sum was rounded.
+        """
+        whole = 0  # `unpack_message` raises an error if the message is cut short
         if len(message) >= _LENGTHS.size:
             whole = len(message) - _LENGTHS.size - sum(_LENGTHS.unpack_from(message))
         payload = unpack_message(message, len(message), whole).payload

@@ -1,7 +1,7 @@
-"""The client's state on disk: one file, whole or not there, with a checksum.
+"""The client's state on disk: one file with a checksum, which is replaced in one step.
 
-A state is kept by federation and identity. The identity is the node's key, or another name that stays the
-same when the node restarts; never a number that the network gave it.
+Each federation and identity has its own folder. The identity is the node's key, or another name that stays
+the same when the node restarts. It must not be a number that the network gave the node.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from cfedavg.federate.versions import Copy
 
 
 class ClientStore(StateStore):
-    """The state of one client of one federation."""
+    """The folder that stores the state of one client of one federation."""
 
     busy = "another process answers for this client, in {}"
-    remedy = "move it away to go on as a new client, without its residual"
+    remedy = "move the file away to go on as a new client with an empty residual"
 
     def __init__(
         self, root: Path, federation: str, identity: str, layout: Layout, copy_dtype: str = "float32"
     ) -> None:
-        # Names are hashed: keys are long, and hold characters that a disk changes.
+        # Names are hashed, because keys are long and hold characters that some file systems change.
         names = [hashlib.sha256(name.encode()).hexdigest()[:32] for name in (federation, identity)]
         owner = {"federation": federation, "identity": identity, "kind": "client"}
         super().__init__(root.joinpath(*names), owner, layout, copy_dtype)
 
     def load(self) -> Client:
-        """Return the stored client; a fresh one if there is none."""
+        """Return the stored client; a new client if none is stored."""
         if not self.path.exists():
             return self.fresh()
         with self.naming_damage():
@@ -52,14 +52,14 @@ class ClientStore(StateStore):
             return _read_client(tensors, about, self.layout.d, copy)
 
     def fresh(self, copy: Copy | None = None) -> Client:
-        """Return a client without a past, whose incarnation was never drawn before.
+        """Return a new client with an empty residual and a random incarnation number.
 
-        It may keep the copy of the client before it, since the version of a copy says all about it.
+        The new client may keep the model copy of the client before, since copies of one version are equal.
         """
         return Client(secrets.randbits(63), np.zeros(self.layout.d, np.float32), copy=copy)
 
     def save(self, client: Client) -> None:
-        """Make the state durable."""
+        """Store the client's state durably, in one step."""
         tensors = {"e": client.memory}
         if client.sent is not None:
             tensors["sent"] = as_array(client.sent.message)
@@ -76,13 +76,13 @@ class ClientStore(StateStore):
 
 
 def _read_client(tensors: dict[str, np.ndarray], about: dict[str, Any], d: int, copy: Copy | None) -> Client:
-    """Return what `ClientStore.save` stored; raise ValueError unless it can have."""
+    """Return the client that a file holds; raise ValueError if `ClientStore.save` cannot have made it."""
     e, sent = check_vector("e", tensors.pop("e"), "float32", d), None
     if about["sent"] is not None:
         message = check_vector("sent", tensors.pop("sent"), "uint8").tobytes()
         sent = LastAnswer(check_stamp("sent", about["sent"]), message)
     if tensors:
-        raise ValueError(f"it has one tensor too many, {reprlib.repr(min(tensors))}")
+        raise ValueError(f"it has an unknown tensor {reprlib.repr(min(tensors))}")
     seen, told = (check_stamp(name, about[name], least=0) for name in ("seen", "told"))
     pairs = [check_list("agreed", pair, 2) for pair in check_list("agreed", about["agreed"])]
     agreed = {
@@ -90,7 +90,7 @@ def _read_client(tensors: dict[str, np.ndarray], about: dict[str, Any], d: int, 
         for generation, number in pairs
     }
     if not agreed and (seen, sent) != (NEVER, None):
-        raise ValueError("agreed must not be empty after an answer")
+        raise ValueError("agreed must not be empty for a client that has answered")
     incarnation = check_integer("incarnation", about["incarnation"], 0, 2**63)
     forgotten = check_integer("forgotten", about["forgotten"], 0, 2**53)
     return Client(incarnation, e, sent, seen, told, forgotten, agreed, copy)

@@ -1,35 +1,39 @@
-"""The rules of a federation, and what client and server say to each other.
+"""The rules of a federation, and the requests and names that client and server exchange.
 
-`client` and `server` are two state machines: states and messages go in and come out, no I/O.
+`client` and `server` are two state machines without I/O: functions from states and messages to new ones.
 
 Error feedback is bookkeeping. For every client, at every moment:
 
     sum of g  =  A + e + U + X
 
-g: the updates that the client computed; A: their part in the server's durable model; e: the client's
-residual; U: its last payload, while that is neither in the durable model nor back in e; X: what faults of a
-disk took, by cause. This is the law of the feedback `ef`. Another feedback keeps another memory in the place
-of e and states its own law (see `cfedavg.feedback`). The protocol needs two functions of a feedback: one
-that sends, one that restores what got lost.
+g: the updates that the client computed. A: their part in the server's durable model. e: the client's
+residual. U: the client's last payload, if it is neither in the durable model nor back in e. X: what was lost
+by disk faults, by cause. This is the law of the feedback `ef`. Another feedback keeps another memory in the
+place of e and states its own law (see `cfedavg.feedback`). The protocol needs two functions of a feedback:
+one sends an update, the other restores the memory after a message got lost.
 
-The server keeps three rules. It makes a number durable before it dispatches the round of that number; a
-restart repeats the round with the same model and number, and no other round ever has that number. It takes
-only replies to the present number, one from each client. It makes the model and the list of the answers in
-it durable, in one step, before the next dispatch.
+The server keeps three rules.
+1. Each round has a number. The server stores the number before it dispatches the round. A restarted server
+   repeats the round with the same model and number. No other round ever has that number.
+2. The server accepts only replies to the present number, one from each client.
+3. Before the next dispatch, the server stores the model and the list of the answers that the model holds, in
+   one step.
 
-The client keeps three rules. It makes its new residual and its payload durable, in one step, before it
-sends. It counts a payload as delivered only when the server says so: a request names the client's last
-answer that is in the model. Everything before the request is decided, so a payload that is not named is
-void and goes back into the residual. A client that hears of an answer in the model which it did not give,
-or has taken back, holds stale state and must restart with an empty residual.
+The client keeps three rules.
+1. Before it sends, the client stores its new residual and its payload, in one step.
+2. A payload counts as delivered only if the server says so: a request names the client's last answer that is
+   in the model. A request decides about all earlier answers. So a payload that the request does not name goes
+   back into the residual.
+3. If the model holds an answer that the client did not give, or has put back into its residual, the client's
+   state is stale. The client then restarts with an empty residual.
 
-Where the broadcast is compressed too, every client keeps a copy of the server's w, by version. The client
-makes its copy durable in one step with its residual and its answer, before it sends. So an answer in the
-model says which version its client holds at least, and a request leads from there to the present version. A
-client that cannot follow says so, changes nothing, and gets the whole model in the same round. The server
-stores its state before it sends anything that was made from it, also requests to evaluate.
+If the broadcast is compressed too, every client keeps a model copy: a copy of the server's w, with a version.
+Before it sends, the client stores its copy in one step with its residual and its answer. So an answer in the
+model tells the server a version that the client has reached. The next request leads from that version to the
+present one. A client whose copy cannot follow says so, changes nothing, and gets the whole model in the same
+round. The server stores its state before it sends anything made from the state, also requests to evaluate.
 
-docs/protocol.md draws the faults that this survives, and says why.
+docs/protocol.md draws the faults that this protocol survives, and says why.
 """
 
 from __future__ import annotations
@@ -42,7 +46,10 @@ from cfedavg.federate.versions import Broadcast
 
 
 class Stamp(NamedTuple):
-    """The name of a dispatch: the server's generation, which a restored backup raises, and a number in it."""
+    """The name of a dispatch: the server's generation, and a number within the generation.
+
+    A server that restores a backup takes a higher generation.
+    """
 
     generation: int
     number: int
@@ -52,16 +59,16 @@ class Stamp(NamedTuple):
 
     @property
     def sequence(self) -> int:
-        """Both parts as one number of 64 bits, for the wire. The number is at most the round plus 1."""
+        """Generation and number as one 64-bit integer, for the wire. `number` is at most the round plus 1."""
         return self.generation << 32 | self.number
 
 
 NEVER, FIRST = Stamp(0, 0), Stamp(1, 1)
-AHEAD = 2 * 86_400  # seconds that a generation may be ahead of a client's clock
+AHEAD = 2 * 86_400  # seconds by which a generation (a time) may be ahead of a client's clock
 
 
 class Mark(NamedTuple):
-    """The name of one answer: its stamp, the incarnation that gave it, and the digest of its message."""
+    """The name of one answer: the request's stamp, the client's incarnation, and the message's digest."""
 
     stamp: Stamp
     incarnation: int
@@ -69,38 +76,39 @@ class Mark(NamedTuple):
 
 
 def make_mark(stamp: Stamp, incarnation: int, message: bytes) -> Mark:
-    """Return the mark of an answer. Client and server compute the same."""
+    """Return the mark of an answer. Client and server compute the same mark."""
     return Mark(stamp, incarnation, int.from_bytes(hashlib.sha256(message).digest()[:8], "big"))
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the server asks of one client: to train from the model of this round."""
+    """The server's request to one client: train from the model of round `t`."""
 
     stamp: Stamp
     t: int
     mark: Mark | None  # the client's last answer that is in the durable model
-    broadcast: Broadcast | None = None  # leads to the present copy; None: the model travels beside it
+    broadcast: Broadcast | None = None  # leads to the present model copy; None: the model is sent apart
 
 
 class Sender(Protocol):
-    """A client's way to the server: compressor, feedback and wire."""
+    """The interface that makes a client's messages: compressor, feedback and wire format."""
 
     def send(self, g: Any, memory: Any, request: Request) -> tuple[bytes, Any]:
-        """Return the message to send after an update g, and the memory of the feedback after it."""
+        """Return the message for update `g`, and the memory of the feedback after the message."""
 
     def restore(self, memory: Any, message: bytes) -> Any:
-        """Return the memory as if the message had never been sent."""
+        """Return the memory of the feedback as if `message` had never been sent."""
 
 
 def object_to_stamp(stamp: Stamp, clock: float) -> str:
-    """Return why no server has given this stamp; empty if one may have. `clock` is the time in seconds.
+    """Return why no server can have sent a request with this stamp; an empty text if one can.
 
-    A client that has answered a stamp refuses all earlier ones. A forged stamp must not lock it out for
-    good, so the client accepts only stamps that the server can still exceed: see `new_generation`.
+    `clock` is the client's time in seconds. A client that has answered a stamp refuses all earlier stamps. A
+    forged stamp must not lock out a client forever, so a client accepts only stamps that the server can still
+    exceed: see `new_generation`.
     """
     if not (0 < stamp.generation < 2**32 and 0 < stamp.number < 2**32):
-        return f"request {stamp} is no server's: both of its numbers must have 1 to 32 bits"
+        return f"generation and number of request {stamp} must be from 1 to 2^32 - 1"
     if stamp.generation > clock + AHEAD:
-        return f"request {stamp} is from the future: is this node's clock right?"
+        return f"request {stamp} is from the future: check this node's clock"
     return ""

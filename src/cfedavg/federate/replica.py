@@ -1,6 +1,7 @@
-"""Copies of a real model: how messages change them, and which broadcast is the shortest for a client.
+"""Model copies on real nodes: how messages change a copy, and which broadcast is the shortest for a client.
 
-Machine code adds messages to a copy: the same bits as `downlink.Copies.receive`, at the cost of k.
+Compiled code adds the k values of a message to a copy. The result is bitwise equal to that of
+`channel.Copies.receive`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from cfedavg.federate.server import Primary
 from cfedavg.federate.versions import Broadcast, Chain, Changes, Version, Whole, compute_digest, pack
 from cfedavg.wire import WireError, decode, encode
 
-TOGETHER = 10  # messages that are decoded before they are added: a node has room for these
-TILE = 1 << 18  # coordinates to which all messages are added before the next ones: they stay in the cache
+TOGETHER = 10  # messages that are decoded before they are added; more would take too much memory
+TILE = 1 << 18  # coordinates that get all messages before the next coordinates, to stay in the CPU cache
 _TOP, _TOP_BF16 = np.float32(np.finfo(np.float32).max), np.float32(LARGEST_BF16)
 _ONE = np.ones(1, np.float32)
 _HALF = np.uint32(16)  # bits
@@ -35,7 +36,7 @@ _MOST = 1 << 16  # values of one scale that are added at once
 
 @dataclass(frozen=True)
 class ModelReplica:
-    """The operations on copies of models of one layout. A copy on the grid of bf16 is kept as its bits.
+    """The operations on model copies of one layout. With `rounds`, a copy is kept as bits of bf16.
 
     >>> replica = ModelReplica(Layout.flat(2), rounds=True)
     >>> kept = replica.keep(np.array([1.0, 3.0], np.float32))
@@ -48,24 +49,24 @@ class ModelReplica:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which a copy is kept."""
+        """The dtype in which a model copy is kept."""
         return "int16" if self.rounds else "float32"
 
     @property
     def size(self) -> int:
-        """The bytes that a copy takes on a disk."""
+        """The number of bytes that a model copy takes on disk."""
         return self.layout.d * np.dtype(self.dtype).itemsize
 
     def keep(self, w: Array) -> Array:
-        """Return a copy as it is kept."""
+        """Return model copy `w` in the dtype in which copies are kept."""
         return to_bf16(w) if self.rounds else w
 
     def model(self, kept: Array) -> Array:
-        """Return the float32 numbers of a copy."""
+        """Return the float32 numbers of a kept model copy."""
         return from_bf16(kept) if self.rounds else kept
 
     def apply(self, w: Array, messages: Sequence[bytes]) -> Array:
-        """Return the copy after the messages of some rounds."""
+        """Return model copy `w` after the messages of consecutive rounds are added."""
         for first in range(0, len(messages), TOGETHER):
             payloads = [decode(each, layout=self.layout) for each in messages[first : first + TOGETHER]]
             for listed, group in groupby(payloads, lambda payload: payload.indices is not None):
@@ -77,32 +78,33 @@ class ModelReplica:
         return w
 
     def change(self, w: Array, message: bytes) -> Array:
-        """Return the copy with the values that the message holds."""
+        """Return model copy `w` with some values replaced by those in the message."""
         return self.keep(Copies(self.rounds).change(self.model(w), decode(message, layout=self.layout)))
 
     def replace(self, message: bytes) -> Array:
-        """Return the copy that the message holds."""
+        """Return the model copy that a message of all coordinates holds."""
         payload = decode(message, layout=self.layout)
         if payload.indices is not None:
-            raise WireError("a whole model must hold all coordinates")
+            n = len(payload.indices)
+            raise WireError(f"a whole model must hold all {self.layout.d} coordinates, got {n}")
         return self.keep(Copies(self.rounds).change(np.zeros(self.layout.d, np.float32), payload))
 
     def digest(self, w: Array) -> int:
-        """Return 64 bits of a hash of the copy."""
+        """Return a 64-bit hash of model copy `w`."""
         return compute_digest(np.ascontiguousarray(w).data)
 
     def encode(self, payload: Payload, version: Version) -> bytes:
-        """Return values of the copy at a version as a message."""
+        """Return the message of a payload that holds values of the model copy of `version`."""
         header = {"sequence": Stamp(version.generation, version.round).sequence, "round": version.round}
         return encode(payload.numpy(), self.layout, code_floats=True, **header)
 
     def whole(self, primary: Primary) -> Whole:
-        """Return a broadcast of all of the server's copy."""
+        """Return a broadcast of the server's whole model copy."""
         payload = Copies(self.rounds).whole(self.model(primary.w))
         return primary.whole(self.encode(payload, primary.version), self.digest(primary.w))
 
     def changes(self, primary: Primary, chain: Chain) -> Changes | None:
-        """Return a broadcast of what a chain changes; None where that is most of the model."""
+        """Return a broadcast of the values that a chain changes; None if these are most of the model."""
         changed = np.zeros(self.layout.d, bool)
         for message in chain.messages:
             payload = decode(message, layout=self.layout)
@@ -116,15 +118,15 @@ class ModelReplica:
 
 
 def begin(x: Array, replica: ModelReplica, generation: int, t: int) -> Primary:
-    """Return the first copy of a server's model."""
+    """Return the server's first model copy, made from model `x`, without a history."""
     w = replica.keep(Copies(replica.rounds).first(x))
     return Primary.begin(w, generation, t, replica.digest(w))
 
 
 def advance(primary: Primary, x_next: Array, downlink: Downlink, seed: int) -> Primary:
-    """Return the server's copy after the broadcast that follows a step to x_next.
+    """Return the server's model copy after the broadcast that follows a step to `x_next`.
 
-    Messages are kept until they take as many bytes as a copy: a longer chain is never the shortest.
+    The kept messages take at most the bytes of a copy: a longer chain is never the shortest broadcast.
     """
     replica = ModelReplica(downlink.layout, downlink.rounds)
     t = primary.version.round
@@ -135,22 +137,22 @@ def advance(primary: Primary, x_next: Array, downlink: Downlink, seed: int) -> P
 
 
 class PackedBroadcast(NamedTuple):
-    """A broadcast as it travels."""
+    """The bytes of a broadcast, with its kind."""
 
     kind: str  # "chain", "changes" or "whole"
-    messages: int  # how many a chain has
+    messages: int  # the number of messages in a chain; else 0
     data: bytes
 
 
 class Broadcaster:
-    """The broadcasts that lead to one version: each is made once, however many clients need it."""
+    """A cache of the broadcasts that lead to the server's version: each is made once for all clients."""
 
     def __init__(self, primary: Primary, replica: ModelReplica) -> None:
         self.primary, self.replica = primary, replica
         self._made: dict[Version | None, PackedBroadcast] = {}
 
     def broadcast_to(self, held: Version | None) -> PackedBroadcast:
-        """Return the shortest broadcast for a client that holds this version; None: it may hold any."""
+        """Return the shortest broadcast for a client that holds version `held`, which is None if unknown."""
         if held not in self._made:
             chain = None if held is None else self.primary.chain(held)
             self._made[held] = self.whole if chain is None else self._pick_shortest(chain)
@@ -170,7 +172,7 @@ class Broadcaster:
 
     @cached_property
     def whole(self) -> PackedBroadcast:
-        """The whole model."""
+        """The broadcast of the whole model."""
         return _pack(self.replica.whole(self.primary))
 
 
@@ -180,7 +182,7 @@ def _pack(broadcast: Broadcast) -> PackedBroadcast:
 
 
 def _add_listed(w: np.ndarray, payloads: Sequence[Payload]) -> np.ndarray:
-    """Return w plus payloads of listed coordinates: float32 numbers, or the bits of bf16 in int16."""
+    """Return model copy `w` plus payloads with indices. `w` is float32, or the bits of bf16 in int16."""
     add = _add_to_bf16 if w.dtype == np.int16 else _add
     scaled = [_split(payload) for payload in payloads]
     done, w_next = [0] * len(scaled), np.empty_like(w)
@@ -192,7 +194,7 @@ def _add_listed(w: np.ndarray, payloads: Sequence[Payload]) -> np.ndarray:
 
 
 def _split(payload: Payload) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return coordinates, their numbers, the scale of each block, and how many numbers a block has."""
+    """Return the payload's indices, its numbers, the scale of each block, and the numbers in a block."""
     at, values = np.asarray(payload.indices), payload.values
     if isinstance(values, Levels):
         return at, values.levels, values.scales, values.block or max(1, len(at))
@@ -204,7 +206,7 @@ def _split(payload: Payload) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
 def _add(
     w: np.ndarray, at: np.ndarray, numbers: np.ndarray, scales: np.ndarray, block: Int, i: Int, stop: Int
 ) -> Int:
-    """Add the values from the i-th on to the coordinates below `stop`; return where the rest begins."""
+    """Add values i, i + 1, ... to coordinates of `w` below `stop`; return the position of the next value."""
     while i < len(at) and at[i] < stop:
         value = np.float32(numbers[i]) * scales[i // block]
         total = w[at[i]] + min(max(value, -_TOP), _TOP)
@@ -217,7 +219,7 @@ def _add(
 def _add_to_bf16(
     bits: np.ndarray, at: np.ndarray, numbers: np.ndarray, scales: np.ndarray, block: Int, i: Int, stop: Int
 ) -> Int:
-    """Do the same where w lies on the grid of bf16: round each sum to the nearest, ties to even."""
+    """Add as `_add` does, to bf16 numbers given as bits: round each sum to the nearest, ties to even."""
     words = np.empty(min(block, _MOST), np.uint32)
     while i < len(at) and at[i] < stop:
         end = min(len(at), (i // block + 1) * block, i + len(words))
@@ -237,9 +239,9 @@ def _add_some(
     words: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Add values of one scale. `sums` are the float32 numbers of `words`.
+    """Add values of one scale to bf16 numbers. `sums` is a float32 view of `words`, which is scratch memory.
 
-    The two loops in the middle touch neither `bits` nor `at`, so that the compiler can do 8 numbers at once.
+    The two loops in the middle use neither `bits` nor `at`, so that the compiler can do 8 numbers at once.
     """
     for k in range(len(at)):
         words[k] = np.uint32(np.uint16(bits[np.uint64(at[k])])) << _HALF

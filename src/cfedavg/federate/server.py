@@ -1,4 +1,4 @@
-"""The server's half of the protocol, without I/O: see `protocol` for the rules."""
+"""The state machine of the server, without I/O. `protocol` states the rules."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ V = TypeVar("V")
 
 
 class Table(Mapping[str, V], Generic[V]):
-    """An immutable mapping that is cheap to extend: a server knows many clients and hears few in a round.
+    """An immutable mapping that is cheap to extend: a server knows many clients, and few answer in a round.
 
-    `table | more` is another table, at the cost of `more` alone. It is a stack of dicts, each more than
-    twice as large as the one above it, which tables share; an entry is copied once for every doubling.
+    `table | more` is a new table, at a cost that depends on `more` alone. A table is a stack of dicts,
+    which tables share. Each dict is more than twice as large as the next one. An entry is copied once for
+    every doubling.
 
     >>> first = Table({"a": 1, "b": 2})
     >>> second = first | {"b": 3}
@@ -61,7 +62,7 @@ class Table(Mapping[str, V], Generic[V]):
         return iter(dict.fromkeys(name for layer in self._layers for name in layer))
 
     def since(self, before: Table[V]) -> dict[str, V]:
-        """Return the entries that are new or changed since `before`, from which this table was made."""
+        """Return the entries that are new or changed since table `before`, from which this table was made."""
         shared = {id(layer) for layer in before._layers}
         new = [name for layer in self._layers if id(layer) not in shared for name in layer]
         return {name: self[name] for name in new if name not in before or before[name] != self[name]}
@@ -69,15 +70,18 @@ class Table(Mapping[str, V], Generic[V]):
 
 @dataclass(frozen=True)
 class Primary:
-    """The server's copy, which all others follow, and its history. Message i leads to version i + 1."""
+    """The server's model copy w, which all clients' copies follow, and its history.
+
+    messages[i] leads from versions[i] to versions[i + 1].
+    """
 
     w: Any
-    versions: tuple[Version, ...]  # oldest first; the last is that of w
+    versions: tuple[Version, ...]  # oldest first; the last is the version of w
     messages: tuple[bytes, ...] = ()
 
     @classmethod
     def begin(cls, w: Any, generation: int, round: int, digest: int) -> Primary:
-        """Return a copy without a history; `digest` is that of w."""
+        """Return model copy `w` without a history; `digest` is the digest of `w`."""
         return cls(w, (make_first_version(generation, round, digest),))
 
     @property
@@ -88,10 +92,10 @@ class Primary:
     def advance(
         self, message: bytes, w_next: Any, *, most: int = KEPT, most_bytes: int = MOST_BYTES
     ) -> Primary:
-        """Return the copy after a round's message, which leads to w_next.
+        """Return the model copy after the message of a round, which leads to `w_next`.
 
-        Drop the oldest messages while there are more than `most`, or more than `most_bytes` in all. The last
-        one stays.
+        Drop the oldest messages while there are more than `most`, or while they have more than `most_bytes`
+        bytes in all. The newest message always stays.
         """
         messages = (*self.messages, message)
         versions = (*self.versions, make_next_version(self.version, message))
@@ -102,65 +106,65 @@ class Primary:
         return Primary(w_next, versions[first:], messages[first:])
 
     def restart(self, generation: int, digest: int) -> Primary:
-        """Return the copy of a server that comes from a backup: nobody is known to follow it."""
+        """Return the model copy without its history, for a server that restores a backup."""
         return Primary.begin(self.w, generation, self.version.round, digest)
 
     def at(self, round: int) -> Version | None:
-        """Return the version after so many rounds; None if it is not in the history."""
+        """Return the version after `round` rounds; None if the history lacks that version."""
         index = round - self.versions[0].round
         return self.versions[index] if 0 <= index < len(self.versions) else None
 
     def chain(self, version: Version) -> Chain | None:
-        """Return the messages that a copy of this version has missed; None if they are not in the history."""
+        """Return the messages from `version` to the present version; None if the history lacks `version`."""
         if version not in self.versions:
             return None
         return Chain(version, self.messages[self.versions.index(version) :], self.version)
 
     def changes(self, version: Version, message: bytes, digest: int) -> Changes:
-        """Return a broadcast of the values that changed since a version of the history."""
+        """Return a broadcast of `message`, which holds the values that changed since `version`."""
         return Changes(self.versions[self.versions.index(version) : -1], message, self.version, digest)
 
     def whole(self, message: bytes, digest: int) -> Whole:
-        """Return a broadcast of all of w."""
+        """Return a broadcast of `message`, which holds all of w."""
         return Whole(message, self.version, digest)
 
 
 @dataclass(frozen=True)
 class Server:
-    """The durable state of a server, stored in one piece."""
+    """The durable state of a server, stored in one step."""
 
     x: Any
     t: int = 0
-    stamp: Stamp = FIRST  # of the present round; no reply to another is taken
-    applied: Table[Mark] = field(default_factory=Table)  # the last answer of each client in x
-    primary: Primary | None = None  # the copy that all clients hold, where broadcasts are compressed
+    stamp: Stamp = FIRST  # of the present round; replies to other stamps are refused
+    applied: Table[Mark] = field(default_factory=Table)  # each client's last answer in x
+    primary: Primary | None = None  # the model copy that clients follow, if broadcasts are compressed
 
 
 def restore_backup(server: Server, generation: int, digest: int | None = None) -> Server:
-    """Return the state of a server that comes from an old backup. Store it before the first dispatch.
+    """Return the state of a server that restores a backup. Store the state before the first dispatch.
 
-    The numbers after the backup have been used, so it needs a new generation. A server with a primary needs
-    the digest of its w; all clients need the whole model then.
+    The stamp numbers after the backup were used already, so the server needs a higher generation. If the
+    server has a primary (a model copy w), `digest` is the digest of w. All clients then need the whole model.
     """
     if generation <= server.stamp.generation:
-        raise ValueError(f"generation {generation} is not above {server.stamp.generation}")
+        raise ValueError(f"`generation` must be above {server.stamp.generation}, got {generation}")
     if (digest is None) != (server.primary is None):
-        raise ValueError("a digest must be given for a server with a primary, and for no other")
+        raise ValueError("`digest` must be given if the server has a primary, and only then")
     primary = server.primary and server.primary.restart(generation, digest or 0)
     return replace(server, stamp=Stamp(generation, 1), primary=primary)
 
 
 def make_request(server: Server, client: str, broadcast: Broadcast | None = None) -> Request:
-    """Return the request to a client in this round."""
+    """Return the request to a client in the present round."""
     return Request(server.stamp, server.t, server.applied.get(client), broadcast)
 
 
 def find_held_version(server: Server, client: str, told: Version | None = None) -> Version | None:
-    """Return the newest version that a client is known to hold; None if none in the history is known.
+    """Return the newest version of the history that a client is known to hold; None if none is known.
 
-    A client stores its answer in one step with the copy that it was made from, and within a generation
-    rounds and numbers rise together: so an answer in the model tells a version. `told` is the version that
-    the client told in its last reply; the caller may forget it.
+    A client stores its answer in one step with the model copy from which the answer was made. Within a
+    generation, rounds and numbers rise together. So an answer in the model tells a version. `told` is the
+    version in the client's last reply; None if the caller has forgotten that version.
     """
     if server.primary is None:
         return None
@@ -176,7 +180,7 @@ def find_held_version(server: Server, client: str, told: Version | None = None) 
 def object_to_reply(
     server: Server, asked: Collection[str], taken: Collection[str], client: str, stamp: Stamp
 ) -> str:
-    """Return why a reply is not taken; empty if it is."""
+    """Return why a reply is refused; an empty text if the reply is accepted."""
     if client not in asked:
         return "not asked"
     if stamp != server.stamp:
@@ -187,13 +191,15 @@ def object_to_reply(
 def end_round(
     server: Server, taken: Mapping[str, Mark], x_next: Any, primary_next: Primary | None = None
 ) -> Server:
-    """Return the state after a round, with the answers of `taken` in x_next.
+    """Return the server's state after a round. Model `x_next` holds the answers in `taken`.
 
-    Store it before anything is made from it. A client that answered has settled everything before, so the
-    server keeps only its last answer. A server with a primary needs the next one: see `Primary.advance`.
+    Store the state before sending anything made from it. A client that answered has settled all earlier
+    answers, so the server keeps only the last answer of each client. A server with a primary needs
+    `primary_next`: see `Primary.advance`.
     """
     stamp = Stamp(server.stamp.generation, server.stamp.number + 1)
     found = primary_next and primary_next.version[:2]
     if found != (server.primary and (stamp.generation, server.t + 1)):
-        raise ValueError(f"the primary after round {server.t} must be of the round after it, got {found}")
+        rule = f"of generation {stamp.generation} and round {server.t + 1}" if server.primary else "None"
+        raise ValueError(f"`primary_next` must be {rule}, got {found}")
     return Server(x_next, server.t + 1, stamp, server.applied | taken, primary_next)

@@ -1,10 +1,10 @@
-"""The server's state on disk: one file, whole or not there, with a checksum, and a journal of its clients.
+"""The server's state on disk: a file with a checksum, replaced in one step, and a journal of the clients.
 
-The journal holds lines that are only ever added to, so what a round stores does not grow with what was
-stored before: a round adds lines for those who took part. The state file says, by a Place, how much of which
-journal counts. Lines of a process that was killed before it stored the Place do not count; that journal is
-never written to again, as every process begins one of its own. It begins another when most of the lines are
-old; the journal before stays until nothing durable refers to it.
+A round adds one line to the journal for each client that took part. So the cost of a round does not grow with
+the number of clients known before. The state file holds a Place: which journal is valid, and how many of its
+bytes count. If a process is killed before it stores the Place, its last lines do not count. No other process
+writes to that journal again, because every process begins its own. A process begins another journal when most
+lines are old. The old journal stays until no stored state refers to it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from cfedavg.federate.server import Primary, Server, Table, end_round
 from cfedavg.federate.state_file import check_integer, check_list, check_vector
 
 EXTRA = "extra."
-GROWTH = 4  # times the length that it began with: then the journal of the clients is begun anew
-SHORT = 65_536  # bytes: a shorter journal is not begun anew
+GROWTH = 4  # a journal that is this many times as long as at its beginning is begun anew
+SHORT = 65_536  # bytes: a journal counts as at least this long at its beginning
 _JOURNAL = re.compile(r"clients\.(\d+)\.jsonl")
 
 
 class Place(NamedTuple):
-    """How much of which journal counts, and the checksum of that."""
+    """The number of the valid journal, how many of its bytes count, and the checksum of these bytes."""
 
     number: int
     length: int
@@ -45,20 +45,20 @@ class Place(NamedTuple):
 
 
 class KnownClient(NamedTuple):
-    """What is kept of a client besides its mark: how many incarnations delivered, and the caller's note."""
+    """A server's record of a client: how many of its incarnations have answered, and the caller's note."""
 
     incarnations: int
-    note: Any = None  # what JSON can say
+    note: Any = None  # a JSON value
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """A server, what it keeps of the clients in its model, and what the caller keeps with it."""
+    """A server, its records of the clients in its model, and the caller's tensors and facts."""
 
     server: Server
     clients: Table[KnownClient] = field(default_factory=Table)
     extra: dict[str, np.ndarray] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)  # what JSON can say
+    facts: dict[str, Any] = field(default_factory=dict)  # JSON values
 
     def end_round(
         self,
@@ -67,7 +67,7 @@ class ServerState:
         notes: Mapping[str, Any] | None = None,
         primary_next: Primary | None = None,
     ) -> ServerState:
-        """Return the state after a round with these answers, and with a note of each client."""
+        """Return the state after a round. `taken` holds the clients' answers, `notes` their new notes."""
         known = {}
         for who, mark in taken.items():
             met = 1
@@ -80,37 +80,37 @@ class ServerState:
 
 
 def new_generation(server: Server) -> int:
-    """Return the generation of a server that comes from a backup: above all that were ever used.
+    """Return a generation for a server that restores a backup: above all generations used before.
 
-    It is the time in seconds, so the generations of earlier restores are lower, unless they were in this
-    very second or the clock was set back. Until the year 2106 it fits into the 32 bits of the wire.
+    The generation is the time in seconds. So the generations of earlier restores are lower, unless they were
+    in the same second or the clock was set back. The time fits the wire's 32 bits until the year 2106.
 
-    Nodes accept a generation up to AHEAD seconds beyond their clocks, and a node that has answered a forged
-    one refuses all before it. So a federation that was restored less than AHEAD ago, and is restored again,
-    takes the largest generation that a node accepts now, which is above all that a node has accepted before.
-    The first restore does not, as nodes whose clocks are slow would refuse it until they catch up.
+    A node accepts a generation at most AHEAD seconds above its clock. A node that has answered a forged
+    generation refuses all lower ones. So if the last restore was less than AHEAD seconds ago, the next
+    restore takes the largest generation that a node accepts now. That generation is above all that a node has
+    accepted before. A first restore takes the time, because nodes with slow clocks refuse higher generations.
     """
     now = int(time.time())
     again = server.stamp.generation > now - AHEAD
     generation = max(server.stamp.generation + 1, now + AHEAD if again else now)
     if generation >= 2**32:
-        raise InputError(f"generation {generation} is above 2^32 - 1: start another federation")
+        raise InputError(f"the generation must be below 2^32, got {generation}: start another federation")
     return generation
 
 
 class ServerStore(state_file.StateStore):
-    """The state of the server of one federation."""
+    """The folder that stores the state of the server of one federation."""
 
     busy = "another server works in {}: wait until it ends, or give another `out`"
     remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
 
     def __init__(self, folder: Path, federation: str, layout: Layout, copy_dtype: str = "float32") -> None:
         super().__init__(folder, {"federation": federation, "kind": "server"}, layout, copy_dtype)
-        self._last: tuple[ServerState, Place] | None = None  # what this store has saved
-        self._compact = 0  # the length of the journal when it was begun
+        self._last: tuple[ServerState, Place] | None = None  # the state that this store saved last
+        self._compact = 0  # the length of the journal at its beginning
 
     def load(self) -> ServerState | None:
-        """Return the stored state; None if there is none."""
+        """Return the stored state; None if no state is stored."""
         if not self.path.exists():
             return None
         with self.naming_damage():
@@ -129,12 +129,12 @@ class ServerStore(state_file.StateStore):
             state_file.check_depth("facts", facts)
             state_file.check_table("facts", facts)
             if foreign := [name for name in tensors if not name.startswith(EXTRA)]:
-                raise ValueError(f"it has one tensor too many, {reprlib.repr(min(foreign))}")
+                raise ValueError(f"it has an unknown tensor {reprlib.repr(min(foreign))}")
             extra = {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
             return ServerState(Server(x, t, stamp, applied, primary), clients, extra, facts)
 
     def save(self, state: ServerState) -> None:
-        """Make the state durable, at the cost of what has changed of the clients since it was last saved."""
+        """Store the state durably. Write only the clients that changed since the last save."""
         server, place = state.server, self._write_journal(state)
         about = {
             "t": server.t,
@@ -143,25 +143,26 @@ class ServerStore(state_file.StateStore):
             "primary": self.copy_form.describe_primary(server.primary),
         }
         extra = {EXTRA + name: np.array(tensor) for name, tensor in state.extra.items()}
-        facts = state_file.as_array(json.dumps(state.facts).encode())  # the header may be too short for them
+        facts = state_file.as_array(json.dumps(state.facts).encode())  # too long for the header
         tensors = {"x": server.x, "facts": facts, **extra, **self.copy_form.tensors(server.primary)}
         self._write(tensors, about)
-        for path, number in _journals(self.folder).items():  # nothing durable refers to the others now
+        for path, number in _journals(self.folder).items():  # no stored state refers to the others now
             if number != place.number:
                 with suppress(OSError):
                     path.unlink()
         self._last = state, place
 
     def _write_journal(self, state: ServerState) -> Place:
-        """Add what has changed, or begin a journal where nothing is known of the last, or much is old.
+        """Add lines for changed clients to the journal, or begin a new journal; return its place.
 
-        A journal is begun after three times its own length was added, so a round's mean cost is the same.
+        A new journal is begun if this store has none, or if the journal has grown GROWTH times. So the mean
+        cost of a round does not grow.
         """
-        last, self._last = self._last, None  # if this fails, what it has added must not count later
+        last, self._last = self._last, None  # if writing fails, the added lines must not count later
         if last is not None:
             before, place = last
             now, then = state.server.stamp, before.server.stamp
-            # Within a generation each state follows from those before, and has all of their clients.
+            # Within a generation, a later state has all clients of the earlier states.
             follows = now.generation == then.generation and now.number >= then.number
             if follows and place.length <= GROWTH * max(self._compact, SHORT):
                 if not (data := _encode_clients(state, before)):
@@ -177,21 +178,21 @@ class ServerStore(state_file.StateStore):
 
 
 def _encode_clients(now: ServerState, before: ServerState) -> bytes:
-    """Return a line for each client of which something has changed."""
+    """Return a journal line for each client that changed between the states `before` and `now`."""
     changed = now.server.applied.since(before.server.applied) | now.clients.since(before.clients)
     lines = [(who, now.server.applied[who], now.clients[who]) for who in changed]
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
 def _read_clients(folder: Path, place: Place, before: Stamp) -> tuple[Table[Mark], Table[KnownClient]]:
-    """Return the clients by the last of their lines that count.
+    """Return the marks and the records of all clients, from the last line of each client in the journal.
 
-    Raise ValueError or OSError unless a server before this stamp wrote them as they are.
+    Raise ValueError or OSError if the journal is damaged, or if a mark is not before the stamp `before`.
     """
     path = _journal(folder, place.number)
     data = read_file(path)[: place.length]
     if len(data) != place.length or zlib.crc32(data) != place.checksum:
-        raise ValueError(f"{path.name} does not fit to it")
+        raise ValueError(f"{path.name} is too short or has a wrong checksum")
     applied, clients = dict[str, Mark](), dict[str, KnownClient]()
     for line in data.splitlines():
         who, mark, known = check_list("a client", json.loads(line), 3)

@@ -1,23 +1,23 @@
-"""Versions of the model that every client trains from, the broadcasts that lead to them, and their bytes.
+"""Versions of the model copy w that clients train from, the broadcasts that lead to them, and their bytes.
 
-The server holds w beside its model x. After a round it broadcasts a message, and everyone adds that to w by
-the same operations, so all copies of one version are bitwise equal. A version is named by the generation of
-the server, the round, and a hash:
+The server holds a model copy w beside its model x. After a round, the server broadcasts a message. The server
+and all clients add the message to w by the same operations, so all copies of one version are bitwise equal.
+A version is the generation of the server, the round, and a hash:
 
     first version of a generation:  hash = H(generation, round, digest of w)
     each next one:                  hash = H(hash before, message)
 
-Equal versions therefore come from the same messages, and a copy of an equal version is the same copy. A
-broadcast leads to one version and lists others from which it can be reached. A client that holds one of them
-follows; any other client needs the whole model. `follow` never returns a copy that is not the server's.
+So equal versions come from the same messages, and copies of equal versions are equal. A broadcast leads to
+one version and lists earlier versions from which a client can follow. A client that holds none of these
+versions needs the whole model. `follow` never returns a copy that differs from the server's.
 
-A broadcast travels as a header, a list of 64-bit numbers, the messages, and the CRC-32 of all that. All
-numbers are little-endian. Whatever the bytes are, `unpack` raises nothing but WireError.
+The bytes of a broadcast are a header, a list of 64-bit numbers, the messages, and the CRC-32 of all bytes
+before. All numbers are little-endian. If the bytes are wrong, `unpack` raises WireError and no other error.
 
     magic CFBC, format, kind                     6 bytes
-    generation, round                            32 bits each   of the version that it leads to
+    generation, round                            32 bits each   of the version to which the broadcast leads
     hash, digest                                 64 bits each   a chain has no digest: 0
-    number n of versions before it               32 bits        that lead there
+    number n of earlier versions                 32 bits        from which a client can follow
     chain:    hash of its start, then the length of each of n messages
     changes:  hashes of the n versions, oldest first
     whole:    nothing, and n is 0
@@ -45,7 +45,7 @@ _HASH = struct.Struct("<Q")
 
 
 class Version(NamedTuple):
-    """The name of the copy after `round` rounds. Versions of one server are in the order of their fields."""
+    """The name of the model copy after `round` rounds. A later version of a server compares as greater."""
 
     generation: int
     round: int
@@ -56,33 +56,33 @@ class Version(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The model that a client trains from, with its version."""
+    """The model copy from which a client trains, with its version."""
 
     version: Version
     w: Any
 
 
 class Replica(Protocol):
-    """The operations on a copy, bit for bit the same on the server and on every client.
+    """The operations on a model copy w, bit for bit the same on the server and on every client.
 
     A message that cannot be decoded raises WireError.
     """
 
     def apply(self, w: Any, messages: Sequence[bytes]) -> Any:
-        """Return w after the messages of some rounds."""
+        """Return w after the messages of consecutive rounds are added."""
 
     def change(self, w: Any, message: bytes) -> Any:
-        """Return w with the values that the message holds in place of its own."""
+        """Return w with some values replaced by those in the message."""
 
     def replace(self, message: bytes) -> Any:
-        """Return the w that the message holds."""
+        """Return the w that a message of all coordinates holds."""
 
     def digest(self, w: Any) -> int:
-        """Return 64 bits of a hash of w."""
+        """Return a 64-bit hash of w."""
 
 
 def compute_digest(*parts: Any) -> int:
-    """Return the first 64 bits of SHA-256 over these buffers.
+    """Return the first 64 bits of the SHA-256 hash of the joined buffers.
 
     >>> compute_digest(b"ab") == compute_digest(b"a", b"b")
     True
@@ -94,7 +94,7 @@ def compute_digest(*parts: Any) -> int:
 
 
 def make_first_version(generation: int, round: int, digest: int) -> Version:
-    """Return the version with which a generation begins; `digest` is that of w."""
+    """Return the first version of a generation; `digest` is the digest of w."""
     return Version(generation, round, compute_digest(_FIRST.pack(generation, round, digest)))
 
 
@@ -104,13 +104,13 @@ def make_next_version(version: Version, message: bytes) -> Version:
 
 
 def list_versions(start: Version, messages: Sequence[bytes]) -> tuple[Version, ...]:
-    """Return the versions that these messages lead through, oldest first, with the start."""
+    """Return `start` and the version after each message, oldest first."""
     return tuple(accumulate(messages, make_next_version, initial=start))
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The messages that lead from `start` to `version`, oldest first. There may be none."""
+    """A broadcast of the messages that lead from `start` to `version`, oldest first; possibly none."""
 
     start: Version
     messages: tuple[bytes, ...]
@@ -122,23 +122,23 @@ class Chain:
 
 @dataclass(frozen=True)
 class Changes:
-    """The present values of all coordinates that changed since the oldest of `since`."""
+    """A broadcast of the new values of all coordinates that changed since the oldest version in `since`."""
 
-    since: tuple[Version, ...]  # oldest first, each one round before the next, up to `version`
+    since: tuple[Version, ...]  # oldest first, one for each round before `version`
     message: bytes
     version: Version
     digest: int  # of w at `version`
 
     def __post_init__(self) -> None:
         if not self.since:
-            raise WireError("changes must list a version before their own")
+            raise WireError("a broadcast of changes must list at least one earlier version")
         for i, version in enumerate(self.since):
             _check_distance(version, self.version, len(self.since) - i)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """All of w."""
+    """A broadcast of the whole model copy w."""
 
     message: bytes
     version: Version
@@ -149,17 +149,17 @@ Broadcast = Chain | Changes | Whole
 
 
 def _check_distance(start: Version, end: Version, rounds: int) -> None:
-    """Raise WireError unless the versions can be so many rounds apart."""
+    """Raise WireError unless `end` can be `rounds` rounds after `start`."""
     apart = (end.generation - start.generation, end.round - start.round)
     if apart != (0, rounds) or (rounds == 0 and start != end):
         raise WireError(f"version {start} must be {rounds} rounds before {end}")
 
 
 def follow(copy: Copy | None, broadcast: Broadcast, replica: Replica) -> Copy | None:
-    """Return the copy that the broadcast leads to; None if this client needs the whole model.
+    """Return the model copy to which the broadcast leads; None if the client needs the whole model.
 
-    The server may know an older version of this client than it holds, because a reply got lost. So a
-    broadcast can be used from any version that it lists. What has been applied before is not applied again.
+    If a reply got lost, the client may hold a newer version than the server knows. So a client can follow
+    from any version that the broadcast lists. Messages that the copy already contains are not applied again.
     """
     if copy is not None and copy.version == broadcast.version:
         return copy
@@ -195,7 +195,7 @@ class _Header(NamedTuple):
 
 
 def pack(broadcast: Broadcast) -> bytes:
-    """Return the bytes of a broadcast; raise WireError if its numbers do not fit."""
+    """Return the bytes of a broadcast; raise WireError if a number is too large for its field."""
     digest, numbers, messages = 0, list[int](), list[bytes]()
     if isinstance(broadcast, Chain):
         kind, messages = _CHAIN, [*broadcast.messages]
@@ -209,12 +209,12 @@ def pack(broadcast: Broadcast) -> bytes:
     try:
         data = b"".join([_HEADER.pack(*header), struct.pack(f"<{len(numbers)}Q", *numbers), *messages])
     except struct.error:
-        raise WireError("a broadcast has 32 bits for generation and round, 64 for hashes") from None
+        raise WireError("generation and round must fit in 32 bits, hashes in 64 bits") from None
     return data + _CHECKSUM.pack(zlib.crc32(data))
 
 
 def unpack(data: bytes) -> Broadcast:
-    """Return the broadcast of these bytes; raise WireError unless `pack` can have made them."""
+    """Return the broadcast of the bytes; raise WireError if `pack` cannot have made the bytes."""
     header, numbers, body = _read(data)
     version, before = Version(header.generation, header.round, header.hash), header.round - header.earlier
     if header.kind == _WHOLE:
@@ -225,13 +225,13 @@ def unpack(data: bytes) -> Broadcast:
     start, *lengths = numbers
     ends = list(accumulate(lengths, initial=0))
     if ends[-1] != len(body):
-        raise WireError(f"the messages of the broadcast take {ends[-1]} bytes, and {len(body)} are there")
+        raise WireError(f"the messages of the broadcast must have {ends[-1]} bytes, got {len(body)}")
     messages = tuple(body[one:other] for one, other in pairwise(ends))
     return Chain(Version(header.generation, before, start), messages, version)
 
 
 def _read(data: bytes) -> tuple[_Header, tuple[int, ...], bytes]:
-    """Return the header, the list of numbers, and what follows it, all checked."""
+    """Return header, list of numbers, and the bytes after the list; raise WireError if one is wrong."""
     end = len(data) - _CHECKSUM.size
     if end < _HEADER.size or data[: len(MAGIC)] != MAGIC:
         raise WireError(f"not a broadcast: it must begin with {MAGIC.decode()} and a header")
@@ -242,23 +242,24 @@ def _read(data: bytes) -> tuple[_Header, tuple[int, ...], bytes]:
     listed = header.earlier + (header.kind == _CHAIN)
     start = _HEADER.size + 8 * listed
     if start > end:
-        raise WireError(f"the broadcast lists {listed} numbers, and is too short for them")
+        raise WireError(f"the broadcast is too short for the {listed} numbers that it lists")
     return header, struct.unpack_from(f"<{listed}Q", data, _HEADER.size), data[start:end]
 
 
 def _check_header(header: _Header) -> None:
-    """Raise WireError unless `pack` can have made the header."""
+    """Raise WireError if `pack` cannot have made the header."""
     most = min(MOST, header.round)
     rules = {
         f"the broadcast is of format {header.format}, this program reads format {FORMAT}":
             header.format == FORMAT,
         f"the broadcast is of kind {header.kind}, which format {FORMAT} does not know":
             header.kind in (_CHAIN, _CHANGES, _WHOLE),
-        "the generation of a broadcast must be above 0": header.generation > 0,
-        f"a broadcast to round {header.round} lists at most {most} versions before, got {header.earlier}":
+        f"the generation of a broadcast must be above 0, got {header.generation}": header.generation > 0,
+        f"a broadcast to round {header.round} must list at most {most} versions, got {header.earlier}":
             header.earlier <= most,
-        "a chain has no digest": header.kind != _CHAIN or not header.digest,
-        "a whole model lists no versions before its own": header.kind != _WHOLE or not header.earlier,
+        f"the digest of a chain must be 0, got {header.digest}": header.kind != _CHAIN or not header.digest,
+        f"a whole model must list 0 earlier versions, got {header.earlier}":
+            header.kind != _WHOLE or not header.earlier,
     }  # fmt: skip
     for rule, holds in rules.items():
         if not holds:

@@ -2,10 +2,10 @@
 
     from cfedavg.flower import CFedAvg, compressed
 
-    app = ClientApp(mods=[compressed])            # the client app, otherwise as it was
-    strategy = CFedAvg(FedAvg(fraction_train=0.5))   # the server app, likewise
+    app = ClientApp(mods=[compressed])            # nothing else in the client app changes
+    strategy = CFedAvg(FedAvg(fraction_train=0.5))   # nothing else in the server app changes
 
-Names load when they are first used, so that the command can say what is missing where Flower is.
+Each name is imported at its first use. So if Flower is not installed, the error says how to install it.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""A model's arrays, of any framework, as one vector that is compressed and bytes that travel whole."""
+"""The form of a model, which splits the arrays into a vector to compress and bytes to send uncompressed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cfedavg.core.layout import Layout
 
 Arrays = Mapping[str, NDArray[Any]]
 
-# Running statistics: each is an average already. What of them is left unsent would add up, round by round.
+# Running statistics are not compressed: each is already an average, and unsent rests would add up.
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a model: names, shapes and dtypes in order, and which of the arrays are compressed.
+    """The form of a model: its arrays' names, shapes and dtypes in order, and whether each is compressed.
 
     >>> form = Form.of({"w": np.ones((2, 2), np.float32), "n": np.array(3)})
     >>> x, whole = form.split({"w": np.full((2, 2), 5, np.float32), "n": np.array(4)})
@@ -42,13 +42,13 @@ class Form:
 
     @classmethod
     def of(cls, arrays: Arrays, whole: Sequence[str] = STATISTICS) -> Form:
-        """Return the form of arrays: float32 is compressed, unless a pattern of `whole` fits the name."""
+        """Return the form of `arrays`: compress float32 arrays whose names match no pattern in `whole`."""
         chosen = [
             array.dtype == np.float32 and not any(fnmatchcase(name, pattern) for pattern in whole)
             for name, array in arrays.items()
         ]
         if not any(array.size for array, yes in zip(arrays.values(), chosen, strict=True) if yes):
-            raise InputError(f"the model has no float32 array to compress{_suggest(arrays)}")
+            raise InputError(f"the model must have a float32 array to compress{_suggest(arrays)}")
         return cls(
             tuple(arrays),
             tuple(array.shape for array in arrays.values()),
@@ -67,27 +67,27 @@ class Form:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the vector that is compressed."""
+        """The layout of the vector to compress: names, shapes and dtypes of its arrays."""
         names, shapes, dtypes = zip(*(row for *row, yes in self._rows() if yes), strict=True)
         return Layout(names, shapes, dtypes)
 
     @cached_property
     def whole_bytes(self) -> int:
-        """The length of what travels whole."""
+        """The number of bytes of all uncompressed arrays."""
         return sum(size for size, _ in self._whole_parts())
 
     @cached_property
     def short_bytes(self) -> int:
-        """The length of what travels whole, with running statistics in bf16."""
+        """The number of bytes of all uncompressed arrays, with float32 running statistics in bf16."""
         return sum(size // 2 if is_statistic else size for size, is_statistic in self._whole_parts())
 
     def _rows(self) -> Iterable[tuple[str, tuple[int, ...], str, bool]]:
         return zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
 
     def difference(self, arrays: Arrays, *, kinds: bool = True) -> str:
-        """Return how these arrays differ from this form; empty if they do not. Floats of any width pass.
+        """Return how `arrays` differ from this form, or an empty string if they do not differ.
 
-        Without `kinds` everything passes that is a mean of such arrays.
+        Dtypes of one kind, such as float32 and float64, are equal. If `kinds` is false, all dtypes are equal.
         """
         given = arrays.values()
         found = Layout(tuple(arrays), tuple(a.shape for a in given), tuple(a.dtype.name for a in given))
@@ -96,12 +96,12 @@ class Form:
         )
 
     def split(self, arrays: Arrays) -> tuple[NDArray[np.float32], bytes]:
-        """Return the vector and the bytes, all in the model's own precision."""
+        """Return the vector to compress and the bytes of the other arrays, in the dtypes of this form."""
         parts, whole = [], []
         for name, _, dtype, yes in self._rows():
             given = arrays[name]
             if given.dtype.kind == "f" and np.dtype(dtype).kind in "iu":
-                given = _round(given, dtype)  # the mean of seven times 10 may come as 9.999999999999998
+                given = _round(given, dtype)  # the mean of seven tens may be 9.999999999999998
             array = np.ascontiguousarray(given, dtype)
             if yes:
                 parts.append(array.reshape(-1))
@@ -110,7 +110,7 @@ class Form:
         return np.concatenate(parts), b"".join(whole)
 
     def join(self, x: NDArray[np.float32], whole: bytes) -> dict[str, NDArray[Any]]:
-        """Return the arrays of which `split` made the vector and the bytes."""
+        """Return the model's arrays from the vector `x` and the bytes `whole` that `split` made."""
         arrays: dict[str, NDArray[Any]] = {}
         at = byte = 0
         for name, shape, dtype, yes in self._rows():
@@ -124,7 +124,7 @@ class Form:
         return arrays
 
     def shorten(self, whole: bytes) -> bytes:
-        """Return what travels whole with its running statistics in bf16; `lengthen` makes it long again.
+        """Return the bytes `whole` with running statistics rounded to bf16; `lengthen` restores the dtypes.
 
         >>> form = Form.of({"w": np.ones(2, np.float32), "n.running_mean": np.ones(3, np.float32)})
         >>> _, whole = form.split({"w": np.ones(2), "n.running_mean": np.full(3, 1.001)})
@@ -138,7 +138,7 @@ class Form:
         return b"".join(parts)
 
     def lengthen(self, short: bytes) -> bytes:
-        """Return what travels whole, from what `shorten` made of it."""
+        """Return the bytes that `shorten` made, with running statistics in float32 again."""
         parts, at = [], 0
         for size, is_statistic in self._whole_parts():
             length = size // 2 if is_statistic else size
@@ -147,7 +147,7 @@ class Form:
         return b"".join(parts)
 
     def _whole_parts(self) -> Iterator[tuple[int, bool]]:
-        """Yield the bytes of each array that travels whole, and whether it is a running statistic."""
+        """Yield each uncompressed array's number of bytes, and whether it is a float32 running statistic."""
         for name, shape, dtype, yes in self._rows():
             if not yes:
                 known = any(fnmatchcase(name, pattern) for pattern in STATISTICS)
@@ -158,19 +158,19 @@ class Form:
         return {name: arrays[name] for name, _, _, yes in self._rows() if not yes}
 
     def is_finite(self, whole: bytes) -> bool:
-        """Whether what travels whole holds no NaN or Inf."""
+        """Return whether the uncompressed arrays in `whole` hold no NaN or Inf."""
         arrays = self._whole_arrays(whole).values()
         return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
 
     def largest(self, whole: bytes, kinds: str = "iuf") -> float:
-        """Return the largest number of these kinds in what travels whole, whatever its sign."""
+        """Return the largest absolute value in the uncompressed arrays whose dtype kinds are in `kinds`."""
         numbers = [array for array in self._whole_arrays(whole).values() if array.dtype.kind in kinds]
         ends = (end for each in numbers for end in (each.max(initial=0), each.min(initial=0)))
         return max((abs(float(end)) for end in ends), default=0.0)
 
     def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
-        """Return the weighted mean of what travels whole; whole numbers are rounded to whole numbers."""
-        if len(set(parts)) == 1:  # a mean would round large whole numbers
+        """Return the weighted mean of the clients' uncompressed arrays; means of integers are rounded."""
+        if len(set(parts)) == 1:  # a float64 mean would round large integers
             return parts[0]
         clients, made = [self._whole_arrays(part) for part in parts], b""
         for name, array in clients[0].items():
@@ -181,7 +181,7 @@ class Form:
 
 
 def _round(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Return whole numbers; 2^63, to which a float rounds the largest of an int64, would become -2^63."""
+    """Return `array` rounded to `dtype`. Integers are clipped: the float 2^63 as int64 would become -2^63."""
     with np.errstate(invalid="ignore"):
         made: NDArray[Any] = np.rint(array).astype(dtype)
     if np.dtype(dtype).kind not in "iu":
@@ -192,7 +192,7 @@ def _round(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return the weighted mean; where the sum overflows, sum the shares, which are smaller."""
+    """Return the weighted mean; if the weighted sum overflows, divide the weights by their total first."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean: NDArray[np.float64] = np.average(arrays, 0, weights)
     if np.isfinite(mean).all():
@@ -203,8 +203,8 @@ def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> ND
 
 
 def _suggest(arrays: Arrays) -> str:
-    """Return a hint for whoever trains in NumPy, whose numbers are float64 by default."""
+    """Return a hint for a model without a float32 array to compress; NumPy's default dtype is float64."""
     for name, array in arrays.items():
         if array.dtype.kind == "f" and array.dtype != np.float32:
-            return f": {name!r} is {array.dtype}; convert it, and what clients send, with astype('float32')"
-    return ", or all are named in `whole`"
+            return f": {name!r} is {array.dtype}; convert it, here and on clients, with astype('float32')"
+    return ", whose name matches no pattern in `whole`"

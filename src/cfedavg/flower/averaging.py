@@ -1,4 +1,4 @@
-"""From the replies of a round to the next model and its metrics, by CFedAvg or by a wrapped strategy."""
+"""The averaging of a round's replies, by CFedAvg or by a wrapped strategy, and the model's evaluation."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from cfedavg.wire import WireError
 Rate = float | Callable[[int], float]
 EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
 _REMEDY = "lower the rate, or set max_norm"
-LARGEST = 1e36  # of a model's numbers: a copy of it, and the way from one model to another, stay finite
+LARGEST = 1e36  # the largest value of a model: its replicas, and differences of two models, stay finite
 
 
 class Model(NamedTuple):
-    """What a round changes: x, the part of the model that travels whole, and what the server remembers."""
+    """What a round changes: the vector x, the bytes of the uncompressed arrays, and the server's memory."""
 
     x: NDArray[np.float32]
     whole: bytes
@@ -41,7 +41,7 @@ class Model(NamedTuple):
 
 
 def _object_to_model(x: NDArray[np.float32], whole: bytes, form: Form) -> str:
-    """Return why a model cannot be the next one; empty if it can."""
+    """Return why `x` and `whole` cannot be the next model, or an empty string if they can."""
     if not np.isfinite(x).all() or not form.is_finite(whole):
         return f"the model made from the replies is NaN or infinite: {_REMEDY}"
     largest = float(np.abs(x).max(initial=0))
@@ -52,16 +52,16 @@ def _object_to_model(x: NDArray[np.float32], whole: bytes, form: Form) -> str:
 
 @dataclass(frozen=True)
 class OwnAverage:
-    """Lines 17 to 19 of Algorithm 1."""
+    """The average of CFedAvg itself: lines 17 to 19 of Algorithm 1."""
 
     form: Form
     aggregator: Aggregator
     eta: Rate | None
-    by_steps: bool  # whether updates were divided by K
+    by_steps: bool  # whether clients divided their updates by K, their local steps
     by_samples: bool
 
     def combine(self, now: Round, model: Model, everyone: int) -> Model:
-        """Return the next model; the same one, and the round is void, if the replies make none."""
+        """Return the next model; if the replies make no valid model, void the round and return `model`."""
         taken = now.in_order
         weights = now.claims.samples if self.by_samples else [1.0] * len(taken)
         if not any(weights):
@@ -81,7 +81,7 @@ class OwnAverage:
         self, now: Round, model: Model, taken: list[TakenReply], weights: Sequence[float], everyone: int
     ) -> tuple[NDArray[np.float32], ServerMemory]:
         K, t, optimiser = 1.0, now.server_round - 1, self.aggregator.optimiser
-        if self.by_steps:  # what updates were divided by, on average
+        if self.by_steps:  # K is the mean number by which updates were divided
             steps = [each or 1.0 for each in now.claims.steps]
             K = sum(steps) / len(steps)
         rate = self.eta(t) if callable(self.eta) else self.eta
@@ -91,7 +91,7 @@ class OwnAverage:
                 model.memory,
                 ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True)),
                 everyone=float(everyone),
-                eta=optimiser.default_rate(K) if rate is None else float(rate),  # NumPy's would make float64
+                eta=optimiser.default_rate(K) if rate is None else float(rate),  # so x stays float32
                 scale=optimiser.scale(K),
                 t=t,
             )
@@ -99,30 +99,30 @@ class OwnAverage:
 
 @dataclass(frozen=True)
 class WrappedAverage:
-    """The average of a wrapped strategy, which gets what it expects: a model and metrics from each client."""
+    """The average of a wrapped strategy. The strategy gets each client's model and metrics, uncompressed."""
 
     form: Form
     inner: Strategy
-    by_samples: ClassVar[bool] = False  # the strategy may weigh by them, and need not
+    by_samples: ClassVar[bool] = False  # replies need not report samples
 
     def combine(self, now: Round, model: Model, everyone: int) -> Model:
-        """Return the next model; the same one, and the round is void, if the strategy makes none."""
+        """Return the next model; if the strategy makes no valid model, void the round and return `model`."""
         before = strategy_state.take_snapshot(self.inner)
         pairs = zip(now.in_order, now.claims.samples, strict=True)
         made = self._aggregate(now, [self._restore_reply(*pair, now, model.x) for pair in pairs])
         if made and (found := strategy_state.find_spoilt(self.inner, before)):
             now.make_void(f"the inner strategy would remember NaN or Inf, in {found!r}")
             made = None
-        if made is None:  # nothing of a void round may stay in what the strategy remembers
+        if made is None:  # the strategy must forget a void round
             strategy_state.roll_back(self.inner, before)
             return model
         return Model(*made, model.memory)
 
     def _aggregate(self, now: Round, replies: list[Message]) -> tuple[NDArray[np.float32], bytes] | None:
-        """Return what the strategy makes of the replies; None, and the round is void, if it is of no use."""
+        """Return the strategy's average of the replies; if it is invalid, void the round and return None."""
         try:
             arrays, metrics = self.inner.aggregate_train(now.server_round, replies)
-        except Exception as error:  # the clients would send the same again: only another round helps
+        except Exception as error:  # a retry would get the same replies: go on with another round
             now.make_void(f"the inner strategy failed: {summarise_error(error)}")
             return None
         now.train_metrics = metrics
@@ -131,7 +131,7 @@ class WrappedAverage:
             return None
         found = {name: array.numpy() for name, array in arrays.items()}
         if wrong := self.form.difference(found, kinds=False):
-            raise InputError(f"the inner strategy made another model: {wrong}")
+            raise InputError(f"the inner strategy must make a model of the same arrays: {wrong}")
         x_next, whole_next = self.form.split(found)
         if why := _object_to_model(x_next, whole_next, self.form):
             now.make_void(why)
@@ -141,7 +141,7 @@ class WrappedAverage:
     def _restore_reply(
         self, taken: TakenReply, samples: float, now: Round, x: NDArray[np.float32]
     ) -> Message:
-        """Return the reply that a client without the mod would have sent."""
+        """Return the reply, with a whole model, that a client without the mod would have sent."""
         model = make_record(self.form.join(x + decompress(taken.payload)[0], taken.whole))
         metrics = taken.metrics
         if samples < (taken.samples or 0.0):
@@ -155,15 +155,15 @@ Averaging = OwnAverage | WrappedAverage
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates models, notes the metrics in `result`, and returns them as columns of a row."""
+    """The evaluation of models: each method adds metrics to `result` and returns the metrics as columns."""
 
     function: EvaluateFunction | None
-    config: ConfigRecord  # for the clients
+    config: ConfigRecord  # sent to the clients
     dispatcher: Dispatcher
     result: Result
 
     def evaluate_here(self, server_round: int, arrays: ArrayRecord) -> Record:
-        """Evaluate on the server, by the app's own function."""
+        """Evaluate `arrays` on the server with the app's own function; return the metrics as columns."""
         found = self.function(server_round, arrays) if self.function else None
         if found is None:
             return {}
@@ -171,7 +171,7 @@ class Evaluation:
         return make_columns(found, "test_", "client_")
 
     def ask_clients(self, inner: Strategy, now: Round, arrays: ArrayRecord, state: FederationState) -> Record:
-        """Let those clients evaluate that the inner strategy asks."""
+        """Let the clients that the inner strategy chooses evaluate `arrays`; return metrics as columns."""
         asked = Round(now.server_round, arrays, now.began, max_norm=now.max_norm)
         wanted = inner.configure_evaluate(now.server_round, arrays, self.config, self.dispatcher.grid)
         messages = self.dispatcher.pack(asked, wanted, state)
@@ -184,7 +184,7 @@ class Evaluation:
         alike = _leave_out_odd_ones(replies, asked)
         try:
             found = inner.aggregate_evaluate(now.server_round, alike)
-        except Exception as error:  # the round counts all the same
+        except Exception as error:  # the round stays valid
             log(WARNING, "nothing is known of the clients' evaluation: %s", summarise_error(error))
             return {}
         if found is not None:
@@ -193,9 +193,9 @@ class Evaluation:
 
 
 def _leave_out_odd_ones(replies: list[tuple[Node, Message]], asked: Round) -> list[Message]:
-    """Return the evaluations without those whose metrics are unlike the others, and log what is wrong.
+    """Return the evaluation replies, except those with invalid or unusual metrics; log what is wrong.
 
-    A strategy may log the reason of an error as it is, so it gets one printable line.
+    A strategy may log an error's reason unchanged, so the reason is made one printable line.
     """
     wrong = {node: why for node, reply in replies if (why := _object_to_metrics(reply))}
     kinds = {
@@ -217,7 +217,7 @@ def _leave_out_odd_ones(replies: list[tuple[Node, Message]], asked: Round) -> li
 
 
 def _object_to_metrics(reply: Message) -> str:
-    """Return what is wrong with an evaluation; empty if nothing is."""
+    """Return what is wrong with an evaluation reply, or an empty string if nothing is wrong."""
     if reply.has_error():
         return reply_validation.read_reason(reply) or "it failed"
     try:

@@ -1,4 +1,4 @@
-"""The requests of a round: whom to ask, an order and a load for each node, and replies by a deadline."""
+"""The requests of a round: choose nodes, send each node its request, and collect replies by a deadline."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from cfedavg.flower.messages import NEED_WHOLE, Order, in_a_line, pack_request
 from cfedavg.flower.round_policy import RoundPolicy
 from cfedavg.flower.rounds import Loads, NodeDownload, Round
 
-POLL = 0.3  # seconds between two looks for replies
-PATIENCE = 1.0  # seconds between two looks for nodes
+POLL = 0.3  # seconds between two checks for replies
+PATIENCE = 1.0  # seconds between two checks for nodes
 
 
 def list_online(grid: Grid, numbers: Numbers) -> list[Node]:
-    """Return the nodes that are online, by number. New identities get numbers in the order of their names.
+    """Return the online nodes, sorted by number. New nodes get numbers in the order of their names.
 
-    Without authentication a node has another key, and so is another node, after every restart.
+    Without authentication, a node has a new key after every restart, and so counts as a new node.
     """
     found = {}
     for info in grid.get_nodes():
@@ -48,7 +48,7 @@ def list_online(grid: Grid, numbers: Numbers) -> list[Node]:
 
 
 def _sort_key(name: str) -> list[tuple[int, str]]:
-    """Return a key by which node 2 comes before node 10.
+    """Return a key that sorts "node2" before "node10".
 
     >>> sorted(["node10", "node2"], key=_sort_key)
     ['node2', 'node10']
@@ -58,7 +58,7 @@ def _sort_key(name: str) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Channels:
-    """How updates and the model travel: the server decides, and each request says so."""
+    """The server's options for updates and broadcasts; each request holds those that a client needs."""
 
     compressor: Compressor
     compressor_down: Compressor
@@ -67,17 +67,17 @@ class Channels:
     seed: int  # of all random draws
 
     def downlink(self, layout: Layout) -> Downlink | None:
-        """Return the server's way to the clients; None where it broadcasts the whole model."""
+        """Return the channel that compresses broadcasts, or None if the whole model is broadcast."""
         return make_downlink(self.compressor_down, layout)
 
     def replica(self, layout: Layout) -> ModelReplica | None:
-        """Return how copies of the model are kept; None where there are none."""
+        """Return the operations on clients' model copies, or None if the whole model is broadcast."""
         return ModelReplica(layout, down.rounds) if (down := self.downlink(layout)) else None
 
 
 @dataclass
 class Dispatcher:
-    """Asks nodes and brings their replies. Every node that it meets gets a number in `numbers`."""
+    """The sender of requests and receiver of replies. Every online node gets a number in `numbers`."""
 
     grid: Grid
     form: Form
@@ -85,10 +85,10 @@ class Dispatcher:
     numbers: Numbers
     policy: RoundPolicy
     channels: Channels
-    told: dict[str, Version] = field(default_factory=dict)  # the version that a node said it holds
+    told: dict[str, Version] = field(default_factory=dict)  # the model version that each node reported
 
     def wait_for_nodes(self) -> list[Node]:
-        """Return the nodes that are online, once the policy lets a round start with them."""
+        """Wait until the policy lets a round start with the online nodes, and return these nodes."""
         policy, told = self.policy, -1
         end, least = time.monotonic() + policy.deadline, policy.min_nodes
         while not policy.can_start(len(nodes := list_online(self.grid, self.numbers))):
@@ -98,13 +98,13 @@ class Dispatcher:
             if time.monotonic() > end:
                 raise InputError(
                     f"`min_nodes` is {least}, but only {len(nodes)} nodes came online within "
-                    f"{policy.deadline:g} s: start more, or ask for less"
+                    f"{policy.deadline:g} s. Start more nodes, or lower `min_nodes`."
                 )
             time.sleep(PATIENCE)
         return nodes
 
     def sample(self, now: Round, train_config: ConfigRecord) -> list[Message]:
-        """Return messages to as many nodes as are needed, and some more; the model is not packed yet."""
+        """Choose nodes to train, and return a message to each; `pack` replaces the model in the messages."""
         nodes = self.wait_for_nodes()
         now.needed = self.policy.count_needed(len(nodes))
         config = ConfigRecord({**train_config, "server-round": now.server_round})
@@ -113,7 +113,7 @@ class Dispatcher:
         return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
 
     def pack(self, now: Round, messages: Iterable[Message], state: FederationState) -> list[Message]:
-        """Return the requests to nodes that are online, each with a load, an order, and a time to live."""
+        """Return a request for each message to an online node, with the packed model and the order."""
         known = {node.id: node for node in list_online(self.grid, self.numbers)}
         now.loads = Loads(self.form, self.channels.replica(self.form.layout), state)
         made = []
@@ -128,7 +128,7 @@ class Dispatcher:
         return made
 
     def find_version(self, state: FederationState, identity: str) -> Version | None:
-        """Return the version of the model that a node is known to hold."""
+        """Return the model version that a node is known to hold, or None if none is known."""
         return find_held_version(state.server, identity, self.told.get(identity))
 
     def exchange(
@@ -136,8 +136,8 @@ class Dispatcher:
     ) -> Iterator[tuple[Node, Message]]:
         """Send the requests, and yield each reply that comes by the deadline, with the node that was asked.
 
-        A node whose copy cannot follow, since its disk is an older one, say, gets the whole model at once.
-        An error need not say whose it is, so a reply is matched by the message that it replies to.
+        If a node's model copy cannot follow the broadcast, the node gets the whole model at once. An error
+        reply can lack its node's id, so each reply is matched by the id of its request.
         """
         end, again = time.monotonic() + self.policy.deadline, set[int]()
         waiting = self._push(messages)
@@ -159,7 +159,7 @@ class Dispatcher:
                 time.sleep(POLL)
 
     def _push(self, messages: list[Message]) -> dict[str, int]:
-        """Send messages; return the nodes asked, by Flower's id of the message."""
+        """Send `messages`; return the id of the node asked for each message id of Flower's."""
         names = list(self.grid.push_messages(messages)) if messages else []
         pairs = zip(names, messages, strict=True)
         return {name: message.metadata.dst_node_id for name, message in pairs if name}
@@ -167,7 +167,7 @@ class Dispatcher:
     def _make_request(
         self, now: Round, node: Node, state: FederationState, download: NodeDownload
     ) -> Message:
-        """Return the message to a node, and note what the node downloads."""
+        """Return the request to `node`, and note in `now` what the node downloads."""
         message = now.wanted[node.id]
         order = self._make_order(now, node, state, download)
         download = download._replace(bytes=download.bytes + order.size)
@@ -205,7 +205,7 @@ class Dispatcher:
 
 
 def _find_model(message: Message, model: ArrayRecord) -> str:
-    """Return the name of the record in which a strategy sends the model that it was given."""
+    """Return the name of the ArrayRecord in which the strategy's `message` holds `model`."""
     names = [
         name
         for name, record in message.content.array_records.items()
@@ -214,6 +214,6 @@ def _find_model(message: Message, model: ArrayRecord) -> str:
     ]
     if len(names) != 1:
         raise InputError(
-            "the inner strategy must send each client the model that it was given, as one ArrayRecord"
+            f"the inner strategy must send each client the model in one ArrayRecord, got {len(names)} of them"
         )
     return names[0]

@@ -1,7 +1,7 @@
-"""A federation's folder: the same config.toml and metrics.jsonl as a simulation's, nodes.jsonl, the state.
+"""A federation's folder: config.toml and metrics.jsonl as in a simulation, nodes.jsonl, and the state.
 
-The state that ends a round holds the round's rows. So after a kill at any moment the files can be brought in
-step with the state.
+The state stored at the end of a round holds the round's rows. So after a kill at any moment, the rows in the
+files can be made to match the state.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import FederationState, FixedOptions, RoundRows
 
 NODES, STATE = "nodes.jsonl", "state"
-HANDOVER = 20.0  # seconds: after its SuperLink has died, a ServerApp lives on for up to nine
+HANDOVER = 20.0  # seconds to wait for the lock; a ServerApp may run 9 s longer than its SuperLink
 
 
 class FederationFolder:
-    """The folder of a federation. One server at a time works in it: `hold` locks it."""
+    """The folder of a federation. `hold` locks the folder, so that only one server at a time uses it."""
 
     def __init__(
         self,
@@ -52,19 +52,19 @@ class FederationFolder:
         options: FixedOptions,
         also: Mapping[str, Any],
     ) -> None:
-        """`also`: the options besides `config` that a reader wants to know."""
+        """Set the options; those in `also` are written to config.toml as comments."""
         self.out, self.config, self.options, self.also = out, config, options, also
         self.form, self.replica = form, replica
         self.rows: list[Record] = []
-        self._read: dict[str, list[Record]] = {}  # what `begin` has read, for `open` to write
+        self._read: dict[str, list[Record]] = {}  # by file: the rows that `begin` reads and `open` writes
 
     @contextmanager
     def hold(self) -> Iterator[FederationFolder]:
-        """Make the folder and take the lock; wait a while for a server that is about to end."""
+        """Make the folder and hold its lock; wait up to `HANDOVER` seconds for another server to end."""
         if not exists(self.out / STATE / FILE) and read_rows(self.out / METRICS):
             raise InputError(
-                f"`out`: {self.out / METRICS} is of a run that is no federation, or whose state is gone; "
-                "give another folder"
+                f"`out`: {self.out / METRICS} is of a run that has no federation's state. "
+                "Give another folder."
             )
         make_folder(self.out, "`out`")
         with ExitStack() as stack:
@@ -78,17 +78,17 @@ class FederationFolder:
                         raise
                     time.sleep(0.5)
             remove_temporaries(self.out)
-            self.federation = self._read_name()  # under the lock, so that it gets one name only
+            self.federation = self._read_name()  # under the lock, so that two servers do not make two names
             dtype = self.replica.dtype if self.replica else "float32"
             self.store = ServerStore(self.out / STATE, self.federation, self.form.layout, dtype)
             yield self
 
     def _read_name(self) -> str:
-        """Return the federation's name, by which the nodes know it; a new federation gets one."""
+        """Return the federation's name, which nodes keep with their state; a new one gets a random name."""
         path = self.out / run_files.FEDERATION
         if not path.is_symlink() and not exists(path):
             if exists(self.out / STATE / FILE):
-                raise InputError(f"`out`: {path} is missing, and the state beside it needs it: put it back")
+                raise InputError(f"`out`: {path} is missing, but the federation needs it. Put the file back.")
             write_atomic(path, secrets.token_hex(16).encode())
         try:
             name = read_file(path).decode(errors="replace")
@@ -96,17 +96,17 @@ class FederationFolder:
             raise InputError(f"`out`: cannot read {path} ({error.strerror})") from None
         if not re.fullmatch("[0-9a-f]{32}", name):
             raise InputError(
-                f"`out`: {path} must hold the federation's name, 32 digits and letters from a to f, "
-                f"got {reprlib.repr(name)}; put it back"
+                f"`out`: {path} must hold the federation's name, 32 characters from 0-9 and a-f, "
+                f"got {reprlib.repr(name)}. Put the original file back."
             )
         return name
 
     def begin(
         self, x: NDArray[np.float32], whole: bytes, memory: ServerMemory, *, resume: bool, from_backup: bool
     ) -> FederationState:
-        """Return the state to go on from, checked; `memory` is that of a new server.
+        """Return the checked state to start from. `x`, `whole` and `memory` are for a new federation.
 
-        Nothing is written before `open`.
+        `open` writes the files; this method writes none.
         """
         state = self._load()
         if state is None:
@@ -116,7 +116,7 @@ class FederationFolder:
                 server = replace(server, primary=primary)
             state = FederationState(server, self._form_hash, self.options, whole, sums, memory=memory)
         elif not resume:
-            raise InputError(f"`out`: {self.out} holds a federation; resume it, or give another folder")
+            raise InputError(f"`out`: {self.out} holds a federation. Set `resume`, or give another folder.")
         else:
             self._check(state, memory)
             if from_backup:
@@ -132,13 +132,13 @@ class FederationFolder:
         return hashlib.sha256(self.form.text.encode()).hexdigest()
 
     def _check(self, state: FederationState, memory: ServerMemory) -> None:
-        """Raise InputError unless the state is of this model, these options and these rounds."""
+        """Raise InputError unless the state fits the model, the options and the number of rounds."""
         if state.form != self._form_hash:
-            raise InputError(f"{self.out / STATE} is of another model: what is not compressed differs")
+            raise InputError(f"{self.out / STATE} is of another model: the uncompressed arrays differ")
         if state.server.t > self.config.rounds:
             raise InputError(
                 f"`num_rounds` is {self.config.rounds}, but the federation in {self.out} has done "
-                f"{state.server.t}"
+                f"{state.server.t} rounds"
             )
         for item in fields(FixedOptions):
             before, now = getattr(state.options, item.name), getattr(self.options, item.name)
@@ -151,7 +151,7 @@ class FederationFolder:
             state.check_copy(self.replica)
 
     def open(self, state: FederationState) -> None:
-        """Bring the files in step with the state of `begin`, and make it durable before anything is sent."""
+        """Write the rows of `begin` to the files, and store `state` durably, before any request is sent."""
         self.rows = self._read[METRICS]
         for name, rows in self._read.items():
             write_atomic(self.out / name, "".join(map(format_row, rows)).encode())
@@ -162,12 +162,12 @@ class FederationFolder:
         try:
             stored = self.store.load()
         except OtherModel as error:
-            raise InputError(f"{error}; if the model is the same, `whole` is another") from None
+            raise InputError(f"{error}; if the model is the same, `whole` differs") from None
         except OtherCopy:
             which = "does not round" if self.replica and self.replica.rounds else "rounds"
             raise InputError(
                 f"`compressor_down` is {self.options.compressor_down!r}, but the federation in {self.out} "
-                f"has one that {which} values"
+                f"began with a compressor that {which} values"
             ) from None
         if stored is None:
             return None
@@ -175,7 +175,7 @@ class FederationFolder:
             return FederationState.from_stored(stored)
 
     def store_state(self, state: FederationState) -> None:
-        """Make the state durable, and write into config.toml how many clients there are now."""
+        """Store the state durably, and write config.toml with the present number of clients."""
         self.store.save(state.to_stored())
         config = self.config
         if config.dataset == APP:
@@ -185,11 +185,11 @@ class FederationFolder:
         write_atomic(self.out / run_files.CONFIG, text.encode())
 
     def _read_rows(self, state: FederationState) -> dict[str, list[Record]]:
-        """Return the rows of both files as of the state: without newer rows, with those of its last round."""
+        """Return each file's rows up to the state's round; the rows of the last round are from the state."""
         t, last = state.server.t, state.last
         ended = {METRICS: [last.row], NODES: last.nodes} if last else {METRICS: [], NODES: []}
         rows = {}
-        for name, last_rows in ended.items():  # stop at the first row of a later round, or of none
+        for name, last_rows in ended.items():  # stop at the last round, or at a row without a round
             read = read_rows(self.out / name)
             rounds = (row.get("round") for row in read)
             count = sum(1 for _ in takewhile(lambda i: type(i) is int and i < t - 1, rounds))
@@ -203,22 +203,22 @@ class FederationFolder:
             if found[name] != state.checksums.get(name):
                 raise InputError(
                     f"resume: {self.out / name} was changed after the state was written; "
-                    "put it back, or start another federation"
+                    "put the original file back, or start another federation"
                 )
         return rows
 
     def store_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
-        """Make the end of a round durable; its rows wait in the state until `end_round` writes them."""
+        """Store the state after a round durably, with the round's rows, which `end_round` later writes."""
         sums = _sum_rows({METRICS: [row], NODES: nodes}, state.checksums)
         state = replace(state, last=RoundRows(row, nodes), checksums=sums)
-        for name in (METRICS, NODES):  # the state holds the lines that a power cut may take
+        for name in (METRICS, NODES):  # sync first: the new state drops earlier rows
             with self._writing(name) as path:
                 sync(path)
         self.store.save(state.to_stored())
         return state
 
     def end_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
-        """Make the end of a round durable, and then write its rows where everyone reads them."""
+        """Store the state after a round durably, then append the round's rows to the two .jsonl files."""
         state = self.store_round(state, row, nodes)
         self.rows.append(row)
         for name, rows in ((METRICS, [row]), (NODES, nodes)):
@@ -234,7 +234,7 @@ class FederationFolder:
             raise InputError(f"`out`: cannot write {self.out / name} ({error.strerror})") from None
 
     def held_model(self, state: FederationState) -> NDArray[np.float32]:
-        """Return the model that the clients hold."""
+        """Return the model that the clients hold: their model copy, or x if they keep no copy."""
         primary = state.server.primary
         if primary is None or self.replica is None:
             x: NDArray[np.float32] = state.server.x
@@ -243,8 +243,8 @@ class FederationFolder:
         return w
 
     def close(self, state: FederationState) -> None:
-        """Write the model and the pictures, once the last round is over."""
-        from cfedavg.report import write_run_pictures  # matplotlib, only now
+        """Write the model and the pictures after the last round."""
+        from cfedavg.report import write_run_pictures  # here, as it imports matplotlib
 
         save_tensors(self.form.join(self.held_model(state), state.whole), self.out / run_files.MODEL)
         if state.server.primary:
@@ -254,5 +254,5 @@ class FederationFolder:
 
 
 def _sum_rows(rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return the checksum of each file after these rows, which follow those of the checksums `before`."""
+    """Return each file's checksum after `rows` are appended; `before` has the checksums of earlier rows."""
     return {name: checksum_rows(each, (before or {}).get(name, 0)) for name, each in rows.items()}

@@ -1,9 +1,9 @@
-"""What the server of a federation keeps between rounds, and how the store writes it.
+"""The state that a federation's server keeps between rounds, and its conversion to the stored form.
 
 The store writes a line for each client, a table of JSON ("facts") and named tensors. Only the methods
-`to_stored` and `from_stored` of FederationState know which field lies where: a new field is one line in
-each. A checksum does not prove who wrote a file, so every field is checked when it is read: ValueError or
-KeyError says what is wrong.
+`to_stored` and `from_stored` of FederationState know where each field is stored: a new field needs one line
+in each method. A checksum does not prove who wrote a file, so `from_stored` checks every field, and raises
+ValueError or KeyError if a field is wrong.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from cfedavg.flower.array_layout import Form
 from cfedavg.flower.round_policy import Claims
 from cfedavg.flower.strategy_state import Memory
 
-NODE_NUMBERS = 2**32  # a message says in 64 bits which node sent it; no federation has as many nodes
-_WHOLE = "whole"  # the name of an array
-_INNER, _SERVER = "inner/", "server/"  # how the names of others begin
+NODE_NUMBERS = 2**32  # every node number is below this bound; a message has 64 bits for a node number
+_WHOLE = "whole"  # the name of the tensor of uncompressed arrays
+_INNER, _SERVER = "inner/", "server/"  # prefixes of the names of the other tensors
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is online: Flower's id, the fingerprint of its key, our number for it, its name."""
+    """A node that is online: Flower's id, the hash of the node's key, its number as a client, its name."""
 
     id: int
     identity: str
@@ -53,16 +53,17 @@ class Node:
 
 
 class Numbers:
-    """The numbers of clients. A client that has delivered keeps its own; others have the lowest free ones.
+    """The numbers of nodes, by identity. A new node gets the lowest free number.
 
-    `lent` are those of nodes that have not delivered yet. They are given back when such a node goes away,
-    so that it leaves nothing behind.
+    `kept`: the permanent numbers of nodes with an update in the model. `lent`: the numbers of the other
+    nodes. A lent number becomes free when its node goes offline.
     """
 
     def __init__(self, kept: Mapping[str, int] | None = None, lent: Mapping[str, int] | None = None) -> None:
         self.kept, self.lent = dict(kept or {}), dict(lent or {})
         self._used = {*self.kept.values(), *self.lent.values()}
-        # All below `_next` are used, or given back and in the heap: nothing grows with the largest number.
+        # Every number below `_next` is used, or is free and in the heap `_back`. So the size of these fields
+        # does not grow with the largest number.
         self._next, self._back = 0, list[int]()
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ class Numbers:
         return identity in self.kept or identity in self.lent
 
     def of(self, identity: str) -> int:
-        """Return the number of a node; a new node gets the lowest that is free."""
+        """Return the number of the node `identity`; a new node gets the lowest free number."""
         if identity in self.kept:
             return self.kept[identity]
         if identity not in self.lent:
@@ -87,7 +88,7 @@ class Numbers:
         return self.lent[identity]
 
     def settle(self, delivered: Iterable[str], online: Collection[str]) -> None:
-        """Let those who have delivered keep their numbers, and take back those of nodes that are gone."""
+        """Make the numbers of `delivered` nodes permanent, and free the lent numbers of offline nodes."""
         self.kept |= {who: self.lent.pop(who) for who in delivered if who in self.lent}
         for who in [who for who in self.lent if who not in online]:
             number = self.lent.pop(who)
@@ -97,15 +98,15 @@ class Numbers:
 
 
 class Note(NamedTuple):
-    """What the server keeps of a client: its number, its last round in the model, |e|^2 as it said then."""
+    """What the server knows of a client: number, round of its last update in the model, |residual|^2."""
 
     number: int
     heard: int
-    residual2: float | None
+    residual2: float | None  # as reported in round `heard`
 
 
 class RoundRows(NamedTuple):
-    """The rows that a round writes: its own, and one for each node that it asked."""
+    """The rows that a round writes: one for the round, and one for each node that the round asked."""
 
     row: Record
     nodes: list[Record]
@@ -115,7 +116,7 @@ class RoundRows(NamedTuple):
 class FixedOptions:
     """The options that a resume must not change.
 
-    Residuals are in the units of the update, draws are keyed by the seed, and curves are of one run.
+    Residuals have the units of `update`, `seed` keys the random draws, and a run's curves need fixed options.
     """
 
     inner: str | None  # the names of the classes of a wrapped strategy
@@ -129,18 +130,18 @@ class FixedOptions:
 
 @dataclass(frozen=True)
 class FederationState:
-    """All that a server needs to go on after the last round that ended."""
+    """All that a server needs to continue after the last completed round."""
 
     server: Server
     form: str  # the hash of the model's form
     options: FixedOptions
-    whole: bytes  # the part of the model that travels whole
+    whole: bytes  # the bytes of the model's uncompressed arrays
     checksums: Mapping[str, int]  # of the rows in each file
-    clients: Table[KnownClient] = field(default_factory=Table)  # those in the model, each with a Note
-    lent: Mapping[str, int] = field(default_factory=dict)  # the numbers of nodes that are not in the model
+    clients: Table[KnownClient] = field(default_factory=Table)  # those with an update in the model
+    lent: Mapping[str, int] = field(default_factory=dict)  # the numbers of all other nodes
     norms: Sequence[float] = ()  # of the last payloads in the model
-    claims: Claims = field(default_factory=Claims)  # of the last replies
-    inner: Memory | None = None  # what a wrapped strategy remembers
+    claims: Claims = field(default_factory=Claims)  # local steps and examples of the last replies
+    inner: Memory | None = None  # the memory of a wrapped strategy
     memory: ServerMemory = field(default_factory=ServerMemory)  # of the feedback and the server optimiser
     last: RoundRows | None = None  # None before the first round ends
 
@@ -151,37 +152,37 @@ class FederationState:
         notes: Mapping[str, Note],
         primary_next: Primary | None = None,
     ) -> FederationState:
-        """Return the state after a round with these answers in x_next; each of their clients has a note.
+        """Return the state after a round: `x_next` holds the answers `taken`; `notes` describe the clients.
 
-        With a compressed broadcast, `primary_next` is the copy that it leads to.
+        If broadcasts are compressed, `primary_next` is the model copy after the next broadcast.
         """
         after = ServerState(self.server, self.clients).end_round(taken, x_next, notes, primary_next)
         return replace(self, server=after.server, clients=after.clients)
 
     def check_whole(self, form: Form) -> None:
-        """Raise ValueError unless the part that travels whole is of a model of this form."""
+        """Raise ValueError unless the uncompressed arrays in `whole` fit `form` and are finite."""
         if len(self.whole) != form.whole_bytes:
-            raise ValueError(f"what travels whole must have {form.whole_bytes} bytes, got {len(self.whole)}")
+            raise ValueError(f"`whole` must have {form.whole_bytes} bytes, got {len(self.whole)}")
         if not form.is_finite(self.whole):
-            raise ValueError("what travels whole holds NaN or Inf")
+            raise ValueError("`whole` must be finite, but holds NaN or Inf")
 
     def check_copy(self, replica: ModelReplica | None) -> None:
-        """Raise ValueError unless there is a copy where broadcasts are compressed, and it is finite."""
+        """Raise ValueError if the model copy is missing, not finite, or not allowed (`replica` is None)."""
         primary = self.server.primary
         if (primary is None) != (replica is None):
-            raise ValueError("the copy of the model is missing or one too many")
+            raise ValueError("the state must hold a model copy if broadcasts are compressed, and only then")
         if primary and replica and not np.isfinite(replica.model(primary.w)).all():
-            raise ValueError("the copy of the model holds NaN or Inf")
+            raise ValueError("the model copy must be finite, but holds NaN or Inf")
 
     def check_memory(self, like: ServerMemory) -> None:
-        """Raise ValueError unless the server remembers what a server of these options does."""
+        """Raise ValueError unless the server's memory has the same vectors as `like`, and is finite."""
         found, wanted = self.memory.vectors(), like.vectors()
         if odd := sorted(found.keys() ^ wanted.keys()):
-            raise ValueError(f"the server's memory {reprlib.repr(odd[0])} is missing or one too many")
+            raise ValueError(f"the server's memory {reprlib.repr(odd[0])} is missing or unknown")
         for name, vector in found.items():
             check_vector(f"the server's memory {name}", vector, "float32", len(wanted[name]))
             if not np.isfinite(vector).all():
-                raise ValueError(f"the server's memory {name} holds NaN or Inf")
+                raise ValueError(f"the server's memory {name} must be finite, but holds NaN or Inf")
 
     def to_stored(self) -> ServerState:
         """Return the state as the store writes it."""
@@ -205,7 +206,7 @@ class FederationState:
 
     @classmethod
     def from_stored(cls, stored: ServerState) -> FederationState:
-        """Return the state that a server stored; raise ValueError or KeyError unless one can have."""
+        """Return the state in `stored`; raise ValueError or KeyError for a wrong, missing or extra field."""
         facts, arrays, t = dict(stored.facts), dict(stored.extra), stored.server.t
         state = cls(
             server=stored.server,
@@ -224,7 +225,7 @@ class FederationState:
             last=_read_rows(facts.pop("last", None), t),
         )
         if unknown := [*facts, *arrays]:
-            raise ValueError(f"it has one field too many, {reprlib.repr(min(unknown))}")
+            raise ValueError(f"the state has an unknown field, {reprlib.repr(min(unknown))}")
         numbers = [*state.lent.values(), *(known.note.number for known in state.clients.values())]
         if len(set(numbers)) < len(numbers):
             raise ValueError("two clients have the same number")
@@ -233,11 +234,11 @@ class FederationState:
 
 def _read_options(stored: Any) -> FixedOptions:
     table = renew(check_table("options", stored))
-    table.pop("local_optimiser", None)  # of a state that was stored before the server optimiser was an option
-    table.setdefault("compressor_down", "none")  # and before the broadcast was compressed
+    table.pop("local_optimiser", None)  # older versions have this option
+    table.setdefault("compressor_down", "none")  # older versions lack this option
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:
-        raise ValueError(f"it has one option too many, {reprlib.repr(min(table))}")
+        raise ValueError(f"the state has an unknown option, {reprlib.repr(min(table))}")
     for item in fields(FixedOptions):
         if item.type == "str" or (item.name == "inner" and options.inner is not None):
             check_text(item.name, getattr(options, item.name))
@@ -250,30 +251,32 @@ def _read_integers(name: str, stored: Any, below: int) -> dict[str, int]:
 
 
 def _read_norms(name: str, stored: Any) -> list[float]:
-    return [_check_norm(f"one of its {name}", value) for value in check_list(name, stored)]
+    return [_check_norm(f"each of the {name}", value) for value in check_list(name, stored)]
 
 
 def _check_norm(name: str, value: Any) -> float:
     if value is None or not is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a number of 0 or more, got {value!r:.40}")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r:.40}")
     return value  # type: ignore[no-any-return]
 
 
 def _take(arrays: dict[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Take out the arrays whose names begin with the prefix, and drop the prefix."""
+    """Remove and return the arrays whose names begin with `prefix`, under their names without `prefix`."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays.pop(name) for name in names}
 
 
 def _read_rows(stored: Any, t: int) -> RoundRows | None:
     if (stored is None) != (t == 0):
-        raise ValueError(f"the rows of the last round must be there after a round, and t is {t}")
+        raise ValueError(
+            f"the state must hold the rows of the last round if and only if `t` is above 0, got `t` {t}"
+        )
     if stored is None:
         return None
     last = RoundRows(check_table("last", stored)["row"], check_list("nodes", stored["nodes"]))
     for row in (last.row, *last.nodes):
         check_integer("the round of a row", check_table("a row", row)["round"], t - 1, t)
-    checksum_rows([last.row, *last.nodes])  # ValueError for NaN, which no row can hold
+    checksum_rows([last.row, *last.nodes])  # raises ValueError for NaN
     return last
 
 

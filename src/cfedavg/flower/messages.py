@@ -1,8 +1,8 @@
-"""The messages through Flower, as its records: the order to a client and the client's reply.
+"""The messages between server and client as Flower's records: the order to a client, and the client's reply.
 
-What leads a client to the model goes out as one row of bytes, its body: within the order while it is short,
-as an array when it is long. Every array of a message costs requests of its own, whose signed headers are
-longer than what a client sends back; but a long row is stored once for all nodes that need the same.
+The body of a request is the bytes from which a client makes the model. A short body is a field of the order;
+a long body is an array. Flower sends every array in requests of its own, and their signed headers alone are
+longer than a client's reply. But Flower stores a long array only once for all nodes that get the same body.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cfedavg.wire import WireError
 OURS = "cfedavg"  # the name of our record, in both directions
 MODS = "mods=[cfedavg.flower.compressed]"
 
-# Why a client does not answer. Flower's own codes are below 10.
+# The error codes of a client that sends no update. Flower's own codes are below 10.
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
 UNKNOWN_PART, FORGED, OTHER_VERSION, NEED_WHOLE = 1008, 1009, 1010, 1011
 CAUSES = {
@@ -44,53 +44,53 @@ CAUSES = {
     OTHER_VERSION: "another version",
     NEED_WHOLE: "another copy",
 }
-SHORT = 32_768  # bytes of a body that travels within the order
-MOST_TEXT = 300  # characters of what a node says that are of use to anyone
-# Of a body: the CRC-32 of all that follows, and the length of the broadcast; what travels whole is the rest.
+SHORT = 32_768  # the most bytes of a body that is a field of the order
+MOST_TEXT = 300  # the most characters that are kept of a node's text
+# A packed body: the CRC-32 of the rest, the broadcast's length, the broadcast, the uncompressed arrays.
 _CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 
 def in_a_line(text: str) -> str:
-    """Return what a node says as one printable line that is not too long: it may say anything."""
+    """Return a node's `text` as one printable line of at most `MOST_TEXT` characters."""
     return "".join(c if c.isprintable() else " " for c in text[:MOST_TEXT])
 
 
 def read_number(value: Any) -> float | None:
-    """Return a finite number that a client reported; None if it is none."""
+    """Return a client's `value` as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 2**1000 and math.isfinite(value) else None
 
 
 def make_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Return arrays as Flower's record, each a copy."""
+    """Return Flower's ArrayRecord with a copy of each array."""
     return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a client is told besides the model and the user's own configuration."""
+    """The server's instructions to a client, besides the model and the user's own configuration."""
 
     federation: str
     client: str  # the identity that the node has proved
-    number: int  # by which its random draws go
+    number: int  # of the client; it keys the random draws
     generation: int
     stamp: int
     t: int
-    mark: list[int]  # of its last answer that is in the model; empty if none is
+    mark: list[int]  # of the client's last answer in the model; empty if there is none
     form: str
     arrays: str  # the name of the record with the model
     compressor: str
     feedback: str
     update: str
     seed: int
-    max_norm: float  # of what is sent; infinite if there is no bound
-    copy: str  # the dtype of the copy of the model that clients keep; empty if the model travels whole
-    body: bytes  # empty if it travels as an array
+    max_norm: float  # of a payload; infinite if there is no bound
+    copy: str  # the dtype of the clients' model copies; empty if broadcasts are not compressed
+    body: bytes  # empty if the body is an array
 
     @property
     def size(self) -> int:
-        """The length in bytes, without the body: of texts their length, of numbers 8 each."""
+        """The order's length in bytes without the body: a text counts its characters, a number 8."""
         values = [getattr(self, item.name) for item in fields(self) if item.name != "body"]
         return sum(
             len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list) else 8
@@ -98,25 +98,25 @@ class Order:
         )
 
     def request(self, broadcast: Broadcast | None = None) -> Request:
-        """Return the request of the protocol."""
+        """Return the protocol's request that this order and `broadcast` make."""
         mark = Mark(Stamp(*self.mark[:2]), *self.mark[2:]) if self.mark else None
         return Request(Stamp(self.generation, self.stamp), self.t, mark, broadcast)
 
 
 class Body(NamedTuple):
-    """What leads a client to the model: the broadcast, or x itself, and what travels whole."""
+    """The bytes that give a client the model: the broadcast or the vector x, and the uncompressed arrays."""
 
     broadcast: bytes
     whole: bytes
 
     def pack(self) -> bytes:
-        """Return one row of bytes."""
+        """Return the body as bytes, with a checksum and the broadcast's length in front."""
         data = _LENGTH.pack(len(self.broadcast)) + self.broadcast + self.whole
         return _CHECKSUM.pack(zlib.crc32(data)) + data
 
     @classmethod
     def unpack(cls, data: bytes) -> Body:
-        """Return the parts of a row; raise InputError if it is not as it was sent."""
+        """Return the body in the bytes `data` of `pack`; raise InputError if `data` is damaged."""
         at, start = _CHECKSUM.size, _CHECKSUM.size + _LENGTH.size
         if len(data) < start or _CHECKSUM.unpack_from(data)[0] != zlib.crc32(memoryview(data)[at:]):
             raise InputError("the request is damaged: the checksum of its body is wrong")
@@ -127,7 +127,7 @@ class Body(NamedTuple):
 
 
 class Load:
-    """The body of requests, made once for all clients that get the same."""
+    """A packed body, made once for all requests that share it: in `within` if short, else in `arrays`."""
 
     def __init__(self, body: Body) -> None:
         data = body.pack()
@@ -137,7 +137,7 @@ class Load:
 
 
 def pack_request(content: RecordDict, load: Load, order: Order) -> RecordDict:
-    """Return the content for a client: all that the user's strategy sends, with a body for the model."""
+    """Return the strategy's `content` with `load` in place of the model, and with `order` added."""
     made = RecordDict({name: record for name, record in content.items() if name != order.arrays})
     if load.arrays is not None:
         made[order.arrays] = load.arrays
@@ -146,7 +146,7 @@ def pack_request(content: RecordDict, load: Load, order: Order) -> RecordDict:
 
 
 def read_order(message: Message) -> Order | None:
-    """Return the order in a message, None if our strategy sent none; InputError if of another version."""
+    """Return a message's order, or None if there is none; raise InputError for another version's order."""
     record = message.content.config_records.get(OURS)
     if not record:
         return None
@@ -156,7 +156,7 @@ def read_order(message: Message) -> Order | None:
 
 
 def read_body(content: RecordDict, order: Order) -> Body:
-    """Return the body of a request, wherever it travelled; raise InputError if it is damaged."""
+    """Return the body of a request, from the order or from the array; raise InputError if it is damaged."""
     if order.body:
         return Body.unpack(order.body)
     record: Mapping[str, Array] = content.array_records.get(order.arrays, {})
@@ -166,7 +166,7 @@ def read_body(content: RecordDict, order: Order) -> Body:
 
 
 def take_version(reply: Message) -> Version | None:
-    """Take the version out of a reply, which a strategy does not expect; None if it says none."""
+    """Remove cfedavg's record from a reply; return the model version in the record, or None."""
     if reply.has_error():
         return None
     record: Mapping[str, Any] = reply.content.config_records.get(OURS, {})
@@ -179,7 +179,7 @@ def take_version(reply: Message) -> Version | None:
 
 
 class ReplyRecord(NamedTuple):
-    """The record of a client's reply."""
+    """The record of a client's reply: the request's stamp, the client's incarnation, the message."""
 
     stamp: Stamp
     incarnation: int
@@ -187,12 +187,12 @@ class ReplyRecord(NamedTuple):
 
     @property
     def check(self) -> int:
-        """The checksum of all three: with another incarnation, the client would take back what is applied."""
+        """The checksum of all fields. A wrong incarnation would make the client send its update twice."""
         return zlib.crc32(self.message, zlib.crc32(f"{[*self.stamp, self.incarnation]}".encode()))
 
 
 def pack_reply(reply: ReplyRecord, request: Message) -> Message:
-    """Return the reply to a request."""
+    """Return the Flower message that carries `reply` to the sender of `request`."""
     record = ConfigRecord({**reply._asdict(), "stamp": list(reply.stamp), "check": reply.check})
     return Message(RecordDict({OURS: record}), reply_to=request)
 
@@ -212,13 +212,13 @@ def read_reply(content: RecordDict) -> ReplyRecord:
 
 
 def measure_reply(reply: Message) -> int:
-    """Return the bytes of the message in a reply, valid or not."""
+    """Return the number of bytes of the client's message in a reply, valid or not; 0 if there is none."""
     record: Mapping[str, Any] = {} if reply.has_error() else reply.content.config_records.get(OURS, {})
     message = record.get("message")
     return len(message) if isinstance(message, bytes) else 0
 
 
 def refuse(code: int, why: str, request: Message) -> Message:
-    """Return the reply of a client that sends nothing; the node's own log says so as well."""
+    """Return a client's error reply with `code` and the reason `why`; log the reason on the node."""
     log(WARNING, "nothing is sent: %s", why)
     return Message(Error(code, why), reply_to=request)

@@ -1,8 +1,8 @@
-"""The client mod: an unchanged Flower client, of any framework, sends compressed updates with error feedback.
+"""The client mod, which makes an unchanged Flower client send compressed updates with error feedback.
 
-The mod brings the node's copy of the model up to date and gives it to the app as the arrays that the app
-knows. It takes the trained arrays from the app's reply, and sends what the protocol says instead. Residual
-and copy live on the node's disk, since every message is a process of its own.
+The mod updates the node's model copy, and gives the model to the app as the arrays that the app expects. The
+mod takes the trained arrays from the app's reply, and sends the compressed update instead. The residual and
+the model copy are on the node's disk, since Flower handles every message in a new process.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from cfedavg.flower.messages import Order, ReplyRecord, read_number, refuse
 from cfedavg.wire import WireError
 
 STEPS = "local-steps"  # the metric by which a client reports K_i
-MOST_METRICS = MOST_FACTS - 1024  # bytes of the facts that an app may fill
+MOST_METRICS = MOST_FACTS - 1024  # the most bytes of an app's metrics among the facts
 
 
 def compressed(
     message: Message, context: Context, call_next: ClientAppCallable, *, own: Collection[type[Part]] = ()
 ) -> Message:
-    """Compress what a client app sends: `ClientApp(mods=[compressed])`.
+    """Compress the updates that a client app sends: `ClientApp(mods=[compressed])`.
 
-    Messages that are not from our strategy pass unchanged. The node keeps its residual in the folder
-    `state-dir` of its --node-config, or in $CFEDAVG_STATE, or in Flower's own folder. A client that reports
-    the metric `local-steps` may do as many as it likes.
+    Messages from other strategies than CFedAvg pass unchanged. The node keeps its residual in the folder
+    `state-dir` of its --node-config, else in $CFEDAVG_STATE, else in Flower's own folder. A client that
+    reports the metric `local-steps` may do any number of local steps.
 
-    The server names compressor and feedback, and nothing is imported for their texts. Classes of your own
-    that it may name are in `own`: `mods=[partial(compressed, own=[MySelector])]`.
+    The server names the compressor and the feedback, and the mod imports no code for these names. If the
+    server names classes of your own, list them: `mods=[partial(compressed, own=[MySelector])]`.
     """
     try:
         order = messages.read_order(message)
@@ -71,7 +71,7 @@ def compressed(
 
 
 def state_folder(context: Context) -> Path:
-    """Return where a node keeps its residuals."""
+    """Return the folder in which a node keeps its residuals and model copies."""
     named = context.node_config.get("state-dir") or os.environ.get("CFEDAVG_STATE")
     if named:
         return Path(str(named))
@@ -97,7 +97,10 @@ class _Exchange:
         self.store = ClientStore(folder, order.federation, order.client, layout, self.replica.dtype)
 
     def reply(self, call_next: ClientAppCallable) -> Message:
-        """Return the reply. An InputError of the app becomes a RuntimeError: ours are of disk or request."""
+        """Return the reply to the request.
+
+        An InputError of the app becomes a RuntimeError: here, InputError means a bad disk or request.
+        """
 
         def run_app() -> Message:
             try:
@@ -112,7 +115,7 @@ class _Exchange:
 
     @cached_property
     def broadcast(self) -> Broadcast | None:
-        """What leads to the present copy of the model; None where the model itself has come."""
+        """The broadcast that updates the model copy, or None if broadcasts are not compressed."""
         try:
             return unpack(self.body.broadcast) if self.order.copy else None
         except WireError as error:
@@ -129,7 +132,7 @@ class _Exchange:
         return refuse(messages.NEED_WHOLE, why, self.message)
 
     def _give_model(self, client: Client | None) -> Array:
-        """Put the model into the request as the app knows it, take our record out, and return x."""
+        """Put the model's arrays into the request for the app, remove the order, and return the vector x."""
         if client is None or client.copy is None or not self.order.copy:
             x = np.frombuffer(self.body.broadcast, np.float32)
         else:
@@ -141,7 +144,7 @@ class _Exchange:
         return x
 
     def _evaluate(self, run_app: Callable[[], Message]) -> Message:
-        """Let the app evaluate the present model, and say which version of it this node holds."""
+        """Return the app's evaluation of the present model, with the version of this node's model copy."""
         if self.broadcast is None:
             self._give_model(None)
             return run_app()
@@ -150,7 +153,7 @@ class _Exchange:
         with self.store.lock():
             before = self.store.load()
             client, action = machine.catch_up(before, self.broadcast, self.replica)
-            if client.copy is not before.copy:  # stored, so that the next request need not carry it again
+            if client.copy is not before.copy:  # so the next request need not carry the copy again
                 self.store.save(client)
         if client.copy is None or isinstance(action, Refuse | NeedWhole):
             return self._refuse(action if isinstance(action, Refuse) else NeedWhole())
@@ -183,7 +186,7 @@ class _Exchange:
         return trained if trained.has_error() else self._send(client, x, trained)
 
     def _make_channel(self) -> Channel:
-        """Return the channel that the order names; raise InputError for parts that are not known here."""
+        """Return the channel that the order names; raise InputError for a part unknown to this node."""
         stages = [part for part in self.own if issubclass(part, Stage)]
         feedbacks = [part for part in self.own if issubclass(part, Feedback)]
         feedback = FEEDBACKS.parse(self.order.feedback, trust=False, own=feedbacks)
@@ -194,7 +197,7 @@ class _Exchange:
             return machine.receive(client, self.request, self.uplink, self.replica)
 
     def _send(self, client: Client, x: Array, trained: Message) -> Message:
-        """Return the answer after the local work from x; the state with it is stored first."""
+        """Store the client's state after training from `x`; return the reply with the compressed update."""
         facts = read_facts(trained)
         if why := object_to_model(trained, self.form):
             return refuse(messages.OTHER_MODEL, why, self.message)
@@ -218,9 +221,9 @@ class _Exchange:
         return self._pack_reply(client, sent)
 
     def _make_answer(self, client: Client, g: Array, sender: Uplink) -> tuple[Client, bytes]:
-        """Return the state and the message; drop a residual that by itself is too large to be ever sent.
+        """Return the next state and the message; drop a residual that alone is too large to ever be sent.
 
-        A feedback whose memory the server mirrors keeps it: the server would go on with it.
+        If the server mirrors the feedback's memory, keep the residual and raise TooLarge or NotFinite.
         """
         try:
             return machine.make_answer(client, self.request, g, sender)
@@ -238,7 +241,7 @@ class _Exchange:
 
 
 def read_facts(trained: Message) -> dict[str, Any]:
-    """Return the metrics that the app reports, and those of them that have a meaning here."""
+    """Return the metrics that the app reports, and the local steps K and the loss found in them."""
     records = {name: dict(record) for name, record in trained.content.metric_records.items()}
     merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
     loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)
@@ -246,7 +249,7 @@ def read_facts(trained: Message) -> dict[str, Any]:
 
 
 def object_to_model(trained: Message, form: Form) -> str:
-    """Return why the model in a reply cannot be compressed; empty if it can."""
+    """Return why the model in a reply cannot be compressed, or an empty string if it can."""
     records = list(trained.content.array_records.values())
     if len(records) != 1:
         return f"the client app replied with {len(records)} ArrayRecords: exactly one is needed"
@@ -255,7 +258,7 @@ def object_to_model(trained: Message, form: Form) -> str:
 
 
 def object_to_metrics(facts: dict[str, Any], update: str) -> str:
-    """Return what is wrong with the metrics of a reply; empty if nothing is."""
+    """Return what is wrong with the metrics of a reply, or an empty string if nothing is wrong."""
     if update == "mean" and not (facts["K"] or 0) > 0:
         return f"update = 'mean' needs the metric {STEPS!r}, the number of local steps, above 0"
     if (size := len(json.dumps(facts["metrics"]))) > MOST_METRICS:

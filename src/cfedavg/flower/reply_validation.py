@@ -1,4 +1,4 @@
-"""Whether a reply is taken: what it must be, and the cause by which it is counted if it is not."""
+"""The validation of replies: the rules for a valid reply, and the cause of a rejection."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from cfedavg.flower.federation_state import Node
 from cfedavg.flower.messages import CAUSES, ReplyRecord, in_a_line, measure_reply, read_number, read_reply
 from cfedavg.wire import WireError, decode, read_header
 
-# Flower's own errors, of requests and replies whose time is over and of nodes that are not there.
+# Flower's own error codes: an expired request (3), an expired reply (4), an unavailable node (5).
 _LATE, _LOST = ("late", "no reply by the deadline"), ("lost", "it is offline")
 _FLOWERS = {3: _LATE, 4: _LATE, 5: _LOST}
 _RAISED = re.compile(r"<class '(?:[^'.]*[.])*([^'.]*)'>:<[\"']")
-_MOST = 1e100  # above what float32 numbers can come to
-# The facts that a client reports of its round, and the least and the most that each may be.
+_MOST = 1e100  # above any loss or squared norm of float32 numbers
+# The numbers that a client reports of its round, and the smallest and largest value of each.
 _BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53)}
 _BOUNDS |= dict.fromkeys(("g2", "p2", "noise2", "memory2"), (0.0, _MOST))
-MOST_NAME = 100  # characters of the name of a metric
+MOST_NAME = 100  # the most characters of a metric's name
 SAMPLES = "num-examples"  # the metric by which a client reports how many examples it has
-# How a node of version 0.5 fails at an order of now.
+# The error of a node with cfedavg 0.5 that reads a present order.
 _OLDER = "Order.__init__() got an unexpected keyword"
 _INSTALL = "the node has an older version of cfedavg than the server: install the same on both"
-FAILED = "app failed"  # the cause of which only the app knows more
+FAILED = "app failed"  # the cause of an exception in the client app
 TOO_LARGE = CAUSES[messages.TOO_LARGE]
 Who = TypeVar("Who")
 
 
 class Rejected(Exception):
-    """A reply that is not taken: `cause` is counted, the text says more."""
+    """The error for a rejected reply: rounds count rejections by `cause`, and the text explains this one."""
 
     def __init__(self, cause: str, why: str = "") -> None:
         super().__init__(in_a_line(why or cause))
@@ -53,13 +53,13 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class TakenReply:
-    """A reply that goes into the model."""
+    """A valid, decoded reply, whose update goes into the model."""
 
     node: Node
     mark: Mark
     payload: Payload
     whole: bytes
-    facts: Mapping[str, float | None]  # those of _BOUNDS
+    facts: Mapping[str, float | None]  # by the names in _BOUNDS
     arrays: str  # the name of the record in which the app replied with its model
     metrics: Mapping[str, MetricRecord]
     bytes: int
@@ -71,18 +71,18 @@ class TakenReply:
 
     @property
     def memory2(self) -> float | None:
-        """|memory|^2 of the client's feedback; where that equals |p - C(p)|^2, the client says it once."""
+        """|memory|^2 of the client's feedback; if not reported, it equals `noise2`, which is |p - C(p)|^2."""
         found = self.facts["memory2"]
         return self.facts["noise2"] if found is None else found
 
     @property
     def samples(self) -> float | None:
-        """How many examples the client reports that it has."""
+        """The number of examples that the client reports, or None."""
         return read_samples(self.metrics)
 
     @property
     def reply(self) -> Reply:
-        """The reply as metrics are made of it; what the client did not report is NaN."""
+        """The reply in the form for a round's metrics; a number that the client did not report is NaN."""
         known = {name: math.nan if value is None else value for name, value in self.facts.items()}
         K, sent = max(1, int(self.K or 1)), sum(self.payload.counts())
         loss, g2, p2, noise2 = (known[name] for name in ("loss", "g2", "p2", "noise2"))
@@ -91,19 +91,19 @@ class TakenReply:
 
 @dataclass(frozen=True)
 class ReplyValidator:
-    """The rules for replies: which model, which compressor, and how large a payload may be at most."""
+    """The rules for replies: the model's form, the compressor, and the largest norm of a payload."""
 
     form: Form
     compressor: Compressor
     max_norm: float | None
-    samples: bool = False  # whether replies are weighted by them
-    most_whole: float = math.inf  # the largest number of what travels whole
+    samples: bool = False  # whether replies are weighted by examples
+    most_whole: float = math.inf  # the largest value of the uncompressed arrays
 
     def take(
         self, reply: Message, node: Node, server: Server, asked: Collection[str], taken: Collection[str]
     ) -> TakenReply:
-        """Return the reply, decoded; raise Rejected if it is not taken."""
-        # Values of any kind take 16 bytes at most; the codec has the same bound.
+        """Return the decoded reply; raise Rejected if the reply is not valid."""
+        # A value takes at most 16 bytes, whatever its encoding; the codec has the same bound.
         most = 16 * self.form.layout.d + 65_536
         record = self._read(reply, most)
         if found := object_to_reply(server, asked, taken, node.identity, record.stamp):
@@ -147,9 +147,9 @@ class ReplyValidator:
         return decode(payload, layout=layout, kmax=most, client=node.number, sequence=record.stamp.sequence)
 
     def _check_numbers(self, payload: Payload, whole: bytes) -> float:
-        """Return the norm of a payload; raise Rejected if a number is not finite or too large."""
+        """Return the payload's norm; raise Rejected if `payload` or `whole` is too large or not finite."""
         with np.errstate(over="ignore"):
-            values = cast(values_of(payload), "float32")  # as they are added: a float64 may be too large
+            values = cast(values_of(payload), "float32")  # as the server adds them: a float64 may overflow
         if not np.isfinite(values).all() or not self.form.is_finite(whole):
             raise Rejected("not finite", "it holds NaN or Inf")
         norm = math.sqrt(norm2(values))
@@ -162,17 +162,17 @@ class ReplyValidator:
 
 
 def explain_norm(norm: float, most: float) -> str:
-    """Return why a reply is too large."""
+    """Return the reason for rejecting a payload whose `norm` exceeds `most`."""
     return f"its norm is {norm:.4g}, max_norm is {most:.4g}"
 
 
 def read_reason(reply: Message) -> str:
-    """Return the reason of a reply that is an error, in one line."""
+    """Return the reason of an error reply, as one printable line."""
     return shorten_reason(reply.error.reason or "")
 
 
 def shorten_reason(said: str) -> str:
-    """Return what a node says of an error, cut before anything reads it; an exception as Python prints it.
+    """Return a node's error text as one short line, with an exception written as Python prints it.
 
     >>> shorten_reason("<class 'my.Error'>:<'too bad'>")
     'Error: too bad'
@@ -186,7 +186,7 @@ def shorten_reason(said: str) -> str:
 
 
 def read_facts(said: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the numbers that a client reports, None for those that it does not; WireError for a bad one."""
+    """Return the numbers that a client reports, None for a missing one; raise WireError for a wrong one."""
     found = {name: read_number(said.get(name)) for name in _BOUNDS}
     for name, value in found.items():
         low, high = _BOUNDS[name]
@@ -196,7 +196,7 @@ def read_facts(said: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def read_metrics(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
-    """Return the records of metrics that an app reports; raise WireError if they are wrong."""
+    """Return the MetricRecords that an app reports; raise WireError if a record is not valid."""
     try:
         found = {name: MetricRecord(values) for name, values in said["metrics"].items()}
     except (KeyError, TypeError, AttributeError):
@@ -206,7 +206,7 @@ def read_metrics(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
 
 
 def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
-    """Raise WireError for metrics too many, too large for a strategy's arithmetic, or with odd names."""
+    """Raise WireError if the metrics are too many, too large to average, or have bad names."""
     size, names = 0, list(metrics)
     for record in metrics.values():
         size += sum(len(value) if isinstance(value, list) else 1 for value in record.values())
@@ -214,7 +214,7 @@ def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
     if size + sum(map(len, names)) > MOST_FACTS:
         raise WireError(f"its metrics have more than {MOST_FACTS:,} characters and numbers")
     for name in names:
-        if not name.isprintable() or len(name) > MOST_NAME:  # it may become a column of metrics.jsonl
+        if not name.isprintable() or len(name) > MOST_NAME:  # a name may become a column of metrics.jsonl
             raise WireError(
                 f"the name of a metric must have at most {MOST_NAME} printable characters, got {name!r:.40}"
             )
@@ -229,13 +229,13 @@ def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
 
 
 def read_samples(records: Mapping[str, MetricRecord]) -> float | None:
-    """Return how many examples a client has, by the first record that says so."""
+    """Return the number of examples in the first record that reports one, or None."""
     found = (read_number(record.get(SAMPLES)) for record in records.values())
     return next((n for n in found if n is not None), None)
 
 
 def cap_samples(records: Mapping[str, MetricRecord], most: float) -> dict[str, MetricRecord]:
-    """Return the records with at most so many examples; a strategy may weigh by them."""
+    """Return the records with each number of examples capped at `most`; a strategy may weight by it."""
     found = dict(records)
     for name, record in records.items():
         said = record.get(SAMPLES)
@@ -245,9 +245,9 @@ def cap_samples(records: Mapping[str, MetricRecord], most: float) -> dict[str, M
 
 
 def describe_kind(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[str]:
-    """Return what a reply holds: the names of its records and metrics, with the lengths of lists.
+    """Return the kind of a reply: the names of its records and metrics, with the lengths of lists.
 
-    A metric that is not finite has a kind of its own: the mean of all would not be finite either.
+    A metric that is not finite changes the kind, since the mean of all replies would not be finite.
     """
     found = {f"the ArrayRecord {arrays!r}"} if arrays else set()
     for name, record in metrics.items():
@@ -261,9 +261,9 @@ def describe_kind(metrics: Mapping[str, MetricRecord], arrays: str = "") -> froz
 
 
 def find_odd_ones(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, str]:
-    """Return those who are not like most, and why: a strategy cannot average what differs.
+    """Return the nodes whose kind of reply differs from the most common kind, and how each differs.
 
-    Kinds that are equally common take turns, so that none loses for ever.
+    A strategy cannot average replies of different kinds. Among equally common kinds, `turn` selects one.
     """
     counted = Counter(kinds.values())
     most = max(counted.values(), default=0)

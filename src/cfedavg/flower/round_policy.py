@@ -1,11 +1,11 @@
 """The policy of a round: which nodes it asks, when it ends, and how large an update and a claim may be.
 
-It knows numbers only: it needs neither Flower nor a network.
+This module computes with numbers only; it needs neither Flower nor a network.
 
-Where nobody sets a bound, an update may have 100 times the median norm of the last updates in the model. This
-is no defence against clients who conspire, but one that sends 1e20 must not ruin a model. Honest clients
-differ less: by their local steps, their data, and what their residuals have gathered. A client above the
-bound is told the bound, and sends the rest later, so nobody is locked out.
+If the user sets no bound, an update's norm may be at most 100 times the median norm of the last updates in
+the model. The bound does not stop clients who conspire, but one client that sends 1e20 cannot ruin a model.
+Honest clients differ by less than the bound: in local steps, data and residuals. The server tells every
+client the bound. A client with a larger update sends a share of it, and the rest in later rounds.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from cfedavg.core.keys import Purpose, key, permutation
 LATE, LOST = "late", "lost"
 Node = TypeVar("Node")
 MULTIPLE = 100.0
-ENOUGH = 3  # norms: of fewer, the median may be the one that is wrong
-WINDOW = 100  # updates that are remembered: a client that is alone for a while cannot raise the bound
-LARGEST_NORM = 1e15  # in any case: its square, which Adam and the like take, is far from float32's end
+ENOUGH = 3  # the fewest norms for a bound: the median of fewer may be the wrong norm
+WINDOW = 100  # norms that are kept: one client that is alone for some rounds cannot raise the bound
+LARGEST_NORM = 1e15  # the largest bound: its square, which Adam computes, is far below float32's maximum
 
-# Of each field: its kind, its least and its largest value, and both in words.
+# For each field: its type, its smallest and its largest value, and the range in words.
 _RANGES: dict[str, tuple[Any, float, float, str]] = {
     "participation": (Real, math.ulp(0.0), 1.0, "above 0 and at most 1"),
     "over_selection": (Real, 0.0, 1000.0, "from 0 to 1000"),
-    "min_nodes": (Integral, 1.0, 2.0**63, "a whole number of 1 or more"),
+    "min_nodes": (Integral, 1.0, 2.0**63, "an integer of at least 1"),
     "quorum": (Real, 0.0, 1.0, "from 0 to 1"),
 }
 
 
 class Missing(NamedTuple):
-    """What a missing reply counts as, LATE or LOST, and why."""
+    """The outcome of a missing reply: the cause, LATE or LOST, and the reason."""
 
     cause: str
     why: str
@@ -46,17 +46,17 @@ class Missing(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundPolicy:
-    """Decide which nodes a round asks, when it ends, and whether it changes the model.
+    """The rules of a round: which nodes it asks, when it ends, and whether it changes the model.
 
-    `participation`: the share of the online nodes whose replies a round needs. `over_selection`: how many
-    more nodes the round asks (0.2: 1/5 more). The round ends when it has the replies it needs, and does not
-    wait for the others. `min_nodes`: a round starts when this many nodes are online. `quorum`: the share of
-    the needed replies below which a round changes nothing; the clients send its updates again later.
+    `participation`: the share of the online nodes whose replies a round needs. `over_selection`: the share
+    of additional nodes that the round asks (0.2: a fifth more). The round ends when it has the replies it
+    needs. `min_nodes`: a round starts when this many nodes are online. `quorum`: the smallest share of the
+    needed replies with which a round changes the model. With fewer, clients send their updates again later.
 
     `deadline`: the most seconds that a round waits, first for nodes and then for replies. It is the
     `timeout` of `CFedAvg.start`.
 
-    A subclass may decide otherwise: override the method of the decision.
+    To change a decision, override its method in a subclass.
 
     >>> policy = RoundPolicy(participation=0.5, over_selection=0.2)
     >>> policy.count_needed(20), policy.count_asked(20), policy.count_quorum(10)
@@ -84,11 +84,11 @@ class RoundPolicy:
         return policy
 
     def can_start(self, online: int) -> bool:
-        """Whether a round can start with this many nodes online."""
+        """Return whether a round can start with this many nodes online."""
         return online >= self.min_nodes
 
     def count_needed(self, online: int) -> int:
-        """Return how many replies a round needs, as many as a simulation has clients in a round."""
+        """Return how many replies a round needs: as many as a simulated round has clients."""
         return max(1, round(self.participation * online))
 
     def count_asked(self, online: int) -> int:
@@ -101,7 +101,7 @@ class RoundPolicy:
         return [nodes[i] for i in sorted(order[: self.count_asked(len(nodes))].tolist())]
 
     def has_enough(self, replies: int, needed: int) -> bool:
-        """Whether a round with these replies ends before its deadline."""
+        """Return whether a round with this many replies ends at once, before its deadline."""
         return replies >= needed
 
     def count_quorum(self, needed: int) -> int:
@@ -109,7 +109,7 @@ class RoundPolicy:
         return math.ceil(self.quorum * needed)
 
     def has_quorum(self, replies: int, needed: int) -> bool:
-        """Whether a round with these replies changes the model."""
+        """Return whether a round with this many replies changes the model."""
         return replies >= self.count_quorum(needed)
 
     def explain_void(self, replies: int, needed: int) -> str:
@@ -117,7 +117,7 @@ class RoundPolicy:
         return f"{replies} of {needed} replies: less than the quorum"
 
     def classify_missing(self, *, is_online: bool, has_enough: bool) -> Missing:
-        """Return what a missing reply counts as when the round has ended."""
+        """Return the outcome of a node that has not replied when the round ends."""
         if not is_online:
             return Missing(LOST, "it is offline")
         if has_enough:
@@ -126,7 +126,7 @@ class RoundPolicy:
 
 
 def bound_norm(norms: Sequence[float]) -> float:
-    """Return the largest norm that is taken after updates of these norms.
+    """Return the largest norm that a new update may have after updates with these `norms`.
 
     >>> bound_norm([1.0, 2.0, 1e20])
     200.0
@@ -135,16 +135,16 @@ def bound_norm(norms: Sequence[float]) -> float:
 
 
 def keep_last(new: Iterable[float], before: Sequence[float]) -> list[float]:
-    """Return the last norms, or claims, all of a round at least; a zero says nothing."""
+    """Return the last norms or claims: all above 0 in `new`, then those `before`, up to WINDOW in all."""
     kept = [norm for norm in new if norm > 0]
     return [*kept, *before][: max(WINDOW, len(kept))]
 
 
 def cap_claims(claims: Sequence[float], before: Sequence[float]) -> list[float]:
-    """Return what clients claim (local steps, examples), each at most MULTIPLE times the median.
+    """Return the clients' claims (local steps or examples), each capped at MULTIPLE times the median.
 
-    The median is over these claims and those before, the lower one of two: a single client's claim, however
-    large, is no measure of itself.
+    The median is the lower median of `claims` and `before`. So one of two clients cannot raise its own cap
+    by a large claim.
 
     >>> cap_claims([10.0, 2.0**53], [])
     [10.0, 1000.0]
@@ -156,15 +156,15 @@ def cap_claims(claims: Sequence[float], before: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Claims:
-    """What clients say of their work: local steps and examples; 0 for what a client does not say."""
+    """The clients' claims about their work: local steps and examples; 0 if a client reports no number."""
 
     steps: Sequence[float] = ()
     samples: Sequence[float] = ()
 
     def cap(self, before: Claims) -> Claims:
-        """Return these claims, capped by the medians of them and of those before."""
+        """Return these claims, each capped by the median of these claims and the claims `before`."""
         return Claims(cap_claims(self.steps, before.steps), cap_claims(self.samples, before.samples))
 
     def join(self, before: Claims) -> Claims:
-        """Return the last claims: these, and then those before."""
+        """Return the last claims: these claims, and then the claims `before`."""
         return Claims(keep_last(self.steps, before.steps), keep_last(self.samples, before.samples))

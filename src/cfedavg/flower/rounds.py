@@ -1,6 +1,6 @@
-"""One round: who was asked, what they download, what came of it, and the rows that are written of it.
+"""One round: the nodes asked, their downloads, the outcomes of their requests, and the rows for the files.
 
-A row for all has the columns of a simulation, as far as a server can know them; each node asked has a row.
+The row of a round has a simulation's columns, as far as a server knows them. Each node asked has its own row.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from cfedavg.flower.messages import Body, Load, read_number
 from cfedavg.flower.reply_validation import TakenReply
 from cfedavg.flower.round_policy import Claims
 
-_UNITS = 1074  # every float is a whole number of 2^-1074
+_UNITS = 1074  # every float is an integer times 2^-1074
 
 
 class NodeDownload(NamedTuple):
-    """What one node downloads: its load, of which kind it is, in how many messages and bytes."""
+    """The download of one node: the packed body, the broadcast's kind and messages, and the bytes."""
 
     load: Load
     kind: str  # "chain", "changes" or "whole"
     messages: int
     bytes: int
-    is_first: bool  # nothing is known of a copy that the node has had
+    is_first: bool  # whether the server knows of no earlier download
 
 
 class Loads:
-    """What leads nodes to the model of a state: one load for each version that some of them hold."""
+    """The packed bodies that give nodes the model of `state`: one load for each version that nodes hold."""
 
     def __init__(self, form: Form, replica: ModelReplica | None, state: FederationState) -> None:
         primary = state.server.primary
@@ -48,7 +48,7 @@ class Loads:
         self._made: dict[PackedBroadcast, Load] = {}
 
     def load_for(self, held: Version | None, *, is_first: bool) -> NodeDownload:
-        """Return what a node downloads that holds this version; None: the whole model."""
+        """Return the download of a node that holds version `held`; the whole model if `held` is None."""
         packed = self._broadcaster.broadcast_to(held) if self._broadcaster else self._model
         if packed not in self._made:
             self._made[packed] = Load(Body(packed.data, self._whole))
@@ -57,7 +57,7 @@ class Loads:
 
 
 class Outcome(NamedTuple):
-    """What came of a request: replied, late, lost, or the cause of a rejection; when, in how many bytes."""
+    """The outcome of a request: replied, late, lost or the cause of a rejection; reason, time and size."""
 
     what: str
     why: str
@@ -67,66 +67,66 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Round:
-    """One round under way: who was asked, how many are needed, what came of it."""
+    """A round in progress: the nodes asked, the number of replies needed, and the outcomes."""
 
     server_round: int  # as Flower counts, from 1
     arrays: ArrayRecord
     began: float
     nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's id
-    wanted: dict[int, Message] = field(default_factory=dict)  # what a strategy wants to send them
-    requests: dict[int, Message] = field(default_factory=dict)  # what they were sent
+    wanted: dict[int, Message] = field(default_factory=dict)  # the strategy's message to each
+    requests: dict[int, Message] = field(default_factory=dict)  # the request sent to each
     loads: Loads | None = None
-    downloads: dict[int, list[NodeDownload]] = field(default_factory=dict)  # twice where a copy did not fit
+    downloads: dict[int, list[NodeDownload]] = field(default_factory=dict)  # two if a model copy did not fit
     max_norm: float = math.inf
-    before: Claims = field(default_factory=Claims)  # of the rounds before
+    before: Claims = field(default_factory=Claims)  # of earlier rounds
     needed: int = 0
     taken: dict[str, TakenReply] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    online: set[str] = field(default_factory=set)  # who was there when it ended
-    train_metrics: MetricRecord | None = None  # as a strategy within aggregated them
+    online: set[str] = field(default_factory=set)  # the nodes online at the round's end
+    train_metrics: MetricRecord | None = None  # as the inner strategy aggregated them
 
     @property
     def in_order(self) -> list[TakenReply]:
-        """The replies by number, whenever they came: the same sum, bit for bit."""
+        """The replies sorted by node number, so that their sum does not depend on when they arrive."""
         return sorted(self.taken.values(), key=lambda taken: taken.node.number)
 
     @property
     def claims(self) -> Claims:
-        """The claims of the replies in order, capped: no single client decides the model."""
+        """The claims of the replies `in_order`, capped so that no single client decides the model."""
         taken = self.in_order
         steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
         return Claims(steps, samples).cap(self.before)
 
     def make_void(self, why: str) -> None:
-        """Keep all replies out of the model, and note why."""
+        """Keep all replies out of the model, and note the reason `why`."""
         log(WARNING, why)
         for who in self.taken:
             self.outcomes[who] = self.outcomes[who]._replace(why=why)
         self.taken.clear()
 
     def leave_out(self, who: str, cause: str, why: str) -> None:
-        """Reject a reply that was taken, because of the other replies."""
+        """Reject the taken reply of node `who` after a comparison with the other replies."""
         log(WARNING, "%s: %s (%s)", self.taken.pop(who).node.name, cause, why)
         self.outcomes[who] = self.outcomes[who]._replace(what=cause, why=why)
 
 
 class Residuals:
-    """The mean norms of all residuals. The sums are exact, so that a round only changes what it hears of."""
+    """The mean norms of all residuals. The sums are exact, so a round need not add all residuals again."""
 
     def __init__(self, norms2: Iterable[float | None]) -> None:
-        self._norms2 = self._norms = 0  # in units
+        self._norms2 = self._norms = 0  # in units of 2^-1074
         for each in norms2:
             self.change(None, each)
 
     def change(self, before: float | None, after: float | None) -> None:
-        """Replace what one client said before by what it says now."""
+        """Replace one client's |residual|^2 `before` by `after`; None means that it is unknown."""
         for norm2, sign in ((before, -1), (after, 1)):
             if norm2 is not None:
                 self._norms2 += sign * _in_units(norm2)
                 self._norms += sign * _in_units(math.sqrt(norm2))
 
     def columns(self, m: int) -> Record:
-        """Return the means over m clients, as columns of a row."""
+        """Return the means over `m` clients, as columns of a row."""
         totals = {"error_norm2": self._norms2, "error_norm": self._norms}
         return {name: total / 2**_UNITS / m for name, total in totals.items()}
 
@@ -137,10 +137,10 @@ def _in_units(value: float) -> int:
 
 
 def make_round_row(now: Round, d: int, residuals: Record, gap2: float | None) -> Record:
-    """Return the row of a round; `gap2` is |x - w|^2, None where clients hold no copy."""
+    """Return the row of a round; `gap2` is |x - model copy|^2, or None if clients keep no model copy."""
     taken = now.in_order
     found = summarise([each.reply for each in taken], 0 if taken else 1, d, mean_g2=0.0)
-    if not all(each.K for each in taken):  # unchanged clients do not say how many steps they did
+    if not all(each.K for each in taken):  # an unchanged client does not report its local steps
         found |= dict.fromkeys(("local_steps_min", "local_steps_mean", "local_steps_max"))
     for name, value in found.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -174,7 +174,7 @@ def _download_columns(downloads: Sequence[NodeDownload], up_bytes: int, gap2: fl
 
 
 def make_node_row(node: Node, now: Round, version: Version | None, after: FederationState) -> Record:
-    """Return the row of a node; `age` is for how many rounds nothing of the node went into the model."""
+    """Return the row of a node; `age` is the number of rounds since the node's last update in the model."""
     outcome, reply = now.outcomes[node.identity], now.taken.get(node.identity)
     known, downloads = after.clients.get(node.identity), now.downloads[node.id]
     residual2, t = known.note.residual2 if known else None, now.server_round - 1
@@ -199,9 +199,10 @@ def make_node_row(node: Node, now: Round, version: Version | None, after: Federa
 
 
 def make_columns(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record:
-    """Return the numbers of an evaluation, by names that begin with the prefix or with one of `known`.
+    """Return an evaluation's numbers as columns of a row.
 
-    A report refuses a name that cannot be printed, so it becomes no column.
+    A name gets `prefix`, unless it begins with `prefix` or one of `known`. A name that cannot be printed
+    becomes no column, since a report would refuse the name.
     """
     found = {name: read_number(value) for name, value in metrics.items()}
     return {

@@ -1,4 +1,4 @@
-"""The rounds of one start of a server: ask, take, average, evaluate, write down."""
+"""The rounds of a server from its start to its end: send requests, take replies, average, evaluate, store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cfedavg.flower.rounds import Outcome, Residuals, Round, make_node_row, make
 
 @dataclass
 class Session:
-    """Goes from the state that it is given to the last round; every round ends durably."""
+    """A run of the server from a given state to the last round; the end of every round is stored durably."""
 
     grid: Grid
     folder: FederationFolder
@@ -64,7 +64,7 @@ class Session:
             strategy_state.restore_memory(self.inner, self.state.inner)
 
     def run(self, num_rounds: int) -> Result:
-        """Do the rounds that are left."""
+        """Do the remaining rounds up to `num_rounds`, and return Flower's Result."""
         t = self.state.server.t
         if t:
             log(INFO, "resuming after round %d of %d", t, num_rounds)
@@ -78,24 +78,24 @@ class Session:
         return self.result
 
     def _arrays(self, x: NDArray[np.float32]) -> ArrayRecord:
-        """Return a model as the app knows it."""
+        """Return the model with the vector `x` as the ArrayRecord that the app expects."""
         return make_record(self.form.join(x, self.state.whole))
 
     def _held_arrays(self) -> ArrayRecord:
-        """Return the model that the clients hold."""
+        """Return the model that the clients hold, as the ArrayRecord that the app expects."""
         return self._arrays(self.folder.held_model(self.state))
 
     def _do_round(self) -> None:
-        # The bound is known before anyone is asked, and from durable state: a restart finds the same.
+        # The bound is computed from stored state before any request, so a restart finds the same bound.
         bound = round_policy.bound_norm(self.state.norms) if self.max_norm is None else self.max_norm
         arrays, claims = self._arrays(self.state.server.x), self.state.claims
         now = Round(self.state.server.t + 1, arrays, time.monotonic(), max_norm=bound, before=claims)
         self._collect(now, self._make_requests(now))
         if self.age.is_older(now.outcomes, now.online, self.state.clients, len(self.numbers)):
-            # An older copy's numbers have been used, and need a new generation to be used again.
+            # The nodes have seen these round numbers: only a new generation may use them again.
             raise InputError(
-                f"the nodes have answered later rounds than the {now.server_round - 1} of {self.folder.out}: "
-                "it is an older copy of the federation, to be resumed with from_backup"
+                f"{self.folder.out} holds {now.server_round - 1} rounds, but nodes have answered later ones. "
+                "The folder is an older copy of the federation: resume with `from_backup`."
             )
         if not self.policy.has_quorum(len(now.taken), now.needed):
             now.make_void(self.policy.explain_void(len(now.taken), now.needed))
@@ -103,14 +103,14 @@ class Session:
         tested = self.evaluation.evaluate_here(now.server_round, self._held_arrays())
         state = replace(self.state, lent=dict(self.numbers.lent))
         if self.inner:
-            # Store the model before clients evaluate it: a restart would make another one.
+            # Store the model before clients evaluate it: a restart would make another model.
             self.folder.store_round(state, *self._make_rows(now, tested))
             arrays = self._arrays(self.state.server.x)
             tested |= self.evaluation.ask_clients(self.inner, now, arrays, self.state)
         self.state = self.folder.end_round(state, *self._make_rows(now, tested))
 
     def _make_rows(self, now: Round, tested: Record) -> RoundRows:
-        """Return the rows of a round that has ended, as far as its results are known."""
+        """Return the rows of a round that has ended; `tested` holds the evaluation results so far."""
         residuals, state = self.residuals.columns(max(1, len(self.numbers))), self.state
         gap2 = None
         if state.server.primary is not None:
@@ -122,22 +122,23 @@ class Session:
         return RoundRows(row, [make_node_row(each, now, find(state, each.identity), state) for each in nodes])
 
     def _make_requests(self, now: Round) -> list[Message]:
-        """Return the requests of a round. Its number has been durable since the round before ended."""
+        """Return the requests of a round. The round's number was stored at the end of the round before."""
         if self.inner is None:
             wanted: Iterable[Message] = self.dispatcher.sample(now, self.train_config)
         else:
             wanted = self.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
         messages = self.dispatcher.pack(now, wanted, self.state)
         now.needed = now.needed or len(now.nodes)  # a strategy may ask one node twice
-        if self.numbers.lent != self.state.lent:  # a client's draws go by its number: make it durable first
+        if self.numbers.lent != self.state.lent:  # numbers key random draws: store them first
             self.state = replace(self.state, lent=dict(self.numbers.lent))
             self.folder.store_state(self.state)
         return messages
 
     def _collect(self, now: Round, messages: list[Message]) -> None:
-        """Take what comes before the deadline, until there is enough."""
+        """Take replies until the round has enough or the deadline passes, and note the outcomes."""
         asked = {node.identity for node in now.nodes.values()}
-        most = math.inf  # of a number that travels whole; a whole number of the model may come back
+        # `most` bounds the values of uncompressed arrays; integers as large as the model's own are allowed.
+        most = math.inf
         if self.max_norm != math.inf:
             most = max(round_policy.LARGEST_NORM, self.form.largest(self.state.whole, "iu"))
         validator = replace(self.validator, max_norm=now.max_norm, most_whole=most)
@@ -151,7 +152,7 @@ class Session:
                 why = str(rejected)
                 if rejected.cause == reply_validation.FAILED and node.identity not in self.state.clients:
                     why += f"; has its client app {MODS}?"
-                if node.identity not in now.taken:  # else it was asked twice, and has replied
+                if node.identity not in now.taken:  # else the node was asked twice, and has replied
                     now.outcomes[node.identity] = Outcome(rejected.cause, why, *facts)
                 log(WARNING, "%s: %s (%s)", node.name, rejected.cause, why)
             if self.policy.has_enough(len(now.taken), now.needed):
@@ -160,7 +161,7 @@ class Session:
         self._leave_out(now)
 
     def _note_missing(self, now: Round) -> None:
-        """Note an outcome for the nodes that have not replied."""
+        """Note an outcome for each node that has not replied."""
         now.online = {node.identity for node in list_online(self.grid, self.numbers)}
         enough = self.policy.has_enough(len(now.taken), now.needed)
         for node in now.nodes.values():
@@ -169,7 +170,7 @@ class Session:
             now.outcomes.setdefault(node.identity, Outcome(*missing, None, 0))
 
     def _leave_out(self, now: Round) -> None:
-        """Reject replies that are too large beside the others, or that an inner strategy cannot average."""
+        """Reject replies that are too large compared with the others, or that `inner` cannot average."""
         if self.max_norm is None and len(self.state.norms) < round_policy.ENOUGH:
             most = round_policy.bound_norm([each.norm for each in now.taken.values() if each.norm > 0])
             for who, each in list(now.taken.items()):
@@ -183,7 +184,7 @@ class Session:
                 now.leave_out(who, "metrics", why)
 
     def _aggregate(self, now: Round) -> None:
-        """Go to the state after the round; it becomes durable with the round's rows."""
+        """Set `state` to the state after the round; the caller stores it with the round's rows."""
         server = self.state.server
         model = Model(server.x, self.state.whole, self.state.memory)
         if now.taken:
@@ -194,7 +195,7 @@ class Session:
         primary, whole = None, model.whole
         if server.primary is not None and self.downlink is not None:
             primary = advance(server.primary, model.x, self.downlink, self.channels.seed)
-        if self.downlink is not None and self.downlink.rounds:  # round the running statistics as the copy is
+        if self.downlink is not None and self.downlink.rounds:  # round statistics like the model copy
             whole = self.form.lengthen(self.form.shorten(whole))
         self.state = replace(
             self.state.end_round(marks, model.x, self._make_notes(now), primary),
@@ -207,7 +208,7 @@ class Session:
         self.numbers.settle(now.taken, now.online)
 
     def _make_notes(self, now: Round) -> dict[str, Note]:
-        """Return what is kept of the clients whose replies go into the model."""
+        """Return a note on each client whose reply goes into the model, and update the residual norms."""
         notes = {}
         for who, taken in now.taken.items():
             known = self.state.clients.get(who)
@@ -218,21 +219,20 @@ class Session:
 
 
 class ServerAge:
-    """What the nodes have said since the start of whether the server is an older copy of itself."""
+    """The evidence from nodes, since the start, that the server's state is an older copy."""
 
     def __init__(self) -> None:
-        self.ahead, self.in_step = set[str](), set[str]()  # nodes, by whether they know later rounds
+        self.ahead, self.in_step = set[str](), set[str]()  # nodes that have refused; that have replied
 
     def is_older(
         self, outcomes: Mapping[str, Outcome], online: set[str], in_model: Collection[str], everyone: int
     ) -> bool:
-        """Whether the nodes prove, by the outcomes of a round, that they have answered later rounds.
+        """Return whether enough nodes have refused the server because they have answered later rounds.
 
-        An older server is refused by every node that took part later; other nodes and new ones reply. One
-        node may be wrong, or lie, also under a new name each round. So the proof takes two nodes that are
-        still online, and more than have replied since the start, among the nodes that are in the model. All
-        nodes are counted in the same way only while none in the model has replied: a new name proves
-        nothing against it.
+        If the server is an older copy, every node that took part in later rounds refuses; other nodes reply.
+        One node may be wrong, or may lie under a new name in each round. So at least two nodes that are still
+        online must have refused, and more nodes than have replied since the start. If a node in the model
+        has replied, only nodes in the model count. Otherwise, all nodes together may also give the proof.
         """
         self.in_step |= {who for who, outcome in outcomes.items() if outcome.what == "replied"}
         refused = {who for who, outcome in outcomes.items() if outcome.what == CAUSES[REFUSED]}
@@ -244,7 +244,7 @@ class ServerAge:
 
 
 def _describe(row: Record) -> str:
-    """Return the row of a round in words."""
+    """Return a summary of a round's row in words."""
     parts = [f"{row['clients'] - row['lost']} of {row['clients']} taken"]
     parts += [f"{cause} {count}" for cause, count in row["outcomes"].items() if cause != "replied"]
     parts.append(f"{row['uplink_bytes']:,} bytes up, {row['downlink_bytes']:,} down")

@@ -1,4 +1,4 @@
-"""CFedAvg as a Flower strategy: Algorithm 1, or another strategy whose messages it compresses."""
+"""CFedAvg as a Flower strategy: Algorithm 1, or compression around another strategy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cfedavg.optimise.server import SERVER_OPTIMISERS
 
 _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
-# Of fields that Config does not check: the largest value, and the rule in words. Both must be above 0.
+# Fields that Config does not check: the largest value, and the rule in words. All values are above 0.
 _BOUNDS = {
     "max_norm": (math.inf, "a number above 0, which may be infinite"),
     "eta": (1e300, "a number above 0, or a function of the round"),
@@ -44,23 +44,23 @@ _BOUNDS = {
 class CFedAvg(Strategy):
     """Federated averaging of compressed updates, with error feedback that survives faults.
 
-    `inner`: a strategy of Flower's or of your own that samples and aggregates as it always does. Without
-    one, CFedAvg averages, `weighting` "uniform" or by "samples", and its `server_optimiser` steps with the
-    global rate `eta`: a number, or a function of the round, counted from 0; by default that of the optimiser.
+    `inner`: a strategy of Flower's or your own, which samples nodes and aggregates as usual. If `inner` is
+    None, CFedAvg averages with `weighting` "uniform" or "samples", and `server_optimiser` steps with the
+    global rate `eta`: a number, or a function of the round (from 0). The default is the optimiser's own rate.
 
     `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The
-    clients are told, so the mod needs no options. `whole`: patterns of the names of arrays that are not
-    compressed. With a `compressor_down` all clients hold a copy of the model: they train from it, and
-    `evaluate_fn` and the result get it. A strategy within gets the server's own model.
+    server tells the clients what they need, so the mod needs no options. `whole`: patterns for the names of
+    arrays that are not compressed. With a `compressor_down`, every client keeps a model copy. The clients
+    train from this copy, and `evaluate_fn` and the result get the same copy. `inner` gets the server's model.
 
-    `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. With a
-    strategy within, which samples itself, only its quorum and deadline have an effect.
+    `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. If `inner`
+    is given, only the policy's quorum and deadline have an effect, because `inner` samples the nodes.
 
-    `max_norm`: no client sends a payload of a larger norm; the rest waits. By default that is 100 times the
-    median norm of the last 100 payloads in the model; math.inf is no bound.
+    `max_norm`: the largest norm of a payload; a client sends the rest later. The default is 100 times the
+    median norm of the last 100 payloads in the model. math.inf means no bound.
 
-    `out`: the folder of metrics and state. `resume`: go on with the federation in it. `from_backup`: the
-    folder is an older copy, and the clients have seen later rounds.
+    `out`: the folder for metrics and state. `resume`: continue the federation in `out`. `from_backup`: `out`
+    is an older copy of the folder, and the clients have seen later rounds.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class CFedAvg(Strategy):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be true or false, got {getattr(self, name)!r}")
         if self.resume and not has_out:
-            raise InputError("`resume` needs `out`, the folder of the federation to go on with")
+            raise InputError("`resume` needs `out`, the folder of the federation to continue")
         if self.from_backup and not self.resume:
-            raise InputError("`from_backup` is for a federation that goes on: it needs `resume` as well")
+            raise InputError("`from_backup` continues a federation, so it needs `resume`")
         for name, (most, words) in _BOUNDS.items():
             value: Any = getattr(self, name)
             if value is None or (name == "eta" and callable(value)):
@@ -121,7 +121,7 @@ class CFedAvg(Strategy):
             raise InputError(f"`whole` must be a list of patterns, as [{self.whole!r}], got {self.whole!r}")
 
     def _make_config(self, config: Config | None, given: dict[str, Any]) -> Config:
-        """Return the server's options for its folder; of an app of the user's, no more is known."""
+        """Return `config` with the options `given`; if `config` is None, make one for a user's own app."""
         given = {**given, "participation": float(self.policy.participation)}
         if config is None:
             by = f"{APP[:-1]}, averaged by {name_strategy(self.inner)})" if self.inner else APP
@@ -130,10 +130,10 @@ class CFedAvg(Strategy):
         return config.replace(**given)
 
     def _check_update(self) -> None:
-        """Raise InputError for options that have no effect when CFedAvg wraps a strategy."""
+        """Raise InputError for `update` 'auto', or for an option without effect around a wrapped strategy."""
         config = self.config
         if config.update == "auto":
-            raise InputError("`update` is 'auto': say 'sum', or 'mean' where the clients report local-steps")
+            raise InputError("`update` must be 'sum', or 'mean' if clients report local-steps, got 'auto'")
         if self.inner is None:
             return
         usual = {
@@ -144,38 +144,38 @@ class CFedAvg(Strategy):
         if odd := [f"`{name}`" for name, is_usual in usual.items() if not is_usual]:
             raise InputError(
                 f"{' and '.join(odd)} must not be given when CFedAvg wraps a strategy, which averages and "
-                "steps itself. Remove one of the two."
+                "steps itself. Remove the options or the strategy."
             )
         if any(getattr(self.policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING):
             raise InputError(
                 "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg "
-                "wraps a strategy, which samples itself. Remove them."
+                "wraps a strategy, which samples the nodes itself. Remove these fields."
             )
         if config.update != "sum":
-            raise InputError("`update` must be 'sum' around a strategy, which gets whole models, got 'mean'")
+            raise InputError("`update` must be 'sum' when CFedAvg wraps a strategy, got 'mean'")
 
     def _check_feedback(self) -> None:
-        """Raise InputError for a feedback that this federation cannot keep."""
+        """Raise InputError for a feedback that this federation cannot use."""
         feedback = self.channels.feedback
         if feedback.broadcasts or feedback.moves_start:
             raise InputError(
-                f"`feedback` must leave the broadcast model as it is in a federation, got {feedback}. "
+                f"`feedback` must not change the broadcast model in a federation, got {feedback}. "
                 "Use ef, ef21 or none."
             )
         if feedback.keeps_server_memory and self.inner is not None:
             raise InputError(
-                f"`feedback` must be without a memory of the server when CFedAvg wraps a strategy, got "
+                f"`feedback` must keep no memory on the server when CFedAvg wraps a strategy, got "
                 f"{feedback}. Use ef or none."
             )
         if feedback.mirrors_clients and self.from_backup:
             raise InputError(
                 f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates "
-                "that the backup lacks. Start another federation from its model."
+                "that the backup lacks. Start another federation from the backup's model."
             )
         if feedback.mirrors_clients and self.config.weighting != "uniform":
             raise InputError(
-                f"`weighting` must be uniform with the feedback {feedback}, whose sum of all "
-                "clients' updates would go wrong if a client's weight changed."
+                f"`weighting` must be uniform with the feedback {feedback}, got {self.config.weighting}: the "
+                "server's sum of all clients' updates needs the same weight for a client in every round."
             )
 
     def summary(self) -> None:
@@ -198,13 +198,13 @@ class CFedAvg(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFunction | None = None,
     ) -> Result:
-        """Do all rounds, or those that are left. `timeout` is the deadline of each, in seconds."""
+        """Do the remaining rounds, and return the result. `timeout` is each round's deadline in seconds."""
         policy = self.policy.with_deadline(timeout)
         self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         form = self._make_form(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
-            raise InputError(f"`num_rounds` must be a whole number of 1 or more, got {num_rounds!r}")
+            raise InputError(f"`num_rounds` must be an integer of at least 1, got {num_rounds!r}")
         config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
         replica = self.channels.replica(form.layout)
         folder = FederationFolder(self.out, config, form, replica, self._fixed_options(), comments)
@@ -226,16 +226,14 @@ class CFedAvg(Strategy):
                 evaluate_config=evaluate_config or ConfigRecord(),
                 evaluate_fn=evaluate_fn,
             )
-            folder.open(state)  # a session that refuses the state leaves everything as it was
+            folder.open(state)  # last: a session that refuses the state changes no file
             return session.run(num_rounds)
 
     def _make_form(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Form:
-        """Return the form of the first model, which must be finite."""
+        """Return the form of the initial model; raise InputError if a value is not finite or too large."""
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise InputError(
-                    f"`initial_arrays`: {name!r} holds NaN or Inf, from which no client can train"
-                )
+                raise InputError(f"`initial_arrays` must be finite, but {name!r} holds NaN or Inf")
             if array.dtype == np.float32 and np.abs(array).max(initial=0) > LARGEST:
                 raise InputError(f"`initial_arrays`: {name!r} must not hold a number above {LARGEST:g}")
         form = Form.of(arrays, self.whole)
@@ -265,7 +263,7 @@ class CFedAvg(Strategy):
             found["eta"] = "a function of the round"
         return {**found, "max_norm": self.max_norm, "timeout": policy.deadline, "whole": [*self.whole]}
 
-    # Another strategy's `start` would not store the state of a round, so it cannot drive these four.
+    # These four methods refuse: the `start` of another strategy would not store the state of a round.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -1,1 +1,1 @@
-"""A whole federation on this machine: credentials, processes, and the app they run."""
+"""A Flower federation on one machine: its credentials, its processes, and the Flower app that they run."""

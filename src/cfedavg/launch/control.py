@@ -18,26 +18,26 @@ from cfedavg.core.files import write_atomic
 from cfedavg.launch.processes import Process, Processes
 from cfedavg.launch.services import POLL, SuperLink, SuperNode, format_toml, get_last_line, read_log
 
-COMMAND = 120.0  # seconds that a `flwr` command may take; it takes 2 on an idle machine
-SETTLED = 60.0  # seconds from the end of a run's log until the SuperLink says how it ended; 2 when it is idle
-KNOWN = "already in use"  # the SuperLink's words about a key that it has
+COMMAND = 120.0  # time limit of a `flwr` command in seconds; on an idle machine a command takes 2
+SETTLED = 60.0  # longest wait in seconds for a run's final status after its log has ended; 2 if idle
+KNOWN = "already in use"  # part of the SuperLink's error about a key that is registered already
 ONGOING, DONE = ("pending", "starting", "running"), "finished:completed"
-UNKNOWN = "unknown"  # the SuperLink did not answer this time
+UNKNOWN = "unknown"  # the status of a run if the SuperLink does not tell it
 
 
 class RunFailed(RuntimeError):
-    """A run ended with an error that is not an InputError."""
+    """An error: a run failed for a reason other than bad input (InputError)."""
 
 
 class Status(NamedTuple):
-    """The status of a run in Flower's words (`running`, `finished:completed`, ...), and its details."""
+    """A run's status in Flower's words (`running`, `finished:completed`, ...), and details of the status."""
 
     text: str
     details: str
 
 
 class Control:
-    """The SuperLink's owner, who registers nodes and starts runs."""
+    """The administrator of a SuperLink: it registers nodes and starts runs with the command `flwr`."""
 
     def __init__(self, processes: Processes, link: SuperLink, logs: Path) -> None:
         self._processes, self._home, self._logs = processes, {"FLWR_HOME": str(link.home)}, logs
@@ -46,7 +46,7 @@ class Control:
         write_atomic(link.home / "config.toml", text.encode())
 
     def ask(self, *command: str | Path) -> dict[str, Any]:
-        """Return the reply to a command. Its exit code says nothing: `success` in the reply does."""
+        """Return the JSON reply to a `flwr` command; the key `success` says whether the command succeeded."""
         name = f"`flwr {command[0]}`"
         try:
             done = subprocess.run(
@@ -58,7 +58,7 @@ class Control:
                 start_new_session=True,
             )
         except subprocess.TimeoutExpired:
-            raise InputError(f"{name} does not answer within {COMMAND:g} s: try again") from None
+            raise InputError(f"{name} did not answer within {COMMAND:g} s; try again") from None
         try:
             reply: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -67,18 +67,18 @@ class Control:
         return reply
 
     def register(self, nodes: Sequence[SuperNode]) -> None:
-        """Make the nodes' keys known to the SuperLink; a key that it has already stays."""
+        """Register the public keys of `nodes` at the SuperLink; skip keys that are registered already."""
 
         def register_one(node: SuperNode) -> None:
             reply = self.ask("supernode", "register", node.key.public, "here", "--name", node.name)
             if not reply["success"] and KNOWN not in reply["error-message"]:
                 raise InputError(f"{node.name} is not registered: {get_last_line(reply['error-message'])}")
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process that mostly starts
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each call starts a `flwr` process, which is slow
             list(pool.map(register_one, nodes))
 
     def run(self, app: Path, config: Mapping[str, object]) -> AppRun:
-        """Start the app in a folder; `config` overrides its pyproject.toml."""
+        """Start the Flower app in the folder `app`; `config` overrides settings in its pyproject.toml."""
         logs = [re.fullmatch(r"run([0-9]{1,9})\.log", path.name) for path in self._logs.iterdir()]
         log = self._logs / f"run{max((int(found[1]) for found in logs if found), default=-1) + 1}.log"
         command: list[str | Path] = ["flwr", "run", app, "here", "--stream"]
@@ -90,16 +90,17 @@ class Control:
 
 
 class AppRun:
-    """A run of an app. A `flwr` process follows it, and writes the ServerApp's output to the log."""
+    """A run of a Flower app. A `flwr` process follows the run and writes the ServerApp's output to `log`."""
 
     def __init__(self, control: Control, follower: Process, log: Path) -> None:
         self.log, self._control, self._follower = log, control, follower
         self.id = self._await_start(time.monotonic() + COMMAND)
 
     def _await_start(self, end: float) -> int:
-        """Wait until the SuperLink has taken the run, and return the run's id."""
+        """Wait until the SuperLink has started the run, at most until the time `end`; return the run's id."""
         while True:
-            waiting = self.followed and time.monotonic() < end  # asked first: it may write and end at once
+            # Before the log is read: the `flwr` process may write the id and end in between.
+            waiting = self.followed and time.monotonic() < end
             text = read_log(self.log)
             if found := re.search(r"started run (\d+)\s", text):
                 return int(found[1])
@@ -109,7 +110,7 @@ class AppRun:
 
     @property
     def followed(self) -> bool:
-        """Whether its log still grows; it ends with the run, and with the SuperLink."""
+        """Whether the `flwr` process still follows the run; it ends when the run or the SuperLink ends."""
         return self._follower.poll() is None
 
     def status(self) -> Status:
@@ -121,23 +122,23 @@ class AppRun:
         return found[0] if found else Status(UNKNOWN, "")
 
     def wait(self, limit: float) -> Status:
-        """Wait for the end, for `limit` seconds or while the SuperLink is there; return the last status."""
+        """Wait until the run or the SuperLink ends or `limit` seconds pass; return the last known status."""
         end = time.monotonic() + limit
         while self.followed and time.monotonic() < end:
             time.sleep(POLL)
-        end = min(end, time.monotonic() + SETTLED)  # its log ends a moment before it does
+        end = min(end, time.monotonic() + SETTLED)  # the log ends a moment before the run
         while (status := self.status()).text in (*ONGOING, UNKNOWN) and time.monotonic() < end:
             time.sleep(POLL)
         return status
 
     def check(self) -> None:
-        """Raise the error that ended the run, if one did: an InputError as itself, any other as RunFailed."""
+        """Raise an error if the run failed: an InputError if the run's log ends with one, else RunFailed."""
         status = self.wait(SETTLED)
         if status.text == DONE:
             return
         module = re.escape(InputError.__module__)
         raised = re.findall(rf"^{module}\.(\w+): (.*)$", read_log(self.log), re.MULTILINE)
-        found = getattr(errors, raised[-1][0], None) if raised else None  # a log may name anything
+        found = getattr(errors, raised[-1][0], None) if raised else None  # the name may be any text
         if isinstance(found, type) and issubclass(found, InputError):
             raise InputError(raised[-1][1])
-        raise RunFailed(f"the run ended as {status.text}: {status.details} (see {self.log})")
+        raise RunFailed(f"the run ended with status {status.text}: {status.details} (see {self.log})")

@@ -1,6 +1,7 @@
 """Keys and certificates of a federation: a CA, the server's certificate, and a key pair for every node.
 
-Each is made once and then kept. Private keys are files that only their owner can read, from the start.
+Each file is made once and then reused. Only the file's owner can read a private key, from the moment its
+file exists.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file, replace_file, write_atomic
 from cfedavg.launch.processes import HOST
 
-DAYS = 3650  # more than any federation lasts
+DAYS = 3650  # validity of a certificate: longer than any federation lasts
 AUTHORITY = "cfedavg CA"
 
 _USES = (
@@ -31,12 +32,12 @@ _USES = (
     "data_encipherment", "key_agreement", "encipher_only", "decipher_only",
 )  # fmt: skip
 T = TypeVar("T")
-_DAMAGE = (ValueError, TypeError, UnsupportedAlgorithm)  # what is raised for files that are no keys
+_DAMAGE = (ValueError, TypeError, UnsupportedAlgorithm)  # raised for files that are no keys
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """Files of the server: the CA that its certificate is checked against, the certificate, its key."""
+    """The server's files: the CA's certificate, the server's certificate, and the server's private key."""
 
     ca: Path
     certificate: Path
@@ -45,19 +46,19 @@ class Certificates:
 
 @dataclass(frozen=True)
 class NodeKey:
-    """Files of a node: its private key, which stays with it, and the public one that is registered."""
+    """A node's files: its private key, and its public key, which is registered at the SuperLink."""
 
     private: Path
     public: Path
 
 
 def ensure_certificates(folder: Path) -> Certificates:
-    """Return the certificates in the folder; make them if there are none.
+    """Return the paths of the certificates in `folder`; make the files if there are none.
 
-    The CA's own key is not kept: it signs once.
+    The CA's private key signs these certificates and is not stored.
     """
     files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
-    if not files.ca.exists():  # written last, so that it vouches for the others
+    if not files.ca.exists():  # written last: if this file exists, the others exist
         ca_key, key = _new_key(), _new_key()
         ca = _sign_certificate(ca_key, ca_key, is_ca=True)
         _write_private(files.key, key, serialization.PrivateFormat.PKCS8)
@@ -68,14 +69,14 @@ def ensure_certificates(folder: Path) -> Certificates:
 
 
 def ensure_node_key(folder: Path, name: str) -> NodeKey:
-    """Return the P-384 key pair of this name, as OpenSSH writes it; make it if there is none."""
+    """Return the paths of the P-384 key pair `name`, in OpenSSH format; make the files if there are none."""
     files = NodeKey(folder / name, folder / f"{name}.pub")
     if not files.public.exists():
         key = _new_key()
         _write_private(files.private, key, serialization.PrivateFormat.OpenSSH)
         ssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         write_atomic(files.public, key.public_key().public_bytes(*ssh) + f" {name}\n".encode())
-    remedy = "put it back, or begin in another folder"
+    remedy = "put the original file back, or start in another folder"
     private = _parse(files.private, lambda data: serialization.load_ssh_private_key(data, None), remedy)
     if private.public_key() != _parse(files.public, serialization.load_ssh_public_key, remedy):
         raise InputError(f"{files.private} is not the private key of {files.public}; {remedy}")
@@ -83,9 +84,9 @@ def ensure_node_key(folder: Path, name: str) -> NodeKey:
 
 
 def _check_certificates(files: Certificates) -> None:
-    """Check that the CA has signed the certificate, and that the key is the certificate's.
+    """Check that the CA has signed the certificate, and that the private key belongs to the certificate.
 
-    Flower's processes would only say that they cannot connect.
+    With wrong files, Flower's processes would only report that they cannot connect.
     """
     remedy = f"remove {files.ca} to have new certificates made"
     ca, certificate = (
@@ -101,7 +102,7 @@ def _check_certificates(files: Certificates) -> None:
 
 
 def _parse(path: Path, parse: Callable[[bytes], T], remedy: str) -> T:
-    """Parse a regular file; a pipe would make Flower's processes wait for ever."""
+    """Return the parsed file; refuse a damaged file, and a pipe, on which Flower would wait for ever."""
     try:
         return parse(read_file(path))
     except OSError as error:
@@ -115,7 +116,7 @@ def _new_key() -> ec.EllipticCurvePrivateKey:
 
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
-    """Write a key that nobody else can open at any moment: the file is made with its mode."""
+    """Write a private key to a file that is created with mode 600, so that no other user can ever read it."""
 
     def open_private(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_EXCL, 0o600)

@@ -1,7 +1,7 @@
 """A whole Flower federation on this machine: a SuperLink, SuperNodes and runs, on 127.0.0.1.
 
-Connections are encrypted, and every node proves with a key who it is. Everything that is started is stopped
-at the end, also if this process is killed.
+Connections are encrypted, and every node authenticates itself with a key. All started processes are stopped
+at the end, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.run import Observer
 
 COMPONENTS = {"serverapp": "cfedavg.launch.app.server:app", "clientapp": "cfedavg.launch.app.client:app"}
-POLL = 0.5  # seconds between two looks at what the ServerApp has written
+POLL = 0.5  # seconds between two reads of the metrics that the ServerApp writes
 
 
 def make_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of Flower's processes: no telemetry, no installing, and quick polling."""
+    """Return environment variables for Flower's processes (no telemetry, quick polling, ...), with `more`."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     direct = f"{direct},{HOST}" if direct else HOST
@@ -51,7 +51,7 @@ def make_environment(more: Mapping[str, str]) -> dict[str, str]:
         **dict.fromkeys(("NO_PROXY", "no_proxy"), direct),
         "PYTHONSAFEPATH": "1",  # `python -m` would look for modules in the current folder first
         "PYTHONUNBUFFERED": "1",  # so that logs are up to date
-        "COLUMNS": "500",  # and their sentences whole
+        "COLUMNS": "500",  # so that logs do not break lines
         **more,
     }
 
@@ -60,8 +60,8 @@ class LocalFederation:
     """A federation in a folder: `with LocalFederation(folder, nodes=4) as federation: federation.start()`.
 
     `federation.link` and `federation.nodes[i]` can be stopped, killed and started again. Keys, the
-    SuperLink's database and the nodes' states stay in the folder; another LocalFederation continues with
-    them. `more` are variables for the environment of all processes, `say` is called with the progress.
+    SuperLink's database and the nodes' states stay in the folder, for a later LocalFederation in that folder.
+    `more` holds environment variables for all processes. `say` is called with a text about each step.
     """
 
     link: SuperLink
@@ -94,7 +94,7 @@ class LocalFederation:
         self.close()
 
     def close(self) -> None:
-        """Stop everything that was started, and what that has started."""
+        """Stop all processes of the federation and their child processes."""
         self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
@@ -107,11 +107,11 @@ class LocalFederation:
         )
         stack.enter_context(catch_kills())
         stack.callback(self.processes.close)
-        self.processes.stop()  # what a killed launcher has left, since nobody else holds the folder
+        self.processes.stop()  # left by a killed launcher: the lock shows that no launcher is alive
         keys = self.folder / "keys"
         for each in (keys, self.logs):
             make_folder(each, "`out`")
-            each.chmod(0o700)  # nobody else could enter the folder above meanwhile
+            each.chmod(0o700)  # until now, the parent folder kept other users out
         ports, shared = Ports(), (self.processes, self.logs)
         stack.callback(ports.close)
         files, port = credentials.ensure_certificates(keys), ports.take(self.port or 0)
@@ -139,12 +139,12 @@ class LocalFederation:
         self.say(f"nodes online: {self.count} of {self.count}")
 
     def run(self, app: Path, config: Mapping[str, object] | None = None) -> AppRun:
-        """Start the app in a folder; `config` overrides its pyproject.toml."""
+        """Start the Flower app in the folder `app`; `config` overrides settings in its pyproject.toml."""
         return self.control.run(app, config or {})
 
 
 def format_app(config: Config, **more: object) -> str:
-    """Write the pyproject.toml of an app whose code is this package, with the configuration of a run."""
+    """Return the pyproject.toml of a Flower app with this package's code and the settings of a run."""
     project = {"name": "federation", "version": "1.0.0", "license": "Apache-2.0"}
     settings = run_config_of(config) | {name.replace("_", "-"): value for name, value in more.items()}
     parts = {
@@ -157,7 +157,7 @@ def format_app(config: Config, **more: object) -> str:
 
 
 def trust_typed_code(config: Config) -> dict[str, str]:
-    """Return the variable that lets the processes import the classes that the user has typed or trusts."""
+    """Return the environment variable that allows imports of the classes that `config` names, if any."""
     return {TRUST: "1"} if config.names_code else {}
 
 
@@ -171,7 +171,7 @@ def train_federation(
     round_timeout: float = 120.0,
     quorum: float = 0.5,
 ) -> bool:
-    """Train with a node for each client, and stop everything that was started; False if all was done."""
+    """Train with a node for each client, then stop all processes; return False if no rounds were left."""
     out = out.resolve()
     _check(config, out, resume)
     if resume and _is_done(config, out):
@@ -200,22 +200,23 @@ def train_federation(
 
 
 def _check(config: Config, out: Path, resume: bool) -> None:
-    """Check what can be checked before anything is started."""
+    """Refuse an `out` folder that does not fit the options, before any process is started."""
     if not str(out).isprintable():
         raise InputError(f"`out` must be printable text, got {str(out)!r}")
     begun = exists(out / "federation")
     if not exists(out / CONFIG):
-        if resume and begun:  # nobody has written down its options
+        if resume and begun:  # the options are stored with the first round
             raise InputError(
-                f"cannot resume: no round of {out} has begun; give its options again, without `resume`"
+                f"cannot resume: no round of the run in {out} has begun; "
+                "give its options again, without `resume`"
             )
         return
     if not resume:
         raise InputError(f"`out`: {out} holds a run already; set `resume` or choose another folder")
     if not begun:
-        what = "a simulation, which no federation can continue"
+        what = "a simulation, not a federation"
         if exists(out / FEDERATION):
-            what = "the federation of an app, which its own server resumes"
+            what = "the federation of an app; resume it with the app's own server"
         raise InputError(f"cannot resume: {out} holds {what}")
     old = read_config(out / CONFIG)
     if old.clients != config.clients:
@@ -228,7 +229,7 @@ def _check(config: Config, out: Path, resume: bool) -> None:
 
 
 def _is_done(config: Config, out: Path) -> bool:
-    """Whether all rounds are done and the pictures, which come last, are newer than the last round."""
+    """Return whether all rounds are done and the report, which is written last, is newer than the metrics."""
     page, metrics = out / "report.html", out / METRICS
     return (
         len(read_rows(metrics)) == config.rounds
@@ -238,7 +239,7 @@ def _is_done(config: Config, out: Path) -> bool:
 
 
 def _describe(config: Config) -> str:
-    """Say what the run is about to do; this checks the options, and fetches the data once for all nodes."""
+    """Return a description of the run; also check the options, and download the data once for all nodes."""
     task = build_task(config)
     plan, layout = Plan(config, task), Layout.of(task.model)
     if config.deadline is None:
@@ -248,14 +249,14 @@ def _describe(config: Config) -> str:
 
 
 def _follow(run: AppRun, federation: LocalFederation, metrics: Path, rounds: int, observer: Observer) -> None:
-    """Show rows as the ServerApp writes them, until the run is over."""
+    """Pass each row of metrics that the ServerApp writes to the observer, until the run is over."""
     rows = read_rows(metrics)
     observer.begin(rows)
     if rows:
         observer.say(f"resuming after round {len(rows)} of {rounds}")
     lost: set[int] = set()
     while True:
-        # The stream of its log may break while the run continues.
+        # The process that follows the log may end while the run continues: so ask for the status too.
         over = not run.followed and (not federation.link.running or run.status().text not in ONGOING)
         known, rows = len(rows), read_rows(metrics)
         for row in rows[known:]:

@@ -1,8 +1,9 @@
-"""Processes that are started and stopped together, with all that they start in turn, and their ports.
+"""Processes that are started and stopped together with their child processes, and the processes' ports.
 
-Flower's processes start others, some in sessions of their own, which outlive a parent that is killed. So all
-of them carry a mark in their environment, which children inherit, and are found by it. A watchdog stops them
-if the process that started them is killed: it is this module, run with `python -m`.
+Flower's processes start child processes. A child with a session of its own outlives a killed parent. So all
+processes have a mark in their environment: children inherit the mark, and each process is found by it.
+The launcher is the process that starts the others. If the launcher is killed, a watchdog stops all marked
+processes. The watchdog is this module, run with `python -m`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from cfedavg.core.files import open_regular
 from cfedavg.core.interrupts import ignore_stops
 
 HOST = "127.0.0.1"
-MARK = "CFEDAVG_FEDERATION"  # the federation it belongs to
-LAUNCH = "CFEDAVG_LAUNCH"  # which start of that federation: a watchdog must not stop the next one's processes
-PATIENCE = 8.0  # seconds that a signal is given to work
+MARK = "CFEDAVG_FEDERATION"  # environment variable: the federation that a process belongs to
+LAUNCH = "CFEDAVG_LAUNCH"  # environment variable: the launcher, so that its watchdog stops only its processes
+PATIENCE = 8.0  # seconds to wait for a process to end after a signal
 PROC = Path("/proc")
 
-# Stopped first, in turn. The ServerApp, or it would end its round without the nodes. Then the nodes: one that
-# cannot take its leave of the SuperLink is refused for a minute afterwards.
+# Commands that are stopped first, in this order. First the ServerApp: else it would end its round without the
+# nodes. Then the nodes: the SuperLink refuses a node for a minute if the node could not sign off.
 ORDER = ("flwr-serverapp", "flower-supernode")
-LONGEST = 2 * (len(ORDER) + 1) + 1  # times PATIENCE: `end_all` sends two signals to each kind
+LONGEST = 2 * (len(ORDER) + 1) + 1  # in units of PATIENCE: `end_all` sends two signals to each kind
 
 Process = subprocess.Popen[bytes]
 
 
 class Processes:
-    """All processes of one mark: those started here, and any that an earlier, killed launcher has left."""
+    """All processes with one mark: those started here, and those left behind by a killed launcher."""
 
     def __init__(self, mark: str, environment: Mapping[str, str]) -> None:
         launch = secrets.token_hex(8)
@@ -48,10 +49,10 @@ class Processes:
         self._watchdog: Process | None = None
 
     def start(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> Process:
-        """Start a process out of reach of the terminal's Ctrl-C; append its output to the log."""
+        """Start a process that does not receive the terminal's Ctrl-C; append its output to `log`."""
         self._watchdog = self._watchdog or _start_watchdog(self._launch)
         try:
-            file = open_regular(log, "ab")  # to open a pipe would wait for ever
+            file = open_regular(log, "ab")  # opening a pipe would wait for ever
         except OSError as error:
             raise InputError(f"cannot write {log} ({error.strerror})") from None
         with file:
@@ -70,22 +71,22 @@ class Processes:
         return process
 
     def left(self) -> set[int]:
-        """Return the pids of those that are alive."""
+        """Return the pids of all processes that are alive."""
         return {process.pid for process in self._own if process.poll() is None} | alive(self._mark, ())
 
     def stop(self) -> None:
-        """End all processes: ask first, and kill those that do not end in time."""
+        """Ask all processes to end (SIGTERM), and kill those that do not end in time."""
         with ignore_stops():
             end_all(self.left)
 
     def close(self) -> None:
-        """End the watchdog, which ends what was started here and is still alive."""
+        """End the watchdog, which first ends all processes that were started here and are alive."""
         if self._watchdog is None:
             return
         with ignore_stops():
             assert self._watchdog.stdin is not None
             self._watchdog.stdin.close()
-            self._watchdog.send_signal(signal.SIGCONT)  # it may be stopped
+            self._watchdog.send_signal(signal.SIGCONT)  # the watchdog may be suspended
             try:
                 self._watchdog.wait(LONGEST * PATIENCE)
             except subprocess.TimeoutExpired:
@@ -95,7 +96,7 @@ class Processes:
 
 
 def _start_watchdog(word: str) -> Process:
-    """Start a watchdog that no signal meant for this process reaches."""
+    """Start a watchdog in a session of its own, so that it receives no signals meant for this process."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "cfedavg.launch.processes", word],
         stdin=subprocess.PIPE,
@@ -107,21 +108,21 @@ def _start_watchdog(word: str) -> Process:
 
 
 def watch(word: str) -> None:
-    """Wait until the launcher ends, and end the processes that have this word in their environment.
+    """Wait until the launcher ends, then end the processes that have `word` in their environment.
 
-    Only the launcher holds the other end of the standard input, so that this closes when the launcher ends,
-    in whatever way. Until then the launcher writes the pid of each process that it starts.
+    Only the launcher can write to the standard input. So the input closes when the launcher ends or is
+    killed. Until then the launcher writes the pid of each process that it starts.
     """
     pids = [int(line) for line in sys.stdin]
-    time.sleep(0.1)  # a process that was being started has its environment by then
+    time.sleep(0.1)  # by then, a process that is just being started has its environment
     end_all(lambda: alive(word, pids))
 
 
 def alive(word: str, pids: Iterable[int]) -> set[int]:
-    """Return the other processes that have this word in their environment.
+    """Return the pids of all other processes that have `word` in their environment.
 
-    Where the system does not show environments, return those of `pids` that still lead a session, as all
-    that are started here do: a pid may be another process's by now.
+    If the system has no /proc, return those of `pids` that lead a session. Every process started here leads
+    a session. The check is needed because another process may have got the pid of an ended process.
     """
     if PROC.is_dir():
         others = {int(path.name) for path in PROC.glob("[0-9]*")} - {os.getpid()}
@@ -135,7 +136,7 @@ def alive(word: str, pids: Iterable[int]) -> set[int]:
 
 
 def end_all(left: Callable[[], set[int]]) -> None:
-    """End processes in the right order, and wait until they are gone."""
+    """End the processes whose pids `left` returns, the commands in `ORDER` first, and wait for their end."""
 
     def running(command: str) -> set[int]:
         return {pid for pid in left() if any(command in word for word in _read_words(pid, "cmdline"))}
@@ -156,26 +157,26 @@ def _end(left: Callable[[], set[int]]) -> None:
 
 
 def _read_words(pid: int, what: str) -> list[str]:
-    """Return the words of a process's `cmdline` or `environ`; none if it has ended or is somebody else's."""
+    """Return the words in a process's `cmdline` or `environ`; [] if the process has ended or is not ours."""
     with suppress(OSError):
         return os.fsdecode((PROC / str(pid) / what).read_bytes()).split("\0")
     return []
 
 
 class Ports:
-    """Ports for processes that listen on `HOST`, each held from the moment it is chosen.
+    """Ports on `HOST` for processes that listen, each reserved from the moment it is chosen.
 
-    Flower's processes cannot choose a port themselves: they tell their children the number they were given.
-    A port that is probed and let go may be taken before the process listens on it. So a socket stays bound
-    to each port and never listens: Linux gives such a port to nobody who asks for a free one or connects
-    from one, but lets a process that asks for this very port listen on it, as servers do (SO_REUSEADDR).
+    Flower's processes cannot choose a free port themselves: they pass the given number to their children.
+    If a port were only tested, another process could take the port before Flower listens on it. So a socket
+    stays bound to each port and never listens. Linux then gives the port to no process that asks for any free
+    port. A process that asks for the port by its number can listen on the port (SO_REUSEADDR).
     """
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
 
     def take(self, port: int = 0) -> int:
-        """Hold a port until `close`, a free one unless it is given, and return it."""
+        """Reserve `port`, or a free port if `port` is 0, until `close` is called; return the port."""
         holder = socket.socket()
         self._held.append(holder)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -184,16 +185,16 @@ class Ports:
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise InputError(
-                f"`port` {port} cannot be used on {HOST} ({why}): "
-                "give another one, or none to have a free one chosen"
+                f"`port` must be usable on {HOST}, got {port} ({why}); "
+                "choose another port, or leave `port` out to get a free port"
             ) from None
         taken = int(holder.getsockname()[1])
         if sys.platform != "linux":
-            holder.close()  # elsewhere a bound socket would keep our own process out as well
+            holder.close()  # on other systems a bound socket would keep Flower out as well
         return taken
 
     def close(self) -> None:
-        """Let all ports go."""
+        """Release all ports."""
         for holder in self._held:
             holder.close()
         self._held.clear()

@@ -1,4 +1,4 @@
-"""The processes of a federation that last: the SuperLink and the SuperNodes, started, stopped and killed."""
+"""The long-running processes of a federation: the SuperLink and the SuperNodes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import check_regular, exists, make_folder, open_regular, write_atomic
 from cfedavg.launch.processes import HOST, PATIENCE, Ports, Process, Processes
 
-if TYPE_CHECKING:  # it needs a package that comes with Flower, whose absence is reported later
+if TYPE_CHECKING:  # this import needs Flower; if Flower is missing, an error says so later
     from cfedavg.launch.credentials import Certificates, NodeKey
 
-READY = 90.0  # seconds until a process must have come up; it takes 3 on an idle machine
-FORGOTTEN = 75.0  # seconds in which the SuperLink notices, with some to spare, that a node was killed
+READY = 90.0  # time limit for the start of a process in seconds; on an idle machine a start takes 3
+FORGOTTEN = 75.0  # seconds after which the SuperLink has surely noticed that a node was killed
 POLL = 0.1
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Service:
-    """One process and its log."""
+    """One process of a federation, with its folder and its log."""
 
     def __init__(self, processes: Processes, logs: Path, folder: Path, name: str) -> None:
         self.name, self.folder, self.log = name, folder, logs / f"{name}.log"
@@ -44,16 +44,16 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
     def stop(self) -> None:
-        """Ask the process to end, as its owner would; a node takes its leave of the SuperLink."""
+        """Ask the process to end (SIGTERM), so that a node signs off; kill the process if it does not end."""
         self._send(signal.SIGTERM, os.kill)
         self.kill()  # if it has not ended by now
 
     def kill(self) -> None:
-        """End the process and its children without a warning, as a power cut would."""
+        """Kill the process and its children at once (SIGKILL)."""
         self._send(signal.SIGKILL, os.killpg)
 
     def read_log(self) -> str:
-        """Return what the log holds since the last start."""
+        """Return the log's text since the last start of the process."""
         return read_log(self.log, self._log_start)
 
     def _spawn(self, *command: str | Path) -> None:
@@ -66,11 +66,11 @@ class Service:
             return
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             send(self.process.pid, signum)
-            self.process.wait(PATIENCE)  # not only to be sure: the children of a zombie live on
+            self.process.wait(PATIENCE)  # this also reaps the process: the children of a zombie live on
 
 
 class SuperLink(Service):
-    """The server's process, which keeps its state in a database."""
+    """The server's process. Its state is in a database in its folder."""
 
     def __init__(
         self, processes: Processes, logs: Path, folder: Path, files: Certificates, port: int
@@ -96,11 +96,11 @@ class SuperLink(Service):
                 why = get_last_line(self.read_log())
                 raise InputError(f"the SuperLink ended at once: {why} (see {self.log})")
             if time.monotonic() > end:
-                raise InputError(f"the SuperLink does not answer after {READY:g} s: see {self.log}")
+                raise InputError(f"the SuperLink did not answer within {READY:g} s; see {self.log}")
             time.sleep(POLL)
 
     def _is_healthy(self) -> bool:
-        """Whether it answers, and with our certificate."""
+        """Return whether the SuperLink answers with a certificate that our CA has signed."""
         secure = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=str(self.files.ca)))
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
         with suppress(OSError), direct.open(f"https://{self.address}/health", timeout=5) as response:
@@ -137,33 +137,34 @@ class SuperNode(Service):
         self.wait_online(limit)
 
     def begin(self) -> None:
-        """Start the node; call `wait_online` next."""
+        """Start the node without waiting until it is online; call `wait_online` next."""
         self.id = None
         link = "--root-certificates", self.link.files.ca, "--superlink", self.link.address
-        port = self._ports.take()  # another at each start: children of the last one may still ask for work
+        port = self._ports.take()  # a new one at each start: old children may still use the last port
         own = "--host", HOST, "--port", str(port), "--auth-supernode-private-key", self.key.private
         self._spawn("flower-supernode", *link, *own, "--node-config", self._config)
 
     def wait_online(self, limit: float = FORGOTTEN, say: Callable[[str], None] = lambda text: None) -> None:
-        """Wait until the node is online, and start it again while the SuperLink refuses it.
+        """Wait until the node is online; start the node again while the SuperLink refuses it.
 
-        The SuperLink refuses a node that was killed until it has noticed that.
+        If a node was killed, the SuperLink refuses the node until the SuperLink has noticed the kill.
         """
         began, told = time.monotonic(), False
         while True:
-            running, waited = self.running, time.monotonic() - began  # asked first: it may write and end
+            # Before the log is read: the process may write its id and end in between.
+            running, waited = self.running, time.monotonic() - began
             if found := re.search(r"SuperNode ID: (\d+)\s", self.read_log()):
                 self.id = int(found[1])
                 return
             if not running:
                 self._check_refusal(waited, limit)
                 if not told:
-                    say(f"{self.name} is still online for the SuperLink: trying again for up to {limit:g} s")
+                    say(f"{self.name} still counts as online at the SuperLink: trying for up to {limit:g} s")
                 told = True
                 time.sleep(1)
                 self.begin()
             elif waited > max(limit, READY):
-                raise InputError(f"{self.name} is not online after {waited:.0f} s: see {self.log}")
+                raise InputError(f"{self.name} is not online after {waited:.0f} s; see {self.log}")
             time.sleep(POLL)
 
     def _check_refusal(self, waited: float, limit: float) -> None:
@@ -173,19 +174,19 @@ class SuperNode(Service):
         if waited > limit:
             raise InputError(
                 f"the SuperLink refuses {self.name} for {limit:g} s: its key {self.key.public} is not "
-                f"registered there, or in use by another process; stop that, or begin in another folder"
+                f"registered there, or another process uses it; stop that process, or use another folder"
             )
 
 
 def format_toml(table: Mapping[str, object]) -> str:
-    """Write keys and values as TOML, a line each."""
+    """Return a table as TOML text, one line for each key."""
     return "".join(f"{name} = {toml_value(value)}\n" for name, value in table.items())
 
 
 def read_log(log: Path, start: int = 0) -> str:
-    """Return a log, from this byte on, without its colours."""
+    """Return the text of a log file from byte `start` on, without colour codes."""
     try:
-        with open_regular(log, "rb") as file:  # only the tail: it is read again and again
+        with open_regular(log, "rb") as file:  # a log is read many times: not the whole file
             file.seek(start)
             data = file.read()
     except OSError as error:
@@ -194,7 +195,7 @@ def read_log(log: Path, start: int = 0) -> str:
 
 
 def get_last_line(text: str) -> str:
-    """Return the last line of a log, without the box around it and Flower's pointer to its pages."""
+    """Return the last line with words in a log, without box characters and Flower's link to its docs."""
     lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
     told = [line for line in lines if line and not line.startswith("For more information")]
-    return told[-1] if told else "it said nothing"
+    return told[-1] if told else "no output"

@@ -1,4 +1,4 @@
-"""Optimisers: what a client does with a gradient, and what the server does with the mean update."""
+"""Optimisers: a client's step from a gradient, and the server's step from the mean update."""
 
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerOptimiser
 

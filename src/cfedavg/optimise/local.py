@@ -1,12 +1,12 @@
 """Local optimisers: line 7 of Algorithm 1, p - eta_L * g, and other steps in its place.
 
 A step is a pure function of one client's tensors. The sequential and reference engines and the Flower app
-call it; the batched engine maps it over many clients by `torch.func.vmap`. The state is a table of lists,
-with a tensor for each parameter in every list; it lasts for the steps of one round.
+call the step for one client; the batched engine maps it over many clients by `torch.func.vmap`. The state of
+an optimiser is a dict of lists with one tensor for each parameter. The state lasts for one round.
 
     sgd(momentum=0.9)      clip(1.0) >> adamw(0.1)      prox(0.01) >> sgd
 
-`clip` and `prox` change gradients; they stand before an optimiser, and any number of them may.
+`clip` and `prox` change gradients. Any number of changes may stand before an optimiser.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from cfedavg.optimise.server import check_share
 
 Tensors = Sequence[Tensor]
 State = Mapping[str, list[Tensor]]
-Rate = float | Tensor  # a tensor where the step is recorded, to be played with other rates
-LONGEST = 8  # the most pieces of a chain
+Rate = float | Tensor  # a tensor if the step is recorded (a CUDA graph) and replayed with other rates
+LONGEST = 8  # the most parts of a chain
 LARGEST = 1e30  # the largest argument, so that float32 holds it
 
 
 class LocalPart(Part):
-    """An optimiser, or a change of gradients before one."""
+    """The base class of a chain's parts: a local optimiser, or a change of gradients before it."""
 
     needs_start: ClassVar[bool] = False
 
 
 class GradientChange(LocalPart):
-    """Changes gradients before an optimiser sees them. A new one needs `change`."""
+    """The base class of changes of gradients before an optimiser. A subclass must define `change`."""
 
     def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
-        """Return other gradients; `start` are the parameters at the beginning of the round."""
+        """Return the changed gradients; `start` holds the parameters at the beginning of the round."""
         raise NotImplementedError
 
     def __rshift__(self, following: LocalOptimiser) -> LocalOptimiser:
@@ -50,22 +50,22 @@ class GradientChange(LocalPart):
 
 
 class LocalOptimiser(LocalPart):
-    """Makes a client's next parameters. A new one needs `step`, and `init` if it has a state."""
+    """The base class of local optimisers. A subclass must define `step`, and `init` if it has a state."""
 
     def init(self, params: Tensors) -> State:
-        """Return the state before the first step of a round: lists with a tensor for each parameter."""
+        """Return the state before a round's first step: a dict of lists, with a tensor for each parameter."""
         return {}
 
     def step(
         self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
     ) -> tuple[list[Tensor], State]:
-        """Return the next parameters and state; inputs stay as they are."""
+        """Return the next parameters and the next state, without changing the arguments."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Chain(LocalOptimiser):
-    """Changes of gradients, in order, before an optimiser."""
+    """A local optimiser that first applies changes to the gradients, in order."""
 
     changes: tuple[GradientChange, ...]
     optimiser: LocalOptimiser
@@ -90,7 +90,7 @@ class Chain(LocalOptimiser):
 
 @dataclass(frozen=True)
 class SGD(LocalOptimiser):
-    """p - eta_L * g, the paper's step; momentum, Nesterov's too, and weight decay are those of torch."""
+    """p - eta_L * g, the paper's step; momentum, Nesterov and weight decay as in torch.optim.SGD."""
 
     name: ClassVar[str] = "sgd"
     examples: ClassVar[tuple[str, ...]] = ("sgd", "sgd(momentum=0.9)")
@@ -103,7 +103,7 @@ class SGD(LocalOptimiser):
         check_at_least_0("weight_decay", self.weight_decay)
         check_truth("nesterov", self.nesterov)
         if self.nesterov and not self.momentum:
-            raise InputError("nesterov needs a momentum above 0")
+            raise InputError("momentum must be above 0 with nesterov, got 0")
 
     def init(self, params: Tensors) -> State:
         return {"momentum": [torch.zeros_like(p) for p in params]} if self.momentum else {}
@@ -123,7 +123,7 @@ class SGD(LocalOptimiser):
 
 @dataclass(frozen=True)
 class AdamW(LocalOptimiser):
-    """Adam with decoupled weight decay, as torch has it; its moments begin anew in every round."""
+    """Adam with decoupled weight decay, as torch.optim.AdamW; the moments start at 0 in every round."""
 
     name: ClassVar[str] = "adamw"
     examples: ClassVar[tuple[str, ...]] = ("adamw(0.1)",)
@@ -140,7 +140,7 @@ class AdamW(LocalOptimiser):
 
     def init(self, params: Tensors) -> State:
         zeros = [torch.zeros_like(p) for p in params]
-        # A count for each parameter, as some may get no gradient; it is a tensor, to differ between clients.
+        # One count for each parameter, since some may get no gradient; a tensor, since vmap batches clients.
         return {"count": [p.new_zeros(()) for p in params], "m": zeros, "v": list(zeros)}
 
     def step(
@@ -165,13 +165,13 @@ class AdamW(LocalOptimiser):
 
 
 def _bias_correction(beta: float, count: Tensor) -> Tensor:
-    """Return 1 - beta^count, to full precision also where beta is near 1."""
+    """Return 1 - beta^count, precise even if beta is near 1."""
     return -torch.expm1(count * math.log(beta)) if beta else torch.ones_like(count)
 
 
 @dataclass(frozen=True)
 class Clip(GradientChange):
-    """Shortens a client's gradient to the norm c where it is longer; the norm is over all parameters."""
+    """Scales a client's gradient down to norm c if its norm over all parameters is larger."""
 
     name: ClassVar[str] = "clip"
     examples: ClassVar[tuple[str, ...]] = ("clip(1.0) >> sgd",)
@@ -188,7 +188,7 @@ class Clip(GradientChange):
 
 @dataclass(frozen=True)
 class Prox(GradientChange):
-    """Adds mu (p - start): FedProx, which pulls a client back to the model that it started from."""
+    """FedProx: adds mu (p - start) to the gradient, which pulls a client back to the round's first model."""
 
     name: ClassVar[str] = "prox"
     examples: ClassVar[tuple[str, ...]] = ("prox(0.01) >> sgd",)
@@ -204,14 +204,14 @@ class Prox(GradientChange):
 
 
 def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:
-    """Return p - rate * direction; if the rate is a number, in one rounding, as torch.optim does."""
+    """Return p - rate * direction; if `rate` is a float, rounded only once, as in torch.optim."""
     if isinstance(rate, Tensor):
         return p - rate * direction
     return torch.add(p, direction, alpha=-rate)
 
 
 def check_at_least_0(name: str, value: object) -> None:
-    """Refuse an argument that is not a finite number of 0 or more."""
+    """Raise InputError if `value` is not a finite number of 0 or more."""
     check_argument(name, value, "a finite number of 0 or more", lambda number: 0 <= number <= LARGEST)
 
 
@@ -232,5 +232,5 @@ def parse_local_optimiser(
     if not isinstance(last, LocalOptimiser):
         raise InputError(f"`local_optimiser`: {text!r} must end with an optimiser, as in {last} >> sgd")
     if strange := [each for each in changes if not isinstance(each, GradientChange)]:
-        raise InputError(f"`local_optimiser`: {text!r} must have its one optimiser, {strange[0]}, at the end")
+        raise InputError(f"`local_optimiser` must have no {strange[0]} before the last part, got {text!r}")
     return Chain(tuple(changes), last) if changes else last  # type: ignore[arg-type]

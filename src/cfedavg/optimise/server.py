@@ -1,12 +1,13 @@
 """Server optimisers: line 19 of Algorithm 1, x_next = x + eta * delta, and the steps of FedOpt in its place.
 
-Each takes the mean update delta for a gradient, with the opposite sign (Reddi et al., 2021). Its state is a
-table of vectors as long as x; it goes in and comes out. Arrays may be of NumPy or of torch.
+A server optimiser uses the mean update delta as a gradient with the opposite sign (Reddi et al., 2021). Its
+state is a dict of vectors as long as x. Each step takes the state as an argument and returns the next state.
+Arrays may be NumPy arrays or torch tensors.
 
-Error feedback works under all of them: a residual only delays what is sent, so the sum of all deltas plus the
-mean residual is the sum of all updates. Under `sgd`, x + eta * mean(e) therefore moves as if nothing had been
-compressed. `momentum` and `nesterov` are linear too: each delta reaches x in full, later. `adam`, `adagrad`
-and `yogi` divide by the size of delta, so they divide a late delta by another number.
+Error feedback works with every server optimiser: a residual only delays what is sent, so the sum of all
+deltas plus the mean residual is the sum of all updates. With `sgd`, x + eta * mean(e) therefore moves as it
+would without compression. `momentum` and `nesterov` are linear too: each delta reaches x in full, but later.
+`adam`, `adagrad` and `yogi` divide delta by its recent size, which differs when delta comes later.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ State = Mapping[str, Array]
 
 
 class ServerOptimiser(Part):
-    """Makes the next model from the mean update. A new one needs `step`, and `init` if it has a state."""
+    """The base class of server optimisers. A subclass must define `step`, and `init` if it has a state."""
 
-    # Whether its steps stay as long when delta doubles. Where updates were divided by K, delta is then
-    # multiplied by the mean K first: the step does not depend on its size, but tau does.
+    # Whether the length of a step does not depend on the size of delta. If so, and if updates were divided
+    # by K, delta is multiplied by the mean K before the step, so that delta keeps its size relative to tau.
     adapts: ClassVar[bool] = False
     rate: ClassVar[float] = 1.0  # the default eta for updates that were not divided by K
 
     def default_rate(self, K: float) -> float:
-        """Return the default eta; the clients' updates were divided by K."""
+        """Return the default eta for clients' updates that were divided by K."""
         return self.rate if self.adapts else self.rate * K
 
     def scale(self, K: float) -> float:
-        """Return the factor of delta before the step; the clients' updates were divided by K."""
+        """Return the factor by which to multiply delta before the step, if updates were divided by K."""
         return K if self.adapts else 1.0
 
     def init(self, x: Array) -> State:
-        """Return the state before the first round: vectors like x."""
+        """Return the state before the first round: vectors of the length and dtype of x."""
         return {}
 
     def step(self, x: Array, delta: Array, state: State, rate: float, t: int) -> tuple[Array, State]:
-        """Return x_next and the next state, in round t."""
+        """Return the model after round t and the next state, given the model x and the mean update delta."""
         raise NotImplementedError
 
 
@@ -96,7 +97,7 @@ class ServerNesterov(ServerMomentum):
 class _Adaptive(ServerOptimiser):
     """m = beta1 m + (1 - beta1) delta, x + eta m / (sqrt(v) + tau); subclasses differ in v.
 
-    Steps adapt to deltas that are large against tau, and shrink with smaller ones.
+    If delta is large relative to tau, the length of a step does not depend on delta; else it shrinks with it.
     """
 
     adapts: ClassVar[bool] = True
@@ -128,10 +129,10 @@ class _Adaptive(ServerOptimiser):
 
 @dataclass(frozen=True)
 class ServerAdam(_Adaptive):
-    """FedAdam: v = beta2 v + (1 - beta2) delta^2; the rate makes up for m and v that start at zero.
+    """FedAdam: v = beta2 v + (1 - beta2) delta^2, with a bias correction, since m and v start at zero.
 
-    The correction is Kingma and Ba's with t + 2 in the place of their t, as in Flower's FedAdam, so that the
-    two go through the same models.
+    The correction is that of Kingma and Ba with t + 2 in the place of t, as in Flower's FedAdam. So both
+    compute the same models.
     """
 
     name: ClassVar[str] = "adam"
@@ -145,7 +146,7 @@ class ServerAdam(_Adaptive):
 
 @dataclass(frozen=True)
 class ServerYogi(_Adaptive):
-    """FedYogi: v moves towards delta^2 by (1 - beta2) delta^2, so it falls more slowly than Adam's."""
+    """FedYogi: v moves towards delta^2 by (1 - beta2) delta^2, so v falls more slowly than in FedAdam."""
 
     name: ClassVar[str] = "yogi"
 
@@ -156,7 +157,7 @@ class ServerYogi(_Adaptive):
 
 @dataclass(frozen=True)
 class ServerAdagrad(_Adaptive):
-    """FedAdagrad: v = v + delta^2, so steps only get shorter; beta1 is 0 unless given."""
+    """FedAdagrad: v = v + delta^2, so that steps get shorter; beta1 is 0 by default."""
 
     name: ClassVar[str] = "adagrad"
     beta1: float = 0.0
@@ -166,7 +167,7 @@ class ServerAdagrad(_Adaptive):
 
 
 def check_share(name: str, value: object) -> None:
-    """Refuse a number that is not in [0, 1)."""
+    """Raise InputError if `value` is not a number in [0, 1)."""
     check_argument(name, value, "from 0 to below 1", lambda share: 0 <= share < 1)
 
 

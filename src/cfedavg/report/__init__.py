@@ -1,9 +1,9 @@
-"""Run folders turned into pictures, a summary table and one page to look at.
+"""Reports of runs: pictures, a summary table and one HTML page.
 
-`read` reads a folder, `groups` joins and labels runs that differ only in their seed, `table` holds what came
-out of runs and nodes, `panels` says what to draw in which colours, `figures` draws it on `axes`, with one
-legend or in a grid as a paper does, and `page` puts everything into one file. `heatmaps` draws who has which
-data, and what became of the requests to a federation's nodes.
+`read` reads a run folder. `groups` joins and labels the runs that differ only in their seed. `table` makes
+the tables of runs and nodes. `panels` defines what each panel shows. `figures` draws panels, with one legend
+or in a grid, and `axes` formats their axes. `page` writes the HTML page. `heatmaps` draws the samples of each
+client and the outcome of each request to a federation's nodes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = [
     "write_run_pictures",
 ]  # fmt: skip
 
-# matplotlib takes a good part of a second to import: the functions that draw do so when they are called.
+# Importing matplotlib takes most of a second: only the functions that draw import it, when they are called.
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `write_report`: the page, the picture, and the numbers for the command to print."""
+    """The result of `write_report`: the paths of the page and the picture, and the numbers to print."""
 
     page: Path
     picture: Path
@@ -41,12 +41,12 @@ class Report:
     rows: list[Row]
 
     def table(self) -> list[list[str]]:
-        """Return the summary as text, a header first."""
+        """Return the cells of the summary table as text; the first row is the header."""
         return tabulate(self.rows)
 
 
 def write_run_pictures(path: Path) -> None:
-    """Write `curves.png` and `report.html` into the folder of a run; a federation gets `nodes.png` too."""
+    """Write `curves.png` and `report.html` into a run folder, and `nodes.png` if the run is a federation."""
     from cfedavg.report.figures import choose_colours, draw_panel, draw_panels
 
     runs = [read_run(path)]
@@ -61,14 +61,14 @@ def write_run_pictures(path: Path) -> None:
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Report:
-    """Compare runs: write `report.html`, `report.png` with all panels, and a PNG for each panel to `out`."""
+    """Write `report.html`, `report.png` with all panels, and a PNG of each panel to the folder `out`."""
     from cfedavg.report.figures import choose_colours, draw_panel, draw_panels
 
     if not paths:
-        raise InputError("a report needs at least one run folder")
-    # The same folder, spelt in two ways, is one run.
+        raise InputError("`paths` must hold at least one run folder, got none")
+    # Two spellings of the same path are one run.
     runs = list({run.path.resolve(): run for run in map(read_run, paths)}.values())
-    make_folder(out, "`out`")  # before the drawing, which takes seconds
+    make_folder(out, "`out`")  # fails before the drawing, which takes seconds
     groups, metric = group_runs(runs), choose_metric(runs)
     rows = summarise(groups, metric)
     panels = choose_panels(groups, metric)
@@ -82,14 +82,14 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
 
 
 def _federations(groups: Sequence[Group]) -> list[tuple[Run, bytes]]:
-    """Return the runs that had nodes, each with a picture of them."""
+    """Return the runs that are federations, each with the picture of its nodes as PNG."""
     from cfedavg.report.heatmaps import draw_attendance
 
     return [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
 
 
 def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
-    """Draw who has which data, from the number of samples of each client (row) and class (column)."""
+    """Write a picture of `counts`, the number of samples of each client (row) and class (column)."""
     from cfedavg.report.heatmaps import draw_partition
 
     draw_partition(counts, path, title)

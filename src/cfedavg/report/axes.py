@@ -1,4 +1,4 @@
-"""Scales, ticks and quiet frames for the axes of a panel."""
+"""Scales, ticks, titles and frames for the axes of a panel."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _AMOUNTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
 }
 _STEPS = [1, 2, 5, 10]
-_FAR = 6.0  # how much more the largest run may take on a linear axis of time or of total bytes
+_FAR = 6.0  # if the totals of two runs differ by more than this factor, their axis is logarithmic
 _TIMES = [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30] + [
     unit * n
     for unit, ns in ((60, (1, 3, 10, 30)), (3600, (1, 3, 10)), (86_400, (1, 3, 10, 30, 100)))
     for n in ns
 ]
-_WIDE = 30.0  # the span from which numbers of a linear axis lie flat on the floor
+_WIDE = 30.0  # if the largest y exceeds this factor of the smallest, the y axis is logarithmic
 
 
 def replace_missing_glyphs(text: str) -> str:
-    """Write a `?` for each letter that the font lacks; matplotlib would draw a box and warn."""
+    """Return the text with `?` for each letter that the font lacks; matplotlib would draw a box and warn."""
     font = get_font(findfont(FontProperties()))
     return "".join(letter if letter == "\n" or font.get_char_index(ord(letter)) else "?" for letter in text)
 
@@ -44,9 +44,9 @@ def finish_axes(
     in_column: Sequence[Curve] = (),
     in_row: Sequence[Curve] = (),
 ) -> None:
-    """Draw everything around the lines.
+    """Set the title, scales, ticks and names of axes whose curves are drawn.
 
-    `in_column` are the curves of all axes that share x with these, `in_row` of those that share y.
+    `in_column` holds the curves of all axes that share x with `axes`; `in_row` of all that share y.
     """
     set_title(axes, panel.title)
     axes.set_ylabel(replace_missing_glyphs(panel.side), fontsize=9, color=MUTED, parse_math=False)
@@ -60,20 +60,20 @@ def finish_axes(
 
 
 def set_title(axes: Axes, text: str, size: float = 10.5) -> None:
-    """Write a bold title at the left; a `$` in it is a dollar."""
+    """Write a bold title at the left; a `$` is written as it is."""
     text = replace_missing_glyphs(text)
     axes.set_title(text, loc="left", fontsize=size, fontweight="bold", color=INK, parse_math=False)
 
 
 def write_instead(axes: Axes, text: str) -> None:
-    """Write a text in the place of lines, without ticks: these may be shared with axes that have lines."""
+    """Write a text into axes without lines, and hide the labels of their ticks."""
     axes.grid(False)
     axes.tick_params(labelbottom=False, labelleft=False)
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED, fontsize=9)
 
 
 def style_axes(axes: Axes) -> None:
-    """Draw a line below and a faint grid, and no ticks."""
+    """Give axes a bottom line and a faint grid, without tick marks."""
     axes.set_facecolor("white")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -104,13 +104,13 @@ def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
 
 
 def _is_far(drawn: Sequence[Curve]) -> bool:
-    """Whether the largest run would squeeze the others together on a linear axis."""
+    """Return whether the final x of two curves differ too much for a linear axis."""
     totals = [line.x[-1] for line in drawn]
     return bool(max(totals) > _FAR * min(totals))
 
 
 def _time_ticks(axes: Axes, drawn: Sequence[Curve]) -> str:
-    """Mark times and return their unit for the axis' name; "" where each mark has its own."""
+    """Set the ticks of a time axis; return the unit for its name, "" if each tick label has a unit."""
     low, high = min(line.x[0] for line in drawn), max(line.x[-1] for line in drawn)
     if low > 0 and _is_far(drawn):
         axes.set_xscale("log")
@@ -137,7 +137,7 @@ def _set_y(axes: Axes, panel: Panel, values: list[float]) -> None:
 
 
 def _log_ticks(axis: Axis, low: float, high: float, text: Callable[[float], str] | None) -> None:
-    """Mark decades; 1, 2 and 5 of each where there are too few decades to read a value off."""
+    """Put ticks at powers of 10, and at 2 and 5 times these if the axis spans less than two decades."""
     few = high / low < 100
     axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
     axis.set_minor_locator(ticker.NullLocator())
@@ -150,7 +150,7 @@ def _log_ticks(axis: Axis, low: float, high: float, text: Callable[[float], str]
 
 
 def _name_styles(axes: Axes, panel: Panel) -> None:
-    """Say which number is solid and which dashed, right of the title where no line runs."""
+    """Add a legend of solid and dashed series to the right of the title."""
     named = [series for series in panel.series if series.name]
     if not named:
         return

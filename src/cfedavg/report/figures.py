@@ -1,4 +1,4 @@
-"""Panels drawn with matplotlib, with one legend or in a grid; no setting is global."""
+"""Panels drawn with matplotlib, under one legend or in a grid, without the user's matplotlib settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cfedavg.report.axes import INK, MUTED, finish_axes, replace_missing_glyphs
 from cfedavg.report.groups import Curve, Group, make_curve, shorten
 from cfedavg.report.panels import COLOURS, PLAIN, Cell, Frame, Panel, Pen, drop_empty_series
 
-# A matplotlibrc, in the current folder or the user's own, may ask for LaTeX or for fonts that are not here.
+# Ignores the user's matplotlibrc, which may ask for LaTeX or for fonts that are not installed.
 default_settings = matplotlib.rc_context(
     {name: value for name, value in dict.items(matplotlib.rcParamsDefault) if name != "backend"}
 )
@@ -33,18 +33,18 @@ default_settings = matplotlib.rc_context(
 _DPI = 180
 _LETTERS_PER_INCH = 13
 
-# Of a grid, in inches; the x axis is for what stands below the lowest axes
+# Sizes of a grid in inches; the x axis height is the room for labels below the lowest row
 _GRID_WIDTH, _ROW_HEIGHT, _X_AXIS_HEIGHT = 9.0, 1.85, 0.35
 _MARGIN, _LEGEND_LINE = 0.1, 0.175
 
 
 def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
-    """Draw one panel with its own legend, as PNG."""
+    """Return a PNG of one panel with its own legend."""
     return _draw([panel], groups, columns=1, width=5.0, height=3.1)
 
 
 def draw_panels(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
-    """Draw all panels under one legend, as PNG."""
+    """Return a PNG of all panels, in two columns under one legend."""
     return _draw(panels, groups, columns=2, width=10.0, height=2.9)
 
 
@@ -75,14 +75,14 @@ def _draw(
 
 @default_settings
 def draw_grid(rows: Sequence[Sequence[Cell]], frame: Frame, *, share_y: bool = False) -> bytes:
-    """Draw cells as PNG; a column shares x, and a row shares y with `share_y`."""
+    """Return a PNG of a grid of cells. Each column shares x; with `share_y`, each row shares y."""
     figure = make_framed_figure(len(rows) * _ROW_HEIGHT + _X_AXIS_HEIGHT, frame)
     _draw_cells(figure, rows, share_y)
     return as_png(figure)
 
 
 def make_framed_figure(height: float, frame: Frame) -> Figure:
-    """Return a figure with a heading, a legend and a note, and `height` inches for axes between them."""
+    """Return a figure with a title, a legend and a note, and `height` inches between them for axes."""
     title, subtitle, note = (
         _wrap(frame.title, 11, 0.68),
         _wrap(frame.subtitle, 9, 0.58),
@@ -90,7 +90,7 @@ def make_framed_figure(height: float, frame: Frame) -> Figure:
     )
     labels = [replace_missing_glyphs(label) for label, _ in frame.legend]
     abreast = count_legend_columns([label for label, _ in frame.legend], _GRID_WIDTH)
-    # All in one line if they fit, else two columns that are read downwards.
+    # All entries in one line if they fit, else two columns.
     abreast = abreast if abreast >= len(labels) else min(2, abreast)
     top = 2 * _MARGIN + (_text_height(title, 11) + _text_height(subtitle, 9))
     top += _LEGEND_LINE * math.ceil(len(labels) / abreast)
@@ -110,7 +110,7 @@ def make_framed_figure(height: float, frame: Frame) -> Figure:
 
 
 def _wrap(text: str, size: float, em: float) -> list[str]:
-    """Break a text where the figure ends; `em` is a letter's mean width, rather too much than too little."""
+    """Return the lines of a text that fit the figure; `em` is a letter's mean width as a share of `size`."""
     return textwrap.wrap(replace_missing_glyphs(text), int((_GRID_WIDTH - 2 * _MARGIN) * 72 / (size * em)))
 
 
@@ -119,7 +119,7 @@ def _text_height(lines: Sequence[str], size: float) -> float:
 
 
 def _write(figure: Figure, y: float, lines: Sequence[str], *, size: float, **look: Any) -> float:
-    """Write lines below the height y, in inches, and return the height below them."""
+    """Write lines from the height `y` (inches) down, and return the height at which they end."""
     place = _MARGIN / _GRID_WIDTH, y / figure.get_figheight()
     figure.text(*place, "\n".join(lines), va="top", fontsize=size, parse_math=False, **look)
     return y - _text_height(lines, size)
@@ -147,7 +147,7 @@ def _draw_cells(figure: Figure, rows: Sequence[Sequence[Cell]], share_y: bool) -
 
 
 def _label_lowest(column: Sequence[Axes]) -> None:
-    """Write the numbers and the name of x once, under the last axes that have lines."""
+    """Show the tick labels and the name of x under the last axes of a column only."""
     for axes in column[:-1]:
         axes.set_xlabel("")
     for axes in column[-1:]:
@@ -163,11 +163,11 @@ def add_legend(
         labelspacing=0.35, borderpad=0.1, **place,
     )  # fmt: skip
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a `$` in a label is a dollar
+        text.set_parse_math(False)  # a `$` is written as it is
 
 
 def draw_lines(axes: Axes, panel: Panel, groups: Sequence[Group], pens: Sequence[Pen]) -> list[Curve]:
-    """Draw the lines of a panel, the first group on top and the uncompressed one behind all."""
+    """Draw and return the curves of a panel; the first group is in front, uncompressed groups are behind."""
     drawn: list[Curve] = []
     for series in panel.series:
         for order, (group, pen) in enumerate(zip(groups, pens, strict=True)):
@@ -196,7 +196,7 @@ def _draw_curve(axes: Axes, line: Curve, pen: Pen, *, banded: bool, depth: int) 
 
 
 def make_handle(pen: Pen) -> Line2D:
-    """Return the sample of a line for a legend."""
+    """Return the short line that a legend shows for a pen."""
     return Line2D([], [], color=pen.colour, linestyle=_stroke(pen), linewidth=2.4)
 
 
@@ -210,29 +210,29 @@ def choose_colours(groups: Sequence[Group]) -> list[str]:
     others = len(groups) - lone_plain
     if others <= len(COLOURS):
         free = iter(COLOURS)
-    else:  # too many to name by colour: a scale at least keeps their order
+    else:  # more groups than distinct colours: a colour scale shows their order
         viridis = matplotlib.colormaps["viridis"]
         free = iter([to_hex(viridis(0.9 * i / (others - 1))) for i in range(others)])
     return [PLAIN if lone_plain and group.is_plain() else next(free) for group in groups]
 
 
 def count_legend_columns(labels: Sequence[str], width: float) -> int:
-    """Return how many columns the longest label leaves room for."""
+    """Return how many columns a legend of `width` inches has room for, given its longest label."""
     longest = max(map(len, labels), default=0) + 5
     return max(1, min(len(labels), int(width * _LETTERS_PER_INCH / longest)))
 
 
 def new_figure(width: float, height: float, top: float = 0.0, bottom: float = 0.0) -> Figure:
-    """Return an empty figure whose axes leave `top` and `bottom` inches free."""
+    """Return an empty figure that keeps `top` and `bottom` inches free of axes."""
     rect = (0.0, bottom / height, 1.0, 1 - (top + bottom) / height)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04, rect=rect)
     return Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout=layout)
 
 
 def as_png(figure: Figure) -> bytes:
-    """Draw a figure as PNG with a palette: a third of the bytes, and no eye sees the difference."""
+    """Return a figure as PNG with a palette of 256 colours, which takes a third of the bytes."""
     canvas, buffer = FigureCanvasAgg(figure), io.BytesIO()
-    canvas.draw()  # type: ignore[no-untyped-call]  # savefig would lay everything out twice
+    canvas.draw()  # type: ignore[no-untyped-call]  # savefig would compute the layout twice
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     picture = Image.fromarray(pixels).convert("RGB")
     picture = picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)

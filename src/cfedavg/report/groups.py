@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in their seed: one line in a picture, one row in a table, one label."""
+"""Groups of runs that differ only in their seed. A group is one line of a picture and one row of a table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One configuration, run with one or more seeds."""
+    """The runs of one configuration, with one or more seeds."""
 
     label: str
     runs: tuple[Run, ...]
@@ -51,12 +51,12 @@ class Group:
         return tuple(run.config.seed for run in self.runs)
 
     def is_plain(self) -> bool:
-        """Whether it sends everything, so that others are compared with it."""
+        """Return whether the group compresses neither updates nor broadcasts."""
         return self.config.compressor.strip() == self.config.compressor_down.strip() == "none"
 
 
 class Curve(NamedTuple):
-    """The mean over the seeds at each x, and the lowest and highest of them."""
+    """A curve: at each x the mean, the lowest and the highest value over the seeds."""
 
     x: NDArray[np.float64]
     mean: NDArray[np.float64]
@@ -65,16 +65,16 @@ class Curve(NamedTuple):
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs by their configuration under unique labels, in the order of their first runs.
+    """Return the groups of runs with equal configurations, seed aside, each with a unique label.
 
-    The members of a group do not depend on that order.
+    Groups come in the order of their first runs. The order of `runs` does not change a group's runs.
     """
     seen: Counter[tuple[object, ...]] = Counter()
     found: dict[tuple[object, ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.config.seed, str(run.path.resolve()))):
-        # A run whose task is unknown shares a group with no other.
+        # A run whose task is unknown is a group of its own.
         kind = bool(run.nodes), str(run.path.resolve()) if _has_unknown_task(run) else ""
-        # The same seed twice is a repetition, not a second draw: it starts a group of its own.
+        # A second run with the same seed is a repetition, not another sample: it goes into another group.
         repetition = seen[run.config, kind]
         seen[run.config, kind] += 1
         found.setdefault((dataclasses.replace(run.config, seed=0), kind, repetition), []).append(run)
@@ -88,7 +88,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _label_groups(runs: Sequence[Run]) -> list[str]:
-    """Label the first run of each group; say which are federations, and which nobody can group."""
+    """Return a label for the first run of each group; mark federations and runs whose task is unknown."""
     labels = make_labels([run.config for run in runs], [run.path.resolve().name for run in runs])
     federations, unknown = [bool(run.nodes) for run in runs], [_has_unknown_task(run) for run in runs]
     if any(federations) and not all(federations):
@@ -99,18 +99,19 @@ def _label_groups(runs: Sequence[Run]) -> list[str]:
 
 
 def _has_unknown_task(run: Run) -> bool:
-    """Whether its task came from Python and was written before tasks had fingerprints."""
+    """Return whether a run's task is from Python and has no fingerprint, as older versions wrote it."""
     return run.config.dataset == f"{OWN})"
 
 
 def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
-    """Return the group with whose bytes a group is compared.
+    """Return the group whose bytes are the baseline for `group`.
 
-    That is its uncompressed twin, else any uncompressed group, else the first group of the same task.
+    The baseline has the same task. It is the uncompressed group that is otherwise equal, else the first
+    uncompressed group, else the first group.
     """
 
     def task(config: Config) -> tuple[str, ...]:
-        # Nothing more is known of a Flower app; its strategies can be compared.
+        # The model of a Flower app is unknown: all runs of the app are compared.
         return (config.dataset,) if config.dataset == APP else (config.dataset, config.model)
 
     def uncompressed(config: Config) -> Config:
@@ -123,7 +124,7 @@ def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
 
 
 def make_curve(group: Group, x: str, y: str) -> Curve:
-    """Return `y` over `x` where all seeds have both; `x` is "rounds", or a number to be summed up."""
+    """Return `y` over `x` at the rounds that all seeds have; `x` is "rounds" or a column to add up."""
     tables = [table for run in group.runs if (table := _points(run, x, y))]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
     if not shared:
@@ -134,9 +135,9 @@ def make_curve(group: Group, x: str, y: str) -> Curve:
 
 
 def _points(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
-    """Return (x, y) by round, without the rounds that lack either."""
+    """Return (x, y) by round, without the rounds in which x or y is unknown."""
     rounds = get_column(run, "round")
-    # A total with an unknown part is unknown: cumsum carries the NaN on.
+    # After an unknown number (NaN), all later sums are unknown.
     xs = rounds + 1 if x == "rounds" else np.cumsum(get_column(run, x))
     ys = get_column(run, y)
     known = np.isfinite(xs) & np.isfinite(ys)
@@ -144,19 +145,21 @@ def _points(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
 
 
 def find_differences(configs: Sequence[Config]) -> list[str]:
-    """Return the fields, seed aside, that differ between configurations; what is sent comes first."""
+    """Return the fields, seed aside, that differ between configurations; those of compression come first."""
     names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
     differing = [name for name in names if len({_known(config, name) for config in configs}) > 1]
     return sorted(differing, key=lambda name: name not in _COMPRESSION)
 
 
 def _known(config: Config, name: str) -> Any:
-    """Return a field, or None where the client of a Flower app decides it."""
+    """Return the value of a field, or None if the configuration leaves it to a Flower app."""
     return getattr(config, name) if config.says(name) else None
 
 
 def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
-    """Return a label for each configuration; the folder's name is added where labels would be equal.
+    """Return a unique label for each configuration: its compressors and the fields that differ.
+
+    Equal labels get the folder's name added.
 
     >>> both = [Config(compressor=text, compressor_down=text) for text in ("none", "rd(0.9)")]
     >>> make_labels([*both, Config(compressor="rd(0.9)", compressor_down="none")], ["a", "b", "c"])
@@ -165,11 +168,11 @@ def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
     ['rd(0.9)', 'rd(0.9) · no feedback']
     """
     names, sent = find_differences(configs), _describe_compressors(configs)
-    # "no feedback" alone says too little.
+    # The compressor stands before "no feedback", which says too little alone.
     first = [[text] if set(names) & set(_COMPRESSION) else [] for text in sent]
     rest = [name for name in names if name not in ("compressor", "compressor_down")]
     parts = [[*own, *_parts(config, rest)] for own, config in zip(first, configs, strict=True)]
-    if max(map(len, parts), default=0) > _MOST_PARTS:  # nobody reads so many: what is sent, and the folder
+    if max(map(len, parts), default=0) > _MOST_PARTS:  # too many to read: compressors and folder instead
         rest = [name for name in names if name == "feedback"]
         parts = [
             [*own, *_parts(config, rest), _fit(name)]
@@ -186,7 +189,7 @@ def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
 
 
 def _describe_compressors(configs: Sequence[Config]) -> list[str]:
-    """Say what each run sends: one text where both directions are alike or all broadcasts are whole."""
+    """Return each run's compressors: only the uplink's if both are equal or no run compresses broadcasts."""
     whole = all(config.compressor_down.strip() == "none" for config in configs)
     texts = [(_fit(config.compressor), _fit(config.compressor_down)) for config in configs]
     return [up if whole or up == down else f"{up} up, {down} down" for up, down in texts]
@@ -197,7 +200,7 @@ def _parts(config: Config, names: Sequence[str]) -> list[str]:
 
 
 def _describe_field(name: str, value: Any) -> str:
-    """Return a field's part of a label; empty where the label is clear without it."""
+    """Return the text for a field in a label; "" if the label is clear without it."""
     if name == "feedback":
         return {"ef": "", "none": "no feedback"}.get(value, str(value))
     if value is None or value is False or (name, value) == ("engine", "auto"):
@@ -214,7 +217,7 @@ def _describe_field(name: str, value: Any) -> str:
 
 
 def name_task(value: str) -> str:
-    """Return the name of a task from Python without the words around it; other texts as they are.
+    """Return the name in the text that describes a task from Python; return other texts as they are.
 
     >>> name_task("(a task from Python: digits, 77fe)")
     'digits, 77fe'

@@ -1,4 +1,4 @@
-"""Pictures of cells: who has which data, and what became of every request to a federation's nodes."""
+"""Heatmaps: the samples of each client and class, and the outcome of each request to a federation's nodes."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from cfedavg.report.table import OUTCOMES, Record, classify, group_by_node
 _WIDTH = 8.0
 _STEPS = [1, 2, 5, 10]
 
-# Of a partition
+# For a partition
 _BAR = "#B9C1C9"
-_MOST_COLUMNS = 1000  # about as many as there are pixels
-_MOST_CLIENTS = 60  # up to which each has room for its own name
-_ROOMY = 16  # clients up to which counts fit into the cells
+_MOST_COLUMNS = 1000  # about the pixels of the width
+_MOST_CLIENTS = 60  # with more, clients are sorted by class and have no numbers
+_ROOMY = 16  # with more clients, counts do not fit into the cells
 
-# Of nodes
-_MOST_NODES = 40  # up to which each has room for its name
-_LETTERS = 10  # of a name beside a line
-_LATTICE = 120  # rounds up to which a line between two can be seen
-_MOST_ROUNDS = 600  # above, several rounds share a column, and the worst of them shows
-_KINDS = {"not asked": "#F0F1F3", **OUTCOMES}  # the worse, the later
+# For nodes
+_MOST_NODES = 40  # with more, nodes have no names
+_LETTERS = 10  # of a node's name beside a line
+_LATTICE = 120  # with more rounds, no lines are drawn between them
+_MOST_ROUNDS = 600  # with more, several rounds share a column, which shows the worst outcome
+_KINDS = {"not asked": "#F0F1F3", **OUTCOMES}  # from best to worst
 
 
 @default_settings
 def draw_partition(counts: NDArray[Any], path: Path, title: str) -> None:
-    """Draw clients from left to right and classes from top to bottom, the darker the more samples."""
+    """Write a heatmap of `counts`: clients from left to right, classes from top to bottom; darker is more."""
     counts = np.asarray(counts)
     if counts.ndim != 2 or 0 in counts.shape or (counts < 0).any():
         raise InputError(
-            f"`counts` must be of the shape (clients, classes) and hold numbers from 0 up, got {counts.shape}"
+            f"`counts` must be an array (clients, classes) of numbers from 0 up, got shape {counts.shape}"
         )
     clients, classes = counts.shape
     if clients > _MOST_CLIENTS:
@@ -64,9 +64,9 @@ def draw_partition(counts: NDArray[Any], path: Path, title: str) -> None:
 
 
 def _sort_and_average(counts: NDArray[Any]) -> NDArray[Any]:
-    """Put clients with the same main classes side by side; in any other order a thousand are noise.
+    """Return the counts with clients sorted by their largest and second largest class.
 
-    A picture shows at most `_MOST_COLUMNS`; above, a column is the mean of several clients.
+    If there are more clients than `_MOST_COLUMNS`, each row is the mean of several neighbours.
     """
     first, second = np.argsort(-counts, axis=1, kind="stable")[:, :2].T[[0, -1]]
     counts = counts[np.lexsort((-counts.max(1), second, first))]
@@ -93,11 +93,11 @@ def _draw_totals(axes: Axes, totals: NDArray[Any]) -> None:
 def _draw_counts(figure: Figure, axes: Axes, counts: NDArray[Any], clients: int) -> None:
     columns, classes = counts.shape
     most = max(2.0, float(counts.max()))
-    # From a blue that is seen at once to a dark one, so that one sample differs from none.
+    # The palest blue is clearly not white, so that one sample differs from none.
     blues = ListedColormap(matplotlib.colormaps["Blues"](np.linspace(0.22, 1.0, 256)))
     image = axes.imshow(
         np.ma.masked_equal(counts.T, 0), aspect="auto", cmap=blues, interpolation="nearest",
-        norm=PowerNorm(0.5, vmin=min(1.0, most), vmax=most),  # the root keeps a few samples visible
+        norm=PowerNorm(0.5, vmin=min(1.0, most), vmax=most),  # the square root keeps small counts visible
     )  # fmt: skip
     axes.set_ylabel("class", fontsize=9, color=MUTED, rotation=0, ha="right", va="center")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=min(classes, 12), integer=True))
@@ -107,7 +107,7 @@ def _draw_counts(figure: Figure, axes: Axes, counts: NDArray[Any], clients: int)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=min(clients, 20), integer=True))
     _hide_frame(axes)
     if clients > _MOST_CLIENTS:
-        axes.set_xticks([])  # a place in the order is not a client's number
+        axes.set_xticks([])  # sorted clients have no numbers
     else:
         _separate(axes, counts)
     steps = MaxNLocator(5, steps=_STEPS).tick_values(1, most)
@@ -119,7 +119,7 @@ def _draw_counts(figure: Figure, axes: Axes, counts: NDArray[Any], clients: int)
 
 
 def _separate(axes: Axes, counts: NDArray[Any]) -> None:
-    """Draw white lines between the cells and, where there is room, the counts in them."""
+    """Draw lines between the cells; if there are few cells, write the counts into them."""
     clients, classes = counts.shape
     axes.set_xticks(np.arange(clients + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(classes + 1) - 0.5, minor=True)
@@ -140,7 +140,7 @@ def _hide_frame(axes: Axes) -> None:
 
 @default_settings
 def draw_attendance(rows: Sequence[Record]) -> bytes:
-    """Draw nodes from top to bottom and rounds from left to right, as PNG."""
+    """Return a PNG of each request's outcome: nodes from top to bottom, rounds from left to right."""
     nodes = group_by_node(rows)
     last = max(row["round"] for row in rows)
     cells = _outcome_cells(nodes, last)
@@ -161,7 +161,7 @@ def draw_attendance(rows: Sequence[Record]) -> bytes:
 
 
 def _outcome_cells(nodes: dict[int, list[Record]], last: int) -> NDArray[np.int64]:
-    """Return which of _KINDS each node and column shows."""
+    """Return, for each node and column of the picture, the index in `_KINDS` of the worst outcome."""
     columns, order = min(last + 1, _MOST_ROUNDS), list(_KINDS)
     cells = np.zeros((len(nodes), columns), np.int64)
     for i, own in enumerate(nodes.values()):
@@ -184,7 +184,7 @@ def _draw_outcomes(axes: Axes, nodes: dict[int, list[Record]], cells: NDArray[np
         axes.set_yticks(range(len(nodes)), names, parse_math=False)
         axes.set_yticks(np.arange(len(nodes) + 1) - 0.5, minor=True)
         axes.grid(True, axis="y", which="minor", color="white", linewidth=2)
-        axes.set_ylim(len(nodes) - 0.52, -0.48)  # half of the outer lines would leave a sliver
+        axes.set_ylim(len(nodes) - 0.52, -0.48)  # cuts off the outermost lines
     else:
         axes.set_ylabel(f"{len(nodes)} nodes", fontsize=9, color=MUTED)
         axes.set_yticks([])
@@ -198,7 +198,7 @@ def _name(own: Sequence[Record], longest: int) -> str:
 
 
 def _draw_births(axes: Axes, nodes: dict[int, list[Record]]) -> bool:
-    """Mark the rounds in which the server met a node that had lost its state; return whether any did."""
+    """Mark the rounds in which a node had a new incarnation, and return whether there are any."""
     found = [
         (row["round"] + 1, i)
         for i, own in enumerate(nodes.values())
@@ -216,7 +216,7 @@ def _birth_marker(x: list[float], y: list[float]) -> Line2D:
 
 
 def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
-    """Draw a line for each node: few have colours and names; of many, only the highest is named."""
+    """Draw a line of residual norms for each node; if there are few nodes, each has its own colour."""
     style_axes(axes)
     few = len(nodes) <= len(COLOURS)
     pens = COLOURS if few else [BLUE] * len(nodes)
@@ -240,7 +240,7 @@ def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
 
 
 def _name_lines(axes: Axes, ends: Sequence[tuple[float, int, str]], few: bool) -> None:
-    """Name few lines right of the title, where no line runs; of many, name the one that ends highest."""
+    """If there are few lines, name all beside the title; else name the line that ends highest."""
     if not few:
         y, x, name = max(ends)
         side = "right" if 2 * x > max(x for _, x, _ in ends) else "left"

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: the outcome in words, the table, the pictures, the configuration."""
+"""The report as one self-contained HTML file: headline, summary table, pictures and configurations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cfedavg.report.groups import Group, find_differences, name_task
 from cfedavg.report.panels import Panel
 from cfedavg.report.read import Run
 
-# The browser itself then refuses to fetch anything.
+# Tells the browser to load nothing from outside the page.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
-# Light and dark, wide and narrow, nothing to fetch.
+# For light and dark mode and for any width; refers to no other file.
 _CSS = """
 :root { color-scheme: light dark; --ink: #1f2328; --muted: #59636e; --line: #d9dee3; --paper: #ffffff;
   --shade: #f5f7f9; --mark: #fff3c4; --accent: #0072b2; }
@@ -79,7 +79,7 @@ def make_page(
     pictures: Mapping[Panel, bytes],
     federations: Sequence[tuple[Run, bytes]] = (),
 ) -> bytes:
-    """Return the page as UTF-8. Everything that comes from a run goes through `escape`."""
+    """Return the HTML page as UTF-8 bytes. All texts of a run are escaped."""
     title = table.make_headline(rows)
     dots = [f'<span class="dot" style="background:{colour}"></span>' for colour in colours]
     parts = [
@@ -98,11 +98,11 @@ def make_page(
         "</main>",
         f"<footer>Made by cfedavg {__version__}.</footer></body></html>",
     ]
-    return "\n".join(part for part in parts if part).encode(errors="replace")  # JSON may hold half a letter
+    return "\n".join(part for part in parts if part).encode(errors="replace")  # for lone surrogates
 
 
 def _setting(groups: Sequence[Group]) -> str:
-    """Say what all the runs have in common, for a reader who did not start them."""
+    """Return a line with the number of runs, and the task, model, clients and rounds that all runs share."""
     differing = find_differences([group.config for group in groups])
     config, runs = groups[0].config, sum(len(group.runs) for group in groups)
     said = {
@@ -116,7 +116,7 @@ def _setting(groups: Sequence[Group]) -> str:
 
 
 def _table(text: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
-    """Write a header and rows as a table, each row with a mark before its name."""
+    """Return an HTML table of a header and rows; `marks` holds the HTML before each row's name."""
     header, *lines = text
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(
@@ -211,13 +211,13 @@ def _rerun(group: Group) -> str:
     folders = ", ".join(f"<code>{escape(name)}</code>" for name in names)
     it = "it" if len(names) == 1 else "one"
     what, command = f"run {it} again", "cfedavg run --config config.toml"
-    if any(run.nodes for run in group.runs):  # whose clients have one thread each
+    if any(run.nodes for run in group.runs):  # the clients of a federation have one thread each
         what, command = f"simulate {it}", f"OMP_NUM_THREADS=1 {command} --engine reference"
     return f"<p>To {what}, in its folder ({folders}):</p><pre><code>{command}</code></pre>"
 
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
-    """Write the fields under their names in the TOML file; what differs comes first."""
+    """Return HTML rows of the configuration's fields; the fields in `differing` come first, highlighted."""
 
     def text(value: Any) -> str:
         if isinstance(value, str | bool):

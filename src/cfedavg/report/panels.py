@@ -1,4 +1,4 @@
-"""The contents of pictures: which number over which, with which pen, and how to read it."""
+"""Definitions of panels: which numbers are drawn over which x, in which style, with which caption."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from cfedavg.core.units import is_share, spell_out
 from cfedavg.report.groups import Group, make_curve
 from cfedavg.report.read import list_metrics, prefer_metric
 
-# Okabe and Ito's colours, told apart with any colour vision; their yellow is too pale for a line on white.
+# Okabe and Ito's colours for any colour vision, without their yellow, which is too pale on white.
 BLUE, VERMILION, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY = "#E69F00", "#56B4E9"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY)
-PLAIN = "#555555"  # for the uncompressed run that others are measured against
+PLAIN = "#555555"  # for the uncompressed run, the baseline
 
 
 @dataclass(frozen=True)
 class Pen:
-    """The style of a line; a cross at its end says that it ends before its time."""
+    """The style of a line; `crossed` puts a cross at the end, for a run that diverged."""
 
     colour: str
     dashed: bool = False
@@ -27,7 +27,7 @@ class Pen:
 
 @dataclass(frozen=True)
 class Series:
-    """One number of the rows and the style of its lines."""
+    """A column of the metrics, `key`, with its name in the legend and its line style."""
 
     key: str
     name: str
@@ -36,22 +36,22 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. `name` is its file's; `caption` says in one sentence how to read it."""
+    """One pair of axes. `name` is the file name without .png; `caption` says how to read the panel."""
 
     name: str
     title: str
     series: tuple[Series, ...]
     caption: str
     x: str = "rounds"
-    log: bool | None = False  # None: where the numbers span more than a linear axis shows
+    log: bool | None = False  # None: logarithmic only if the values span a large factor
     percent: bool = False
     side: str = ""  # along the y axis
-    empty: str = "nothing recorded"  # instead of lines
+    empty: str = "nothing recorded"  # the text if there are no lines
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The contents of one pair of axes: a panel, and a pen for each group."""
+    """One place of a grid: a panel, the groups to draw in the panel, and a pen for each group."""
 
     panel: Panel
     groups: Sequence[Group]
@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Frame:
-    """The text around panels: two lines and the legend above them, the note below."""
+    """The text around panels: title, subtitle and legend above the panels, `note` below."""
 
     title: str
     subtitle: str
@@ -68,7 +68,7 @@ class Frame:
     note: str = ""
 
 
-# The panels of the metric: name, x in words, x, caption.
+# The panels of the metric, each as: name, x in words, key of x, caption.
 _OUTCOMES = (
     (
         "metric-total", "total bytes", "total_bytes",
@@ -121,7 +121,7 @@ _EXPLANATIONS = (
 
 
 def _list_panels(metric: str) -> list[Panel]:
-    """Return every panel, the outcome first and what explains it after."""
+    """Return every panel: first those of the metric, then loss, clients, norms, SNR and alpha."""
     line, percent = (Series(metric, ""),), is_share(metric)
     outcomes = [
         Panel(name, f"{spell_out(metric)} over {over}", line, caption, x=x, percent=percent)
@@ -146,13 +146,13 @@ def choose_panels(groups: Sequence[Group], metric: str) -> list[Panel]:
 
 
 def choose_main_panels(metric: str) -> list[Panel]:
-    """Return the 4 panels that tell most of one run; those without numbers stay, empty."""
+    """Return the 4 main panels of one run; panels without numbers are drawn empty."""
     wanted = ("metric-total", "metric-rounds", "loss", "norms")
     return [panel for panel in _list_panels(metric) if panel.name in wanted]
 
 
 def drop_empty_series(panel: Panel, groups: Sequence[Group]) -> Panel:
-    """Return the panel with the series that some group has, or with all if there are none."""
+    """Return the panel without the series that no group has; if no group has any, return the whole panel."""
     found = tuple(each for each in panel.series if any(_has_data(panel, each, group) for group in groups))
     return replace(panel, series=found or panel.series)
 

@@ -1,4 +1,4 @@
-"""A run folder as data: its configuration and one row of numbers for each round."""
+"""Reading of run folders: the configuration, and one row of metrics for each round."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from cfedavg.core.units import is_share
 
 NODES = "nodes.jsonl"
 
-# Pictures and tables need these to be numbers; a row may hold more, of any type.
+# The columns that pictures and tables need as numbers; a row may hold others of any type.
 _NUMBERS = {
     "train_loss", "uplink_bytes", "downlink_bytes", "total_bytes", "first_download_bytes", "delta_norm2",
     "error_norm2", "alpha", "snr_min", "simulated_seconds", "client_accuracy_min", "client_accuracy_mean",
     "up_bytes", "K", "residual_norm", "age", "incarnation",
 }  # fmt: skip
-_LARGEST = 1e100  # a number above it overflows when it is summed or drawn
+_LARGEST = 1e100  # larger numbers may overflow when they are added or drawn
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run folder; `rows` are in the order of their rounds.
+    """The contents of a run folder; `rows` holds the metrics of each round, in order.
 
-    A federation has `nodes` too: a row for each node asked in a round, by round and number.
+    A federation also has `nodes`: a row for each request to a node, sorted by round and node number.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the run in a folder; InputError says in one sentence what is missing or malformed."""
+    """Return the run in a folder; raise InputError if a file is missing or malformed."""
     if not (exists(path) and path.is_dir()):
         why = "it is a file" if exists(path) else "there is no such folder"
         raise InputError(f"{path} is not a run folder: {why}")
@@ -60,12 +60,12 @@ def read_run(path: Path) -> Run:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows by round. A resumed run may write a round again: the later row counts."""
+    """Return the rows sorted by round. If a resumed run wrote a round twice, the later row counts."""
     found = {}
     for _, row in _read_rows(path):
         up, down = row.get("uplink_bytes"), row.get("downlink_bytes")
         if up is not None and down is not None:
-            row.setdefault("total_bytes", up + down)  # version 0.5 wrote the two directions only
+            row.setdefault("total_bytes", up + down)  # version 0.5 wrote no total
         found[row["round"]] = row
     return [found[t] for t in sorted(found)]
 
@@ -76,14 +76,14 @@ def _read_nodes(path: Path) -> list[dict[str, Any]]:
         for name, kind in (("number", int), ("node", str), ("outcome", str)):
             if type(row.get(name)) is not kind:
                 raise InputError(
-                    f"{where} has {reprlib.repr(row.get(name))} for {name!r}: it is not a node's row"
+                    f"{where}: {name!r} must be of type {kind.__name__}, got {reprlib.repr(row.get(name))}"
                 )
         found[row["round"], row["number"]] = row
     return [found[key] for key in sorted(found)]
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row of a file with its place in the file."""
+    """Yield each row of a file, after a text that names the file and line."""
     try:
         *lines, last = read_file(path).split(b"\n")
     except OSError as error:
@@ -91,7 +91,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for n, line in enumerate(lines, 1):
         if line.strip():
             yield f"{path}, line {n}", _parse(line, f"{path}, line {n}")
-    if last.strip():  # no newline yet: the run is writing this line, or died while it was
+    if last.strip():  # no newline: the run is still writing this line, or was killed then
         with contextlib.suppress(InputError):
             yield str(path), _parse(last, "")
 
@@ -104,21 +104,23 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise InputError(f"{where} is not a JSON object")
     if type(row.get("round")) is not int or not 0 <= row["round"] < 2**53:
-        raise InputError(f"{where} has no whole number `round`, which counts from 0")
+        raise InputError(
+            f"{where}: 'round' must be an integer from 0 to 2^53 - 1, got {reprlib.repr(row.get('round'))}"
+        )
     for name, value in row.items():
         if not name.isprintable():
-            raise InputError(f"{where} has a name that cannot be printed, {reprlib.repr(name)}")
+            raise InputError(f"{where}: every name must be printable, got {reprlib.repr(name)}")
         if name in _NUMBERS or name.startswith(("test_", "client_")):
             if not is_number(value):
                 raise InputError(
-                    f"{where} has {reprlib.repr(value)} for {reprlib.repr(name)}: it must be a number or null"
+                    f"{where}: {reprlib.repr(name)} must be a number or null, got {reprlib.repr(value)}"
                 )
             row[name] = _limit(value)
     return row
 
 
 def _limit(value: float | None) -> float | None:
-    """Return None for a number that is too large to draw, and 0 for one that is too small.
+    """Return the number, or None if its magnitude is too large to draw, or 0 if it is too small.
 
     >>> _limit(0.5), _limit(-1e300), _limit(1e-300), _limit(None)
     (0.5, None, 0.0, None)
@@ -129,15 +131,16 @@ def _limit(value: float | None) -> float | None:
 
 
 def get_column(run: Run, key: str) -> NDArray[np.float64]:
-    """Return one number of each row; NaN where it is missing, null or infinite."""
+    """Return a column of the metrics, a value for each row; NaN if the value is missing, null or infinite."""
     values = np.array([row.get(key) for row in run.rows], dtype=np.float64)
     return np.where(np.isfinite(values), values, np.nan)
 
 
 def choose_metric(runs: Sequence[Run]) -> str:
-    """Return the `test_<name>` that all evaluated runs share; a loss only if they share nothing better.
+    """Return the name of the main metric: a `test_<name>` column that all evaluated runs share.
 
-    A federation may have only what its clients evaluate, `client_<name>`.
+    An accuracy is preferred, a loss comes last. If there is none, return a shared `client_<name>`, which the
+    clients of a federation evaluate.
     """
     for prefix in ("test_", "client_"):
         if (names := list_metrics(runs, prefix)) and (
@@ -148,7 +151,7 @@ def choose_metric(runs: Sequence[Run]) -> str:
 
 
 def list_metrics(runs: Sequence[Run], prefix: str) -> list[list[str]]:
-    """Return the names with this prefix in the rows of each run; runs without any are left out."""
+    """Return the names of each run's columns that start with `prefix`; runs without any are left out."""
     every = [dict.fromkeys(key for row in run.rows for key in row) for run in runs]
     found = [[key for key in own if key.startswith(prefix)] for own in every]
     return [names for names in found if names]

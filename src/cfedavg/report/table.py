@@ -1,4 +1,4 @@
-"""The outcome in numbers: a row for each group of runs, a row for each node, and one sentence over all."""
+"""Tables of results, with a row for each group of runs or each node, and a headline of one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNKNOWN, _AGAINST = "–", "vs. baseline"
 _TOTALS = ("total_bytes", "uplink_bytes", "downlink_bytes", "first_download_bytes", "simulated_seconds")
 Record = dict[str, Any]
 
-# What became of a request to a node, with its colour, the best first.
+# The possible outcomes of a request to a node, each with its colour, from best to worst.
 OUTCOMES = {
     "in the model": BLUE,
     "replied, round void": SKY,
@@ -32,7 +32,7 @@ _MOST_REASONS, _MOST_NAMES = 12, 6
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation over n seeds; one seed has no deviation."""
+    """The mean and the sample standard deviation over `n` seeds; `std` is None if `n` is 1."""
 
     mean: float
     std: float | None
@@ -41,13 +41,13 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the summary. Bytes and times are means over the seeds; None is "not known"."""
+    """One row of the summary. Bytes and times are means over the seeds; None means unknown."""
 
     label: str
     metric: str
     final: Spread | None
     best: Spread | None
-    rounds: tuple[int, int]  # fewest and most of the seeds
+    rounds: tuple[int, int]  # the fewest and the most over the seeds
     total_bytes: float | None
     uplink_bytes: float | None
     downlink_bytes: float | None
@@ -59,7 +59,7 @@ class Row:
 
 
 def summary(runs: Sequence[Run]) -> list[Row]:
-    """Summarise runs; those that differ only in their seed share a row."""
+    """Return the rows of the summary, one for each group of runs that differ only in their seed."""
     return summarise(group_runs(runs), choose_metric(runs))
 
 
@@ -95,14 +95,14 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def _total(group: Group, key: str) -> float | None:
-    """Return the mean over the seeds of a run's total; None if a round of it is not known."""
+    """Return the total of a column over rounds, as a mean over the seeds; None if any value is unknown."""
     totals = [get_column(run, key).sum() for run in group.runs if run.rows]
     mean = float(np.mean(totals)) if totals else float("nan")
     return mean if np.isfinite(mean) else None
 
 
 def tabulate(rows: Sequence[Row]) -> list[list[str]]:
-    """Write the summary as text, a header first, without columns in which nothing is known."""
+    """Return the summary as rows of text, the header first, without columns that have no known value."""
     metric = units.spell_out(rows[0].metric) if rows else "metric"
     header = ["run", metric, "total", _AGAINST, "up", "down", "first downloads", "rounds", "best"]
     header += ["simulated time", "seeds"]
@@ -140,7 +140,10 @@ def _cells(row: Row) -> list[str]:
 
 
 def make_headline(rows: Sequence[Row]) -> str:
-    """Say the outcome in words: the row that saves most of those that lose little."""
+    """Return one sentence about the best row: the one that saves most bytes and loses at most 1%.
+
+    If every row loses more against its baseline, the row that loses least is the best.
+    """
     compared = [row for row in rows if row.final and row.ratio and row.against != row.label]
     if not compared:
         return _headline_alone(rows)
@@ -157,7 +160,7 @@ def make_headline(rows: Sequence[Row]) -> str:
 
 
 def _loss_against(row: Row, base: Row) -> float:
-    """Return how much worse the final metric is: in points for a share, relative for anything else."""
+    """Return how much worse the final metric is than the baseline's; absolute for shares, else relative."""
     if row.final is None or base.final is None:
         return float("inf")
     worse = base.final.mean - row.final.mean
@@ -181,7 +184,7 @@ def _final(row: Row) -> str:
 
 
 def classify(row: Record) -> str:
-    """Return the outcome of a request from a line of nodes.jsonl; an unknown word there is a rejection."""
+    """Return which of `OUTCOMES` a row of nodes.jsonl has; an unknown outcome counts as rejected."""
     if row.get("applied"):
         return "in the model"
     words = {"replied": "replied, round void", "late": "late", "lost": "lost"}
@@ -189,7 +192,7 @@ def classify(row: Record) -> str:
 
 
 def group_by_node(rows: Sequence[Record]) -> dict[int, list[Record]]:
-    """Return the rows of each node by round, in the order of the nodes' numbers."""
+    """Return the rows of each node, sorted by round; the keys are node numbers in increasing order."""
     found: dict[int, list[Record]] = {}
     for row in sorted(rows, key=lambda row: (row["number"], row["round"])):
         found.setdefault(row["number"], []).append(row)
@@ -197,7 +200,7 @@ def group_by_node(rows: Sequence[Record]) -> dict[int, list[Record]]:
 
 
 def tabulate_nodes(rows: Sequence[Record]) -> list[list[str]]:
-    """Write a line for each node, a header first; residual, age and incarnation are the last known."""
+    """Return a row of text for each node, the header first; residual, age, incarnation are the last known."""
     return [_NODE_HEADER, *(_node_cells(own) for own in group_by_node(rows).values())]
 
 
@@ -221,7 +224,7 @@ def _node_cells(own: Sequence[Record]) -> list[str]:
 
 
 def list_reasons(rows: Sequence[Record]) -> list[str]:
-    """Say why requests came to nothing, the most frequent reason first; empty if none did."""
+    """Return a sentence for each reason why replies are not in the model, the most frequent first."""
     found: dict[str, list[Record]] = {}
     for row in rows:
         if not row.get("applied"):
@@ -234,7 +237,7 @@ def list_reasons(rows: Sequence[Record]) -> list[str]:
 
 
 def _describe_reason(why: str, own: Sequence[Record]) -> str:
-    """Return for instance `rounds 1 to 2: lost, node2 3 times, node1`; rounds count from 1 as in pictures."""
+    """Return a text such as `rounds 1 to 2: lost, node2 3 times, node1`; rounds count from 1."""
     first, last = (each(row["round"] for row in own) + 1 for each in (min, max))
     when = f"round {first}" if first == last else f"rounds {first} to {last}"
     nodes = Counter(row["node"] for row in own)

@@ -1,14 +1,15 @@
-"""What each client must download under a compressed broadcast.
+"""The count of what each client downloads when the server compresses its broadcast.
 
-Version r of the copy w is the copy after r rounds. A client that takes part in round t trains from version t.
-The server knows the version that a client held when its last reply arrived, and sends the shortest of
+Clients hold a model copy w. Version r is w after r rounds. A client that takes part in round t trains from
+version t. The server knows which version a client held at the client's last reply. The server sends the
+shortest of
 
-    the messages that it missed, one for each version;
-    the values that w has now at all coordinates that changed since;
+    the messages that the client missed, one for each version;
+    the present values of w at all coordinates that changed since the client's version;
     the whole model.
 
-A client that has never replied gets the whole model. Messages are not added up: float addition is not
-associative, so the copies would differ in their last bits.
+A client that has never replied gets the whole model. The server does not add missed messages up: float
+addition is not associative, so the model copies would differ in their last bits.
 """
 
 from __future__ import annotations
@@ -25,36 +26,37 @@ from cfedavg.wire import measure
 
 
 class Download(NamedTuple):
-    """What one client downloads: which of the three, and in how many messages and bytes."""
+    """The download of one client: its kind, its number of messages and its bytes."""
 
-    kind: str  # "chain", "changes" or "whole"
-    messages: int
+    kind: str  # "chain" (missed messages), "changes" (changed values) or "whole" (the model)
+    messages: int  # in a chain, else 0
     bytes: int
 
 
 Count = Callable[[], Download]
-Start = Callable[[Count], Count]  # begins to count; what it returns gives the result
+Start = Callable[[Count], Count]  # starts a count; the returned function gives the count's result
 
 
 @dataclass(frozen=True)
 class Downloads:
-    """What the server knows after t rounds of the clients' copies and of what they missed."""
+    """The server's record after t rounds: the version that each client holds, and recent messages."""
 
-    changed: Array  # int32: of each coordinate, the version in which it changed last
-    lengths: tuple[int, ...] = ()  # of the last messages; the last one leads to version t
-    held: Mapping[int, int] = field(default_factory=dict)  # client: the version in its last reply
+    changed: Array  # int32: for each coordinate, the version in which the coordinate changed last
+    lengths: tuple[int, ...] = ()  # bytes of recent messages; the last message leads to version t
+    held: Mapping[int, int] = field(default_factory=dict)  # client: the version at the client's last reply
 
     @classmethod
     def none(cls, w: Array) -> Downloads:
-        """Return what is known before the first round: nobody holds a copy."""
+        """Return the record before the first round: no client holds a model copy."""
         return cls(cast(0 * w, "int32"))
 
     def after(
         self, t: int, w: Array, w_next: Array, length: int, replied: Iterable[int], most: int
     ) -> Downloads:
-        """Return what is known after round t, whose message has this length, with these replies.
+        """Return the record after round `t`, whose broadcast message has `length` bytes.
 
-        The last messages are kept, up to `most` bytes, which is what a copy takes: a longer chain never pays.
+        `replied` are the clients that replied. Keep recent messages of at most `most` bytes together, the
+        size of a model copy: a longer chain of messages never pays.
         """
         changed = module_of(w).where(w_next == w, self.changed, t + 1)
         lengths = _last((*self.lengths[1 - KEPT :], length), most)
@@ -63,7 +65,7 @@ class Downloads:
     def count(
         self, t: int, clients: Iterable[int], w: Array, downlink: Downlink, start: Start
     ) -> dict[int, Count]:
-        """Begin to count what each of these clients downloads in round t, in which the copy is w."""
+        """Return for each client a function that gives its download in round `t`; `w` is the model copy."""
         whole = cache(lambda: Download("whole", 0, _length(downlink.whole(w), downlink)))
         versions = {client: self.held.get(client) for client in clients}
         one = partial(self._download, t, w, downlink, whole)
@@ -79,7 +81,7 @@ class Downloads:
         return choose_download(len(w), chain, whole, changed, lambda download: download.bytes)
 
     def _changed(self, held: int, w: Array, downlink: Downlink) -> Download | None:
-        """Return the present values of what changed since a version; None if that is most of the model."""
+        """Return a download of the values that changed since version `held`; None if most values changed."""
         at = columns((self.changed > held)[None])
         if not may_be_shorter(len(at), len(w)):
             return None
@@ -87,7 +89,7 @@ class Downloads:
 
 
 def _last(lengths: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return as many of the last lengths as have `most` bytes together, and at least one.
+    """Return the longest tail of `lengths` whose sum is at most `most`, but at least the last length.
 
     >>> _last((5, 3, 4), 8)
     (3, 4)

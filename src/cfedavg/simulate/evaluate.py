@@ -18,7 +18,7 @@ EVALUATION_BATCH = {"cpu": 512, "cuda": 2500}
 
 
 class EvaluatedBatches(NamedTuple):
-    """Batches of the test set: the start of each, its loss times its size, the metric of each sample."""
+    """Results of test batches: each batch's first row, its loss times its size, and its samples' metrics."""
 
     starts: list[int]
     losses: list[float]
@@ -26,7 +26,7 @@ class EvaluatedBatches(NamedTuple):
 
 
 def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> Record:
-    """Return `test_loss`, the metric, and its mean and minimum over the clients' parts of the test set."""
+    """Return `test_loss`, the metric, and the metric's mean and minimum over the clients' test sets."""
     return summarise_batches(task, [evaluate_batches(model, task, device, dtype)])
 
 
@@ -40,7 +40,7 @@ def evaluate_batches(
     every: int = 1,
     prepare: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> EvaluatedBatches:
-    """Evaluate batches `first`, `first + every`, ... of the test set, each prepared for the model."""
+    """Evaluate test batches `first`, `first + every`, ...; `prepare` converts each batch for the model."""
     if task.test is None:
         return EvaluatedBatches([], [], [])
     model.eval()
@@ -62,7 +62,7 @@ def evaluate_batches(
 
 @torch.no_grad()
 def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> None:
-    """Evaluate the first batch of the test set, to find errors before a run."""
+    """Evaluate the first batch of the test set, so that errors show before the run."""
     if task.test is None:
         return
     rows = np.arange(min(EVALUATION_BATCH.get(device.type, 512), len(task.test)))
@@ -71,7 +71,7 @@ def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: to
 
 
 def summarise_batches(task: Task, parts: Sequence[EvaluatedBatches]) -> Record:
-    """Return the test columns of these batches, summed in the order of the test set."""
+    """Return the test columns of a metrics row, from batches summed in the order of the test set."""
     batches = sorted(
         (batch for part in parts for batch in zip(*part, strict=True)), key=lambda batch: batch[0]
     )
@@ -94,7 +94,7 @@ def _loss_and_metric(model: nn.Module, task: Task, batch: Batch, n: int) -> tupl
     loss: Loss = wrap_errors(task.loss, "Task.loss fails on a batch of Task.test")
     metric = wrap_errors(task.metric, "Task.metric fails on a batch of Task.test")
     if task.loss is cross_entropy and task.metric is accuracy:
-        # One forward pass serves both.
+        # One forward pass serves both loss and metric.
         output = wrap_errors(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
         known: Any = lambda _: output  # noqa: E731
         return loss(known, batch), _per_sample(metric(known, batch), n)
@@ -104,13 +104,13 @@ def _loss_and_metric(model: nn.Module, task: Task, batch: Batch, n: int) -> tupl
 
 
 def _per_sample(found: Any, n: int) -> Tensor:
-    """Return a metric as one number for each of n samples; one for the batch counts for each."""
+    """Return a metric as n numbers, one for each sample; a single number for the batch is repeated."""
     try:
         values = torch.as_tensor(found).double()
         return values.expand(n)
     except (TypeError, ValueError, RuntimeError):
         shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
         raise InputError(
-            f"Task.metric must return a number for each of the {n} samples or one for the batch, "
+            f"Task.metric must return {n} numbers, one for each sample, or one number for the batch, "
             f"got {type(found).__name__}{shape}"
         ) from None

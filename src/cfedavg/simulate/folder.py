@@ -1,6 +1,6 @@
-"""The folder of a simulation: config.toml, metrics.jsonl, a checkpoint, and residuals that live on disk.
+"""The folder of a simulation: config.toml, metrics.jsonl, the checkpoint, and residuals kept on disk.
 
-A crash at any moment leaves them consistent.
+A crash at any moment leaves these files consistent.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ ENGINE = "engine.txt"  # which engine ran, and why
 
 
 class Folder:
-    """The folder of a run. Rows are appended as rounds end; a checkpoint vouches for the rows before it.
+    """The folder of a run. Inside `with`, the folder is locked, so that only one run writes to the folder.
 
-    One run at a time writes to a folder: `with` holds its lock.
+    Each round appends a row of metrics. A checkpoint holds a checksum of the rows before the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class Folder:
     def begin(
         self, config: Config, identity: int, start: State, *, resume: bool
     ) -> tuple[State, list[Record]]:
-        """Return where to start: the last checkpoint if there is one to resume, else `start` with no rows."""
+        """Return the first state and rows: those of the checkpoint to resume, else `start` and no rows."""
         begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
         if (self.path / FEDERATION).exists():
             raise InputError(f"`out`: {self.path} holds a federation: choose another folder for a simulation")
@@ -72,7 +72,7 @@ class Folder:
         state, rows = start, list[Record]()
         if begun:
             if not (self.path / CONFIG).exists():
-                raise CannotResume(f"{self.path / CONFIG} is missing, so the run cannot go on")
+                raise CannotResume(f"{self.path / CONFIG} is missing; put the file back, or start again")
             try:
                 old = read_config(self.path / CONFIG)
             except InputError as error:
@@ -84,9 +84,9 @@ class Folder:
             if state.t > config.rounds:
                 raise InputError(
                     f"cannot resume: `rounds` is {config.rounds}, "
-                    f"but the run in {self.path} has done {state.t}"
+                    f"but the run in {self.path} has done {state.t} rounds"
                 )
-        # Nothing was changed up to here: a refused resume changes nothing.
+        # The code above changes no file, so a refused resume leaves the folder unchanged.
         sweep(self.residuals, state.residuals)
         residuals = start.residuals.adopt(state.residuals, start.x)
         write_atomic(self.path / CONFIG, config.to_toml().encode())
@@ -95,7 +95,7 @@ class Folder:
         return dataclasses.replace(state, residuals=residuals), rows
 
     def _check_checkpoint(self, config: Config) -> None:
-        """Raise CannotResume if a checkpoint is missing that the run must have written."""
+        """Raise CannotResume if the checkpoint is missing although the run must have written one."""
         done, every = len(read_rows(self.path / METRICS)), config.checkpoint_every
         far = (self.path / MODEL).exists() or 0 < every < done
         if far and not (self.path / CHECKPOINT).exists():
@@ -105,7 +105,7 @@ class Folder:
             )
 
     def _restore(self, config: Config, identity: int, like: State) -> tuple[State, list[Record]]:
-        """Return the last checkpoint and the rows before it; the rounds of later rows run again."""
+        """Return the last checkpoint's state and rows; the rounds of later rows will run again."""
         state, vouched = load(self.path / CHECKPOINT, identity, like, self.residuals, config.clients)
         if vouched:
             check_options(vouched.options, config, self.path / CONFIG)
@@ -115,17 +115,17 @@ class Folder:
         if len(rows) != state.t or any(row.get("round") != t for t, row in enumerate(rows)):
             raise CannotResume(
                 f"{self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
-                "which the checkpoint needs; start again"
+                "which the checkpoint needs; start again in another folder"
             )
         if not are_usable(rows) or (vouched and vouched.rows != checksum_rows(rows)):
             raise CannotResume(
                 f"{self.path / METRICS} was changed after the checkpoint was written; "
-                "put it back, or start again in another folder"
+                "restore the file, or start again in another folder"
             )
         return state, rows
 
     def append(self, row: Record) -> None:
-        """Append a row to the metrics."""
+        """Append a row to metrics.jsonl."""
         try:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(format_row(row))
@@ -134,12 +134,12 @@ class Folder:
             raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
 
     def rewrite(self, rows: list[Record]) -> None:
-        """Write the metrics anew with these rows."""
+        """Replace the content of metrics.jsonl by these rows."""
         write_atomic(self.path / METRICS, "".join(map(format_row, rows)).encode())
         self._rows = checksum_rows(rows)
 
     def checkpoint(self, state: State, identity: int) -> None:
-        """Save a state: first rows and residuals, then the checkpoint that vouches for them."""
+        """Save a state: first sync rows and residuals to disk, then write the checkpoint that needs both."""
         try:
             sync(self.path / METRICS)
         except OSError as error:
@@ -148,16 +148,16 @@ class Folder:
         save(state, self.path / CHECKPOINT, identity, Vouched(self._rows, self._options))
         state.residuals.settle()
         if isinstance(state.residuals, InMemory):
-            sweep(self.residuals, state.residuals)  # files of a run that kept residuals on disk so far
+            sweep(self.residuals, state.residuals)  # delete files if residuals were on disk before a resume
 
     def read_engines(self) -> str:
-        """Return the lines of engine.txt; none if it cannot be read, since no run depends on it."""
+        """Return the text of engine.txt, empty if the file is unreadable: no run depends on the file."""
         with suppress(OSError):
             return read_file(self.path / ENGINE).decode(errors="replace")
         return ""
 
     def save_models(self, model: nn.Module, server: nn.Module | None, iterate: nn.Module | None) -> None:
-        """Write the state_dict of each model; a tied parameter is written under each of its names."""
+        """Write the state_dict of each given model; a tied parameter is written under each of its names."""
         models = {MODEL: model, SERVER_MODEL: server, "iterate.safetensors": iterate}
         for name, each in models.items():
             if each is not None:

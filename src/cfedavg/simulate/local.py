@@ -1,4 +1,4 @@
-"""A client's local work: the model as a flat vector, batches in keyed order, local steps."""
+"""A client's local work: the model as flat vectors, batches in an order drawn by key, local steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from cfedavg.optimise.local import LocalOptimiser
 from cfedavg.optimise.local import State as OptimiserState
 from cfedavg.task import Batch, Loss, Samples
 
-# What the model is kept in; tf32 and bf16 concern products only.
+# The dtype of the model for each `precision`; tf32 and bf16 concern only products of tensors.
 PRECISIONS = dict.fromkeys(("float32", "tf32", "bf16"), torch.float32) | {"float64": torch.float64}
 
 
 class Vectors:
-    """A model as two flat vectors: x, its trainable parameters, and b, the buffers that travel with them.
+    """A model as two flat vectors: x, the trainable parameters, and b, the buffers sent along with x.
 
-    Buffers are BatchNorm's running statistics and the like. Those of a module whose parameters are all
-    frozen, and those that a state_dict leaves out, do not travel: every `write` puts them back.
+    Buffers are, for example, BatchNorm's running statistics. Two kinds of buffers are not sent: buffers of a
+    module whose parameters are all frozen, and buffers that the state_dict leaves out. `write` resets both
+    kinds to their first values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,11 +47,11 @@ class Vectors:
 
     @property
     def _buffers(self) -> list[Tensor]:
-        """Look buffers up by name every time: some modules replace their tensors."""
+        """Return the sent buffers, looked up by name every time: some modules replace their tensors."""
         return [self.model.get_buffer(name) for name in self.buffer_layout.names]
 
     def identity(self) -> int:
-        """Return a checksum of the schema and the frozen values."""
+        """Return a checksum of the model's names, shapes, dtypes and frozen values."""
         found = zlib.crc32(f"{self.layout.schema_hash} {self.buffer_layout.schema_hash}".encode())
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
         for tensor in [*frozen, *(original for _, original in self._still)]:
@@ -58,13 +59,13 @@ class Vectors:
         return found
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return (x, b) of the model; b has the dtype of x."""
+        """Return the vectors (x, b) of the model; b has the dtype of x."""
         x = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         return x, torch.cat([x.new_zeros(0), *(b.detach().reshape(-1).to(x.dtype) for b in self._buffers)])
 
     @torch.no_grad()
     def write(self, x: Tensor, b: Tensor) -> None:
-        """Write (x, b) into the model."""
+        """Write the vectors (x, b) into the model."""
         for target, part in zip(self._parameters, self.layout.slices(), strict=True):
             target.copy_(x[part].view_as(target))
         for buffer, part in zip(self._buffers, self.buffer_layout.slices(), strict=True):
@@ -75,14 +76,14 @@ class Vectors:
 
 
 def model_of(blank: nn.Module, x: Tensor, b: Tensor) -> nn.Module:
-    """Return a copy of the blank model, on the CPU, with these parameters and buffers."""
+    """Return a copy of the model `blank` on the CPU, with parameters `x` and buffers `b`."""
     vectors = Vectors(copy.deepcopy(blank))
     vectors.write(x, b)
     return vectors.model.cpu()
 
 
 def _travelling_buffers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the buffers that travel; a shared buffer has its first name."""
+    """Yield the names of the buffers that are sent; a shared buffer is named once, by its first name."""
     saved, seen = set(model.state_dict()), set[int]()
     for prefix, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -96,9 +97,9 @@ def _travelling_buffers(model: nn.Module) -> Iterator[str]:
 
 @contextmanager
 def reproducible(device: torch.device, precision: str = "float32") -> Iterator[None]:
-    """Compute the same bits every time: choose no kernel by timing, use TF32 only if asked for.
+    """Inside `with`, compute the same bits every time: no kernel is chosen by timing.
 
-    The user's generators and settings are restored at the end.
+    TF32 is used only if `precision` allows it. The user's generators and settings are restored at the end.
     """
     devices = [device] if device.type == "cuda" else []
     tf32 = precision in ("tf32", "bf16")
@@ -113,7 +114,7 @@ def reproducible(device: torch.device, precision: str = "float32") -> Iterator[N
 
 
 def seed_generators(device: torch.device, seed: int, t: int, client: int) -> None:
-    """Key torch's generators, from which dropout draws, by round and client."""
+    """Seed torch's generators, from which dropout draws, by a key of round and client."""
     word = signed(key(seed, t, client, Purpose.DROPOUT))
     torch.default_generator.manual_seed(word)
     if device.type == "cuda":
@@ -121,10 +122,10 @@ def seed_generators(device: torch.device, seed: int, t: int, client: int) -> Non
 
 
 def batches(samples: Samples, batch_size: int, seed: int, t: int, client: int) -> Iterator[Batch]:
-    """Yield batches without end: each epoch has a new order, and its last batch may be short."""
+    """Yield batches without end; each epoch has a new order, and an epoch's last batch may be short."""
     n, epoch = len(samples), 0
     while True:
-        # The epoch is mixed into the seed's place: a key of its own for each (seed, t, client, epoch).
+        # The inner key is the seed of the outer key, so that each (seed, t, client, epoch) has its own key.
         order = permutation(key(key(seed, t, client, Purpose.BATCH), epoch, 0, Purpose.BATCH), n)
         for start in range(0, n, batch_size):
             yield samples.batch(order[start : start + batch_size])
@@ -132,7 +133,7 @@ def batches(samples: Samples, batch_size: int, seed: int, t: int, client: int) -
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Return the batch on a device, its floating point tensors in the model's precision."""
+    """Return the batch on `device`, with floating-point tensors converted to `dtype`."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -143,7 +144,7 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 def channels_last(batch: Batch) -> Batch:
-    """Return the batch with its images channels-last, which CPUs convolve fastest."""
+    """Return the batch with its images in channels-last order, which CPUs convolve fastest."""
 
     def move(leaf: Any) -> Any:
         images = isinstance(leaf, Tensor) and leaf.dim() == 4
@@ -153,7 +154,7 @@ def channels_last(batch: Batch) -> Batch:
 
 
 class LocalWork(NamedTuple):
-    """The number of steps done and the mean minibatch loss (a 0-d tensor, not yet synchronised)."""
+    """The number K of steps done and the mean minibatch loss, a 0-D tensor that the GPU may still compute."""
 
     K: int
     loss: Tensor
@@ -167,9 +168,10 @@ def local_steps(
     eta_L: float,
     enough: Callable[[int], bool],
 ) -> LocalWork:
-    """Do lines 6 to 9: step the model in place until `enough(k)` is true after step k.
+    """Run lines 6 to 9 of Algorithm 1: step the model in place until `enough(k)` is true after step k.
 
-    K need not be known beforehand: `enough` may count (`after(10)`) or look at a clock (`clock(30.0)`).
+    The number of steps need not be known beforehand: `enough` may count steps (`after(10)`) or read a clock
+    (`clock(30.0)`).
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     start = [p.detach().clone() for p in parameters] if optimiser.needs_start else []
@@ -198,7 +200,7 @@ def _step(
     eta_L: float,
     start: list[Tensor],
 ) -> OptimiserState:
-    """Step the parameters that have a gradient; the others and their state stay unchanged."""
+    """Step the parameters that have a gradient, not the others; return the new optimiser state."""
     # An embedding's gradient may be sparse.
     grads = {
         i: p.grad.to_dense() if p.grad.is_sparse else p.grad
@@ -221,7 +223,7 @@ def _step(
 
 
 def after(K: int) -> Callable[[int], bool]:
-    """Return an `enough` that is true after K steps.
+    """Return a function for `enough` that is true after K steps.
 
     >>> list(map(after(3), [1, 2, 3]))
     [False, False, True]
@@ -230,6 +232,6 @@ def after(K: int) -> Callable[[int], bool]:
 
 
 def clock(seconds: float) -> Callable[[int], bool]:
-    """Return an `enough` that is true once so many seconds have passed."""
+    """Return a function for `enough` that is true once `seconds` have passed from now."""
     end = time.monotonic() + seconds
     return lambda k: time.monotonic() >= end

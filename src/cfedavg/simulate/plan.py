@@ -1,4 +1,4 @@
-"""Plan: what a configuration and a task decide before a run, as pure functions of round and client."""
+"""Plan: what a configuration and a task fix before a run, as pure functions of round and client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cfedavg.theory import rate_conditions
 
 
 class Parts(NamedTuple):
-    """The exchangeable parts that a configuration names."""
+    """The exchangeable parts of the algorithm that a configuration names."""
 
     compressor: Compressor
     compressor_down: Compressor
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 
 def parse_parts(config: Config, *, trust: bool = True) -> Parts:
-    """Return the parts by their texts; without `trust` none of these may name a module."""
+    """Return the parts that the texts of `config` name; without `trust`, no text may name a Python module."""
     return Parts(
         parse(config.compressor, trust=trust),
         parse(config.compressor_down, "compressor_down", trust=trust),
@@ -47,7 +47,7 @@ def parse_parts(config: Config, *, trust: bool = True) -> Parts:
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speed of each client: steps per second, bits per second up and down, seconds of latency one way."""
+    """Each client's speeds: steps per second, bits per second up and down, one-way latency in seconds."""
 
     speed: list[float]
     up: list[float]
@@ -55,14 +55,14 @@ class Speeds:
     latency: list[float]
 
     def seconds(self, client: int, K: int, up_bytes: int, down_bytes: int) -> float:
-        """Return the seconds from the server's dispatch to the arrival of the reply."""
+        """Return the seconds from the server's dispatch to the arrival of the client's reply."""
         work = K / self.speed[client]
         travel = 8 * up_bytes / self.up[client] + 8 * down_bytes / self.down[client]
         return work + travel + 2 * self.latency[client]
 
 
 class Plan:
-    """Who takes part, whose reply is lost, K_i, the rates, the parts, the speeds."""
+    """The plan of a run: each round's clients, lost replies, steps K_i and rates; the parts; the speeds."""
 
     def __init__(self, config: Config, task: Task) -> None:
         self.config = config
@@ -85,7 +85,7 @@ class Plan:
         self.everyone = sum(self.weight(i) for i in range(self.m))
 
     def _check(self) -> None:
-        """Raise InputError for lists of another length, or memories that may not be rounded."""
+        """Raise InputError for a per-client list of wrong length, or residuals that must not be rounded."""
         for name in PER_CLIENT:
             values = self.config.per_client(name)
             if values is not None and values.each and len(values.each) != self.m:
@@ -94,20 +94,21 @@ class Plan:
                 )
         if self.feedback.mirrors_clients and self.config.residual_precision != "full":
             raise InputError(
-                f"`residual_precision` must be full with the feedback {self.feedback}: the server keeps the "
-                "sum of the clients' memories, so none of them may be rounded"
+                f"`residual_precision` must be full with the feedback {self.feedback}, "
+                f"got {self.config.residual_precision}: the server keeps the sum of the clients' memories, "
+                "so no client may round its memory"
             )
 
     def channel(self, layout: Layout) -> Channel:
-        """Return the clients' channel to the server, for vectors of this layout."""
+        """Return the channel from the clients to the server, for vectors of this layout."""
         return Channel(self.compressor, self.feedback, layout)
 
     def downlink(self, layout: Layout) -> Downlink | None:
-        """Return the server's channel to the clients; None if it broadcasts the whole model."""
+        """Return the channel from server to clients; None if the server broadcasts the whole model."""
         return make_downlink(self.compressor_down, layout)
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
-        """Return one value for each client, drawn once for the whole run."""
+        """Return option `name` for each client, drawn once for the whole run; `absent` if it is not set."""
         values = self.config.per_client(name)
         if values is None:
             return [absent] * self.m
@@ -115,7 +116,7 @@ class Plan:
         return [values.at(i, float(draws[i])) for i in range(self.m)]
 
     def in_words(self, layout: Layout) -> str:
-        """Describe the run in a sentence, with the rates that follow from options and defaults."""
+        """Return a sentence that describes the run, with the rates that follow from options and defaults."""
         low, high = self.steps.bounds
         both = (self.compressor, self.compressor_down)
         up, down = (f"{each} (gamma {each.gamma(layout):.5g})" for each in both)
@@ -133,7 +134,7 @@ class Plan:
 
     @property
     def timed(self) -> bool:
-        """Whether time is simulated."""
+        """Return whether the run simulates time."""
         names = ("steps_per_second", "uplink", "downlink", "latency")
         return any(getattr(self.config, name) is not None for name in names)
 
@@ -143,7 +144,7 @@ class Plan:
         return [int(i) for i in np.sort(order[: self.clients_per_round])]
 
     def lost(self, t: int, client: int) -> bool:
-        """Return whether the reply of this client is lost."""
+        """Return whether the client's reply in round `t` is lost."""
         if not self.config.drop_rate:
             return False
         draw = uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0]
@@ -154,20 +155,20 @@ class Plan:
         return float(self.samples[client]) if self.config.weighting == "samples" else 1.0
 
     def key(self, t: int, client: int) -> int:
-        """Return the key of this client's compression in round t."""
+        """Return the random key with which the client compresses its update in round `t`."""
         return key(self.config.seed, t, client, Purpose.SELECT)
 
     def broadcast_key(self, t: int) -> int:
-        """Return the key of the compression of the broadcast that ends round t."""
+        """Return the random key with which the server compresses the broadcast that ends round `t`."""
         return key(self.config.seed, t, 0, Purpose.BROADCAST)
 
     def keeps_iterate(self, t: int, eta_sum: float) -> bool:
-        """Return whether x_t replaces z by reservoir sampling; the rates of rounds 0 to t sum to eta_sum."""
+        """Return whether reservoir sampling replaces iterate z by x_t; `eta_sum` sums the rates up to `t`."""
         draw = uniform(key(self.config.seed, t, 0, Purpose.ITERATE), 1)[0]
         return bool(draw * eta_sum < self.rates.eta_local(t))
 
     def rate_conditions(self, t: int, row: Record) -> Record:
-        """Return each rate condition with the measured gamma and alpha: whether it holds, value / limit."""
+        """Return for each rate condition, at measured gamma and alpha, whether it holds and value / limit."""
         assert self.config.smoothness is not None
         gamma, alpha = or_infinite(row["snr_min"]), or_infinite(row["alpha"]) if row["delta_norm2"] else 1.0
         rates, K, L = self.rates, self.steps.bounds[1], self.config.smoothness
@@ -176,7 +177,7 @@ class Plan:
 
 
 def broken_conditions(rows: list[Record]) -> list[str]:
-    """Return a sentence for each rate condition that some round broke."""
+    """Return a sentence for each rate condition that did not hold in some round."""
     sentences = []
     measured = [row for row in rows if "rate_conditions" in row]
     for text in measured[0]["rate_conditions"] if measured else ():
@@ -194,5 +195,5 @@ def broken_conditions(rows: list[Record]) -> list[str]:
 
 
 def or_infinite(value: float | None) -> float:
-    """Return the value; the metrics write infinity as null."""
+    """Return the value, or infinity for None: the metrics write infinity as null."""
     return math.inf if value is None else value

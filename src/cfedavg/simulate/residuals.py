@@ -1,11 +1,11 @@
-"""Residuals: e_i of every client that has one, in memory or on disk.
+"""Stores of the clients' residuals e_i, in memory or on disk.
 
-A store is never changed: `update` returns a new one. The old one stays valid until the new one is updated in
-turn, so a round that is broken off goes back to where it began.
+A store is never changed: `update` returns a new store. The old store stays valid until the new store is
+updated in turn. So an interrupted round can start again from the old store.
 
-On disk every client has a file for each version of its residual that the last checkpoint, the state before
-the round or the state after it needs. No other file is kept, and none of these is deleted, so a run can be
-killed between any two steps and go on from its checkpoint.
+On disk, each version of a client's residual is a file. A version is kept as long as the last checkpoint, the
+state before the round or the state after the round needs it; then its file is deleted. So a run can be killed
+at any moment and resumed from its checkpoint.
 """
 
 from __future__ import annotations
@@ -28,55 +28,55 @@ from cfedavg.core.files import exists, is_temporary, sync
 from cfedavg.core.keys import bits
 from cfedavg.core.tensors import UNREADABLE, checksum, free_memory, read_tensors, save_tensors
 
-_NAME = re.compile(r"\d+-\d+\.safetensors")  # 000123-000007.safetensors: client 123, the seventh version
+_NAME = re.compile(r"\d+-\d+\.safetensors")  # 000123-000007.safetensors: client 123, version 7
 T = TypeVar("T")
-_SHARE = 3  # residuals may take up a third of the memory that is free; the rest is the training's
+_SHARE = 3  # residuals in memory may take a third of the free memory; training needs the rest
 
 
 class Residuals(ABC):
-    """e_i of the clients that have one; that of a client that never took part is zero."""
+    """A store of residuals e_i; the residual of a client that never took part is zero."""
 
-    norms2: Mapping[int, float]
+    norms2: Mapping[int, float]  # |e_i|^2 of each client that took part
 
     def get(self, client: int, like: Tensor) -> Tensor:
-        """Return e_i in the dtype and on the device of `like`."""
+        """Return the client's residual in the dtype and on the device of `like`."""
         if client not in self.norms2:
             return torch.zeros_like(like)
         return self.stored(client, like.shape).to(like.device, like.dtype)
 
     @abstractmethod
     def stored(self, client: int, shape: torch.Size) -> Tensor:
-        """Return e_i of a client that has one, as it is kept."""
+        """Return the residual of a client that took part, in the stored dtype."""
 
     @abstractmethod
     def update(self, new: Mapping[int, Tensor]) -> Self:
-        """Return these residuals with some replaced."""
+        """Return a new store in which the residuals of `new` replace the old residuals."""
 
     @abstractmethod
     def adopt(self, other: Residuals, like: Tensor) -> Self:
-        """Return the residuals of another store, kept as this one keeps them."""
+        """Return a store of this class with the residuals of the store `other`."""
 
     @abstractmethod
     def select(self, clients: Container[int]) -> Self:
-        """Return the residuals of some clients."""
+        """Return a store with the residuals of `clients` only."""
 
     @classmethod
     @abstractmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
-        """Return the union of stores of different clients."""
+        """Return one store with the residuals of all `parts`, which share no client."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Make the store durable before a checkpoint refers to it."""
+        """Make the residuals durable, before a checkpoint refers to this store."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Drop older versions: a checkpoint that refers to this store is durable."""
+        """Drop older versions, once a checkpoint that refers to this store is durable."""
 
 
 @dataclass(frozen=True)
 class InMemory(Residuals):
-    """Residuals as tensors, on the device where the engine made them."""
+    """A store of residuals as tensors, on the device where the engine made the residuals."""
 
     vectors: Mapping[int, Tensor] = field(default_factory=dict)
     norms2: Mapping[int, float] = field(default_factory=dict)
@@ -102,28 +102,28 @@ class InMemory(Residuals):
         return InMemory(_union(part.vectors for part in parts), _union(part.norms2 for part in parts))
 
     def flush(self) -> None:
-        """Do nothing: the checkpoint holds the vectors themselves."""
+        """Do nothing: the checkpoint itself holds the residuals."""
 
     def settle(self) -> None:
-        """Do nothing: older versions are freed by themselves."""
+        """Do nothing: Python frees older versions."""
 
 
 @dataclass(eq=False)
 class OnDisk(Residuals):
-    """Residuals as files of a folder; in memory are only their versions and norms."""
+    """A store of residuals as files of a folder; memory holds only their version numbers and norms."""
 
     folder: Path
     versions: Mapping[int, int] = field(default_factory=dict)
     norms2: Mapping[int, float] = field(default_factory=dict)
-    fresh: frozenset[int] = frozenset()  # clients whose version is newer than the last checkpoint
-    vouched: Mapping[int, int] = field(default_factory=dict)  # their versions in that checkpoint
-    replaced: Mapping[int, int] = field(default_factory=dict)  # versions that only the state before needs
+    fresh: frozenset[int] = frozenset()  # clients whose version is newer than in the last checkpoint
+    vouched: Mapping[int, int] = field(default_factory=dict)  # versions of `fresh` clients in the checkpoint
+    replaced: Mapping[int, int] = field(default_factory=dict)  # versions that only the old store needs
 
     def path(self, client: int, version: int) -> Path:
         return self.folder / f"{client:06d}-{version:06d}.safetensors"
 
     def paths(self) -> set[Path]:
-        """Return the files that this store refers to."""
+        """Return the paths of the files that this store refers to."""
         return {self.path(*item) for item in self.versions.items()}
 
     def stored(self, client: int, shape: torch.Size) -> Tensor:
@@ -132,19 +132,19 @@ class OnDisk(Residuals):
         try:
             tensors, about = read_tensors(path)
             if about.pop("checksum") != checksum(tensors, about):
-                raise ValueError("its checksum is wrong")
+                raise ValueError("the checksum is wrong")
             e: Tensor = tensors["e"]
             if about != {"client": client, "version": version} or e.shape != shape:
-                raise ValueError("it holds another residual")
+                raise ValueError("the residual is of another client, version or model")
             if not e.is_floating_point():
-                raise ValueError(f"a residual must be of floats, not of {e.dtype}")
+                raise ValueError(f"the residual must hold floats, got {e.dtype}")
         except UNREADABLE as error:
             why = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
             raise InputError(f"the residual file {path} {why}; start the run again") from None
-        return e.clone()  # from the mapped file into memory: the file may be deleted
+        return e.clone()  # copies the mapped file into memory, since the file may be deleted
 
     def update(self, new: Mapping[int, Tensor]) -> OnDisk:
-        _delete(self.path(*item) for item in self.replaced.items())  # needed two rounds ago
+        _delete(self.path(*item) for item in self.replaced.items())  # no store needs these versions now
         norms = dict(zip(new, norms2(new.values()), strict=True))
         versions = {client: self.versions.get(client, 0) + 1 for client in new}
         for client, e in new.items():
@@ -160,7 +160,7 @@ class OnDisk(Residuals):
         )
 
     def _write(self, client: int, version: int, e: Tensor) -> None:
-        """Write without sync: most versions are replaced before a checkpoint refers to them."""
+        """Write a residual without sync: most versions are replaced before a checkpoint refers to them."""
         tensors = {"e": e.contiguous().cpu()}
         about = {"client": client, "version": version}
         try:
@@ -172,7 +172,7 @@ class OnDisk(Residuals):
 
     def _unwritable(self, error: Exception) -> InputError:
         return InputError(
-            f"the residuals cannot be kept in {self.folder} ({error}); make room there and set `resume`, or "
+            f"the residuals cannot be kept in {self.folder} ({error}); free space there and set `resume`, or "
             "start again with another `out`, or with `residual_precision` bf16, which needs half the bytes"
         )
 
@@ -180,7 +180,7 @@ class OnDisk(Residuals):
         if isinstance(other, OnDisk):
             return other
         made = self.update({client: other.stored(client, like.shape) for client in other.norms2})
-        made.norms2 = other.norms2  # to the bit, wherever they were computed
+        made.norms2 = other.norms2  # the same bits, which another device may not compute
         return made
 
     def select(self, clients: Container[int]) -> OnDisk:
@@ -199,7 +199,7 @@ class OnDisk(Residuals):
         return OnDisk(parts[0].folder, versions, norms, fresh, vouched, replaced)
 
     def check(self) -> None:
-        """Raise CannotResume if a file is missing; `stored` checks what a file holds."""
+        """Raise CannotResume if a residual file is missing; `stored` checks the content of a file."""
         for path in sorted(self.paths()):
             if not exists(path):
                 raise CannotResume(f"the residual file {path} is missing; start the run again")
@@ -217,18 +217,18 @@ class OnDisk(Residuals):
 
     def settle(self) -> None:
         outdated = [self.path(*item) for old in (self.vouched, self.replaced) for item in old.items()]
-        # First this, then the files: if it is broken off in between, `update` must not delete files of
-        # the checkpoint as if only the state before needed them.
+        # Clear the tables before the files are deleted. After an interrupt between the two steps, `update`
+        # would otherwise take versions of the new checkpoint for outdated versions and delete their files.
         self.fresh, self.vouched, self.replaced = frozenset(), {}, {}
         _delete(outdated)
 
 
 def sweep(folder: Path, residuals: Residuals) -> None:
-    """Delete the files of residuals that this store does not refer to, as broken-off rounds leave them."""
+    """Delete residual files that this store does not refer to; interrupted rounds leave such files."""
     if not exists(folder):
         return
     if not folder.is_dir():
-        raise InputError(f"{folder} is a file, and must be a folder; move it away")
+        raise InputError(f"{folder} must be a folder, got a file; move the file away")
     keep = residuals.paths() if isinstance(residuals, OnDisk) else set()
     _delete(
         path
@@ -244,7 +244,7 @@ def _delete(paths: Iterable[Path]) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise InputError(f"cannot delete {path} ({error.strerror}), a residual of the past") from None
+            raise InputError(f"cannot delete the outdated residual file {path} ({error.strerror})") from None
 
 
 def _among(clients: Container[int], values: Mapping[int, T]) -> dict[int, T]:
@@ -255,13 +255,13 @@ def _union(parts: Iterable[Mapping[int, T]]) -> dict[int, T]:
     found: dict[int, T] = {}
     for part in parts:
         if not found.keys().isdisjoint(part):
-            raise ValueError("a client is in two of the parts")
+            raise ValueError("two stores hold a residual of the same client")
         found |= part
     return found
 
 
 def choose(where: str, size: int, device: torch.device) -> str:
-    """Return `memory` or `disk` for residuals of `size` bytes in all; `auto` looks at the free memory."""
+    """Return `memory` or `disk` for `size` bytes of residuals; for `where` = `auto`, free memory decides."""
     if where != "auto":
         return where
     return "memory" if size <= free_memory(device) / _SHARE else "disk"
@@ -269,7 +269,7 @@ def choose(where: str, size: int, device: torch.device) -> str:
 
 @contextmanager
 def open_store(where: str, size: int, device: torch.device, folder: Path | None) -> Iterator[Residuals]:
-    """Yield an empty store; one on disk without a folder is deleted at the end."""
+    """Yield an empty store; a store on disk is temporary if `folder` is None."""
     if choose(where, size, device) == "memory":
         yield InMemory()
     elif folder:
@@ -280,13 +280,14 @@ def open_store(where: str, size: int, device: torch.device, folder: Path | None)
 
 
 def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:
-    """Round a block (n, d) with n keys, or one vector with one key, to bf16 up or down at random.
+    """Round residuals to bf16, up or down at random so that the mean stays `e`.
 
-    The mean is e itself (float64 goes through float32 first). Rounding to the nearest would lose every
-    update below 2^-9 of the residual. 16 random bits are added to the 16 that bf16 drops, and carry with
-    the right probability; a value that is bf16 already stays unchanged.
+    `e` is a block (n, d) with n keys, or one vector with one key. float64 is rounded to float32 first.
+    Rounding to the nearest would lose every update below 2^-9 of the residual. The function adds 16 random
+    bits to the 16 bits that bf16 drops; the sum carries with the right probability. A value that is already
+    bf16 stays unchanged.
     """
-    top = torch.finfo(torch.bfloat16).max  # beyond it there would only be infinity to round up to
+    top = torch.finfo(torch.bfloat16).max  # a larger value could be rounded up only to infinity
     pattern = e.clamp(-top, top).float().contiguous().view(torch.int32)
     draws = bits(keys[..., None], torch.arange(e.shape[-1], device=e.device)) >> 48 & 0xFFFF
     rounded: Tensor = (pattern + draws.int() >> 16).to(torch.int16)

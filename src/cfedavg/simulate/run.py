@@ -1,11 +1,11 @@
-"""The loop over rounds: run, evaluate, record, checkpoint, resume."""
+"""A simulated run: the loop over rounds, with evaluation, metrics, checkpoints and resume."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,27 +29,27 @@ from cfedavg.wire import is_ready
 
 
 class Observer:
-    """Is told how a run goes on. This one ignores it; the command's shows progress."""
+    """A listener to a run's progress. This class ignores progress; the command line's subclass shows it."""
 
     def begin(self, rows: list[Record]) -> None:
-        """Note that a run starts, or goes on after these rows."""
+        """Receive the start of a run; `rows` are the rows of rounds done before a resume."""
 
     def say(self, text: str) -> None:
-        """Take a sentence for the user. A sentence about a silent worker comes from another thread."""
+        """Receive a sentence for the user; a sentence about a silent worker comes from another thread."""
 
     def now(self, text: str) -> None:
-        """Take what the run is waiting for, until the next row."""
+        """Receive a text that says what the run waits for; the text is valid until the next row."""
 
     def row(self, row: Record) -> None:
-        """Take the row of a round that is done."""
+        """Receive the row of metrics of a finished round."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run: one row of metrics a round, the trained model, and its folder.
+    """The result of a run: one row of metrics for each round, the trained models, and the run's folder.
 
-    `model` is what the clients hold at the end, `server_model` the server's own. They differ by what a
-    compressed broadcast has not sent yet. Under torchrun, only rank 0 knows the server's.
+    `model` is the clients' model at the end, `server_model` the server's model. The two models differ by what
+    a compressed broadcast has not sent yet. Under torchrun, only rank 0 knows the server's model.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Result:
 
     @property
     def final(self) -> Record:
-        """Return the last row."""
+        """Return the row of the last round."""
         return self.rows[-1]
 
 
@@ -75,11 +75,11 @@ def run(
     draw: bool = True,
     messages: str | Path | None = None,
 ) -> Result:
-    """Train. Without a task, the configuration names data and model.
+    """Train a model and return the result. Without `task`, the configuration names data and model.
 
-    With `out`, write the run to that folder; `resume` goes on where it stopped. At the end draw its curves
-    there, unless `draw` is False. With `messages`, keep every message that a client sends in that folder,
-    for `cfedavg inspect`.
+    With `out`, write the run to that folder; with `resume`, continue the run in that folder. At the end draw
+    the run's curves into `out`, unless `draw` is False. With `messages`, keep every message that a client
+    sends in that folder, for `cfedavg inspect`.
 
     >>> import torch
     >>> clients = [(torch.ones(8, 3) * i, torch.tensor([i % 2] * 8)) for i in range(4)]
@@ -91,7 +91,7 @@ def run(
     _check_arguments(config, task, out, resume)
     own = task is not None
     if task is None:
-        from cfedavg.data.tasks import build_task  # pulls in what only named data sets need
+        from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
 
         task = build_task(config)
     else:
@@ -101,27 +101,29 @@ def run(
         check_no_file(kept, "`messages`")
     ranks = join_torchrun(config, task, kept)
     if ranks and ranks.rank > 0:
-        with mute_stops():  # rank 0 gets interrupts too, and decides
+        with mute_stops():  # rank 0 gets the same interrupts, and decides whether to stop
             engine, last = serve(config, task, ranks, kept)
         model = engine.model_at(last.x, last.b)
         return Result(config, [], model, model, None, None)
-    with ExitStack() as lock:  # on the folder, also while pictures are drawn: they need temporary files too
-        with ExitStack() as stack:
-            if ranks is None:
-                size = choose_size(config, Plan(config, task), task, own=own)
-                workers = start_workers(config, task if own else None, size, kept, observer.say)
-                ranks = stack.enter_context(workers)
-            else:
-                stack.callback(ranks.close)
+    with ExitStack() as lock:  # locks the folder until the pictures are drawn, which writes temporary files
+        with closing(ranks) if ranks else _start_ranks(config, task, own, kept, observer) as ranks:
             loop = Loop(config, task, observer, kept, ranks)
-            # Only now: a run that cannot start must not create the folder.
+            # The folder is opened only now: a run that cannot start must not create its folder.
             folder = lock.enter_context(Folder(Path(out))) if out is not None else None
             result = loop.run(folder, resume=resume)
         if draw and folder:
-            from cfedavg.report import write_run_pictures  # matplotlib, only now
+            from cfedavg.report import write_run_pictures  # imports matplotlib only if needed
 
             write_run_pictures(folder.path)
     return result
+
+
+def _start_ranks(
+    config: Config, task: Task, own: bool, messages: Path | None, observer: Observer
+) -> AbstractContextManager[Ranks]:
+    """Start as many worker processes as `config` asks for; the `with` block ends them."""
+    size = choose_size(config, Plan(config, task), task, own=own)
+    return start_workers(config, task if own else None, size, messages, observer.say)
 
 
 def _check_arguments(config: object, task: object, out: object, resume: bool) -> None:
@@ -133,13 +135,13 @@ def _check_arguments(config: object, task: object, out: object, resume: bool) ->
     if out is not None and not isinstance(out, str | Path):
         raise InputError(f"run: `out` must be the path of a folder, got {type(out).__name__}")
     if resume and out is None:
-        raise InputError("run: `resume` needs `out`, the folder to go on with")
-    if config.deadline is not None and config.steps_per_second is None:  # a federation measures time instead
+        raise InputError("run: `resume` needs `out`, the folder of the run to continue")
+    if config.deadline is not None and config.steps_per_second is None:  # a federation measures time
         raise InputError("`deadline` needs `steps_per_second`, the speed of the simulated clients")
 
 
 class Loop:
-    """One run from its first round, or from its checkpoint, to its last."""
+    """One run, from its first round or its checkpoint to its last round."""
 
     def __init__(
         self, config: Config, task: Task, observer: Observer, messages: Path | None, ranks: Ranks
@@ -147,14 +149,14 @@ class Loop:
         self.config, self.observer, self.note = config, observer, task.note
         self.plan = Plan(config, task)
         self.rows: list[Record] = []
-        self._unbooked: list[Callable[[], Record]] = []  # rows whose bytes may still be counted
+        self._unbooked: list[Callable[[], Record]] = []  # functions that give rows
         self._engines = ""  # the lines of engine.txt
-        self._done = 0  # rounds
+        self._done = 0  # number of finished rounds
         self._folder: Folder | None = None
         self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say)
 
     def _say(self, text: str) -> None:
-        """Pass a sentence on; write one about the engine into the folder."""
+        """Pass a sentence to the observer; write a sentence about the engine also to engine.txt."""
         self.observer.say(text)
         if text.startswith("engine: "):
             since = f"after round {self._done}: " if self._done else ""
@@ -166,7 +168,7 @@ class Loop:
             write_atomic(self._folder.path / ENGINE, self._engines.encode())
 
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
-        """Run all rounds that are left; return the rows and models."""
+        """Run all remaining rounds; return the rows and models."""
         start = self.engine.start()
         where = self.config.residuals if self.plan.feedback.keeps_client_memory else "memory"
         each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
@@ -177,16 +179,16 @@ class Loop:
                 self._ended = time.perf_counter()
                 state = self._rounds(folder, self.engine.begin(state))
             finally:
-                with suppress(RankLost):  # then nobody is left to be told
+                with suppress(RankLost):  # a lost rank cannot be told to end
                     self.engine.close()
         return self._end(folder, state)
 
     def _begin(self, folder: Folder | None, resume: bool, state: State, residual_bytes: int) -> State:
-        """Return the state to start from; say what the run is about to do."""
+        """Return the state to start from; tell the observer what the run is about to do."""
         if folder:
             state, self.rows = folder.begin(self.config, self.engine.identity, state, resume=resume)
             self._folder, self._done = folder, state.t
-            if state.t:  # lines of before the resume stay in the file
+            if state.t:  # lines from before the resume stay in engine.txt
                 added = [f"after round {state.t}: {line}" for line in self._engines.splitlines(keepends=True)]
                 self._engines = folder.read_engines() + "".join(added)
             if state.t < self.config.rounds:
@@ -197,7 +199,7 @@ class Loop:
             say(self.note)
         say(self.plan.in_words(self.engine.layout))
         if isinstance(state.residuals, OnDisk):
-            # Everyone's, those being replaced, and those that only the last checkpoint needs.
+            # Residuals of all clients, residuals being replaced, residuals that only the checkpoint needs.
             m, sampled = self.plan.m, self.plan.clients_per_round
             between = min(m, sampled * (self.config.checkpoint_every or self.config.rounds))
             most = (m + sampled + between * (folder is not None)) * residual_bytes
@@ -211,14 +213,14 @@ class Loop:
         return state
 
     def _rounds(self, folder: Folder | None, state: State) -> State:
-        """Run the rounds that are left; the rows grow as they end."""
+        """Run the remaining rounds, add a row for each round, and return the last state."""
         every, rounds = self.config.checkpoint_every, self.config.rounds
         try:
             while state.t < rounds:
                 self._done = state.t
                 state_next, finish = self.engine.round(state)
                 tested = self._evaluate(state_next)
-                # A round lasts from the end of the one before.
+                # The time of a round starts at the end of the round before.
                 began, self._ended = self._ended, time.perf_counter()
                 row = partial(self._row, state.t, finish, tested, self._ended - began)
                 state = state_next
@@ -229,7 +231,7 @@ class Loop:
                     self._save(folder, state)
         except Exception:
             with suppress(KeyboardInterrupt):
-                self._book(folder, 0)  # those rounds were good
+                self._book(folder, 0)  # the rounds before the error are valid
             raise
         except KeyboardInterrupt:
             if folder:
@@ -239,18 +241,18 @@ class Loop:
         return state
 
     def _save_at_stop(self, folder: Folder, state: State) -> None:
-        """Save the last whole round, if all processes are still there to give their part."""
+        """Save the state after the last whole round, if every rank can still send its residuals."""
         self.observer.say(f"stopping after {state.t} rounds: saving, `resume` goes on from here")
         left = state.t - len(self.rows)
         self.rows += [row() for row in self._unbooked[len(self._unbooked) - left :]]
-        folder.rewrite(self.rows)  # the interrupt may have come anywhere between row and file
+        folder.rewrite(self.rows)  # the interrupt may have come before a row was written
         try:
             self._save(folder, state)
         except RankLost as error:
             self.observer.say(f"not saved, {error}: `resume` goes on from the last checkpoint")
 
     def _book(self, folder: Folder | None, behind: int) -> None:
-        """Write down the rows of rounds that are done, except the last `behind`."""
+        """Write the rows of finished rounds, except the last `behind` rows."""
         while len(self._unbooked) > behind:
             row = self._unbooked[0]()
             self.rows.append(row)
@@ -263,14 +265,14 @@ class Loop:
         self.engine.checkpoint(state, lambda whole: folder.checkpoint(whole, self.engine.identity))
 
     def _evaluate(self, state: State) -> Record:
-        """Return the test columns of the clients' model and, if it differs, of the server's."""
+        """Return the test columns of the clients' model and, with a compressed broadcast, of the server's."""
         if state.t != self.config.rounds and state.t % self.config.eval_every:
             return {}
         tested: Record = {}
         if state.w is not None:
             found = self.engine.evaluate(replace(state, w=None))
             tested = {f"server_{name}": value for name, value in found.items() if name.startswith("test_")}
-        # The clients' model comes last: other ranks end with the model that they evaluated last.
+        # The clients' model comes last: other ranks return the model that they evaluated last.
         tested = self.engine.evaluate(state) | tested
         if not all(math.isfinite(tested.get(name, 0.0)) for name in ("test_loss", "server_test_loss")):
             raise Diverged(state.t - 1, [], "the test loss")

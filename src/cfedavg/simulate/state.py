@@ -1,8 +1,8 @@
-"""State: a run between two rounds, and its checkpoint, one safetensors file.
+"""The state of a run between two rounds, and the checkpoint of a state, one safetensors file.
 
-A state goes into a round and a new one comes out. Nothing is changed in place, so a round that is broken off
-leaves the last state unchanged. A checkpoint holds residuals in memory whole, and of those on disk the
-versions; their files lie beside it.
+A round takes a state and returns a new state. Nothing is changed in place, so an interrupted round leaves the
+last state unchanged. If residuals are in memory, the checkpoint holds the residuals. If residuals are on
+disk, the checkpoint holds their version numbers, and the residual files lie beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from cfedavg.simulate.downloads import Downloads
 from cfedavg.simulate.residuals import InMemory, OnDisk, Residuals
 
 FORMAT = "cfedavg checkpoint 2"
-SERVER = "server."  # before the names of what the server remembers
+SERVER = "server."  # prefix of the names of the server's memory vectors
 
 
 @dataclass(frozen=True)
 class State:
-    """A run after t rounds: the model x and its travelling buffers b, what the clients' feedback remembers
-    (residuals), the iterate z of Theorem 2, the server's memory, and the copy w that clients hold.
+    """A run after t rounds: the model x, its buffers b, and the clients' residuals.
+
+    Also the iterate z of Theorem 2, the server's memory, and the model copy w that clients hold.
     """
 
     t: int
@@ -39,15 +40,15 @@ class State:
     b: Tensor
     residuals: Residuals = field(default_factory=InMemory)
     z: tuple[Tensor, Tensor] | None = None  # x and b of the iterate
-    eta_sum: float = 0.0
+    eta_sum: float = 0.0  # of the local rates so far, if z is sampled
     memory: ServerMemory = field(default_factory=ServerMemory)
-    # With a compressed broadcast: the copy that all clients hold, and what each of them has downloaded.
+    # With a compressed broadcast: the clients' model copy, and the record of each client's downloads.
     w: Tensor | None = None
     downloads: Downloads | None = None
 
     @property
     def broadcast(self) -> Tensor:
-        """Return the model that clients train from."""
+        """Return the model that clients train from: w if the broadcast is compressed, else x."""
         return self.x if self.w is None else self.w
 
 
@@ -55,7 +56,7 @@ class State:
 class Vouched:
     """What a checkpoint requires of the other files of a run.
 
-    `rows` is a checksum of the rows of its rounds, `options` the options that may not change.
+    `rows` is a checksum of the rows of the checkpoint's rounds. `options` are options that must not change.
     """
 
     rows: int
@@ -63,13 +64,13 @@ class Vouched:
 
 
 def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
-    """Write a checkpoint atomically; `identity` is the model's (see Vectors)."""
+    """Write a checkpoint atomically; `identity` is the model's checksum (see `Vectors.identity`)."""
     clients = sorted(state.residuals.norms2)
     tensors = {
         "x": state.x,
         "b": state.b,
         "residuals.client": torch.tensor(clients, dtype=torch.int64),
-        # Another device would sum a norm to other bits.
+        # Norms are stored: another device might compute other bits.
         "residuals.norm2": torch.tensor([state.residuals.norms2[i] for i in clients], dtype=torch.float64),
     }
     if isinstance(state.residuals, OnDisk):
@@ -95,7 +96,7 @@ def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
 
 
 def _copy_as_tensors(state: State) -> dict[str, Tensor]:
-    """Return the copy that clients hold, and the tables of what they have downloaded."""
+    """Return the clients' model copy and the tables of their downloads as named tensors."""
     if state.w is None or state.downloads is None:
         return {}
     known = state.downloads
@@ -109,42 +110,43 @@ def _copy_as_tensors(state: State) -> dict[str, Tensor]:
 
 
 def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, Vouched | None]:
-    """Read a checkpoint in the shapes and onto the device of `like`; raise InputError if it does not fit.
+    """Return the state in a checkpoint and what the checkpoint requires of other files.
 
-    `folder` holds the files of residuals on disk; a run has so many `clients`. Checkpoints of version 0.5
-    vouch for nothing else.
+    Raise InputError if the checkpoint does not fit. The state gets the shapes and the device of `like`.
+    `folder` holds residual files; the run has `clients` clients. A checkpoint of version 0.5 requires nothing
+    of other files (None).
     """
     try:
         tensors, about = read_tensors(path)
         if about["format"] != FORMAT:
             raise InputError(
-                f"cannot resume: {path} was written by another version ({reprlib.repr(about['format'])})"
+                f"cannot resume: {path} was written by another version of cfedavg "
+                f"({reprlib.repr(about['format'])})"
             )
         if ("w" in tensors) != (like.w is not None):
-            some, kind = ("a", "with") if "w" in tensors else ("no", "without")
-            found = f"{some} copy of the model, as runs {kind}"
+            kind = "with" if "w" in tensors else "without"
             raise InputError(
-                f"cannot resume: {path} holds {found} a compressed broadcast do; "
-                "`compressor_down` must stay as it was"
+                f"cannot resume: {path} is from a run {kind} a compressed broadcast; "
+                "`compressor_down` must be the same as in that run"
             )
         if about["identity"] != identity or not _fits(tensors, like):
             raise InputError(
                 f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
             )
         if about.pop("checksum") != checksum(tensors, about):
-            raise ValueError("its checksum is wrong")
+            raise ValueError("the checksum is wrong")
         _check_numbers(about, tensors, clients, like)
         vouched = Vouched(about["rows"], about["options"]) if "rows" in about else None
         return _state(about, tensors, like.x.device, folder), vouched
     except InputError:
         raise
     except UNREADABLE as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
         raise CannotResume(f"the checkpoint {path} is damaged ({why}); start again") from None
 
 
 def _fits(tensors: dict[str, Tensor], like: State) -> bool:
-    """Return whether every vector has the length and dtype of x or b; a residual may be bf16."""
+    """Return whether every vector has the length and dtype of x or b; a residual may also be bf16."""
     for name, tensor in tensors.items():
         wanted: Tensor = like.b if name in ("b", "z.b") else like.x
         if name == "downloads.changed" and like.downloads is not None:
@@ -158,24 +160,24 @@ def _fits(tensors: dict[str, Tensor], like: State) -> bool:
 
 
 def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, like: State) -> None:
-    """Raise ValueError unless `save` can have written every number: a checksum proves nothing."""
+    """Raise ValueError for a number that `save` cannot have written; a forged checksum may be right."""
     t, eta_sum = about["t"], float.fromhex(about["eta_sum"])
     if type(t) is not int or not 0 <= t < 2**53:
-        raise ValueError(f"t must be a whole number from 0 to 2^53, got {reprlib.repr(t)}")
+        raise ValueError(f"t must be an integer of at least 0 and below 2^53, got {reprlib.repr(t)}")
     if not 0 <= eta_sum < math.inf:
-        raise ValueError(f"eta_sum must be finite and 0 or more, got {eta_sum}")
+        raise ValueError(f"eta_sum must be finite and at least 0, got {eta_sum}")
     if type(about.get("rows", 0)) is not int or not isinstance(about.get("options", {}), dict):
-        raise ValueError("rows must be a checksum and options a table")
+        raise ValueError("rows must be an integer and options a table")
     clients, norm2 = tensors["residuals.client"], tensors["residuals.norm2"]
     version = tensors.get("residuals.version", torch.ones_like(clients))
     if [each.dtype for each in (clients, norm2, version)] != [torch.int64, torch.float64, torch.int64]:
-        raise ValueError("a table of residuals is of another dtype")
+        raise ValueError("residuals.client and residuals.version must be int64, residuals.norm2 float64")
     if clients.dim() != 1 or not clients.shape == norm2.shape == version.shape:
-        raise ValueError("the tables of residuals have different lengths")
+        raise ValueError("the tables of residuals must be 1-D tensors of equal length")
     if not _increase_below(clients.tolist(), m):
-        raise ValueError(f"its residuals must be of clients from 0 to {m - 1}, in order")
+        raise ValueError(f"residuals.client must hold increasing numbers from 0 to {m - 1}")
     if not bool((norm2.isfinite() & (norm2 >= 0) & (version > 0) & (version < 2**53)).all()):
-        raise ValueError("a norm or a version of a residual is out of range")
+        raise ValueError("residuals.norm2 must be finite and at least 0, residuals.version 1 to 2^53 - 1")
     if like.w is not None:
         _check_downloads(t, tensors, m)
     known = {"x", "b", "residuals.client", "residuals.norm2", *_copy_as_tensors(like)}
@@ -183,34 +185,37 @@ def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, li
     known |= {"residuals.version"} if "residuals.version" in tensors else {f"e.{i}" for i in clients.tolist()}
     known |= {"z.x", "z.b"} if "z.x" in tensors else set()
     if tensors.keys() != known:
-        raise ValueError(f"{min(tensors.keys() ^ known)!r} is missing or one too many")
+        raise ValueError(f"the tensor {min(tensors.keys() ^ known)!r} is missing or unknown")
 
 
 def _check_downloads(t: int, tensors: dict[str, Tensor], m: int) -> None:
-    """Raise ValueError unless t rounds with m clients can leave these tables of downloads."""
+    """Raise ValueError if t rounds with m clients cannot produce these tables of downloads."""
     if not bool(tensors["w"].isfinite().all()):
         raise ValueError("w holds NaN or Inf")
     clients, versions = tensors["downloads.client"], tensors["downloads.version"]
     lengths, changed = tensors["downloads.length"], tensors["downloads.changed"]
     if {each.dtype for each in (clients, versions, lengths)} != {torch.int64} or clients.dim() != 1:
-        raise ValueError("a table of downloads is of another dtype")
+        raise ValueError("the tables of downloads must be 1-D tensors of int64")
     if clients.shape != versions.shape or lengths.dim() != 1 or not min(t, 1) <= len(lengths) <= min(t, KEPT):
-        raise ValueError("a table of downloads has another length")
+        raise ValueError(
+            "downloads.client and downloads.version must have equal lengths, "
+            f"and downloads.length {min(t, 1)} to {min(t, KEPT)} entries"
+        )
     if not _increase_below(sorted(clients.tolist()), m):
-        raise ValueError(f"its downloads must be of clients from 0 to {m - 1}, each once")
+        raise ValueError(f"downloads.client must hold different numbers from 0 to {m - 1}")
     least = [int(each.min()) if len(each) else 0 for each in (versions, changed, lengths)]
     most = [int(each.max()) if len(each) else 0 for each in (versions, changed, lengths)]
     if min(least) < 0 or most[0] >= max(t, 1) or most[1] > t or most[2] >= 2**53:
-        raise ValueError("a version or a length of its downloads is out of range")
+        raise ValueError(f"a version or length in the tables of downloads is impossible after {t} rounds")
 
 
 def _increase_below(numbers: list[int], m: int) -> bool:
-    """Return whether the numbers increase strictly from 0 or more to below m."""
+    """Return whether the numbers increase strictly and are all from 0 to m - 1."""
     return all(a < b for a, b in pairwise([-1, *numbers, m]))
 
 
 def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, folder: Path) -> State:
-    """Return the state that a checked checkpoint holds."""
+    """Return the state in a checkpoint whose numbers were checked before."""
     there = {name: tensor.to(device) for name, tensor in tensors.items() if "residuals." not in name}
     z = (there["z.x"], there["z.b"]) if "z.x" in there else None
     clients = tensors["residuals.client"].tolist()

@@ -1,4 +1,4 @@
-"""Several processes for one run: started here on one machine, or by torchrun on many."""
+"""Several processes for one run: started by this module on one machine, or by torchrun on many machines."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.task import Task
 
-WORTH = 20.0  # seconds that a run must take on one core before more processes are started unasked
-MOST = 8  # processes started unasked
+WORTH = 20.0  # if a run takes more seconds than this on one core, more processes are started unasked
+MOST = 8  # at most so many processes are started unasked
 KNOWN = 10.0  # seconds to wait for the exit status of a process after its connection is lost
 PULSE = 1.0  # seconds between two signs of life of a worker
-# Seconds without a sign of life after which a worker is named. It gives them from a thread of its own while
-# it computes, so that only a stopped or hung process is silent for so long, or a very busy machine.
+# Seconds without a sign of life after which the user is told of a worker. A worker gives signs of life from a
+# thread of its own, also while it computes. So a silent worker is stopped, hung, or on a very busy machine.
 SILENCE = 30.0
-FOLLOWED = 75  # exit status of a worker that ends since another process has ended
+FOLLOWED = 75  # exit status of a worker that ends because another process has ended
 
 
 def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
-    """Return how many processes a run gets: as many as asked for, else one for each core if it pays.
+    """Return the number of processes of a run: `workers` if set, else one for each core if that is faster.
 
-    A task made in Python (`own`) stays in the process that made it unless workers are asked for.
+    A task made in Python (`own`) stays in the process that made the task, unless `workers` is set.
     """
     if config.workers > 1 and config.engine == "reference":
         raise InputError(
@@ -67,7 +67,7 @@ def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
 
 
 def _seconds_a_step(config: Config, task: Task) -> float:
-    """Return the seconds of the second of two steps; the first is slower."""
+    """Return the seconds of a local step: two steps are run and the second is timed, the first is slower."""
     model, cpu = copy.deepcopy(task.model), torch.device("cpu")
     data = list(islice(batches(task.clients[0], config.batch_size, 0, 0, 0), 2))
     seconds = 0.0
@@ -79,7 +79,7 @@ def _seconds_a_step(config: Config, task: Task) -> float:
 
 
 def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | None:
-    """Join torchrun's group if there is one; raise InputError if its ranks differ in what to run."""
+    """Return torchrun's group of ranks, None outside torchrun; raise InputError if options or data differ."""
     ranks = Ranks.from_environment()
     if ranks is None:
         return None
@@ -87,7 +87,7 @@ def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | 
         own = engines.facts(config, task) | {"`messages`": "given" if messages else "none"}
         engines.check_same(ranks, own)
         if config.workers > 1:
-            raise InputError("`workers`: torchrun has set the number of processes; leave it out")
+            raise InputError("`workers` must be left out under torchrun, which sets the number of processes")
     except InputError:
         ranks.close()
         raise
@@ -98,9 +98,10 @@ def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | 
 def start_workers(
     config: Config, task: Task | None, size: int, messages: Path | None, say: Callable[[str], None]
 ) -> Iterator[Ranks]:
-    """Start the other ranks, yield the group as rank 0 sees it, and end them.
+    """Start the other ranks, yield the group as rank 0 sees it, and end the other ranks.
 
-    A second Ctrl-C kills them, so that nobody waits for a stopped one. `say` is told of silent ones.
+    A second Ctrl-C kills the workers, so that rank 0 does not wait for a stopped worker. `say` is told of
+    silent workers.
     """
     if size == 1:
         yield Ranks()
@@ -117,14 +118,14 @@ def start_workers(
         try:
             _await(processes, folder)
             ranks = _join(0, size, folder)
-            stack.callback(ranks.close)  # first of all: whoever still listens then knows that it is over
+            stack.callback(ranks.close)  # at the end this runs first: a rank that still listens then ends
             yield ranks
         except RankLost as error:
             raise _name_lost(error, processes) from None
 
 
 def _pack(*job: Any) -> bytes:
-    """Pickle by value: multiprocessing would keep a file open for every tensor, so for every client."""
+    """Return the job pickled by value: multiprocessing would keep a file open for every client's tensors."""
     try:
         return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
@@ -132,11 +133,11 @@ def _pack(*job: Any) -> bytes:
 
 
 def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job: bytes) -> None:
-    """Start a worker and add it to the list, uninterrupted: an interrupt must find it to end it."""
+    """Start a worker and add it to `processes`, uninterrupted: an interrupt ends the listed workers."""
     process = multiprocessing.get_context("spawn").Process(
         target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"
     )
-    # Python would look for the modules of a new process in the current folder before it looks elsewhere.
+    # Without this variable, a new process would import modules from the current folder first.
     with _variable("PYTHONSAFEPATH", "1"), _interrupts_held():
         process.start()
         processes.append(process)
@@ -144,7 +145,7 @@ def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment inside `with`."""
+    """Set an environment variable inside `with`."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -159,7 +160,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 def _no_script() -> Iterator[None]:
     """Keep processes started inside `with` from running the user's script again.
 
-    A script that calls `run` at its top level would start processes without end.
+    Otherwise a script that calls `run` at its top level would start processes without end.
     """
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -171,11 +172,11 @@ def _no_script() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Delay signals for this process; block them for one that is started inside `with` (see `_work`)."""
+    """Inside `with`, delay stop signals for this process, and block them for a new process (see `_work`)."""
     with defer_stops():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
-            resource_tracker.ensure_running()  # lets some through again
+            resource_tracker.ensure_running()  # unblocks some signals
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             yield
         finally:
@@ -184,7 +185,7 @@ def _interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _name_silent(processes: list[BaseProcess], folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside `with`, name a worker that shows no sign of life, and say when it is back."""
+    """Inside `with`, tell the user when a worker shows no sign of life, and when the worker is back."""
     over = threading.Event()
     listener = threading.Thread(target=_listen, args=(processes, folder, say, over), daemon=True)
     listener.start()
@@ -198,7 +199,7 @@ def _name_silent(processes: list[BaseProcess], folder: Path, say: Callable[[str]
 def _listen(
     processes: list[BaseProcess], folder: Path, say: Callable[[str], None], over: threading.Event
 ) -> None:
-    """Watch the signs of life. Count beats, not time: a laptop that slept makes nobody silent."""
+    """Watch workers' signs of life. Count checks, not seconds: a laptop's sleep makes no worker silent."""
     pulses, missed = dict[str, float](), dict[str, int]()
     limit = SILENCE / PULSE
     while not over.wait(PULSE):
@@ -217,28 +218,28 @@ def _listen(
 
 
 def _await(processes: list[BaseProcess], folder: Path) -> None:
-    """Wait until all are about to join. Joining cannot be interrupted, this can."""
+    """Wait until all workers are about to join. Joining cannot be interrupted; this wait can."""
     while not all((folder / process.name).exists() for process in processes):
         if any(process.exitcode is not None for process in processes):
             if (problem := folder / "problem").exists():
                 raise InputError(
                     f"`workers`: another process cannot read the task ({problem.read_text()}): "
-                    "define its classes and functions in a module that can be imported"
+                    "define the task's classes and functions in a module that can be imported"
                 )
             raise RankLost("a process that did not start")
         time.sleep(0.01)
 
 
 def _join(rank: int, size: int, folder: Path) -> Ranks:
-    """Join the group on this machine, which nobody outside can reach."""
+    """Join the group of ranks on this machine; no other machine can reach the group."""
     with _variable("GLOO_SOCKET_IFNAME", "lo"):
         return Ranks(rank, size, FileStore(str(folder / "store"), size))
 
 
 def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
-    """Serve rank 0 in another process until rank 0 ends it or is gone."""
+    """Serve rank 0 in this worker process until rank 0 ends the worker or is gone."""
     for stop in STOPS:
-        signal.signal(stop, signal.SIG_IGN)  # rank 0 gets it too, and decides
+        signal.signal(stop, signal.SIG_IGN)  # rank 0 gets the signal too, and decides whether to stop
     pulse = folder / f"pulse of rank {rank}"
     threading.Thread(target=_watch, args=(parent, pulse), daemon=True).start()
     torch.set_num_threads(1)
@@ -251,12 +252,12 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
         (folder / f"rank {rank}").touch()
         serve(config, task, _join(rank, size, folder), messages)
     except InputError:
-        os._exit(FOLLOWED)  # rank 0 reports it: a rank is lost, or it has the same error
+        os._exit(FOLLOWED)  # rank 0 reports the error: rank 0 has lost a rank, or has the same error
     leave(0)
 
 
 def _watch(parent: int, pulse: Path) -> None:
-    """Show that this process lives, and end it after its parent."""
+    """Give signs of life of this process, and end the process when its parent has ended."""
     while os.getppid() == parent:
         with suppress(OSError):
             pulse.touch()
@@ -267,7 +268,7 @@ def _watch(parent: int, pulse: Path) -> None:
 def serve(
     config: Config, task: Task | None, ranks: Ranks, messages: Path | None
 ) -> tuple[BlockEngine, State]:
-    """Run a rank other than 0 from its start to its end; return its engine and last state."""
+    """Run a rank other than 0 until rank 0 ends it; return the rank's engine and last state."""
     if task is None:
         from cfedavg.data.tasks import build_task
 
@@ -281,7 +282,7 @@ def serve(
 
 
 def _name_lost(error: RankLost, processes: list[BaseProcess]) -> RankLost:
-    """Return an error that says which rank was lost, and how to go on."""
+    """Return an error that says which rank was lost, and how to continue the run."""
     until = time.monotonic() + KNOWN
     while not (gone := [p for p in processes if p.exitcode not in (None, FOLLOWED)]):
         if time.monotonic() > until:
@@ -295,7 +296,7 @@ def _name_lost(error: RankLost, processes: list[BaseProcess]) -> RankLost:
 
 
 def _end(processes: list[BaseProcess], patience: float) -> None:
-    """Wait some seconds for the workers to end, then kill the rest."""
+    """Wait at most `patience` seconds for the workers to end, then kill the rest."""
     until = time.monotonic() + patience
     with defer_stops():
         for process in processes:

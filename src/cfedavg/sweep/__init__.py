@@ -1,4 +1,4 @@
-"""Sweeps: grids of runs that stop and resume, seal what each run gave in a file, and draw it.
+"""Sweeps: grids of runs that can be stopped and resumed, with a sealed file of results for each run.
 
     from cfedavg.sweep import Grid, Sweep, read_table
     sweep = Sweep([Grid.from_table("mine", read_table(Path("mine.toml")))], Path("runs/mine"))
@@ -6,8 +6,8 @@
     sweep.run(command="my script", minutes=30)
     sweep.draw()
 
-`grid` says which cells there are, `runner` runs those that are missing, `cells` seals them, and `figures`
-draws. A study of your own is a subclass of `Study`.
+A cell is one run of a sweep. `grid` lists the cells, `runner` runs the missing cells, `cells` writes each
+cell's results with a checksum (the seal), and `figures` draws. A study of your own is a subclass of `Study`.
 """
 
 from cfedavg.core.units import format_bytes

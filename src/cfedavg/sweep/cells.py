@@ -1,4 +1,4 @@
-"""A cell of a sweep: how it is measured, and the sealed file of what it gave."""
+"""Cells, the runs of a sweep: how a cell is measured, and the file of its results with a checksum (seal)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from cfedavg.core.files import read_file, write_atomic
 from cfedavg.core.run_files import METRICS, Record, read_rows
 from cfedavg.simulate.run import Observer, run
 
-# The columns that a cell keeps; bytes and counts are whole numbers and stay exact.
+# The metrics of each round that a cell keeps. Bytes and counts are integers and are not rounded.
 COLUMNS = (
     "train_loss", "test_loss", "test_accuracy", "client_accuracy_min", "uplink_bytes", "model_sizes_sent",
     "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min", "local_steps_mean",
     "simulated_seconds",
 )  # fmt: skip
 CELLS = "cells"  # the folder of the sealed files
-# How and where a cell is run. Two cells that differ only in these are the same cell.
+# Fields that say how and where a cell is run. Cells that differ only in these fields are the same cell.
 MACHINE = {"data_dir", "device", "engine", "workers", "precision", "residuals", "checkpoint_every"}
 _PARTS = ("name", "made", "settings", "values")
-_NUMBER = (int, float, type(None))  # null where nothing was measured, or the number was infinite
+_NUMBER = (int, float, type(None))  # None: not measured, or not finite
 
 Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class SealedCell:
-    """A finished cell: its settings, the values measured, and by which program and machine it was made."""
+    """A finished cell: its settings, its measured values, and its command, versions and hardware (`made`)."""
 
     name: str
     settings: Settings
@@ -44,60 +44,60 @@ class SealedCell:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run left the finite numbers; its columns end before."""
+        """Whether the run reached NaN or infinity; its columns end before that round."""
         return "diverged" in self.values
 
 
 class DamagedCell(InputError):
-    """A cell's file that is not as it was written, or lacks values that its study needs."""
+    """An error: a cell's file was changed after it was written, or lacks values that its study needs."""
 
 
 class Study:
-    """What a sweep runs: cells, how to measure one, and a figure and a table of them. A Grid is one."""
+    """The base class of what a sweep runs: cells, how to measure a cell, and their figure and table."""
 
     name: str
     title: str
     seeds: tuple[int, ...]
-    note: str = ""  # on all cells, under the figure
+    note: str = ""  # a text about all cells, shown under the figure
 
     def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
         """Return the settings of every cell, by name."""
         raise NotImplementedError
 
     def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
-        """Return the values of a cell. In `folder`, it may leave what it needs to go on after a stop."""
+        """Run a cell and return its values; `folder` may hold files to resume the cell after a stop."""
         raise NotImplementedError
 
     def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Draw the cells that there are, as PNG."""
+        """Return a PNG figure of the cells in `found`, with `note` under the figure."""
         raise NotImplementedError
 
     def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
-        """Return the numbers behind the figure, a header first."""
+        """Return the figure's numbers as rows of a table; the first row is the header."""
         raise NotImplementedError
 
     def device(self) -> str:
-        """Return the device that measures."""
+        """Return the device on which cells are measured."""
         return "cpu"
 
     def missing_values(self, cell: SealedCell) -> list[str]:
-        """Return the names of the values that the study needs and a cell of another version lacks."""
+        """Return the names of values that the study needs and that `cell`, of another version, lacks."""
         return []
 
 
 def config_settings(config: Config) -> Settings:
-    """Return a configuration as a cell keeps it: what decides the result, and the precision."""
+    """Return the fields of `config` that a cell stores: those that decide the result, and `precision`."""
     left_out = MACHINE - {"precision"}
     table = dataclasses.asdict(config).items()
     return {name: value for name, value in table if value is not None and name not in left_out}
 
 
 def train_cell(config: Config, folder: Path, observer: Observer) -> dict[str, Any]:
-    """Train in a folder, continuing what is there, and return the columns of all rounds."""
+    """Train in `folder`, resuming a run that is there; return each metric as a list over all rounds."""
     diverged = {}
     try:
         rows = _train(config, folder, observer)
-    except Diverged as error:  # a result too
+    except Diverged as error:  # divergence is a result too
         rows, diverged = read_rows(folder / METRICS), {"diverged": str(error)}
     known = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     return {name: [round_value(row.get(name)) for row in rows] for name in known} | diverged
@@ -113,7 +113,7 @@ def _train(config: Config, folder: Path, observer: Observer) -> list[Record]:
 
 
 def write_cell(folder: Path, cell: SealedCell) -> Path:
-    """Write a cell into a folder, one column a line, so that a change shows in a diff."""
+    """Write a cell to a file in `folder`, one metric per line so that diffs are short; return the path."""
     path = folder / f"{cell.name}.json"
     table = {part: getattr(cell, part) for part in _PARTS}
     lines = [f"  {json.dumps(key)}: {_text(value)}" for key, value in cell.values.items()]
@@ -124,11 +124,11 @@ def write_cell(folder: Path, cell: SealedCell) -> Path:
 
 
 def read_cell(path: Path) -> SealedCell:
-    """Read a cell; raise DamagedCell if it is not as it was written."""
+    """Return the cell in a file; raise DamagedCell if the file was changed after it was written."""
     try:
         table = json.loads(read_file(path))
         settings = table["settings"]
-        if "dataset" in settings:  # a run's settings are options, which may have old names
+        if "dataset" in settings:  # the settings of a run: fields may have old names
             settings = renew(settings)
         cell = SealedCell(table["name"], settings, table["values"], table["made"])
         whole = table["seal"] == _seal({part: table[part] for part in _PARTS}) and cell.name == path.stem
@@ -143,12 +143,12 @@ def read_cell(path: Path) -> SealedCell:
 
 
 def read_cells(folder: Path) -> dict[str, SealedCell]:
-    """Read every cell in a folder, by name."""
+    """Return all cells in a folder, by name."""
     return {cell.name: cell for cell in map(read_cell, sorted(folder.glob("*.json")))}
 
 
 def _is_usable(cell: SealedCell) -> bool:
-    """Whether a cell holds what figures and tables ask every cell for; a seal does not say that."""
+    """Return whether a cell has the fields and types that figures need, which the seal does not check."""
     made, settings = cell.made, cell.settings
     is_value = _is_column if "dataset" in settings else _holds_numbers
     return (
@@ -164,32 +164,32 @@ def _is_usable(cell: SealedCell) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether a value is a number for each round, as a run has them."""
+    """Return whether a value is a list of numbers or None, one for each round of a run."""
     return isinstance(value, list) and all(isinstance(each, _NUMBER) for each in value)
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether a value is numbers in lists and tables of any shape, as a study of its own has them."""
+    """Return whether a value is a number or None, or a list or dict of such values, nested or not."""
     if isinstance(value, list | dict):
         return all(map(_holds_numbers, value.values() if isinstance(value, dict) else value))
     return isinstance(value, _NUMBER)
 
 
 def is_same(found: Settings, wanted: Settings) -> bool:
-    """Whether two settings are those of one cell: where and how it was computed does not matter."""
+    """Return whether two settings are of the same cell; fields about the machine (`MACHINE`) do not count."""
     left, right = ({k: v for k, v in each.items() if k not in MACHINE} for each in (found, wanted))
     return left == right
 
 
 def is_beginning(found: Settings, wanted: Settings) -> bool:
-    """Whether settings are those of the wanted cell, or of its first rounds."""
+    """Return whether `found` are the settings of the wanted cell, or of the same cell with fewer rounds."""
     rounds = found.get("rounds", 0)
     cut = {"rounds": rounds} if "dataset" in wanted and rounds <= wanted["rounds"] else {}
     return is_same(found, wanted | cut)
 
 
 def round_value(value: float | None) -> float | None:
-    """Round to six digits, which is more than any figure shows and half the bytes; infinity becomes None.
+    """Return a number rounded to six significant digits, for small files; NaN and infinity become None.
 
     >>> round_value(0.123456789), round_value(582026), round_value(None), round_value(math.inf)
     (0.123457, 582026, None, None)

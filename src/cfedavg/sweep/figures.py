@@ -1,4 +1,4 @@
-"""Figures and tables of a grid's cells: means over the seeds, with bands from the lowest to the highest."""
+"""Figures and tables of a grid's cells: means over seeds, with bands from the lowest to the highest value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = "–"
 
 
 def draw_grid_figure(grid: Grid, found: Found, note: str) -> bytes:
-    """Draw a row of panels for each p, a panel for each column over each x axis, as PNG."""
+    """Return a PNG with a row of panels for each p (classes per client) and a panel per metric and x axis."""
     lines = started_lines(grid, found)
     rows = [
         [_panel(grid, found, p, key, x) for x in grid.over for key in grid.columns]
@@ -35,7 +35,7 @@ def draw_grid_figure(grid: Grid, found: Found, note: str) -> bytes:
 
 
 def frame_of(grid: Grid, found: Found, legend: Sequence[tuple[str, Pen]], note: str) -> Frame:
-    """Return what stands around a grid's panels: title, seeds, legend, and what has not been run."""
+    """Return the frame around a grid's panels: title, number of seeds, legend, and note on missing cells."""
     counts = [grid.find_cells(found, *pair) for pair in grid.pairs()]
     crosses = "× where a seed diverged" if any(cell.diverged for cell in itertools.chain(*counts)) else ""
     subtitle = " · ".join(filter(None, [grid.subtitle, _count_seeds(map(len, counts)), crosses]))
@@ -43,12 +43,12 @@ def frame_of(grid: Grid, found: Found, legend: Sequence[tuple[str, Pen]], note: 
 
 
 def started_shares(grid: Grid, found: Found) -> Sequence[int | None]:
-    """Return each p that has a cell; all of them before there is any."""
+    """Return each p (classes per client) with a cell in `found`; if there is no cell, return every p."""
     return [p for p in grid.p if any(grid.find_cells(found, p, line) for line in grid.lines)] or grid.p
 
 
 def started_lines(grid: Grid, found: Found) -> Sequence[Line]:
-    """Return each line that has a cell; all of them before there is any."""
+    """Return each line with a cell in `found`; if there is no cell, return every line."""
     return [line for line in grid.lines if any(grid.find_cells(found, p, line) for p in grid.p)] or grid.lines
 
 
@@ -63,7 +63,7 @@ def _panel(grid: Grid, found: Found, p: int | None, key: str, x: str) -> PanelCe
 
 
 def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pen]]) -> PanelCell:
-    """Give a panel its lines: the mean of a line's seeds; each seed that diverged alone, up to a cross."""
+    """Return a panel with its lines: a mean over seeds, and each diverged seed alone, ending with a cross."""
     groups, pens = [], []
     for label, cells, pen in lines:
         if whole := tuple(_as_run(cell, label) for cell in cells if not cell.diverged):
@@ -77,8 +77,8 @@ def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pe
 
 
 def _as_run(cell: SealedCell, label: str) -> Run:
-    """Return a cell as the report takes it: rows instead of columns, with the bytes of one client besides."""
-    config = Config.from_dict(cell.settings, cell.name, trust=True)  # to draw it runs nothing
+    """Return a cell as a Run of the report: rows instead of columns, and the mean uplink bytes per client."""
+    config = Config.from_dict(cell.settings, cell.name, trust=True)  # safe: drawing imports no class
     columns = {key: values for key, values in cell.values.items() if isinstance(values, list)}
     sent = columns.get("uplink_bytes", [])
     columns["client_bytes"] = [None if each is None else each / config.clients for each in sent]
@@ -88,7 +88,7 @@ def _as_run(cell: SealedCell, label: str) -> Run:
 
 
 def pen_of(grid: Grid, line: Line) -> Pen:
-    """Return a line's pen: its own colour, else grey without compression, else the next free colour."""
+    """Return a line's pen: its own colour if set, else grey if not compressed, else the next free colour."""
     told = {each.name: {**grid.base, **each.changes} for each in grid.lines}
     plain = [name for name, settings in told.items() if settings.get("compressor") == "none"]
     free = [each.name for each in grid.lines if not each.colour and each.name not in plain]
@@ -97,7 +97,7 @@ def pen_of(grid: Grid, line: Line) -> Pen:
 
 
 def _name_missing(grid: Grid, found: Found) -> str:
-    """Name each p and each line without a cell, and what is missing besides."""
+    """Return a note that names each p and line without any cell, and each other pair without a cell."""
     shares, lines = started_shares(grid, found), started_lines(grid, found)
     names = [f"p = {p}" for p in grid.p if p not in shares]
     names += [line.label for line in grid.lines if line not in lines]
@@ -110,7 +110,8 @@ def _name_missing(grid: Grid, found: Found) -> str:
 
 
 def _count_seeds(counts: Iterable[int]) -> str:
-    """
+    """Return the words of a subtitle for the numbers of seeds of all lines.
+
     >>> _count_seeds([3, 0, 2]), _count_seeds([1, 1]), _count_seeds([0])
     ('mean of 2 to 3 seeds, shaded from the lowest to the highest', 'one seed', '')
     """
@@ -125,7 +126,7 @@ def _count_seeds(counts: Iterable[int]) -> str:
 
 
 def summarise_cells(grid: Grid, found: Found) -> list[list[str]]:
-    """Return a row for each p and line, a header first: last values, ± over the seeds, and bytes sent."""
+    """Return a table, header first, with a row per p and line: last values (mean ± spread) and bytes."""
     names = [f"{spell_out(name)} after the last round" for name in grid.columns]
     rows = [["p", "line", "seeds", "rounds", *names, "uplink of a client"]]
     for p, line in grid.pairs():
@@ -139,7 +140,7 @@ def summarise_cells(grid: Grid, found: Found) -> list[list[str]]:
 
 
 def count_rounds(cells: Sequence[SealedCell]) -> str:
-    """Return the rounds of all cells, from the fewest to the most."""
+    """Return the cells' number of rounds as text, or "A to B" for the fewest and the most if they differ."""
     counts = sorted({len(cell.values.get("uplink_bytes") or ()) for cell in cells})
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
@@ -149,7 +150,7 @@ def _client_bytes(cell: SealedCell) -> float:
 
 
 def count_cells(cells: Sequence[SealedCell]) -> str:
-    """Return the number of seeds, and how many of them diverged."""
+    """Return the number of cells (seeds) as text, and the number of diverged cells if there are any."""
     diverged = sum(cell.diverged for cell in cells)
     return f"{len(cells)}" + (f", {diverged} diverged" if diverged else "")
 

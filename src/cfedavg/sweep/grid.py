@@ -1,4 +1,4 @@
-"""A grid of runs over p, the lines of a figure and seeds, from a TOML file or from the command line."""
+"""Grids of runs, over p (classes per client), the lines of a figure and seeds; from TOML or options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cfedavg.simulate.run import Observer
 from cfedavg.sweep.cells import COLUMNS, SealedCell, Settings, Study, config_settings, train_cell
 
 OVER = ("rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "simulated_seconds")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of the keys that a grid's TOML may have
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # check and rule of each key in TOML
     **dict.fromkeys(("like", "title", "subtitle"), (lambda v: isinstance(v, str), "text")),
     "base": (lambda v: isinstance(v, dict), "a table"),
     "line": (lambda v: isinstance(v, list), "tables, each begun with [[line]]"),
@@ -34,7 +34,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of the keys that a g
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a figure: what it changes in the configuration, and its colour if it has one."""
+    """One line of a figure: name, label and colour, and the fields that it changes in the configuration."""
 
     name: str
     label: str
@@ -44,20 +44,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid(Study):
-    """What a sweep runs and how it is drawn: each p is a row of panels, each line a line in all of them."""
+    """A study whose figure has a row of panels for each p (classes per client), all with the same lines."""
 
     name: str
     title: str
     base: Mapping[str, Any]
     lines: tuple[Line, ...]
-    p: tuple[int | None, ...] = (None,)  # classes per client; None: what `base` says
+    p: tuple[int | None, ...] = (None,)  # classes per client; None: the value in `base`
     seeds: tuple[int, ...] = (0,)
     columns: tuple[str, ...] = ("test_accuracy",)
     over: tuple[str, ...] = ("rounds",)
     subtitle: str = ""
-    prefix: str = ""  # of the names of cells: grids of different data share a folder
-    rounds: int | None = None  # of a run, at most
-    note: str = ""  # under the figure
+    prefix: str = ""  # of the cells' names, so that grids of different data sets can share a folder
+    rounds: int | None = None  # upper limit on the rounds of a run
+    note: str = ""  # a text under the figure
 
     @classmethod
     def from_table(
@@ -70,9 +70,9 @@ class Grid(Study):
         trust: bool = False,
         **more: Any,
     ) -> Self:
-        """Make a grid of a TOML table; an empty one takes its lines from `vary` alone.
+        """Return the grid that a TOML table describes; if the table is empty, `vary` alone gives the lines.
 
-        What the user has `typed`, fields and texts to `vary`, wins over the table and needs no trust.
+        The user's fields in `typed` and texts in `vary` override the table and need no `trust`.
         """
         where, typed = f"grid {name}", dict(typed or {})
         check_keys(table, where)
@@ -91,10 +91,10 @@ class Grid(Study):
         return made
 
     def _check(self, where: str) -> None:
-        """Refuse two cells of one name, and configurations that cannot run, before anything is trained."""
+        """Refuse a grid with two cells of one name, or with a configuration that cannot run."""
         names = [f"{self.stem(p, line)}-seed{seed}" for p, line in self.pairs() for seed in self.seeds]
         if same := {name for name in names if names.count(name) > 1}:
-            raise InputError(f"{where or '`vary`'}: two cells would have the same name, {min(same)}")
+            raise InputError(f"{where or '`vary`'}: cells must have different names, got {min(same)} twice")
         try:
             for config in self._configs.values():
                 parse_parts(config)
@@ -106,7 +106,7 @@ class Grid(Study):
 
     @cached_property
     def _configs(self) -> dict[str, Config]:
-        """The configuration of each line at each p, by the stem of its cells' names."""
+        """The configuration of each pair of p and line, by the stem (the first part) of its cells' names."""
         base = Config.from_dict(self.base, self.name, trust=True)
         found = {}
         for p, line in self.pairs():
@@ -117,19 +117,19 @@ class Grid(Study):
         return found
 
     def device(self) -> str:
-        """Return the device that the grid asks for."""
+        """Return the device in the grid's base configuration."""
         return str(self.base.get("device", Config.device))
 
     def pairs(self) -> Iterator[tuple[int | None, Line]]:
-        """Yield every p with every line."""
+        """Return an iterator over all pairs of a p and a line."""
         return itertools.product(self.p, self.lines)
 
     def stem(self, p: int | None, line: Line) -> str:
-        """Return what the names of a line's cells begin with; grids share the cells that agree in it."""
+        """Return the name of a line's cells without the seed; grids share the cells of one name."""
         return "-".join(filter(None, [self.prefix, "" if p is None else f"p{p}", line.name]))
 
     def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
-        """Return the settings of every cell, by name; all of the first seed come first."""
+        """Return the settings of every cell, by name; all cells of the first seed come first."""
         plan = {stem: config_settings(config) for stem, config in self._configs.items()}
         return {
             f"{stem}-seed{seed}": settings | {"seed": seed}
@@ -138,27 +138,27 @@ class Grid(Study):
         }
 
     def find_cells(self, found: Mapping[str, SealedCell], p: int | None, line: Line) -> list[SealedCell]:
-        """Return the cells of a line that are there, in the order of their seeds."""
+        """Return the cells in `found` that belong to `p` and `line`, in the order of their seeds."""
         stem = self.stem(p, line)
         mine = [cell for name, cell in found.items() if name.rpartition("-seed")[0] == stem]
         return sorted(mine, key=lambda cell: int(cell.settings["seed"]))
 
     def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
-        """Train a cell in a folder, continuing what is there, and return the columns of all rounds."""
+        """Train a cell in `folder`, resuming a run that is there; return one list over rounds per metric."""
         config = self._configs[name.rpartition("-seed")[0]].replace(seed=settings["seed"])
         if "checkpoint_every" not in self.base:
-            # A checkpoint holds every client's residuals: four in a run are a compromise.
+            # A checkpoint holds every client's residual and is large: write only four in a run.
             config = config.replace(checkpoint_every=max(1, config.rounds // 4))
         return train_cell(config, folder, observer)
 
     def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Draw a row of panels for each p, a panel for each column over each x axis, as PNG."""
+        """Return a PNG with a row of panels for each p, and a panel for each metric and x axis."""
         from cfedavg.sweep.figures import draw_grid_figure  # matplotlib takes a while to import
 
         return draw_grid_figure(self, found, note)
 
     def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
-        """Return a row for each p and line, a header first."""
+        """Return the rows of a table: a header, then a row for each p and line."""
         from cfedavg.sweep.figures import summarise_cells
 
         return summarise_cells(self, found)
@@ -168,10 +168,10 @@ class Grid(Study):
 
 
 def read_table(path: Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read the TOML of a grid, on top of that of the grid it is `like`."""
+    """Return the TOML table of a grid; missing keys come from the grid file that the key `like` names."""
     file = os.path.realpath(path)
     if file in above:
-        raise InputError(f"grid {path} is like itself")
+        raise InputError(f"grid {path}: like must name other grids, got the grid itself")
     try:
         table = parse_toml(read_file(path).decode(), f"grid {path}")
     except (OSError, UnicodeDecodeError) as error:
@@ -187,13 +187,13 @@ def read_table(path: Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def put_on_top(below: Mapping[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Join two tables of fields; those above win, and take back those below that they exclude."""
+    """Return both tables joined; a field in `above` replaces the same and exclusive fields in `below`."""
     gone = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
     return {name: value for name, value in below.items() if name not in gone} | above
 
 
 def check_keys(table: Mapping[str, Any], where: str) -> None:
-    """Refuse keys that a grid does not have, and values that break their rule."""
+    """Refuse an unknown key in the TOML table of a grid, and a value that breaks the rule of its key."""
     for key, value in table.items():
         if key not in _RULES:
             raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(_RULES))}")
@@ -212,7 +212,7 @@ def _are_shares(value: Any) -> bool:
 
 
 def _fields(table: Any, where: str, trust: bool, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of fields; their values are checked when a configuration is put together."""
+    """Return a table after checking the names of its fields; Config checks the values of the fields later."""
     if not isinstance(table, dict):
         raise InputError(f"{where} must be a table of the configuration's fields, got {table!r}")
     if unknown := table.keys() - OPTIONS.keys():
@@ -239,16 +239,16 @@ def _line(table: Any, where: str, trust: bool) -> Line:
 
 
 def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[int, ...]]:
-    """Return every line with every combination of values; `seed` makes no lines but the seeds of all."""
+    """Return each line with each combination of values in `vary`, and the seeds in `vary`."""
     seen, seeds = set[str](), ()
     for text in vary:
         left, equals, right = text.partition("=")
         fields = [name.strip().lstrip("-").replace("-", "_") for name in left.split(",")]
         if not equals or any(name not in OPTIONS for name in fields):
-            raise InputError(f"`vary`: {text!r} must be field=value|value, with fields of the configuration")
+            raise InputError(f"`vary` must be field=value|value, with fields of Config, got {text!r}")
         for name in fields:
             if name in seen:
-                raise InputError(f"`vary`: {name} is given twice; put all its values into one")
+                raise InputError(f"`vary` must name {name} once, got {name} twice; join its values with |")
             seen.add(name)
         values = [_value(part.strip(), field_types()[fields[0]]) for part in right.split("|")]
         if fields == ["seed"]:
@@ -259,7 +259,7 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Read a value as TOML has it; the quotes of a text may be left out."""
+    """Return the value that a text in TOML stands for; a string may be without quotes."""
     if str in (getattr(kind, "__args__", None) or (kind,)):
         return text
     try:

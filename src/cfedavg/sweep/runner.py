@@ -1,4 +1,4 @@
-"""A sweep: the cells of studies in one folder, run one after another, sealed and drawn."""
+"""A sweep: the cells (runs) of studies in one folder, run one after another, written to files and drawn."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from cfedavg.sweep import cells as archive
 from cfedavg.sweep.cells import CELLS, DamagedCell, SealedCell, Settings, Study
 from cfedavg.sweep.figures import write_markdown
 
-MANY = range(20)  # the seeds that a figure shows, if they are there
-Show = Callable[[str, int], AbstractContextManager[Observer]]  # of a cell, from its title and rounds
+MANY = range(20)  # a figure shows the cells with these seeds that are in the folder
+Show = Callable[[str, int], AbstractContextManager[Observer]]  # from a cell's title and rounds
 
 
 class TimeUp(KeyboardInterrupt):
-    """The minutes that were given are over; a run saves its state, as after Ctrl-C."""
+    """An interrupt when the sweep's minutes are over; the run saves its state, as after Ctrl-C."""
 
 
 class _Timer(Observer):
-    """Passes everything on, counts the seconds of all rounds, and stops the run when the time is over."""
+    """An observer that passes calls to `inner`, adds up the rounds' seconds, and stops the run at `until`."""
 
     def __init__(self, inner: Observer, rounds: int, until: float) -> None:
         self.say, self.now = inner.say, inner.now  # type: ignore[method-assign]
@@ -54,30 +54,30 @@ class _Timer(Observer):
 
 @dataclass(frozen=True)
 class Sweep:
-    """The cells of some studies in a folder; cells of other names in it are left alone."""
+    """The cells (runs) of some studies, in the folder `out`; other cells in that folder are not touched."""
 
     studies: Sequence[Study]
     out: Path
-    seeds: tuple[int, ...] | None = None  # None: those of each study
-    only: Sequence[str] = ("*",)  # patterns of names
+    seeds: tuple[int, ...] | None = None  # None: the seeds of each study
+    only: Sequence[str] = ("*",)  # patterns of the names of cells
     say: Callable[[str], None] = print
     found: dict[str, SealedCell] = field(default_factory=dict)
 
     @cached_property
     def cells(self) -> dict[str, tuple[Study, Settings]]:
-        """Each cell once, however many studies it belongs to."""
+        """The study and the settings of each cell, by name; a cell of several studies is there once."""
         return {name: (study, each) for study in self.studies for name, each in self._plan(study).items()}
 
     def _plan(self, study: Study, seeds: Iterable[int] | None = None) -> dict[str, Settings]:
-        """Return those cells of a study that are asked for."""
+        """Return the settings of those cells of a study whose names match `only`, by name."""
         every = study.cells(self.seeds or seeds or study.seeds)
         if chosen := {n: s for n, s in every.items() if any(fnmatch.fnmatch(n, one) for one in self.only)}:
             return chosen
         one = next(iter(every))
-        raise InputError(f"`only`: no cell is named {' or '.join(self.only)}; one is {one}")
+        raise InputError(f"`only` must match a cell's name, got {' or '.join(self.only)}; a cell is {one}")
 
     def open(self, *, resume: bool) -> None:
-        """Find the cells that are done; damaged ones count as missing, other settings are refused."""
+        """Read the finished cells in `out`; a damaged cell counts as missing, other settings are refused."""
         found, damaged = self._read(self.cells)
         for name, cell in found.items():
             if not archive.is_same(cell.settings, wanted := self.cells[name][1]):
@@ -88,7 +88,7 @@ class Sweep:
         if begun and self.missing and not resume:
             raise InputError(
                 f"`out`: {self.out} holds {begun} of the {len(self.cells)} cells, done or begun; "
-                "set `resume` to go on, or choose another folder"
+                "set `resume` to continue, or choose another folder"
             )
         for error in damaged:
             self.say(f"{error}: the cell is done again")
@@ -96,7 +96,7 @@ class Sweep:
     def _read(
         self, cells: Mapping[str, tuple[Study, Settings]]
     ) -> tuple[dict[str, SealedCell], list[DamagedCell]]:
-        """Read those cells that are in the folder; return them, and what is wrong with the damaged ones."""
+        """Return those of `cells` that have a file in the folder, and an error for each damaged file."""
         found, damaged = {}, []
         for name, (study, _) in cells.items():
             if not os.path.lexists(path := self.out / CELLS / f"{name}.json"):
@@ -118,7 +118,10 @@ class Sweep:
         return len(read_rows(self.out / name / METRICS))
 
     def seconds_left(self) -> float | None:
-        """Estimate the time of the missing cells from cells of the same study, or else from all."""
+        """Return the estimated seconds of the missing cells, or None if no cell is finished.
+
+        The estimate comes from finished cells of the same study, or else of all studies.
+        """
         took: dict[str, list[float]] = {}
         for name, cell in self.found.items():
             took.setdefault(self.cells[name][0].name, []).append(cell.made["seconds"])
@@ -132,7 +135,7 @@ class Sweep:
         return total
 
     def run(self, *, command: str, minutes: float = math.inf, show: Show | None = None) -> bool:
-        """Run the missing cells while there is time, but at least a round; return whether all are done."""
+        """Run the missing cells for `minutes`, but at least for one round; return whether all are done."""
         until = time.monotonic() + 60 * minutes
         make_folder(self.out / CELLS, "`out`")
         for name in self.missing:
@@ -161,16 +164,16 @@ class Sweep:
         with show(f"{len(self.found) + 1}/{len(self.cells)} {name}", rounds) as observer:
             timer = _Timer(observer, rounds, until)
             values = study.measure(name, settings, folder, timer)
-        seconds = max(timer.seconds, time.monotonic() - began)  # rounds of earlier calls count
+        seconds = max(timer.seconds, time.monotonic() - began)  # with the rounds of earlier calls
         made = {"command": command, "seconds": round(seconds, 1), **describe_machine(study.device())}
         path = archive.write_cell(self.out / CELLS, SealedCell(name, settings, values, made))
         self.found[name] = archive.read_cell(path)
-        # What it takes to go on is of no use any more, and may be gigabytes.
+        # A finished cell is not resumed: remove its checkpoint and residuals, which may be gigabytes.
         (folder / CHECKPOINT).unlink(missing_ok=True)
         shutil.rmtree(folder / RESIDUALS, ignore_errors=True)
 
     def draw(self) -> list[Path]:
-        """Draw the figure and write the table of every study that has cells; say which are left out."""
+        """Write the figure and the table of each study that has cells; return the paths of the figures."""
         pictures = []
         for study in self.studies:
             planned = self._plan(study, sorted({*MANY, *study.seeds}))
@@ -185,7 +188,7 @@ class Sweep:
         return pictures
 
     def _drawable(self, study: Study, planned: Mapping[str, Settings]) -> dict[str, SealedCell]:
-        """Return the cells in the folder, whole or cut, that are the study's."""
+        """Return the study's cells in the folder, with all rounds or fewer; report the cells left out."""
         found, damaged = self._read({name: (study, settings) for name, settings in planned.items()})
         for error in damaged:
             self.say(f"{error}: it is not drawn")
@@ -197,7 +200,7 @@ class Sweep:
 
 
 def _note(study: Study, found: Mapping[str, SealedCell], planned: Mapping[str, Settings]) -> str:
-    """Say where the numbers are from, for under the figure; what is not true of all cells is so in part."""
+    """Return the text under a figure: the versions, the hardware, and how many rounds were run if not all."""
     versions, hardware = (sorted({c.made[key] for c in found.values()}) for key in ("version", "hardware"))
     cuts = sorted({_cut(cell.settings, planned[name]) for name, cell in found.items()})
     part = "in part " if len(cuts) > 1 else ""
@@ -212,20 +215,20 @@ def _cut(done: Settings, whole: Settings) -> str:
 
 
 def _difference(found: Settings, wanted: Settings) -> str:
-    """Say how a cell differs from the wanted one, and what to do."""
+    """Return the words of an error: how a cell differs from the wanted cell, and what to do."""
     if archive.is_beginning(found, wanted):
         return (
-            f"{_cut(found, wanted)}, without what it takes to go on; "
+            f"{_cut(found, wanted)}, without a checkpoint to continue from; "
             f"set `rounds` to {found['rounds']}, or choose another folder"
         )
     keys = [key for key in {**found, **wanted} if key not in archive.MACHINE]
     name = next(key for key in keys if found.get(key) != wanted.get(key))
-    differs = f"{name} is {found.get(name)!r}, here {wanted.get(name)!r}"
+    differs = f"{name} is {found.get(name)!r}, not {wanted.get(name)!r}"
     return f"a cell of other settings ({differs}); choose another folder"
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Return the versions and the hardware that a cell is computed with."""
+    """Return the versions and the hardware that compute a cell."""
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     index = torch.device(device).index if device != "auto" else None
     return {
@@ -237,7 +240,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's name, as Linux knows it."""
+    """Return the processor's name from Linux, or else the kind of machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Payload <-> bytes. Lossless: decode(encode(payload)) is the payload, bit for bit. No torch here."""
+"""The wire format, without torch: `encode` turns payloads into bytes, `decode` restores them bit for bit."""
 
 from cfedavg.wire.format import decode, encode, is_ready, measure, plain_length
 from cfedavg.wire.header import Header, WireError, read_header

@@ -1,17 +1,18 @@
-"""A range coder: numbers of known probability <-> bytes, in integers only. docs/wire.md specifies it.
+"""A range coder: functions that turn numbers of known probability into bytes and back, by integer arithmetic.
 
-The encoder holds an interval [low, low + span) of 64-bit integers and narrows it with every bit. The decoder
-holds `code`: how far the message lies above low. When the span falls below 2^32, a word of 32 bits is settled
-and moves out. `coder` is (position in the words, low or code, span): it goes in and comes out, so that the
-compiler keeps it in registers.
+docs/wire.md specifies the format. The encoder holds an interval [low, low + span) of 64-bit integers and
+narrows the interval with every bit. The decoder holds `code`: the number that the message encodes, minus low.
+When the span falls below 2^32, the encoder writes a word of 32 bits, or the decoder reads one. `coder` is the
+tuple (position in the words, low or code, span). Functions take `coder` and return the next `coder`, so that
+the compiler keeps the three numbers in registers.
 
 A bit is coded with the probability that its context has learned. A context is one integer: the probability
-of a 1 in units of 2^-16, times 256, plus the number of bits seen so far (up to LIMIT).
+of a 1 in units of 2^-16, times 256, plus the number of bits seen so far (at most LIMIT).
 
-A symbol, one of up to 256, is coded with a table of frequencies that is rebuilt from time to time. `counts`
-says how often each symbol has come, in units of SEEN. `sums` are the frequencies added up, from 0 to TOTAL:
-symbol s has the share from sums[s] to sums[s + 1]. `jump` says at which symbol a decoder starts to look for a
-share.
+A symbol, one of at most 256, is coded with a table of frequencies that is rebuilt from time to time.
+`counts` holds how often each symbol was coded, in units of SEEN. `sums` holds the cumulative frequencies,
+from 0 to TOTAL: symbol s has the share from sums[s] to sums[s + 1]. `jump` holds the symbols at which a
+decoder starts to search for a share.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from cfedavg.wire.header import WireError
 
 Coder = tuple[Int, Int, Int]
 
-LIMIT = 255  # from here on a context forgets the oldest bits
-CERTAIN = 32  # no probability comes closer to 0 or 1 than 32 / 2^16
-EVEN = 32768 << 8  # a context that knows nothing
-# The n-th bit moves a probability by 1 / (n + 1.5) of the way: the estimate (ones + 1/4) / (bits + 1/2).
+LIMIT = 255  # after this many bits, a context gives older bits less weight
+CERTAIN = 32  # every probability is at least 32 / 2^16 away from 0 and from 1
+EVEN = 32768 << 8  # a context that has seen no bit: probability 1/2
+# After n bits, a bit moves the probability by 1 / (n + 1.5) of its distance to that bit.
+# The probability of a 1 is then (ones + 1/4) / (bits + 1/2).
 RATE = np.array([131072 // (2 * n + 3) for n in range(LIMIT + 1)], np.int64)
 
 WORD = np.uint64(32)
@@ -38,13 +40,13 @@ COUNT_CONTEXTS = 48
 
 BITS = 16
 TOTAL = 1 << BITS
-SEEN = 32  # what a symbol that has come counts, against 1 for one that has not
-FIRST, LONGEST = 16, 128  # symbols until a table is rebuilt: at first; then twice as many, up to LONGEST
+SEEN = 32  # a symbol adds this to its count each time it is coded; counts begin at 1
+FIRST, LONGEST = 16, 128  # a table is rebuilt after FIRST symbols, 2 FIRST, 4 FIRST, ...; then every LONGEST
 
 
 @kernel
 def learn(context: Int, bit: Int) -> Int:
-    """Return the context after it has seen a bit."""
+    """Return `context`, an adaptive probability, updated by `bit`."""
     p, n = context >> 8, context & 255
     if bit:
         p = min(p + (((65536 - p) * RATE[n]) >> 16), 65536 - CERTAIN)
@@ -55,7 +57,7 @@ def learn(context: Int, bit: Int) -> Int:
 
 @kernel
 def new_contexts(n: Int) -> np.ndarray:
-    """Return contexts that know nothing."""
+    """Return n contexts (adaptive probabilities) that have seen no bit: each is 1/2."""
     contexts = np.empty(n, np.int64)
     for i in range(n):
         contexts[i] = EVEN
@@ -69,10 +71,10 @@ def start_encoding() -> Coder:
 
 @kernel
 def narrow(words: np.ndarray, coder: Coder, above: Int, span: Int) -> Coder:
-    """Keep the part of the interval that begins `above` its lower end and is `span` wide."""
+    """Return `coder` with the interval [low + above, low + above + span); write a word if `span` < 2^32."""
     position, low, _ = coder
     end = low + above
-    if end < low:  # past 2^64: one more in the words that have moved out
+    if end < low:  # overflow past 2^64: carry 1 into the words already written
         back = position - 1
         words[back] += np.uint32(1)
         while words[back] == 0:
@@ -86,7 +88,7 @@ def narrow(words: np.ndarray, coder: Coder, above: Int, span: Int) -> Coder:
 
 @kernel
 def put_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int, bit: Int) -> Coder:
-    """Encode a bit with the probability that contexts[which] gives it."""
+    """Encode a bit with the probability in contexts[which], and update that probability."""
     span = coder[2]
     one = (span >> UNIT) * np.uint64(contexts[which] >> 8)
     contexts[which] = learn(contexts[which], bit)
@@ -97,7 +99,7 @@ def put_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int, b
 
 @kernel
 def put_number(words: np.ndarray, coder: Coder, number: Int, bits: Int) -> Coder:
-    """Encode a number of `bits` bits, all equally likely: 16 bits at a time, the upper ones first."""
+    """Encode a number of `bits` bits, all values equally likely: 16 bits at a time, upper bits first."""
     while bits:
         part = min(bits, 16)
         bits -= part
@@ -108,7 +110,7 @@ def put_number(words: np.ndarray, coder: Coder, number: Int, bits: Int) -> Coder
 
 @kernel
 def put_count(words: np.ndarray, coder: Coder, contexts: np.ndarray, number: Int) -> Coder:
-    """Encode a number from 0 up: the length of number + 1, then the bits below its top."""
+    """Encode an integer of at least 0: the bit length of number + 1, then its bits below the leading 1."""
     below = 0
     while (number + 1) >> (below + 1):
         coder = put_bit(words, coder, contexts, below, 0)
@@ -119,14 +121,17 @@ def put_count(words: np.ndarray, coder: Coder, contexts: np.ndarray, number: Int
 
 @kernel
 def bits_so_far(coder: Coder) -> float:
-    """Return about how many bits have been encoded."""
+    """Return the approximate number of bits encoded so far."""
     bits: float = 32.0 * coder[0] + 64.0 - math.log2(coder[2])
     return bits
 
 
 @kernel
 def finish(words: np.ndarray, coder: Coder) -> Int:
-    """Settle the last two words, on the number with the most zeros; return the number of words."""
+    """Write the last two words; return the number of words.
+
+    Of all numbers in the interval, write the one that ends in the most zero bits.
+    """
     position, low, span = coder
     for zeros in range(63, -1, -1):
         mask = (np.uint64(1) << np.uint64(zeros)) - np.uint64(1)
@@ -141,7 +146,7 @@ def finish(words: np.ndarray, coder: Coder) -> Int:
 
 @kernel
 def word_at(words: np.ndarray, position: Int) -> Int:
-    """Return a word; zeros follow the last one."""
+    """Return the word at `position`; 0 after the last word."""
     return np.uint64(words[position]) if position < len(words) else np.uint64(0)
 
 
@@ -152,7 +157,7 @@ def start_decoding(words: np.ndarray) -> Coder:
 
 @kernel
 def widen(words: np.ndarray, position: Int, code: Int, span: Int) -> Coder:
-    """Read another word when the span has become small."""
+    """Return the decoder's `coder`; read the next word if `span` is below 2^32."""
     if span < MANY:
         return position + 1, (code << WORD) | word_at(words, position), span << WORD
     return position, code, span
@@ -160,7 +165,7 @@ def widen(words: np.ndarray, position: Int, code: Int, span: Int) -> Coder:
 
 @kernel
 def take_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int) -> tuple[Int, Coder]:
-    """Decode what put_bit has encoded."""
+    """Decode a bit that `put_bit` encoded; return the bit and the next `coder`."""
     position, code, span = coder
     one = (span >> UNIT) * np.uint64(contexts[which] >> 8)
     bit = 1 if code < one else 0
@@ -172,7 +177,7 @@ def take_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int) 
 
 @kernel
 def take_number(words: np.ndarray, coder: Coder, bits: Int) -> tuple[Int, Coder]:
-    """Decode what put_number has encoded."""
+    """Decode a number that `put_number` encoded; return the number and the next `coder`."""
     number = 0
     while bits:
         part = min(bits, 16)
@@ -187,7 +192,7 @@ def take_number(words: np.ndarray, coder: Coder, bits: Int) -> tuple[Int, Coder]
 
 @kernel
 def take_count(words: np.ndarray, coder: Coder, contexts: np.ndarray) -> tuple[Int, Coder]:
-    """Decode what put_count has encoded, up to 2^48 - 2."""
+    """Decode an integer that `put_count` encoded, at most 2^48 - 2; return it and the next `coder`."""
     below = 0
     bit, coder = take_bit(words, coder, contexts, below)
     while not bit and below < COUNT_CONTEXTS - 1:
@@ -199,7 +204,10 @@ def take_count(words: np.ndarray, coder: Coder, contexts: np.ndarray) -> tuple[I
 
 @kernel
 def make_sums(counts: np.ndarray, sums: np.ndarray) -> None:
-    """Set the frequencies: in proportion to the counts, at least 1; the last symbol takes what is left."""
+    """Set `sums` to the cumulative frequencies of symbols with these counts.
+
+    Frequencies are proportional to `counts` and at least 1. The last symbol gets the remainder.
+    """
     n, total = len(counts), 0
     for s in range(n):
         total += counts[s]
@@ -212,11 +220,11 @@ def make_sums(counts: np.ndarray, sums: np.ndarray) -> None:
 
 @kernel
 def make_jumps(sums: np.ndarray, jump: np.ndarray, bits: Int) -> None:
-    """Set, for each of 2^bits parts of TOTAL, the symbol in whose share the part begins."""
+    """Set jump[i] to the symbol whose share holds the start of part i, of 2^bits equal parts of TOTAL."""
     shift = BITS - bits
     for i in range(1 << bits):
         jump[i] = 0
-    for s in range(len(sums) - 1):  # the first part that begins in the share of s or of a later symbol
+    for s in range(len(sums) - 1):  # the first part that begins at sums[s] or after it
         part = (sums[s] + (1 << shift) - 1) >> shift
         if part < 1 << bits:
             jump[part] = s
@@ -226,7 +234,7 @@ def make_jumps(sums: np.ndarray, jump: np.ndarray, bits: Int) -> None:
 
 @kernel
 def count_symbol(counts: np.ndarray, symbol: Int) -> None:
-    """Count a symbol, and its two neighbours half: they are more likely too."""
+    """Add SEEN to the count of a symbol, and half of SEEN to its two neighbours, which become likely too."""
     counts[symbol] += SEEN
     if symbol > 0:
         counts[symbol - 1] += SEEN // 2
@@ -236,7 +244,10 @@ def count_symbol(counts: np.ndarray, symbol: Int) -> None:
 
 @kernel
 def rebuild(counts: np.ndarray, sums: np.ndarray, due: Int) -> Int:
-    """Rebuild the table after `due` symbols, and forget a little; return when to do it again."""
+    """Rebuild `sums` after `due` symbols; return the number of symbols at the next rebuild.
+
+    From LONGEST symbols on, reduce all counts by a quarter at each rebuild.
+    """
     make_sums(counts, sums)
     if due < LONGEST:
         return 2 * due
@@ -247,7 +258,7 @@ def rebuild(counts: np.ndarray, sums: np.ndarray, due: Int) -> Int:
 
 @kernel
 def put_symbol(words: np.ndarray, coder: Coder, sums: np.ndarray, symbol: Int) -> Coder:
-    """Encode a symbol."""
+    """Encode a symbol with the frequencies in `sums`."""
     unit = coder[2] >> np.uint64(BITS)
     below = np.uint64(sums[symbol])
     return narrow(words, coder, unit * below, unit * (np.uint64(sums[symbol + 1]) - below))
@@ -257,7 +268,7 @@ def put_symbol(words: np.ndarray, coder: Coder, sums: np.ndarray, symbol: Int) -
 def take_symbol(
     words: np.ndarray, coder: Coder, sums: np.ndarray, jump: np.ndarray, bits: Int
 ) -> tuple[Int, Coder]:
-    """Decode what put_symbol has encoded; `jump` is of 2^bits parts."""
+    """Decode a symbol that `put_symbol` encoded; return symbol and `coder`. `jump` has 2^bits entries."""
     position, code, span = coder
     unit = span >> np.uint64(BITS)
     share = np.int64(min(code // unit, np.uint64(TOTAL - 1)))
@@ -270,24 +281,24 @@ def take_symbol(
 
 
 def to_bytes(words: np.ndarray, n: int) -> bytes:
-    """Return the first n words, upper byte first, without the zeros at the end of the last two.
+    """Return the first n words as big-endian bytes, without the zero bytes that end the last two words.
 
-    The decoder reads those zeros anyway. Earlier zeros stay, so that a decoder can tell a stream cut short.
+    The decoder reads zeros after the last byte. Earlier zeros stay, so that a decoder detects a cut stream.
     """
     data = words[:n].astype(">u4").tobytes()
     return data[:-8] + data[-8:].rstrip(b"\0")
 
 
 def to_words(section: memoryview) -> np.ndarray:
-    """Return the words of a section, filled up with zeros."""
+    """Return the bytes of a section as words; zero bytes fill up the last word."""
     data = bytes(section)
     return np.frombuffer(data + bytes(-len(data) % 4), ">u4").astype(np.uint32)
 
 
 def check_end(section: memoryview, words: int, name: str) -> None:
-    """Raise WireError unless a section has a length that a stream of `words` words can have."""
+    """Raise WireError unless the length of the section `name` fits a stream of `words` words."""
     least = 4 * words - 8
     if len(section) < least:
         raise WireError(f"the section of the {name} ends too early")
     if len(section) > 4 * words or (len(section) > least and section[-1] == 0):
-        raise WireError(f"the section of the {name} goes on after its end")
+        raise WireError(f"the section of the {name} has extra bytes at its end")

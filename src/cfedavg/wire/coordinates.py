@@ -1,4 +1,8 @@
-"""The section that says which coordinates are sent: nothing, a key, or a coded set of indices."""
+"""The section of a message that says which coordinates are sent.
+
+If all coordinates are sent, the section is empty. Else the section holds a key that draws the coordinates, or
+a coded set of indices.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,11 @@ KEY_AND_KEEP = struct.Struct("<qQ")
 
 @dataclass(frozen=True)
 class Tensors:
-    """What the coders know of a layout.
+    """The shapes of a layout's tensors, in the form that the coders need.
 
-    `shapes`, int64 (n, 3), holds rows, columns and coordinates of a cell for each tensor; a vector is one
-    cell. `ends` says where each row of each tensor ends in the flat vector.
+    `shapes`, int64 (n, 3), holds rows, columns and coordinates per cell of each tensor. A cell is where a row
+    and a column meet; a 1-D tensor is one cell. `ends` holds the index in the flat vector at which each row
+    of each tensor ends.
     """
 
     shapes: np.ndarray
@@ -37,30 +42,30 @@ class Tensors:
         each = [(rows, columns, math.prod(group)) for rows, columns, *group in shapes]
         views = np.array(each, np.int64).reshape(-1, 3)
         if (views[:, :2] >= 2**31).any():
-            raise WireError("a tensor of 2^31 or more rows or columns cannot be sent")
+            raise WireError(f"a tensor must have fewer than 2^31 rows and columns, got {views[:, :2].max()}")
         return Tensors(views, np.cumsum(np.repeat(views[:, 1] * views[:, 2], views[:, 0])))
 
     @property
     def overhead(self) -> int:
-        """More words than all classes and counts can take."""
+        """An upper bound of the 32-bit words that all classes of density and all counts take."""
         return int(512 * len(self.shapes) + 2 * self.shapes[:, :2].sum())
 
 
 def where_of(payload: Payload) -> Where:
-    """Return how the coordinates of a payload are sent."""
+    """Return how a message names the payload's coordinates: all, drawn from a key, or listed."""
     if payload.indices is None:
         return Where.ALL
     return Where.DRAWN if payload.mask is not None else Where.LISTED
 
 
 def pack_coordinates(payload: Payload, tensors: Tensors) -> bytes:
-    """Return the coordinates that are sent, as bytes."""
+    """Return the bytes of the section that names the payload's coordinates."""
     if payload.indices is None:
         return b""
     if payload.mask is not None:
         return KEY_AND_KEEP.pack(int(payload.mask.keys[0]), payload.mask.keep)
     indices = payload.indices
-    # A gap is a symbol of up to 16 bits, a quarter of one more, and bits for the mean gap at most.
+    # A gap takes at most a symbol of 16 bits, on average a quarter of a symbol more, and the mean gap's bits.
     bits = 24 + (payload.d // max(len(indices), 1)).bit_length()
     words = np.empty(len(indices) * bits // 32 + tensors.overhead + 64, np.uint32)
     return to_bytes(words, encode_indices(words, indices, payload.d, tensors.shapes))
@@ -69,7 +74,7 @@ def pack_coordinates(payload: Payload, tensors: Tensors) -> bytes:
 def unpack_coordinates(
     section: memoryview, header: Header, tensors: Tensors
 ) -> tuple[np.ndarray | None, Mask | None]:
-    """Return the indices of a message, None where all are sent, and the mask if one drew them."""
+    """Return the indices (None if all coordinates are sent) and the mask that drew the indices, or None."""
     if header.where is Where.ALL:
         return None, None
     indices = np.empty(header.k, np.int64)
@@ -82,6 +87,6 @@ def unpack_coordinates(
     if found == BEYOND:
         raise WireError(f"an index lies beyond the last coordinate, {header.d - 1}")
     if found == OTHER_NUMBER:
-        raise WireError(f"the indices are more or fewer than k = {header.k}")
+        raise WireError(f"the message lists more or fewer indices than k = {header.k}")
     check_end(section, words, "indices")
     return indices, None

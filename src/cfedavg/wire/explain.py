@@ -1,4 +1,4 @@
-"""A message in words and numbers, for people."""
+"""Tables that explain a message to people: its header, its sections, its tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KIND = {
 
 
 def header_rows(header: Header) -> Rows:
-    """Return what the header says: (field, value)."""
+    """Return a row (field, value) for each part of the header."""
     return [
         ("version", f"{header.version}"),
         ("sender", f"client {header.client}, message {header.sequence}, round {header.round}"),
@@ -36,7 +36,7 @@ def header_rows(header: Header) -> Rows:
 
 
 def entropy_bound(d: int, k: int) -> float:
-    """Return log2 C(d, k) / k: bits per index of a random set of k out of d.
+    """Return log2 C(d, k) / k: the bits per index that a random set of k out of d indices needs.
 
     >>> round(entropy_bound(582_026, 5820), 2)
     8.08
@@ -47,7 +47,10 @@ def entropy_bound(d: int, k: int) -> float:
 
 
 def section_rows(data: bytes) -> Rows:
-    """Return where the bytes go: (section, bytes, bits per coordinate, remark). Check the message first."""
+    """Return a row (section, bytes, bits per sent coordinate, remark) for each section of a message.
+
+    Raise WireError if a length or the checksum of the message is wrong.
+    """
     header = read_header(data)
     sections_of(data, header)
     k, bound = max(header.k, 1), entropy_bound(header.d, header.k)
@@ -64,7 +67,7 @@ def section_rows(data: bytes) -> Rows:
 
 
 def tensor_rows(payload: Payload, layout: Layout) -> Rows:
-    """Return what is sent of each tensor: (name, shape, coordinates, share)."""
+    """Return a row (name, shape, sent coordinates, sent share) for each tensor."""
     rows = []
     for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
         sent = size = part.stop - part.start

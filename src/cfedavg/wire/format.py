@@ -1,6 +1,6 @@
-"""Payload <-> bytes: a header, a section for the coordinates, two for the values, a checksum.
+"""`encode` and `decode`: a message is a header, a section of coordinates, two of values, and a checksum.
 
-docs/wire.md specifies the format; the files in tests/golden pin it.
+docs/wire.md specifies the format. The files in tests/golden are messages that must not change.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def encode(
     round: int = 0,
     code_floats: bool = False,
 ) -> bytes:
-    """Return the message of one client, whose payload holds NumPy arrays (see Payload.numpy).
+    """Return one client's message as bytes. The payload must hold NumPy arrays (see Payload.numpy).
 
-    `code_floats` codes fp32 and fp64 values of all coordinates where that makes the message shorter. Such a
-    message is of version 2; every other message is of version 1.
+    If `code_floats`, fp32 and fp64 values of all coordinates are entropy-coded if that makes the message
+    shorter. Such a message is of version 2; every other message is of version 1.
 
     >>> import torch
     >>> from cfedavg import parse
@@ -49,7 +49,7 @@ def encode(
 
 
 def measure(payload: Payload, layout: Layout, code_floats: bool = False) -> list[int]:
-    """Return the exact bytes of each client's message: len(encode(...)), without putting it together."""
+    """Return the exact length in bytes of each client's message, without building the message."""
     if not code_floats and (length := plain_length(payload)) is not None and payload.d == layout.d:
         return [length] * len(payload)
     one_by_one = (_sections(client, layout, code_floats) for client in payload.clients())
@@ -57,9 +57,9 @@ def measure(payload: Payload, layout: Layout, code_floats: bool = False) -> list
 
 
 def plain_length(payload: Payload) -> int | None:
-    """Return the length of a message that holds its values plain, which depends on no value; else None.
+    """Return the length in bytes of the payload's message if its values stay uncoded; None if they are coded.
 
-    This is the length without `code_floats`.
+    The length is that of `encode` without `code_floats`. It depends on no value.
     """
     kind = kind_of(payload.values)
     if not may_be_plain(where_of(payload), kind):
@@ -68,20 +68,20 @@ def plain_length(payload: Payload) -> int | None:
 
 
 def is_ready() -> bool:
-    """Return whether the coders are compiled; if not, the first message here takes some 15 s longer."""
+    """Return whether the coders are compiled. If not, the first message takes about 15 s longer."""
     return is_compiled(encode_indices)
 
 
 def _sections(
     payload: Payload, layout: Layout, code_floats: bool
 ) -> tuple[Coding, tuple[bytes, bytes, bytes]]:
-    """Return how the values are written, and the three sections."""
+    """Return the coding of the values, and three sections: coordinates, coded values, copied values."""
     if len(payload) != 1:
         raise WireError(
-            f"a message holds the payload of one client, not of {len(payload)}: see Payload.clients"
+            f"a message must hold the payload of one client, got {len(payload)}: see Payload.clients"
         )
     if payload.d != layout.d:
-        raise WireError(f"the payload is of d = {payload.d} coordinates, the layout of {layout.d}")
+        raise WireError(f"the payload must have the layout's d = {layout.d}, got {payload.d}")
     payload = _check(payload)
     tensors = Tensors.of(layout)
     coding, coded, copied = pack_values(payload, where_of(payload), tensors, code_floats)
@@ -91,7 +91,7 @@ def _sections(
 def _check(payload: Payload) -> Payload:
     """Return the payload with int64 indices; raise WireError unless its arrays fit each other.
 
-    The coders do not check. That a mask draws just these indices is assumed.
+    The coders themselves check nothing. Nothing checks that a mask draws exactly these indices.
     """
     values, k = payload.values, payload.counts()[0]
     if isinstance(values, Floats):
@@ -102,21 +102,24 @@ def _check(payload: Payload) -> Payload:
         numbers = values.levels
     for array, right, name in found:
         if array.ndim != 1 or array.dtype.name not in right:
-            raise WireError(f"{name} must be one row of {' or '.join(right) or 'fp32, fp64 or bf16'}")
+            rule = " or ".join(right) or "fp32, fp64 or bf16"
+            raise WireError(f"{name} must be a 1-D array of {rule}, got {array.ndim}-D {array.dtype.name}")
     lengths = {len(numbers), payload.d if payload.indices is None else len(payload.indices)}
     if lengths != {k}:
-        raise WireError(f"the payload has k = {k}, but its indices or values are {sorted(lengths)}")
+        raise WireError(f"the payload must have k = {k} indices and values, got lengths {sorted(lengths)}")
     if isinstance(values, Levels) and len(values.scales) != blocks(k, values.block):
-        raise WireError(f"{k} levels in blocks of {values.block} need {blocks(k, values.block)} scales")
+        rule = f"{k} levels in blocks of {values.block} need {blocks(k, values.block)} scales"
+        raise WireError(f"{rule}, got {len(values.scales)}")
     if payload.indices is None:
         return payload
     if payload.indices.ndim != 1 or payload.indices.dtype.kind not in "iu":
-        raise WireError("the indices of the payload must be one row of whole numbers")
+        array = payload.indices
+        raise WireError(f"the indices must be a 1-D array of integers, got {array.ndim}-D {array.dtype.name}")
     indices = np.ascontiguousarray(payload.indices, np.int64)
     if not are_increasing(indices, payload.d):
-        raise WireError(f"the indices of the payload do not increase from 0 to {payload.d - 1}")
+        raise WireError(f"the indices must increase strictly and lie from 0 to {payload.d - 1}")
     if payload.mask is not None and not 0 <= payload.mask.keep <= 2**53:
-        raise WireError(f"keep = {payload.mask.keep} must be from 0 to 2^53")
+        raise WireError(f"`keep` must be from 0 to 2^53, got {payload.mask.keep}")
     return replace(payload, indices=indices)
 
 
@@ -129,15 +132,16 @@ def decode(
     client: int | None = None,
     sequence: int | None = None,
 ) -> Payload:
-    """Return the payload of a message; raise only WireError, and before anything larger than k is allocated.
+    """Return the payload of a message. If the message is wrong, raise WireError and no other error.
 
-    `kmax` is the most coordinates that are accepted (default: all). A byte can hold up to 11,354 cheap ones,
-    so give it where you know it. `max_bytes` is the longest message (default: more than any payload of this
-    layout needs). `client` and `sequence`, if given, must be those of the message.
+    `kmax` is the largest k that is accepted (default: d). A byte can hold up to 11,354 values, so a short
+    message can need much memory: give `kmax` if you know it. `max_bytes` is the largest length that is
+    accepted (default: more than any payload of this layout needs). If `client` or `sequence` is given, the
+    message must have the same. WireError is raised before any array of more than k values is allocated.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
     if len(data) > most:
-        raise WireError(f"the message has {len(data)} bytes, more than the {most} that are accepted")
+        raise WireError(f"the message must have at most {most} bytes, got {len(data)}")
     header = read_header(data)
     if client is not None and header.client != client:
         raise WireError(f"the message is of client {header.client}, not of client {client}")
@@ -152,29 +156,34 @@ def decode(
 
 
 def _check_header(header: Header, layout: Layout, kmax: int) -> None:
-    """Raise WireError unless the message is for this model and does not contradict itself."""
+    """Raise WireError unless the header is for this layout, has k of at most `kmax`, and is consistent."""
     if header.schema != layout.schema_hash or header.d != layout.d:
-        raise WireError("the message is for another model: names, shapes, dtypes or order differ")
+        raise WireError(
+            "the message is for another model: names, shapes, dtypes or order of its tensors differ"
+        )
     if header.k > min(kmax, header.d):
-        raise WireError(f"the message has k = {header.k} coordinates, more than {min(kmax, header.d)}")
+        raise WireError(f"the message must have k of at most {min(kmax, header.d)}, got {header.k}")
     if header.where is Where.ALL and header.k != header.d:
-        raise WireError(f"the message has all coordinates and k = {header.k}, which is not d = {header.d}")
+        raise WireError(f"a message of all coordinates must have k = d = {header.d}, got k = {header.k}")
     if header.coding is Coding.PLAIN and not may_be_plain(header.where, header.kind):
         raise WireError(
-            f"{header.kind.name} values of {header.where.name} coordinates are not {header.coding.name}"
+            f"{header.kind.name} values of {header.where.name} coordinates must be CODED, got PLAIN"
         )
 
 
 def sections_of(data: bytes, header: Header) -> tuple[memoryview, memoryview, memoryview]:
-    """Return the three sections of a message; raise WireError unless lengths and checksum are right."""
+    """Return the three sections of a message: coordinates, coded values, copied values.
+
+    Raise WireError if a length or the checksum is wrong.
+    """
     view, needed = memoryview(data), header.message_bytes
     if len(data) < needed:
-        raise WireError(f"the message is cut short: {len(data)} bytes of {needed}")
+        raise WireError(f"the message is cut short: it must have {needed} bytes, got {len(data)}")
     if len(data) > needed:
-        raise WireError(f"the message goes on after its end: {len(data)} bytes instead of {needed}")
+        raise WireError(f"the message is too long: it must have {needed} bytes, got {len(data)}")
     fixed = {Where.ALL: 0, Where.DRAWN: KEY_AND_KEEP.size}.get(header.where, header.index_bytes)
     if header.index_bytes != fixed:
-        raise WireError(f"the section of the indices has {header.index_bytes} bytes instead of {fixed}")
+        raise WireError(f"the section of the indices must have {fixed} bytes, got {header.index_bytes}")
     values = SIZE + header.index_bytes
     copied = view[values + header.value_bytes : -CHECKSUM.size]
     check_lengths(header, copied)

@@ -1,4 +1,4 @@
-"""The header of a message: who sends what to which model, how it is coded, how long the sections are."""
+"""The header of a message: the sender, the model, the coding, and the lengths of the sections."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Name = TypeVar("Name", bound=IntEnum)
 
 
 class WireError(ValueError):
-    """A message that cannot be decoded, or a payload that cannot be encoded."""
+    """The error of a message that cannot be decoded, or of a payload that cannot be encoded."""
 
 
 class Where(IntEnum):
-    """Which coordinates are sent."""
+    """How a message names its coordinates: all of them, drawn from a key, or listed."""
 
     ALL = 0
     DRAWN = 1
@@ -27,7 +27,7 @@ class Where(IntEnum):
 
 
 class Kind(IntEnum):
-    """What the values are: floats, or levels with scales."""
+    """The number format of the values: floats, or integer levels with scales."""
 
     FP32 = 0
     FP64 = 1
@@ -37,19 +37,19 @@ class Kind(IntEnum):
 
 
 class Coding(IntEnum):
-    """How the values are written: as they lie in memory, or entropy-coded."""
+    """How the values are written: uncoded, or entropy-coded."""
 
     PLAIN = 0
     CODED = 1
 
 
 def may_be_plain(where: Where, kind: Kind) -> bool:
-    """Return whether values may be plain: fp32 and fp64 values of all coordinates may."""
+    """Return whether values may stay uncoded: only fp32 and fp64 values of all coordinates may."""
     return where is Where.ALL and kind in (Kind.FP32, Kind.FP64)
 
 
 class Header(NamedTuple):
-    """What a message says of itself. The last three fields are the lengths of its sections."""
+    """The fields of a message's header. The last three are the lengths of the sections in bytes."""
 
     where: Where
     kind: Kind
@@ -71,7 +71,7 @@ class Header(NamedTuple):
 
     @property
     def message_bytes(self) -> int:
-        """The length of the whole message."""
+        """The length of the whole message in bytes."""
         return SIZE + self.index_bytes + self.value_bytes + self.raw_bytes + CHECKSUM.size
 
     def pack(self) -> bytes:
@@ -79,11 +79,13 @@ class Header(NamedTuple):
         try:
             return _STRUCT.pack(MAGIC, self.version, *self)
         except struct.error:
-            raise WireError("client and sequence must be from 0 to 2^64 - 1, the round to 2^32 - 1") from None
+            found = f"{self.client}, {self.sequence} and {self.round}"
+            rule = "`client` and `sequence` must be from 0 to 2^64 - 1, `round` from 0 to 2^32 - 1"
+            raise WireError(f"{rule}, got {found}") from None
 
 
 def read_header(data: bytes) -> Header:
-    """Return the header of a message, without a look at the rest.
+    """Return the header of a message. Only the header is checked.
 
     >>> from cfedavg import Layout, encode, parse
     >>> import torch

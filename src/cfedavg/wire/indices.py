@@ -1,11 +1,12 @@
-"""Which coordinates travel, as bits: a set coder that brings the dense parts of each tensor together.
+"""The coder for the set of sent coordinates: it groups rows and columns of each tensor by density.
 
-An update of a neural network is close to an outer product: some units (rows of a weight matrix) and
-some inputs (columns) have many large entries, others none. So each tensor is a matrix of rows x columns, and
-every cell of it is a run of `group` coordinates. Its rows, its columns or both are sorted into classes by how
-many of their coordinates are sent. The classes travel first. Then each block (the cells that one class of
-rows and one class of columns share) travels as a number and that many gaps. Where classes cost more than they
-save, the tensor or the whole vector is one block. docs/wire.md specifies it.
+An update of a neural network is close to an outer product: some units (rows of a weight matrix) and some
+inputs (columns) have many large entries, others none. So the coder sees each tensor as a matrix of rows x
+columns. Every cell of the matrix is a run of `group` coordinates. The coder sorts the rows, the columns or
+both into classes of density: by the number of their coordinates that are sent. The message first lists the
+classes. A block is the set of cells in one class of rows and one class of columns. Each block is written as
+a count and that many gaps. If the classes cost more bits than they save, the tensor or the whole vector is
+one block. docs/wire.md specifies the format.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from cfedavg.wire import sets
 from cfedavg.wire.coder import Coder
 from cfedavg.wire.sets import BY_COLUMNS, BY_ROWS, CLASSES
 
-FINE, BEYOND, OTHER_NUMBER = range(3)  # what a decoder returns
-# A power of two times this number has in its top six bits a number of its own, which BIT_AT maps back.
+FINE, BEYOND, OTHER_NUMBER = range(3)  # a decoder's result: no fault, an index too large, a wrong count
+# A power of two times this number has top six bits that no other power of two gives. BIT_AT maps these six
+# bits to the exponent.
 DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
 BIT_AT = np.zeros(64, np.int64)
 for _bit in range(64):
@@ -28,7 +30,7 @@ for _bit in range(64):
 
 @kernel
 def are_increasing(indices: np.ndarray, d: int) -> bool:
-    """Return whether indices increase strictly and lie from 0 to d - 1, as encode_indices assumes."""
+    """Return whether `indices` increase strictly and lie from 0 to d - 1, as `encode_indices` needs."""
     before = -1
     for i in range(len(indices)):
         if indices[i] <= before:
@@ -39,9 +41,9 @@ def are_increasing(indices: np.ndarray, d: int) -> bool:
 
 @kernel
 def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> Int:
-    """Encode increasing indices below d; return the number of words.
+    """Encode strictly increasing indices below d into `words`; return the number of words.
 
-    `shapes` holds rows, columns and group of each tensor.
+    `shapes` holds rows, columns and coordinates per cell of each tensor.
     """
     coder = rc.put_number(words, rc.start_encoding(), 1, 1)
     tensor_counts, block_counts = rc.new_contexts(rc.COUNT_CONTEXTS), rc.new_contexts(rc.COUNT_CONTEXTS)
@@ -66,7 +68,7 @@ def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.nd
 def put_tensor(
     words: np.ndarray, coder: Coder, contexts: np.ndarray, indices: np.ndarray, start: Int, shape: np.ndarray
 ) -> Coder:
-    """Encode the coordinates sent of the tensor that begins at `start`."""
+    """Encode the sent coordinates of one tensor, whose first coordinate is `start`; return the coder."""
     rows, columns, group = shape[0], shape[1], shape[2]
     cells, row, column = locate(indices, start, columns, group)
     if rows * columns == 1:
@@ -92,13 +94,13 @@ def put_tensor(
 def locate(
     indices: np.ndarray, start: Int, columns: Int, group: Int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where each index lies in its tensor: the coordinate, the row, the column."""
+    """Return the offset, the row and the column of each index in the tensor that begins at `start`."""
     n = len(indices)
     cells, row, column = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.int32)
     current, row_start, width = 0, 0, columns * group
     for i in range(n):
         cells[i] = indices[i] - start
-        while cells[i] >= row_start + width:  # dividing takes longer
+        while cells[i] >= row_start + width:  # faster than a division
             current, row_start = current + 1, row_start + width
         row[i] = current
         column[i] = (cells[i] - row_start) // group if group > 1 else cells[i] - row_start
@@ -107,7 +109,7 @@ def locate(
 
 @kernel
 def classes_of(where: np.ndarray, n: Int) -> np.ndarray:
-    """Return the classes of n rows (or columns), given the row (or column) of each coordinate."""
+    """Return the classes of density of n rows or columns; `where` is the row or column of each coordinate."""
     counts = np.zeros(n, np.int64)
     for i in range(len(where)):
         counts[where[i]] += 1
@@ -118,7 +120,7 @@ def classes_of(where: np.ndarray, n: Int) -> np.ndarray:
 def count_blocks(
     row: np.ndarray, column: np.ndarray, row_class: np.ndarray, column_class: np.ndarray
 ) -> np.ndarray:
-    """Return how many coordinates each block sends."""
+    """Return the number of sent coordinates in each block: one class of rows and one class of columns."""
     table = np.zeros(CLASSES * CLASSES, np.int64)
     for i in range(len(row)):
         table[row_class[row[i]] * CLASSES + column_class[column[i]]] += 1
@@ -137,7 +139,7 @@ def put_blocks(
     column_class: np.ndarray,
     group: Int,
 ) -> Coder:
-    """Encode, block after block, how many coordinates it sends and which of its cells they are."""
+    """Encode each block: the number of its sent coordinates, then their places in the block."""
     table = count_blocks(row, column, row_class, column_class)
     row_rank, column_rank = sets.ranks_of(row_class), sets.ranks_of(column_class)
     row_sizes, column_sizes = sets.sizes_of(row_class), sets.sizes_of(column_class)
@@ -162,7 +164,7 @@ def put_blocks(
 
 @kernel
 def decode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> tuple[Int, Int]:
-    """Fill `indices` with what was encoded; return FINE or what is wrong, and the words read."""
+    """Decode a message's indices into `indices`; return FINE, BEYOND or OTHER_NUMBER, and the words read."""
     by_tensor, coder = rc.take_number(words, rc.start_decoding(words), 1)
     if not by_tensor:
         inside, coder = sets.take_gaps(words, coder, indices, d)
@@ -189,7 +191,7 @@ def decode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.nd
 def take_tensor(
     words: np.ndarray, coder: Coder, contexts: np.ndarray, cells: np.ndarray, shape: np.ndarray
 ) -> tuple[Int, Coder]:
-    """Fill `cells` with what put_tensor has encoded."""
+    """Decode one tensor's coordinates into `cells`, as offsets in the tensor; return result and coder."""
     rows, columns, group = shape[0], shape[1], shape[2]
     mode = 0
     if rows * columns > 1:
@@ -215,7 +217,7 @@ def take_blocks(
     column_class: np.ndarray,
     group: Int,
 ) -> tuple[Int, Coder]:
-    """Fill `cells` with what put_blocks has encoded, in increasing order."""
+    """Decode the blocks of one tensor into `cells`, as increasing offsets; return result and coder."""
     row_sizes, column_sizes = sets.sizes_of(row_class), sets.sizes_of(column_class)
     row_order, column_order = sets.order_of(row_class), sets.order_of(column_class)
     row_start, column_start = sets.starts_of(row_sizes), sets.starts_of(column_sizes)
@@ -253,7 +255,7 @@ def take_blocks(
 
 @kernel
 def list_marked(bits: np.ndarray, found: np.ndarray) -> None:
-    """Fill `found` with the positions of the bits that are set, in increasing order."""
+    """Fill `found` with the positions of the 1 bits in `bits`, in increasing order."""
     n = 0
     for i in range(len(bits)):
         word = bits[i]

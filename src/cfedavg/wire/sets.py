@@ -1,7 +1,7 @@
-"""Two ways to write a set of cells: as gaps, and with the rows and columns of a tensor sorted into classes.
+"""Two parts of the coder for sets of cells: gaps between cells, and classes of density of rows and columns.
 
-Gaps cost the entropy of a uniform set or less. Classes sort rows or columns by how many of their coordinates
-are sent, so that dense parts of a tensor come together.
+Gaps take at most about the entropy of a uniform set. Classes of density group the rows or columns of a tensor
+by the number of their coordinates that are sent, so that each group is evenly dense.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from cfedavg.core.kernel import Int, kernel
 from cfedavg.wire import coder as rc
 from cfedavg.wire.coder import Coder
 
-STEPS = 16  # symbols of a gap: its number of steps, up to 14; 15 says that more follow after 15 steps
-JUMPS = 4  # bits of a share at which the decoder looks first
-TRUST = 256  # how many gaps the first table is worth against those seen
+STEPS = 16  # symbols: 0 to 14 end a gap after so many steps; 15 is 15 steps, and the gap goes on
+JUMPS = 4  # the decoder's table `jump` has 2^JUMPS entries
+TRUST = 256  # the weight of the first table, as a number of gaps
 
-# Class 0 sends nothing. The mean of the others divides them: below half of it, below it, below twice it.
+# Rows or columns of class 0 send nothing. Let m be the mean number of coordinates that the others send.
+# Class 1 sends below m / 2, class 2 below m, class 3 below 2 m, class 4 at least 2 m.
 CLASSES = 5
-BY_ROWS, BY_COLUMNS = 1, 2  # what of a tensor is in classes; the sum for both
+BY_ROWS, BY_COLUMNS = 1, 2  # modes: rows or columns have classes; 3 for both, 0 for none
 
 
 @kernel
 def step_of(size: Int, n: Int) -> Int:
-    """Return `step`: gaps are counted in steps of 2^step cells, a quarter to a half of the mean gap."""
+    """Return `step`: gaps between n of `size` cells are counted in steps of 2^step cells.
+
+    A step is a quarter to a half of the mean gap, and at least one cell.
+    """
     step = 0
     while (size // n) >> (step + 2):
         step += 1
@@ -34,7 +38,7 @@ def step_of(size: Int, n: Int) -> Int:
 
 @kernel
 def expect_counts(counts: np.ndarray, size: Int, n: Int, step: Int) -> None:
-    """Set the counts of TRUST gaps between n random cells: each step ends a gap with the same chance."""
+    """Set `counts` to the symbol counts expected of TRUST gaps between n random cells out of `size`."""
     while size >> 31:  # keeps the products below 2^63
         size = size >> 1
         n = min((n + 1) >> 1, size)
@@ -51,7 +55,7 @@ def expect_counts(counts: np.ndarray, size: Int, n: Int, step: Int) -> None:
 
 @kernel
 def put_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> Coder:
-    """Encode cells, which are increasing and below `size`; the decoder knows their number."""
+    """Encode increasing cells below `size`, as gaps. The decoder must know the number of cells."""
     n = len(cells)
     if n == 0 or n == size:
         return coder
@@ -78,7 +82,7 @@ def put_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> C
 
 @kernel
 def take_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> tuple[bool, Coder]:
-    """Fill `cells` with what put_gaps has encoded; return whether all of them lie below `size`."""
+    """Decode gaps into `cells`; return whether all cells are below `size`, and the coder."""
     n = len(cells)
     if n == 0 or n == size:
         for i in range(n):
@@ -113,20 +117,23 @@ def take_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> 
 
 @kernel
 def classify(counts: np.ndarray, n: Int) -> np.ndarray:
-    """Return the class of each row or column; their counts add up to n."""
+    """Return the class of density of each row or column.
+
+    `counts` holds the number of sent coordinates of each; n is the sum of `counts`.
+    """
     classes = np.empty(len(counts), np.int64)
     used = 0
     for count in counts:
         used += count > 0
     for i in range(len(counts)):
-        share = counts[i] * used  # is to n as the count is to the mean
+        share = counts[i] * used  # share / n is the count divided by the mean of the counts above 0
         classes[i] = 0 if share == 0 else 1 + (2 * share >= n) + (share >= n) + (share >= 2 * n)
     return classes
 
 
 @kernel
 def sizes_of(classes: np.ndarray) -> np.ndarray:
-    """Return how many members each class has."""
+    """Return the number of rows or columns in each class of density."""
     sizes = np.zeros(CLASSES, np.int64)
     for kind in classes:
         sizes[kind] += 1
@@ -135,7 +142,7 @@ def sizes_of(classes: np.ndarray) -> np.ndarray:
 
 @kernel
 def starts_of(sizes: np.ndarray) -> np.ndarray:
-    """Return where each class begins if one follows the other."""
+    """Return where each class begins in a list sorted by class, given the sizes of the classes."""
     starts, total = np.empty(len(sizes), np.int64), 0
     for i in range(len(sizes)):
         starts[i] = total
@@ -145,7 +152,7 @@ def starts_of(sizes: np.ndarray) -> np.ndarray:
 
 @kernel
 def order_of(classes: np.ndarray) -> np.ndarray:
-    """Return the rows or columns, one class after the other."""
+    """Return the numbers of the rows or columns, sorted by class of density."""
     place, order = starts_of(sizes_of(classes)), np.empty(len(classes), np.int64)
     for i in range(len(classes)):
         order[place[classes[i]]] = i
@@ -155,7 +162,7 @@ def order_of(classes: np.ndarray) -> np.ndarray:
 
 @kernel
 def ranks_of(classes: np.ndarray) -> np.ndarray:
-    """Return, for each row or column, how many of its class come before it."""
+    """Return, for each row or column, the number of earlier ones in the same class of density."""
     seen, ranks = np.zeros(CLASSES, np.int64), np.empty(len(classes), np.int64)
     for i in range(len(classes)):
         ranks[i] = seen[classes[i]]
@@ -165,7 +172,7 @@ def ranks_of(classes: np.ndarray) -> np.ndarray:
 
 @kernel
 def cost_of_set(size: Int, n: Int) -> float:
-    """Return about the bits of n cells out of `size`."""
+    """Return the approximate number of bits that a set of n out of `size` cells takes."""
     if n <= 0 or n >= size:
         return 0.0
     rest = size - n
@@ -175,7 +182,7 @@ def cost_of_set(size: Int, n: Int) -> float:
 
 @kernel
 def cost_of_classes(sizes: np.ndarray) -> float:
-    """Return about the bits of a sequence with so many members of each class."""
+    """Return the approximate number of bits that the list of classes takes; `sizes` are the class sizes."""
     total, bits = sizes.sum(), 16.0
     for size in sizes:
         if size:
@@ -185,9 +192,9 @@ def cost_of_classes(sizes: np.ndarray) -> float:
 
 @kernel
 def choose_mode(rows: np.ndarray, columns: np.ndarray, table: np.ndarray, group: Int) -> Int:
-    """Return whether the classes of rows, of columns or of both are worth their bits.
+    """Return the mode that takes the fewest bits: BY_ROWS, BY_COLUMNS, their sum, or 0 for no classes.
 
-    `rows` and `columns` are the sizes of the classes, `table` how many coordinates each block sends.
+    `rows` and `columns` are the sizes of the classes; `table` holds the sent coordinates of each block.
     """
     all_rows, all_columns, n = rows.sum(), columns.sum(), table.sum()
     by_rows, by_columns = cost_of_classes(rows), cost_of_classes(columns)
@@ -208,7 +215,7 @@ def choose_mode(rows: np.ndarray, columns: np.ndarray, table: np.ndarray, group:
 
 @kernel
 def put_classes(words: np.ndarray, coder: Coder, classes: np.ndarray) -> Coder:
-    """Encode each class as bits (is it 0? 1? 2? 3?), in the context of the class before it."""
+    """Encode each class as bits (is the class 0? 1? 2? 3?), with contexts chosen by the previous class."""
     contexts = rc.new_contexts(CLASSES * (CLASSES - 1))
     before = 0
     for kind in classes:
@@ -220,7 +227,7 @@ def put_classes(words: np.ndarray, coder: Coder, classes: np.ndarray) -> Coder:
 
 @kernel
 def take_classes(words: np.ndarray, coder: Coder, n: Int) -> tuple[np.ndarray, Coder]:
-    """Decode what put_classes has encoded."""
+    """Decode n classes that `put_classes` encoded; return the classes and the coder."""
     classes = np.empty(n, np.int64)
     contexts = rc.new_contexts(CLASSES * (CLASSES - 1))
     before = 0

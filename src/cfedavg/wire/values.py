@@ -1,13 +1,14 @@
-"""The two sections of the values: coded numbers, and bytes that are copied because coding would not pay.
+"""The two sections of the values: entropy-coded numbers, and bytes that are copied uncoded.
 
-Of a float the upper 16 bits are coded (all of a bf16) and the rest is copied. Of a level, sign and magnitude
-are coded, and the scales are copied. Floats of all coordinates are copied whole unless the caller asks to
-code them: coding saves a fifth of the bytes and takes many times as long.
+The upper 16 bits of a float are coded (for bf16, these are all bits) and the other bits are copied. The sign
+and the magnitude of a level are coded; the scales are copied. fp32 and fp64 values of all coordinates are
+copied whole unless the caller asks to code them: coding saves a fifth of the bytes and takes many times as
+long.
 
-A coded number is a sign and a magnitude of up to 15 bits. In a layer that follows a ReLU the sign of an
-update is mostly that of its unit, so a sign is coded in the context of the row of its coordinate. The
-magnitudes kept by top-k crowd just above the smallest one, so the excess over it is coded: its leading bits
-as a symbol of a table, which learns their distribution, the others as they are.
+A coded number is a sign and a magnitude of at most 15 bits. In a layer that follows a ReLU, most updates of
+one unit have the same sign, so each row of a tensor has a context for its signs. Most magnitudes that top-k
+keeps lie just above the smallest one, so the difference to the smallest is coded. The leading bits of the
+difference are a symbol of a table of learned frequencies; all values of the other bits are equally likely.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from cfedavg.wire import coder as rc
 from cfedavg.wire.coordinates import Tensors
 from cfedavg.wire.header import Coding, Header, Kind, Where, WireError, may_be_plain
 
-SCALES = struct.Struct("<IH")  # block, top
+SCALES = struct.Struct("<IH")  # `block` and `top`, which precede the scales
 FLOATS = {"fp32": Kind.FP32, "fp64": Kind.FP64, "bf16": Kind.BF16}
 LEVELS = {1: Kind.INT8, 2: Kind.INT16}
 DTYPES = {Kind.FP32: "<f4", Kind.FP64: "<f8", Kind.BF16: "<i2", Kind.INT8: "<i1", Kind.INT16: "<i2"}
-# The largest float by its upper 16 bits, the largest level.
+# The upper 16 bits of the largest finite float, or the largest level.
 LARGEST = {Kind.FP32: 0x7F7F, Kind.FP64: 0x7FEF, Kind.BF16: 0x7F7F, Kind.INT8: 127, Kind.INT16: 32767}
-VALUES_PER_BYTE = 11_354  # at most: a value takes a bit of probability 65504/65536, or more
+VALUES_PER_BYTE = 11_354  # at most: a value takes at least one coded bit of probability 65504/65536
 EVERYWHERE = np.empty(0, np.int64)
 NOT_FINITE = "a value is not a finite number"
 
 MAGNITUDE = 15  # bits of a magnitude; the sign is the bit above them
 MASK = (1 << MAGNITUDE) - 1
-LEADING = 8  # bits of a symbol, at most
-JUMPS = 7  # bits of a share at which the decoder looks first
-FINE, TOO_LARGE = range(2)  # what a decoder returns
+LEADING = 8  # the most bits of a symbol
+JUMPS = 7  # the decoder's table `jump` has 2^JUMPS entries
+FINE, TOO_LARGE = range(2)  # a decoder's result: no fault, or a magnitude too large
 
 
 def kind_of(values: Floats | Levels) -> Kind:
-    """Return the kind of the values."""
+    """Return the number format of the values, as the header names it."""
     return FLOATS[values.dtype] if isinstance(values, Floats) else LEVELS[values.levels.itemsize]
 
 
 def pack_values(
     payload: Payload, where: Where, tensors: Tensors, code_floats: bool
 ) -> tuple[Coding, bytes, bytes]:
-    """Return how the values are written, the coded section and the copied one."""
+    """Return the coding of the values, the section of coded values and the section of copied values."""
     values, indices = payload.values, payload.indices
     if isinstance(values, Levels):
         return Coding.CODED, *_pack_levels(values, indices, tensors)
@@ -67,12 +68,12 @@ def pack_values(
 def _pack_levels(values: Levels, indices: np.ndarray | None, tensors: Tensors) -> tuple[bytes, bytes]:
     _check_top(values.top, kind_of(values))
     if not 0 <= values.block < 2**32:
-        raise WireError(f"block = {values.block} must be from 0 to 2^32 - 1")
+        raise WireError(f"`block` must be from 0 to 2^32 - 1, got {values.block}")
     if not np.isfinite(values.scales).all():
         raise WireError(NOT_FINITE)
     scales = np.ascontiguousarray(values.scales, "<f4")
     copied = SCALES.pack(values.block, values.top) + scales.tobytes()
-    # In 32 bits: int16 has no 32768, which then exceeds any top.
+    # In 32 bits, since |-32768| does not fit int16. As 32768, it exceeds any `top`.
     magnitudes = np.abs(values.levels.astype(np.int32))
     if len(magnitudes) and magnitudes.max() > values.top:
         raise WireError(f"a level exceeds top = {values.top}")
@@ -90,13 +91,13 @@ def _pack_floats(
 
 def _check_top(top: int, kind: Kind) -> None:
     if not 0 <= top <= LARGEST[kind]:
-        raise WireError(f"top = {top} must be from 0 to {LARGEST[kind]} for levels of {kind.name}")
+        raise WireError(f"`top` must be from 0 to {LARGEST[kind]} for {kind.name} levels, got {top}")
 
 
 def _encode(numbers: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors: Tensors) -> bytes:
     if not len(numbers):
         return b""
-    # A number is a symbol of up to 16 bits, 7 more bits, and a sign of up to 11.
+    # A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign.
     words = np.empty(len(numbers) * 5 // 4 + 64, np.uint32)
     where = EVERYWHERE if indices is None else indices
     n = encode_numbers(words, numbers, where, tensors.ends, kind in FLOATS.values(), LARGEST[kind])
@@ -106,13 +107,13 @@ def _encode(numbers: np.ndarray, kind: Kind, indices: np.ndarray | None, tensors
 
 
 def check_lengths(header: Header, copied: memoryview) -> None:
-    """Raise WireError unless both sections have a length that k values can have."""
+    """Raise WireError unless the lengths of the coded and the copied section fit k values."""
     k, needed = header.k, _copied_bytes(header, copied)
     if len(copied) != needed:
-        raise WireError(f"the section of the copied values has {len(copied)} bytes, k = {k} needs {needed}")
+        raise WireError(f"the copied values must have {needed} bytes for k = {k}, got {len(copied)}")
     coded = k if header.coding is Coding.CODED else 0
     if coded > VALUES_PER_BYTE * (header.value_bytes + 8) or (header.value_bytes and not coded):
-        raise WireError(f"the section of the coded values has {header.value_bytes} bytes: not {coded} values")
+        raise WireError(f"the coded values have {header.value_bytes} bytes, which cannot hold {coded} values")
 
 
 def _copied_bytes(header: Header, copied: memoryview) -> int:
@@ -127,7 +128,7 @@ def _copied_bytes(header: Header, copied: memoryview) -> int:
 def unpack_values(
     coded: memoryview, copied: memoryview, header: Header, indices: np.ndarray | None, tensors: Tensors
 ) -> Floats | Levels:
-    """Return the values of a message whose lengths have been checked."""
+    """Return the values of a message. `check_lengths` must have accepted the sections."""
     kind = header.kind
     if kind in LEVELS.values():
         block, top = SCALES.unpack_from(copied)
@@ -167,7 +168,7 @@ def _decode(
 
 @kernel
 def row_at(ends: np.ndarray, row: Int, index: Int) -> Int:
-    """Return the row of a coordinate: `row` or a later one; row i ends before coordinate ends[i]."""
+    """Return the row of coordinate `index`; search from `row` on. Row i ends before coordinate ends[i]."""
     while index >= ends[row]:
         row += 1
     return row
@@ -175,7 +176,10 @@ def row_at(ends: np.ndarray, row: Int, index: Int) -> Int:
 
 @kernel
 def new_table(spread: Int) -> tuple[Int, np.ndarray, np.ndarray]:
-    """Return the copied bits of numbers up to `spread`, and counts and sums of a table that knows nothing."""
+    """Return how many low bits of a number are not in its symbol, and counts and sums of a new table.
+
+    The table is for numbers of at most `spread`. All of its counts are 1.
+    """
     copied = 0
     while spread >> (copied + LEADING):
         copied += 1
@@ -194,10 +198,11 @@ def encode_numbers(
     zero_has_sign: bool,
     largest: Int,
 ) -> Int:
-    """Encode numbers (magnitudes with the sign above them); return the words, 0 if one exceeds `largest`.
+    """Encode `numbers` into `words`; return the number of words, or 0 if a magnitude exceeds `largest`.
 
-    `indices` are their coordinates, empty where all are sent. A zero has no sign unless it is a float or all
-    numbers are zero.
+    A number is a 15-bit magnitude with the sign in the bit above. `indices` holds the coordinates of the
+    numbers; it is empty if all coordinates are sent. The sign of a zero is coded if `zero_has_sign` (for
+    floats) or if all numbers are zero.
     """
     lowest, highest = MASK, 0
     for i in range(len(numbers)):
@@ -233,7 +238,10 @@ def decode_numbers(
     zero_has_sign: bool,
     largest: Int,
 ) -> tuple[Int, Int]:
-    """Fill `numbers`, none above `largest`; return FINE or TOO_LARGE, and the words read."""
+    """Decode what `encode_numbers` encoded into `numbers`; return a result and the number of words read.
+
+    The result is TOO_LARGE if a magnitude exceeds `largest`, else FINE.
+    """
     lowest, coder = rc.take_number(words, rc.start_decoding(words), MAGNITUDE)
     spread, coder = rc.take_number(words, coder, MAGNITUDE)
     if lowest + spread > largest:

@@ -1,7 +1,7 @@
-"""A Flower app that trains what a Config names, as `cfedavg run` does, with a node for each client.
+"""A Flower app that trains as `cfedavg run` does with the same Config, with one node for each client.
 
-`client` and `server` are its two halves. Its run configuration has the fields of Config with dashes, and a
-few of the federation.
+The module `client` holds the ClientApp, the module `server` the ServerApp. The app's run configuration has
+the fields of Config, spelled with dashes, and the keys in `MORE`, which only a federation has.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from cfedavg.core.config import Config, refuse_code
 from cfedavg.flower.round_policy import RoundPolicy
 
-# Besides those of Config: where the server writes, and the policy of its rounds.
+# Keys of a run configuration that are not fields of Config.
 POLICY = ("quorum", "min-nodes", "over-selection")
 MORE = ("out", "resume", "max-norm", "from-backup", "round-timeout", *POLICY)
 
-# A variable of the environment. A run config comes over the network, so what it names is imported only
-# where the owner of the process has set this; `cfedavg federate up` sets it for what its user typed.
+# An environment variable. A run configuration comes over the network, so a class that it names is imported
+# only if the owner of the process has set this variable. `cfedavg federate up` sets it for typed classes.
 TRUST = "CFEDAVG_TRUST"
 
-# With few nodes each needs several classes, or nobody has some class. A round of real messages takes so long
-# that more local steps cost little.
+# With few clients, each client needs several classes: else some classes are in no client's data. Messages
+# take most of a round's time, so more local steps cost little.
 DEFAULT = Config(clients=4, classes_per_client=5, local_steps="25")
 
 
 def config_of(run_config: Mapping[str, Any]) -> Config:
-    """Return the configuration of a run; InputError names the key that is wrong."""
+    """Return the Config that a Flower run configuration describes; an InputError names a wrong key."""
     fields = {name.replace("-", "_"): value for name, value in run_config.items() if name not in MORE}
     if not os.environ.get(TRUST):
         refuse_code(fields, "the run config", f"set {TRUST}=1 on this machine if you trust who starts runs")
@@ -36,13 +36,13 @@ def config_of(run_config: Mapping[str, Any]) -> Config:
 
 
 def policy_of(config: Config, run_config: Mapping[str, Any]) -> RoundPolicy:
-    """Return the policy of a run's rounds. Without `min-nodes`, a round waits for all clients."""
+    """Return the round policy in a run configuration; without `min-nodes`, a round waits for all clients."""
     given = {name.replace("-", "_"): run_config[name] for name in POLICY if name in run_config}
     least = int(run_config.get("clients", RoundPolicy.min_nodes))
     return RoundPolicy(**{"participation": config.participation, "min_nodes": least, **given})
 
 
 def run_config_of(config: Config) -> dict[str, Any]:
-    """Return the run configuration of a Config, without the fields that are None."""
+    """Return a Config as a Flower run configuration, without the fields that are None."""
     found = {item.name.replace("_", "-"): getattr(config, item.name) for item in dataclasses.fields(config)}
     return {name: value for name, value in found.items() if value is not None}

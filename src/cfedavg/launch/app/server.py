@@ -1,4 +1,4 @@
-"""The server: CFedAvg with the rates of a Config, and the test set of its data."""
+"""The ServerApp: the strategy CFedAvg with the learning rates of a Config, evaluated on the test set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run all rounds of the run configuration."""
+    """Train for all rounds, with the settings in the run configuration."""
     given: Mapping[str, Any] = context.run_config
     config = config_of(given)
     task = build_task(config)
@@ -47,8 +47,8 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _options(config: Config, plan: Plan) -> dict[str, Any]:
-    """Return the strategy's arguments from the configuration of a run."""
-    by_clock = config.deadline is not None  # then every client does its own number of steps: line 11
+    """Return the arguments of the strategy CFedAvg that come from `config` and `plan`."""
+    by_clock = config.deadline is not None  # then K differs between clients: line 11 of Algorithm 1
     return {
         "compressor": config.compressor,
         "compressor_down": config.compressor_down,
@@ -62,7 +62,7 @@ def _options(config: Config, plan: Plan) -> dict[str, Any]:
 
 
 def make_evaluation(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], MetricRecord | None]:
-    """Return a function that evaluates as a simulation does: in every `every`-th round and in the last."""
+    """Return a function that evaluates the model in every `every`-th round and in the last round."""
 
     def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if not server_round or (server_round % every and server_round != rounds):

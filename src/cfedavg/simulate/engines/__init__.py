@@ -1,4 +1,4 @@
-"""Engines: who runs the clients' local work. Each turns a State into the next one."""
+"""Engines, which run the rounds of a simulation: each round turns a State into the next State."""
 
 from __future__ import annotations
 
@@ -31,36 +31,39 @@ __all__ = [
 ]  # fmt: skip
 
 MEMORY = (torch.OutOfMemoryError, MemoryError)
-SMALL = 100_000  # parameters; see `is_small`
+SMALL = 100_000  # a small model has at most so many parameters; see `is_small`
 
 
 class Engine(Protocol):
-    """Runs rounds: a state goes in; a new one comes out, with the round's row of metrics."""
+    """An engine runs rounds: a round takes a state and returns a new state and a row of metrics."""
 
     layout: Layout
     identity: int  # a checksum of the model, which a checkpoint must match
-    behind: int  # rounds by which a row of metrics may be late, so that nobody waits for it
+    behind: int  # how many rounds later a row of metrics may be ready, so that training need not wait
 
     def start(self) -> State:
         """Return the state before the first round."""
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
-        """Run a round of Algorithm 1; return a function for its row, since bytes may still be counted."""
+        """Run a round of Algorithm 1; return the new state and a function that gives the row of metrics.
+
+        The function may wait until all bytes are counted.
+        """
 
     def evaluate(self, state: State) -> Record:
-        """Evaluate the model that clients hold on the test set."""
+        """Return the test columns of the model that clients hold."""
 
     def begin(self, state: State) -> State:
-        """Take the state that a run starts from; return it as the engine keeps it."""
+        """Prepare for the state that a run starts from; return that state as the engine keeps it."""
 
     def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
-        """Collect the parts of a state from all ranks and save it."""
+        """Call `save` with the state and the residuals of all ranks."""
 
     def close(self) -> None:
-        """Release what the engine holds; the run is over."""
+        """End the engine's threads and ranks, since the run is over."""
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
-        """Return the user's model, on the CPU, with these parameters and buffers."""
+        """Return the user's model on the CPU, with parameters `x` and buffers `b`."""
 
 
 def choose_engine(
@@ -71,11 +74,11 @@ def choose_engine(
     ranks: Ranks | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Engine:
-    """Return the engine that a configuration names or that suits it; say which, and why."""
+    """Return the engine that `config` names or, for auto, a suitable engine; tell `say` which and why."""
     ranks = ranks or Ranks()
     device = ranks.device(choose_device(config.device))
     if config.precision == "tf32" and device.type != "cuda":
-        raise InputError("`precision` tf32 is for GPUs: take float32, or bf16")
+        raise InputError(f"`precision` tf32 needs a GPU, got `device` {device}; take float32 or bf16")
     idle = try_task(task, config, device)
     if config.engine == "reference":
         if ranks.size > 1:
@@ -83,7 +86,9 @@ def choose_engine(
                 "`engine` reference runs in one process: leave out `workers`, or take another engine"
             )
         if config.precision in ("tf32", "bf16"):
-            raise InputError(f"`precision` {config.precision} is not for `engine` reference, which is exact")
+            raise InputError(
+                f"`precision` must be float32 or float64 with `engine` reference, got {config.precision}"
+            )
         return ReferenceEngine(plan, task, device, messages)
     choice = _choose_trainer(config, task, device, ranks.size, idle)
     if choice.note:
@@ -104,7 +109,7 @@ def choose_engine(
 
 
 class _Choice(NamedTuple):
-    """Whether many clients step at once, why, and the precision in which our convolutions multiply."""
+    """The choice of a trainer: whether many clients step at once, why, and how our convolutions multiply."""
 
     batched: bool
     why: str
@@ -137,16 +142,16 @@ def _choose_trainer(
 
 
 class Together:
-    """Steps many clients at once; if that fails, trains the rest of the round one after another.
+    """A trainer that steps many clients at once; if a step fails, the round's other clients train one by one.
 
-    The trial before the run sees two clients only. The next round is tried anew: a round must not depend on
-    earlier ones, which a resumed run has not seen.
+    The trial before the run covers only two clients, so a step can fail later. The next round starts with
+    many clients again: a round must not depend on earlier rounds, which a resumed run has not seen.
     """
 
     def __init__(
         self, many: Batched, one_by_one: Callable[[], Trainer], say: Callable[[str], None], *, required: bool
     ) -> None:
-        self.trainer: Trainer = many  # the one in use
+        self.trainer: Trainer = many  # the trainer in use
         self._many, self._one_by_one, self._say, self._required = many, cache(one_by_one), say, required
         self._said = False
 
@@ -178,10 +183,11 @@ class Together:
 
 
 def is_small(model: nn.Module) -> bool:
-    """Return whether many clients at once are faster on a CPU: where overhead outweighs arithmetic.
+    """Return whether a CPU trains many clients faster at once than one by one.
 
-    Measured for MLPs, 30 clients: 6 to 8 times at 5,000 parameters, 1.5 to 1.9 at 77,000, about 1 at 150,000.
-    vmap makes a convolution a grouped one, for which CPUs have no good kernels.
+    It does if overhead outweighs arithmetic. Measured speedup for MLPs and 30 clients: 6 to 8 times at 5,000
+    parameters, 1.5 to 1.9 at 77,000, about 1 at 150,000. vmap turns a convolution into a grouped convolution,
+    for which CPUs have no good kernels.
     """
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
     return not convolves and Layout.of(model).d <= SMALL

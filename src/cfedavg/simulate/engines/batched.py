@@ -1,4 +1,4 @@
-"""Local work of many clients at once: a block of them trains in step, each with its own weights."""
+"""The batched trainer: the clients of a block take each step together, each with its own weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger
 
 
 class Batched:
-    """Trains blocks of clients, as many at once as memory allows."""
+    """A trainer of blocks of clients; a block is as large as memory allows."""
 
     def __init__(
         self,
@@ -38,7 +38,10 @@ class Batched:
         dots: str | None = None,
         unused: Collection[str] = (),
     ) -> None:
-        """`dots` is the precision of our convolutions on a GPU, None for torch's; `unused` as in Step."""
+        """Set up the trainer; `unused` are parameters that the loss does not use.
+
+        `dots` is the precision of our convolutions on a GPU; None means torch's convolutions.
+        """
         self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
         config = plan.config
         self.model = copy.deepcopy(vectors.model).train()
@@ -52,10 +55,10 @@ class Batched:
         if device.type == "cpu":
             self.block = min(self.block, max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize)))
         self._stack: Stack | None = None
-        self._masks: dict[int, bool] = {}  # by the width of the batches
+        self._masks: dict[int, bool] = {}  # batch width: whether rows of such a batch can be masked
 
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """Train block after block; halve one that does not fit into memory."""
+        """Train block after block; halve a block that does not fit into memory."""
         left = list(clients)
         while left:
             block = left[: self.block]
@@ -83,8 +86,8 @@ class Batched:
     def _train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Trained:
         config, n = self.plan.config, len(clients)
         steps = np.array([self.plan.steps.at(t, i) for i in clients])
-        order = np.argsort(-steps, kind="stable")  # few steps come last: left out when done
-        # Idle clients fill the block up, so that few sizes of blocks are compiled.
+        order = np.argsort(-steps, kind="stable")  # clients with few steps come last
+        # Idle clients fill the block up, so that only few block sizes are compiled.
         ordered = [clients[i] for i in order] + [clients[0]] * (rounded_up(n, self.block) - n)
         samples = np.array([self.plan.samples[i] for i in ordered])
         some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
@@ -116,7 +119,7 @@ class Batched:
                 raise explain_one_sample(error, timetable.clients[first]) from None
 
     def _play(self, stack: Stack, batch: Batch, turn: Turn) -> None:
-        """Take a turn of the first clients of the block."""
+        """Run a turn of the first clients of the block."""
         n = len(stack.losses)
         valid = active = None
         if turn.sizes is not None:
@@ -127,14 +130,14 @@ class Batched:
         self.recorder(stack, batch, valid, active, self.eta)
 
     def _some(self, stack: Stack, batch: Batch, turn: Turn) -> None:
-        """Take a turn of some clients, copied out of the block and back; sizes vary, so record nothing."""
+        """Run a turn of some clients, copied out of the block and back; record nothing, since sizes vary."""
         rows = torch.as_tensor(turn.clients, device=self.device)
         part = stack.at(rows)
         self.step(part, batch, None, None, self.eta)
         stack.put(rows, part)
 
     def _fill(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
-        """Return the stack with every client at its start."""
+        """Return the stack of n clients, with each client at its starting point."""
         if self._stack is None or len(self._stack.losses) < n:
             self.recorder.forget()
             self._stack = self._empty(max(n, self.block))
@@ -159,7 +162,7 @@ class Batched:
         mine = self.vectors.model.parameters()
         state = {
             name: [
-                # Laid out like its parameter if it is as large.
+                # A state tensor of its parameter's shape has the parameter's memory layout.
                 torch.empty_like(p) if first.shape == p.shape[1:] else first.new_empty((n, *first.shape))
                 for first, p in zip(each, stacked, strict=True)
             ]
@@ -170,7 +173,7 @@ class Batched:
         return Stack(stacked, state, start, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
 
     def _flat(self, stack: Stack) -> tuple[Tensor, Tensor]:
-        """Return x_K and b_K of every client."""
+        """Return the trained parameters x_K and buffers b_K, a row for each client."""
         n = len(stack.losses)
         x_K = torch.cat([p.reshape(n, -1) for p in stack.parameters], 1)
         names = set(self.vectors.buffer_layout.names)
@@ -179,15 +182,15 @@ class Batched:
         return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
 
     def _can_mask(self, clients: Sequence[int]) -> bool:
-        """Return whether masked rows leave a step unchanged; try it once, in float64, on real samples.
+        """Return whether masked rows leave a step unchanged; try this once, in float64, on real samples.
 
-        They do not if a layer mixes the samples of a batch (BatchNorm), if the loss is no known mean, or if
-        the full width has more means over as many rows (over weights, for example).
+        Masked rows change a step if a layer mixes the samples of a batch (BatchNorm), if the loss is no known
+        mean, or if the step averages another tensor with as many rows as the batch (weights, for example).
         """
         largest = max(clients, key=lambda i: self.plan.samples[i])
         n = min(self.plan.config.batch_size, self.plan.samples[largest])
         if n not in self._masks:
-            with torch.random.fork_rng(devices=[]):  # a round must not draw differently after it
+            with torch.random.fork_rng(devices=[]):  # the trial must not change what a round draws
                 batch = self.task.clients[largest].batch(np.arange(n))
                 self._masks[n] = n == 1 or self._try_masks(batch, n)
         return self._masks[n]
@@ -196,7 +199,7 @@ class Batched:
         few, loss = min(4, n), self.task.loss
         try:
             small = tree_map(lambda leaf: leaf[:few], batch)
-        except (IndexError, TypeError):  # not a batch of rows
+        except (IndexError, TypeError):  # the batch has no rows
             return False
         if not masks_hold(self.model, loss, small, few):
             return False
@@ -208,7 +211,7 @@ class Batched:
 
 
 def _make_room(tensor: Tensor, n: int, *, last: bool) -> Tensor:
-    """Return room for n of these; convolution weights lie in the order in which our kernels read them."""
+    """Return an empty tensor for n clients; with `last`, convolution weights lie as our kernels read them."""
     shape = (n, *tensor.shape)
     if last and tensor.dim() == 4:
         return tensor.new_empty([shape[i] for i in (0, 3, 4, 2, 1)]).permute(0, 4, 3, 1, 2)

@@ -1,7 +1,7 @@
-"""The fast engine: a trainer does the local work in blocks of clients, which ranks share.
+"""The fast engine: a trainer does the local work in blocks of clients, and ranks share the clients.
 
-A round does what the reference engine does. Here blocks of clients go through the same functions of
-`algorithm` and `channel`, residuals stay on the device, and bytes are counted while the device trains.
+A round computes what a round of the reference engine computes, by the same functions of `algorithm` and
+`channel`, but for whole blocks. Residuals stay on the device; bytes are counted while the device trains.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COUNTERS = 4  # threads that count bytes
 
 
 class BlockEngine:
-    """Runs rounds with a trainer. With several ranks, this is rank 0, and `serve` runs on the others."""
+    """An engine that runs rounds with a trainer. Rank 0 runs the rounds; other ranks run `serve`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BlockEngine:
         self.plan, self.task, self.device, self.ranks = plan, task, device, ranks or Ranks()
         self.dtype = PRECISIONS[plan.config.precision]
         model: Any = copy.deepcopy(task.model).to(device, self.dtype)
-        self._blank = copy.deepcopy(model)  # models for the user are copies of it, without traces of training
+        self._blank = copy.deepcopy(model)  # untrained; models for the user are copies of this model
         last = takes_channels_last(task, self.dtype)
         self.vectors = Vectors(model.to(memory_format=torch.channels_last) if last else model)
         self._prepare: Callable[[Batch], Batch] = channels_last if last else lambda batch: batch
@@ -77,13 +77,13 @@ class BlockEngine:
         self.commands = RankCommands(self.ranks)
         self.channel = plan.channel(self.layout)
         self.up = Statistics(self.vectors.buffer_layout, plan.compressor)
-        self._together = plan.m  # clients whose updates are compressed at once
+        self._together = plan.m  # how many clients' updates are compressed at once
 
     def start(self) -> State:
         return server.first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
-        """Run a round on all ranks; the row of metrics may wait for threads that count bytes."""
+        """Run a round on all ranks; the returned function waits for threads that count bytes."""
         plan, t = self.plan, state.t
         with self._setting():
             self.ledger.open(t)
@@ -102,7 +102,7 @@ class BlockEngine:
         )
 
     def _clients(self, state: State) -> tuple[Residuals, RankRound]:
-        """Run the round of this rank's clients; return the residuals after it."""
+        """Run the round of this rank's clients; return the residuals afterwards and what clients sent."""
         plan, t, mine = self.plan, state.t, RankRound()
         if self._counters:
             self._counters.begin()
@@ -118,7 +118,7 @@ class BlockEngine:
                     done += n
                     continue
                 except torch.OutOfMemoryError:
-                    pass  # only after this line are the tensors of the attempt gone
+                    pass  # the tensors of the failed attempt are freed only after this line
                 if n == 1:
                     self.trainer.shrink()
                 self._together = -(-n // 2) if n > 1 else plan.m
@@ -129,14 +129,14 @@ class BlockEngine:
         return residuals, mine
 
     def _start(self, state: State) -> Start:
-        """Return where clients begin: at the broadcast model, unless their feedback moves them."""
+        """Return a function that gives starting points: the broadcast model, which the feedback may move."""
         feedback, shared = self.plan.feedback, self._shared(state)
         if not feedback.moves_start:
             return lambda clients: state.broadcast
         return lambda clients: feedback.start(state.broadcast, self._memory(state, clients), shared)
 
     def _memory(self, state: State, clients: list[int]) -> Tensor | None:
-        """Return what the feedback remembers of these clients, a row for each."""
+        """Return the feedback's memory of these clients, a row for each; None if it keeps no memory."""
         if not self.plan.feedback.keeps_client_memory:
             return None
         return torch.stack([state.residuals.get(i, state.x) for i in clients])
@@ -145,7 +145,10 @@ class BlockEngine:
         return self.plan.feedback.broadcast(state.memory.feedback)
 
     def _compress(self, state: State, block: Trained, mine: RankRound) -> dict[int, Tensor]:
-        """Do lines 10 to 15 for a block; return the next memories. The feedback restores lost replies."""
+        """Run lines 10 to 15 of Algorithm 1 for a block, and return the clients' next memories.
+
+        The feedback puts a lost reply back into the client's memory.
+        """
         plan, t, clients = self.plan, state.t, block.clients
         K = torch.tensor(block.K, device=self.device)[:, None]
         g = local_update(block.x_0, block.x_K, K, plan.rates.update)
@@ -169,7 +172,7 @@ class BlockEngine:
                 after = torch.where(rows, self.channel.restore(made.memory, made.payload), after)
             kept = self._kept(t, clients, after)
         g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
-        # Nothing after this line allocates much: a delivered block must not be delivered again.
+        # The lines below allocate little memory: if memory ran out, the block would be delivered twice.
         self._deliver(t, block, made.payload, mine)
         mine.g_sum = g_sum
         mine.replies += [
@@ -179,7 +182,7 @@ class BlockEngine:
         return kept
 
     def _deliver(self, t: int, block: Trained, payload: Payload, mine: RankRound) -> None:
-        """Add the payloads to this rank's round, and have their bytes counted, maybe by threads."""
+        """Add the block's payloads to this rank's round `mine`; count their bytes here or in threads."""
         known, travels = self.ledger.known(payload), self.ranks.size > 1
         b_sent = self.up.travel(block.b_K)
         each: list[tuple[int, Payload]] = []
@@ -202,7 +205,7 @@ class BlockEngine:
         return [n for client, one in each for n in self.ledger.replies(t, [client], one)]
 
     def _average(self, state: State, parts: Sequence[RankRound]) -> tuple[Tensor, Tensor, ServerMemory]:
-        """Do lines 17 to 19 in client order; return x, b and the server's memory after the round."""
+        """Run lines 17 to 19 of Algorithm 1 in client order; return the next x, b and server memory."""
         plan, rates, t = self.plan, self.plan.rates, state.t
         replies = [reply for part in parts for reply in part.replies]
         weight = {r.client: 0.0 if r.lost else plan.weight(r.client) for r in replies}
@@ -221,7 +224,7 @@ class BlockEngine:
         return x_next, b_next, memory
 
     def _kept(self, t: int, clients: list[int], memory: Tensor) -> dict[int, Tensor]:
-        """Return the next memories as they are stored: copies, so that none keeps the block alive."""
+        """Return the clients' next memories to store, as copies, which do not keep the block in memory."""
         if self.plan.config.residual_precision == "full":
             return {client: row.clone() for client, row in zip(clients, memory, strict=True)}
         words = self._keys(t, clients, Purpose.RESIDUAL)
@@ -241,14 +244,14 @@ class BlockEngine:
         """Evaluate this rank's batches of the test set."""
         self.vectors.write(state.broadcast, state.b)
         with self._setting():
-            # For a metric that draws; no client has the number m.
+            # The metric may draw random numbers; no client has the number m.
             seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
             where, share = (self.device, self.dtype), (self.ranks.rank, self.ranks.size)
             return evaluate_batches(self.vectors.model, self._judge, *where, *share, self._prepare)
 
     @cached_property
     def _judge(self) -> Task:
-        """Return the task with its test set on the device."""
+        """Return the task; on a GPU, with its test set on the device if the test set is fixed."""
         if self.device.type == "cpu" or not getattr(self.task.test, "fixed", False):
             return self.task
         return replace(self.task, test=whole(self.task.test, self.device, self.dtype))
@@ -258,7 +261,7 @@ class BlockEngine:
 
     @contextmanager
     def _setting(self) -> Iterator[None]:
-        """Compute the same bits every time. On a CPU each rank has one thread."""
+        """Inside `with`, compute the same bits every time; on a CPU with one thread for each rank."""
         threads = torch.get_num_threads()
         with reproducible(self.device, self.plan.config.precision):
             if self.device.type == "cpu":
@@ -269,7 +272,7 @@ class BlockEngine:
                 torch.set_num_threads(threads)
 
     def begin(self, state: State) -> State:
-        """Send each rank the residuals of its clients; return the state with those of rank 0."""
+        """Send each rank the residuals of its clients; return the state with rank 0's residuals."""
         return self.commands.begin(state, self.plan.m)
 
     def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
@@ -281,7 +284,7 @@ class BlockEngine:
         self.commands.send("settle", state)
 
     def close(self) -> None:
-        """End the other ranks and the threads."""
+        """End the other ranks and the threads that count bytes."""
         try:
             self.commands.dismiss()
         finally:
@@ -289,11 +292,11 @@ class BlockEngine:
                 self._counters.close()
 
     def serve(self) -> State:
-        """Carry out rank 0's commands until it ends this rank; return the last state seen."""
+        """Carry out rank 0's commands until rank 0 ends this rank; return the last state received."""
         return obey(self.ranks, self.start(), self._compute)
 
     def _compute(self, command: str, state: State) -> tuple[Any, Residuals]:
-        """Do a `round` or `evaluate`; return the result for rank 0, and the residuals after it."""
+        """Run the command `round` or `evaluate`; return the result for rank 0 and the residuals after it."""
         if command == "evaluate":
             return self._evaluate(state), state.residuals
         with self._setting():
@@ -304,7 +307,7 @@ class BlockEngine:
 
 
 def _raise_first(t: int, parts: Sequence[Any]) -> None:
-    """Raise the first error of a rank, or Diverged for the clients that diverged on any."""
+    """Raise the first error of any rank, or Diverged with all clients that diverged on any rank."""
     for part in parts:
         if isinstance(part, Exception):
             raise part

@@ -1,7 +1,7 @@
-"""Ranks: processes that share the clients of a run. Rank 0 sends commands, the others obey.
+"""Ranks: processes that share the clients of a run. Rank 0 sends commands, the other ranks obey.
 
-Client i belongs to rank i modulo their number, and its residual lives there. Ranks talk through
-`torch.distributed`: objects over gloo, the model over NCCL if each rank has its own GPU.
+Client i belongs to rank i modulo the number of ranks; that rank keeps the client's residual. Ranks exchange
+data by `torch.distributed`: objects over gloo, the model over NCCL if each rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way to change it later
+from torch.distributed.distributed_c10d import _set_pg_timeout  # no public function does this
 
 from cfedavg.algorithm import ServerMemory
 from cfedavg.core.config import Config, toml_value
@@ -29,18 +29,18 @@ from cfedavg.simulate.residuals import InMemory, Residuals
 from cfedavg.simulate.state import State
 from cfedavg.task import Task, fingerprint_content
 
-_FOREVER = timedelta(days=30)  # a round may take long; a rank that dies closes its connection, which shows
-# While ranks join, there is no connection yet: one that dies or stops then shows only by its absence.
-JOIN = timedelta(minutes=2)  # on this machine, where all are about to; it takes 0.1 s
-_JOIN_TORCHRUN = timedelta(minutes=30)  # on others, which may start later
+_FOREVER = timedelta(days=30)  # a round may take long; a rank that dies is noticed by its closed connection
+# While ranks join, there is no connection yet: only a timeout shows that a rank has died or stopped.
+JOIN = timedelta(minutes=2)  # for ranks on this machine, which are ready to join; joining takes 0.1 s
+_JOIN_TORCHRUN = timedelta(minutes=30)  # for ranks on other machines, which may start later
 
 
 class RankLost(InputError):
-    """A process of the run is gone."""
+    """The error that a process of the run is gone."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this name; `auto` is the GPU if there is one."""
+    """Return the device called `name`; `auto` is the GPU if there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -52,9 +52,9 @@ def choose_device(name: str) -> torch.device:
 
 
 class Ranks:
-    """The group of ranks as one member sees it. With one process, every exchange is a no-op."""
+    """The group of ranks as one rank sees it. With one process, every exchange does nothing."""
 
-    under_torchrun: ClassVar[bool] = False  # whether this process has joined a group of torchrun's
+    under_torchrun: ClassVar[bool] = False  # whether this process has joined torchrun's group
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         self.rank, self.size, self._nccl = rank, size, None
@@ -67,7 +67,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks | None:
-        """Join the group of torchrun; return None outside torchrun."""
+        """Join and return torchrun's group of ranks; return None outside torchrun."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1 or "RANK" not in os.environ:
             return None
@@ -79,7 +79,7 @@ class Ranks:
         return [i for i in clients if i % self.size == self.rank]
 
     def device(self, device: torch.device) -> torch.device:
-        """Return the device of this rank: the ranks of one machine share its GPUs."""
+        """Return the device of this rank; the ranks of a machine divide the machine's GPUs."""
         if device.type != "cuda" or device.index is not None or self.size == 1:
             return device
         here = int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
@@ -88,7 +88,7 @@ class Ranks:
         return torch.device("cuda", here)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return on rank 0 the values of all ranks, in their order; elsewhere an empty list."""
+        """Return on rank 0 the values of all ranks, in order of rank; on other ranks an empty list."""
         if self.size == 1:
             return [mine]
         found = [None] * self.size if self.rank == 0 else None
@@ -106,7 +106,7 @@ class Ranks:
         return box[0]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor on every rank; the others pass one of the same shape."""
+        """Return rank 0's tensor on every rank; the other ranks pass a tensor of the same shape."""
         if self.size == 1:
             return tensor
         with _whole():
@@ -118,7 +118,7 @@ class Ranks:
             return plain.to(tensor.device)
 
     def deal(self, things: Sequence[Any] | None = None) -> Any:
-        """Return to each rank its own value; rank 0 passes all of them."""
+        """Return to rank i the value `things[i]`; only rank 0 passes `things`."""
         if self.size == 1:
             assert things is not None
             return things[0]
@@ -128,7 +128,7 @@ class Ranks:
         return box[0]
 
     def together(self) -> AbstractContextManager[None]:
-        """Hold interrupts during several exchanges: a gap would put the ranks out of step."""
+        """Delay interrupts during several exchanges: an interrupt between would put ranks out of step."""
         return nullcontext() if self.size == 1 else _whole()
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Ranks:
 
 @contextmanager
 def _whole() -> Iterator[None]:
-    """Hold interrupts during an exchange, and turn a lost connection into RankLost."""
+    """Delay interrupts during an exchange, and turn a lost connection into RankLost."""
     with defer_stops():
         try:
             yield
@@ -149,14 +149,14 @@ def _whole() -> Iterator[None]:
 
 
 class RankCommands:
-    """Sends commands from rank 0 to the others. With one process, commands are no-ops."""
+    """The sender of rank 0's commands to the other ranks. With one process, commands do nothing."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._waiting = False  # for results
+        self._waiting = False  # whether results of other ranks are due
 
     def begin(self, state: State, m: int) -> State:
-        """Send each rank the residuals of its clients; return the state with those of rank 0."""
+        """Send each rank the residuals of its clients; return the state with rank 0's residuals."""
         size = self.ranks.size
         if size == 1:
             return state
@@ -167,11 +167,11 @@ class RankCommands:
         return dataclasses.replace(state, residuals=parts[0])
 
     def send(self, command: str, state: State | None) -> None:
-        """Send a command; `collect` must follow for `round`, `evaluate` and `residuals`."""
+        """Send a command; after `round`, `evaluate` or `residuals`, the caller must call `collect`."""
         if self.ranks.size == 1:
             return
         with self.ranks.together():
-            if self._waiting:  # a round was broken off: its results are still to come, and nobody needs them
+            if self._waiting:  # a round was interrupted: receive and drop its results
                 self.collect(None)
             self.ranks.share((command, state and state.t))
             if command in ("round", "evaluate"):
@@ -181,9 +181,9 @@ class RankCommands:
             self._waiting = command in ("round", "evaluate", "residuals")
 
     def collect(self, mine: Any) -> list[Any]:
-        """Return the results of all ranks, those of rank 0 first."""
+        """Return the results of all ranks; `mine`, the result of rank 0, is first."""
         with self.ranks.together():
-            found = self.ranks.gather(None)  # rank 0's need not travel, and may hold what pickle cannot
+            found = self.ranks.gather(None)  # not `mine`, which pickle may be unable to send
             self._waiting = False
         return [mine, *found[1:]]
 
@@ -191,14 +191,14 @@ class RankCommands:
         """End the other ranks."""
         with self.ranks.together():
             self.send("stop", None)
-            self.collect(None)  # all have received it, so connections may be closed
+            self.collect(None)  # then all ranks have received the command, and connections may be closed
 
 
 def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, Residuals]]) -> State:
-    """Carry out rank 0's commands until it ends this rank; return the last state seen.
+    """Carry out rank 0's commands until rank 0 ends this rank; return the last state received.
 
-    `compute` does a `round` or `evaluate` and returns its result and the residuals after it. Residuals of
-    this round and of the last one are kept, since a round that is broken off goes back.
+    `compute` runs a `round` or `evaluate` and returns the result and the residuals afterwards. This rank
+    keeps the residuals before and after the last round, since an interrupted round starts again.
     """
     residuals = dict[int, Residuals]()
     while True:
@@ -227,27 +227,27 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
 
 
 def _travelling(state: State) -> list[Tensor]:
-    """Return what every rank needs of a state: the broadcast model, its buffers, the shared feedback."""
+    """Return the tensors of a state that every rank needs: broadcast model, buffers, shared feedback."""
     return [state.broadcast, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that pickle can send: the same or its text; a bug keeps its traceback."""
-    if not isinstance(error, InputError) or error.__cause__:  # in the user's code, say
+    """Return `error`, or an error with its text if pickle cannot send `error`; add a bug's traceback."""
+    if not isinstance(error, InputError) or error.__cause__:  # in the user's code, for example
         error.add_note("on another rank: " + "".join(traceback.format_exception(error)))
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error
-    except Exception:  # a class of somebody else may do anything
+    except Exception:  # an error class of the user may raise anything
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def facts(config: Config, task: Task) -> dict[str, str]:
-    """Return by name what must be the same on every rank of torchrun.
+    """Return the named values that must be equal on every rank of torchrun.
 
-    Machines may differ in data folder and in GPU number, but not mix GPUs and CPUs. Trainable parameters may
-    differ: all ranks start from those of rank 0.
+    Machines may differ in data folder and GPU number, but must not mix GPUs and CPUs. Trainable parameters
+    may differ: all ranks start from rank 0's parameters.
     """
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config) if f.name != "data_dir"}
     device = choose_device(config.device)
@@ -263,7 +263,7 @@ def facts(config: Config, task: Task) -> dict[str, str]:
 
 
 def check_same(ranks: Ranks, mine: Mapping[str, str]) -> None:
-    """Raise the same InputError on every rank if a value of one differs from rank 0's."""
+    """Raise the same InputError on every rank if a value of any rank differs from rank 0's value."""
     everyone: list[Mapping[str, str]] = ranks.share(ranks.gather(dict(mine)))
     first = everyone[0]
     for rank, other in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""The reference engine: one client after another, as the pseudocode has it. The oracle of the fast ones."""
+"""The reference engine: one client after another, as in the pseudocode. Tests compare other engines to it."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from cfedavg.task import Task
 
 @dataclass(frozen=True)
 class ClientRound:
-    """A client's round: what it sent, what it kept, and what is reported of it."""
+    """One client's round: what the client sent and kept, and what the metrics report."""
 
     payload: Payload
     b: Tensor
     g: Tensor
-    memory: Tensor | None  # of the feedback, after the round
+    memory: Tensor | None  # the feedback's memory after the round
     reply: Reply
 
 
 class ReferenceEngine:
-    """Runs the clients of a round one after another on one device."""
+    """An engine that runs the clients of a round one after another on one device."""
 
     behind = 0
 
@@ -58,7 +58,7 @@ class ReferenceEngine:
         self.plan, self.task, self.device = plan, task, device
         self.dtype = PRECISIONS[plan.config.precision]
         self.vectors = Vectors(copy.deepcopy(task.model).to(device, self.dtype))
-        self._blank = copy.deepcopy(self.vectors.model)  # models for the user are copies of it
+        self._blank = copy.deepcopy(self.vectors.model)  # models for the user are copies of this
         self.layout, self.identity = self.vectors.layout, self.vectors.identity()
         self.ledger = Ledger(self.layout, messages)
         self.channel = plan.channel(self.layout)
@@ -68,7 +68,7 @@ class ReferenceEngine:
         return server.first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
-        """Run lines 3 to 19 as the pseudocode has them."""
+        """Run lines 3 to 19 of Algorithm 1 in the order of the pseudocode."""
         plan, rates, t = self.plan, self.plan.rates, state.t
         self.ledger.open(t)
         with reproducible(self.device, plan.config.precision):
@@ -96,7 +96,7 @@ class ReferenceEngine:
         return state_next, lambda: row
 
     def _clients(self, state: State, clients: list[int]) -> list[ClientRound]:
-        """Run every client's round; if some diverge, the error names them all."""
+        """Run every client's round; if clients diverge, raise one error that names all of them."""
         sent, diverged = [], []
         for client in clients:
             try:
@@ -110,7 +110,7 @@ class ReferenceEngine:
         return sent
 
     def _client(self, state: State, client: int) -> ClientRound:
-        """Do lines 5 to 15 for one client. The feedback restores a lost reply."""
+        """Run lines 5 to 15 of Algorithm 1 for a client; a lost reply goes back into the client's memory."""
         plan, t = self.plan, state.t
         config, shared = plan.config, plan.feedback.broadcast(state.memory.feedback)
         memory = state.residuals.get(client, state.x) if plan.feedback.keeps_client_memory else None
@@ -141,7 +141,7 @@ class ReferenceEngine:
         return ClientRound(made.payload, b_sent, g, after_loss, reply)
 
     def _kept(self, t: int, client: int, memory: Tensor) -> Tensor:
-        """Return the client's next memory as it is stored."""
+        """Return the client's next memory in the precision of stored residuals."""
         if self.plan.config.residual_precision == "full":
             return memory
         word = signed(key(self.plan.config.seed, t, client, Purpose.RESIDUAL))
@@ -150,7 +150,7 @@ class ReferenceEngine:
     def evaluate(self, state: State) -> Record:
         self.vectors.write(state.broadcast, state.b)
         with reproducible(self.device, self.plan.config.precision):
-            # For a metric that draws; no client has the number m.
+            # The metric may draw random numbers; no client has the number m.
             seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
             return evaluate(self.vectors.model, self.task, self.device, self.dtype)
 
@@ -161,14 +161,14 @@ class ReferenceEngine:
         save(state)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: this engine has no threads or ranks."""
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
         return model_of(self._blank, x, b)
 
 
 def _mean_norm2(g: list[Tensor]) -> float:
-    """Return |mean g_i|^2."""
+    """Return |mean g_i|^2 of the clients' updates g_i; 0 if there are none."""
     if not g:
         return 0.0
     total = torch.zeros_like(g[0])

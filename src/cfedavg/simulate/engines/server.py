@@ -1,4 +1,4 @@
-"""What the server does in a round beside the average: buffers, the broadcast, downloads, metrics."""
+"""The server's part of a round apart from the average of updates: buffers, broadcast, downloads, metrics."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from cfedavg.simulate.residuals import Residuals
 from cfedavg.simulate.state import State
 from cfedavg.wire import measure
 
-Broadcast = tuple[Collection[int], float]  # who held a copy before a compressed broadcast; |x - w|^2 after it
+Broadcast = tuple[Collection[int], float]  # clients that held a model copy before; |x - w|^2 afterwards
 
 
 def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float], otherwise: Tensor) -> Tensor:
-    """Return the mean of the buffers that arrived, in client order; `otherwise` if there are none."""
+    """Return the weighted mean of buffers, summed in client order; `otherwise` if there are no buffers."""
     if not vectors or not len(otherwise):
         return otherwise
     total = torch.zeros_like(otherwise)
@@ -36,12 +36,12 @@ def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float], otherwise
 
 
 def _statistics(plan: Plan, vectors: Vectors) -> Statistics:
-    """Return how running statistics travel to the clients."""
+    """Return the rounding and byte count of the buffers that the server sends to clients."""
     return Statistics(vectors.buffer_layout, plan.compressor_down)
 
 
 def first_state(plan: Plan, vectors: Vectors) -> State:
-    """Return the state before the first round, from the model's parameters and buffers."""
+    """Return the state before the first round, made from the model's parameters and buffers."""
     x, b = vectors.read()
     downlink, memory = plan.downlink(vectors.layout), plan.aggregator.init(x)
     b = _statistics(plan, vectors).travel(b)
@@ -59,15 +59,15 @@ def next_state(
     arrived: list[int],
     residuals: Residuals,
 ) -> State:
-    """Return the state after a round whose average is (x, b, memory), with the copy that is broadcast.
+    """Return the state after a round that produced `average` = (x, b, memory), with the next broadcast.
 
-    Raise Diverged if the model or the server's memory is not finite; `arrived` are the clients to name.
+    If the model or the server's memory is not finite, raise Diverged with the clients in `arrived`.
     """
     x, b, memory = average
     if not bool(torch.isfinite(x).all()):
         raise Diverged(state.t, arrived, "the model made from the updates")
     if not all(bool(torch.isfinite(each).all()) for each in memory.vectors().values()):
-        raise Diverged(state.t, arrived, "what the server optimiser or the feedback remembers")
+        raise Diverged(state.t, arrived, "the memory of the server optimiser or the feedback")
     z, eta_sum = _next_iterate(plan, state)
     after = State(state.t + 1, x, _statistics(plan, vectors).travel(b), residuals, z, eta_sum, memory)
     downlink = plan.downlink(vectors.layout)
@@ -77,7 +77,7 @@ def next_state(
     assert state.downloads is not None
     try:
         made = downlink.send(x, state.w, plan.broadcast_key(state.t), state.t)
-    except NotFinite:  # x and w are finite, and so far apart that x - w is not
+    except NotFinite:  # x and w are finite, but x - w overflows
         raise Diverged(state.t, arrived, "the broadcast x - w") from None
     length, most = measure(made.payload.numpy(), vectors.layout)[0], downlink.size(state.w)
     downloads = state.downloads.after(state.t, state.w, made.memory, length, arrived, most)
@@ -85,7 +85,7 @@ def next_state(
 
 
 def _next_iterate(plan: Plan, state: State) -> tuple[tuple[Tensor, Tensor] | None, float]:
-    """Return z of Theorem 2 and the sum of rates: an iterate's probability is proportional to its eta_L."""
+    """Return the iterate z of Theorem 2 and the sum of rates; z is a random x_t, drawn with weight eta_L."""
     if not plan.config.sample_iterate:
         return None, 0.0
     eta_sum = state.eta_sum + plan.rates.eta_local(state.t)
@@ -94,7 +94,7 @@ def _next_iterate(plan: Plan, state: State) -> tuple[tuple[Tensor, Tensor] | Non
 
 
 def count_downloads(plan: Plan, vectors: Vectors, state: State, start: Start) -> dict[int, Count]:
-    """Begin to count what each sampled client downloads: the model or what it missed, and the rest."""
+    """Return for each sampled client a function that counts its download: model, buffers, shared feedback."""
     layout, shared = vectors.layout, plan.feedback.broadcast(state.memory.feedback)
     beside = _statistics(plan, vectors).bytes(state.b)
     beside += 0 if shared is None else dense_bytes(shared, layout)
@@ -113,7 +113,7 @@ def count_downloads(plan: Plan, vectors: Vectors, state: State, start: Start) ->
 
 
 def measure_broadcast(state: State, after: State) -> Broadcast | None:
-    """Return what is reported of the broadcast between two states; None if the model travels whole."""
+    """Return what the metrics report of a compressed broadcast; None if the whole model is broadcast."""
     if state.downloads is None:
         return None
     return state.downloads.held.keys(), norm2(after.x - after.broadcast)
@@ -121,19 +121,19 @@ def measure_broadcast(state: State, after: State) -> Broadcast | None:
 
 @dataclass
 class RankRound:
-    """The round of one rank's clients: what they sent, and what is reported of them."""
+    """The round of one rank's clients: what the clients sent, and what the metrics report."""
 
     clients: list[int] = field(default_factory=list)
-    payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # with their clients
+    payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # each with its clients
     buffers: list[Tensor] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)  # without bytes
+    replies: list[Reply] = field(default_factory=list)  # with 0 bytes; `counts` has the bytes
     counts: list[Callable[[], list[int]] | list[int]] = field(default_factory=list)
     g_sum: Tensor | None = None
-    norms2: list[float] = field(default_factory=list)  # of all residuals of this rank
+    norms2: list[float] = field(default_factory=list)  # squared norms of this rank's residuals
     diverged: list[int] = field(default_factory=list)
 
     def bytes(self) -> list[int]:
-        """Return the bytes of every client, in order; wait for those that are still being counted."""
+        """Return the bytes that each client sent, in order; wait until all bytes are counted."""
         found = [each() if callable(each) else each for each in self.counts]
         return [n for block in found for n in block]
 
@@ -146,7 +146,7 @@ def record_ranks(
     broadcast: Broadcast | None,
     counts: Mapping[int, Count],
 ) -> Record:
-    """Return the round's row of metrics; wait until all messages and downloads are counted."""
+    """Return the round's row of metrics from all ranks' parts; wait until all bytes are counted."""
     replies = [
         replace(reply, up_bytes=up + statistics.bytes(b))
         for part in parts
@@ -170,7 +170,7 @@ def record_round(
     broadcast: Broadcast | None,
     downloads: Mapping[int, Download],
 ) -> Record:
-    """Return the row of metrics of a round with these replies in client order; mean_g2 is |mean g_i|^2."""
+    """Return a round's row of metrics; `replies` are in client order, `mean_g2` is |mean g_i|^2."""
     row = summarise(replies, len(downloads) - len(replies), d, mean_g2)
     row["downlink_bytes"] = sum(each.bytes for each in downloads.values())
     if broadcast is not None:
@@ -181,7 +181,7 @@ def record_round(
         row["copy_gap_norm2"] = finite(gap2)
     row |= residual_norms(norms2, plan.m)
     took = {reply.client: (reply.K, reply.up_bytes) for reply in replies}
-    # The round ends when the slowest client's reply is there.
+    # The round ends when the slowest client's reply arrives.
     row["simulated_seconds"] = (
         None
         if not plan.timed

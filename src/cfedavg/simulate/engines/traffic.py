@@ -1,4 +1,4 @@
-"""The bytes of a round: lengths of encoded messages, headers included, and threads that count them."""
+"""The bytes of a round: lengths of encoded messages with headers, and threads that count the bytes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 class Ledger:
-    """Counts the clients' messages. With a folder, it keeps them as files, beside the layout.
+    """A counter of the bytes of clients' messages. With a folder, messages and layout are kept as files.
 
-    The coders let other threads run, so an engine may count a round while it trains the next.
+    The message coders let other threads run, so an engine may count one round while it trains the next.
     """
 
     def __init__(self, layout: Layout, keep: Path | None = None, *, owner: bool = True) -> None:
         self.layout, self.keep, self.opened = layout, keep, not owner
 
     def replies(self, t: int, clients: list[int], payload: Payload) -> list[int]:
-        """Return the bytes that each client of a block sends in round t."""
+        """Return the bytes that each of `clients` sends in round `t`; `payload` holds all their updates."""
         block = payload.numpy()
         if self.keep is None:
             return measure(block, self.layout)
@@ -43,12 +43,15 @@ class Ledger:
         return lengths
 
     def known(self, payload: Payload) -> list[int] | None:
-        """Return the bytes if they do not depend on the values, else None. The values need not move."""
+        """Return each client's bytes if they do not depend on the payload's values, else None.
+
+        The values stay on their device.
+        """
         length = plain_length(payload) if self.keep is None else None
         return None if length is None else [length] * len(payload)
 
     def open(self, t: int) -> None:
-        """Make the folder in the first round; refuse one that holds messages of another run."""
+        """Make the folder in the first round; raise InputError if it holds messages of another run."""
         if self.keep is None or self.opened:
             return
         make_folder(self.keep, "`messages`")
@@ -66,7 +69,7 @@ class Ledger:
 
 
 def dense_bytes(vector: Tensor, layout: Layout) -> int:
-    """Return the bytes of a vector that is sent whole; 0 if it is empty."""
+    """Return the bytes of a vector that is sent uncompressed; 0 if the vector is empty."""
     if not len(vector):
         return 0
     return _whole_bytes(vector, "fp64" if vector.dtype == torch.float64 else "fp32", layout)
@@ -79,9 +82,9 @@ def _whole_bytes(values: Tensor, dtype: str, layout: Layout) -> int:
 
 
 class Statistics:
-    """The buffers of a model in one direction: in bf16 if that direction's compressor rounds values.
+    """How buffers are sent up or down: rounded to bf16 if the compressor of that direction rounds values.
 
-    Buffers of whole numbers are never rounded.
+    Buffers of integers are never rounded.
     """
 
     def __init__(self, layout: Layout, compressor: Compressor) -> None:
@@ -92,13 +95,13 @@ class Statistics:
         )
 
     def travel(self, b: Tensor) -> Tensor:
-        """Return the buffers as the receiver gets them; a row for each client is allowed."""
+        """Return the buffers as the receiver gets them; `b` may have a row for each client."""
         if not self.rounds or not b.shape[-1]:
             return b
         return torch.where(self._is_float.to(b.device), round_to_bf16(b), b)
 
     def bytes(self, b: Tensor) -> int:
-        """Return the bytes of one model's buffers."""
+        """Return the bytes in which the buffers of one model are sent."""
         if not self.rounds or not len(b):
             return dense_bytes(b, self.layout)
         is_float = self._is_float.to(b.device)
@@ -112,8 +115,8 @@ class Statistics:
 class Counters:
     """Threads whose work begins when the next round trains.
 
-    Training only waits for the GPU. Averaging, the broadcast and evaluation run Python, which the threads
-    would slow down: each of them holds the interpreter for a while.
+    During training, Python only waits for the GPU. Averaging, broadcast and evaluation run Python code, which
+    the threads would slow down: each thread holds the interpreter for a while.
 
     >>> counters = Counters(1)
     >>> length = counters.hand_in(lambda: len("abc"))
@@ -129,7 +132,7 @@ class Counters:
         self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
 
     def hand_in(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Queue work; return a function that waits for its result and begins the work if needed."""
+        """Queue `work`; return a function that starts the work if needed and waits for the result."""
         future: Future[T] = Future()
         self._waiting.append((future, work))
 
@@ -141,7 +144,7 @@ class Counters:
         return result
 
     def begin(self) -> None:
-        """Begin all work that was handed in."""
+        """Start all queued work."""
         waiting, self._waiting = self._waiting, []
 
         def finish(future: Future[Any], work: Callable[[], Any]) -> None:
@@ -154,5 +157,5 @@ class Counters:
             self._pool.submit(finish, future, work)
 
     def close(self) -> None:
-        """End the threads; work that has not begun is left undone."""
+        """End the threads; queued work is not done."""
         self._pool.shutdown()

@@ -1,6 +1,6 @@
-"""Trainers: who does the local work of a block of clients; here one client after another.
+"""Trainers, which do the local work of blocks of clients; here a trainer of one client after another.
 
-On a CPU that is fastest for all but the smallest models.
+On a CPU, this trainer is the fastest for all but the smallest models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cfedavg.simulate.local import Vectors, after, batches, local_steps, seed_ge
 from cfedavg.simulate.plan import Plan
 from cfedavg.task import Batch, Loss, Task, wrap_errors
 
-Start = Callable[[list[int]], Tensor]  # where clients begin: one x (d,) for all of them, or a row for each
+Start = Callable[[list[int]], Tensor]  # gives starting points: one x (d,) for all clients, or a row for each
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,30 @@ class Trained:
 
     clients: list[int]
     K: list[int]
-    x_0: Tensor  # where they began: (d,), or (n, d) where clients differ
+    x_0: Tensor  # starting point: (d,), or (n, d) if clients differ
     x_K: Tensor  # (n, d)
     b_K: Tensor  # (n, buffers)
-    loss: Tensor  # (n,): the mean over the client's steps
+    loss: Tensor  # (n,): each client's mean loss over its steps
 
     def part(self, start: int, stop: int) -> Trained:
-        """Return the clients from `start` to `stop`."""
+        """Return the results of clients `start` to `stop - 1` of the block."""
         rows = slice(start, stop)
         x_0 = self.x_0 if self.x_0.dim() == 1 else self.x_0[rows]
         return Trained(self.clients[rows], self.K[rows], x_0, self.x_K[rows], self.b_K[rows], self.loss[rows])
 
 
 class Trainer(Protocol):
-    """Does the local work of clients, block after block."""
+    """A trainer does the local work of clients, block after block."""
 
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """Yield blocks of clients in order, each after K_i steps from its start and b in round t."""
+        """Yield trained blocks of clients in order; client i takes K_i steps from `start` and buffers `b`."""
 
     def shrink(self) -> None:
-        """Train fewer clients at once to save memory; raise InputError if it is one already."""
+        """Train fewer clients at once to save memory; raise InputError if a block is already one client."""
 
 
 def too_large(device: torch.device) -> InputError:
-    """Return the error for a model of which not even one client can be trained."""
+    """Return the error for a model so large that not even one client can be trained."""
     return InputError(
         f"`device` {device}: not even one client fits into its memory; "
         "lower `batch_size`, keep `residuals` on disk, or take a smaller model"
@@ -59,7 +59,7 @@ def too_large(device: torch.device) -> InputError:
 
 
 def is_one_sample(error: Exception) -> bool:
-    """Return whether BatchNorm refuses a batch of one sample."""
+    """Return whether the error is that BatchNorm refuses a batch of one sample."""
     return "more than 1 value per channel" in str(error)
 
 
@@ -69,24 +69,24 @@ def explain_one_sample(error: ValueError, client: int) -> ValueError:
         return error
     return InputError(
         f"`batch_size` leaves client {client} a last batch of one sample, from which BatchNorm "
-        "cannot take a variance: choose another size, or a model with GroupNorm"
+        "cannot compute a variance: choose another size, or a model with GroupNorm"
     )
 
 
 def guard_loss(task: Task, client: int) -> Loss:
-    """Return the task's loss; an error in it names the client."""
+    """Return the task's loss as a function whose errors name the client."""
     return wrap_errors(task.loss, f"Task.loss fails on a batch of client {client}")
 
 
 def guard_batches(data: Iterator[Batch], client: int) -> Iterator[Batch]:
-    """Yield the same batches; an error in one names the client."""
+    """Yield the batches of `data`; an error while a batch is read names the client."""
     take = wrap_errors(lambda: next(data), f"Task.clients[{client}] gives no batch")
     while True:
         yield take()
 
 
 class Sequential:
-    """Trains one client after another in one model; `prepare` lays a batch out as the model needs it."""
+    """A trainer of one client after another in one model; `prepare` converts a batch for the model."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Sequential:
         seed_generators(self.device, config.seed, t, client)
         data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
         guarded_data = guard_batches(data, client)
-        # A cache would keep the bf16 weights of the first step for all steps.
+        # Autocast's cache would reuse the bf16 weights of the first step in all steps.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
             work = local_steps(
                 self.vectors.model,
@@ -134,9 +134,10 @@ class Sequential:
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep freed memory, else it maps and unmaps every large tensor anew.
+    """Tell glibc to keep freed memory; otherwise glibc maps and unmaps every large tensor anew.
 
-    That takes a quarter of a step of the paper's CNN. The process's memory stays at its peak.
+    The mapping takes a quarter of the time of a step of the paper's CNN. In exchange, the process's memory
+    stays at its peak.
     """
     trim, top, mapped = -1, -2, -3
     try:
@@ -145,4 +146,4 @@ def keep_memory() -> None:
         libc.mallopt(trim, 2**31 - 1)
         libc.mallopt(top, 64 << 20)
     except (OSError, AttributeError):
-        pass  # another C library: slower, that is all
+        pass  # another C library: training is only slower

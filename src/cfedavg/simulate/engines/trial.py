@@ -1,7 +1,7 @@
-"""Trials before a run: does the task train, and do steps of two clients together match steps one by one?
+"""Trials before a run: whether the task trains, and whether steps of two clients together match single steps.
 
-vmap and make_fx fail on some modules and silently give other numbers on others. So the batched trainer is
-tried on the device of the run, with real samples.
+vmap and make_fx fail on some modules, and silently compute other numbers on some other modules. So the
+batched trainer is tried on the device of the run, with real samples.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.rules import Steady
 from cfedavg.task import Batch, Samples, Task, Tensors, check_labels, check_loss, wrap_errors
 
-STEPS = 5  # on a GPU the first runs, the second is recorded, the third is played
-# How far steps may be apart, relatively: float32 and less are there to find what fails, or is far off.
+STEPS = 5  # on a GPU, step 1 runs, step 2 is recorded, later steps replay the recording
+# Allowed relative difference of the two results. float64 is strict; lower precisions find only gross errors.
 TOLERANCE = {"float64": 1e-6, "float32": 0.02, "tf32": 0.2, "bf16": 0.5}
 
 
 def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
-    """Take the first step of client 0 and evaluate one batch; raise InputError if one fails.
+    """Run the first step of client 0 and evaluate one test batch; raise InputError if one of the two fails.
 
-    Return the trainable parameters that the loss does not use: torch.optim leaves them unchanged.
+    Return the trainable parameters that the loss does not use: torch.optim leaves such parameters unchanged.
     """
     dtype = PRECISIONS[config.precision]
     try:
@@ -63,7 +63,7 @@ def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
 
 
 def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
-    """Return the trainable parameters without gradient; raise InputError if none has one."""
+    """Return the trainable parameters without gradient; raise InputError if no parameter has a gradient."""
     check_labels(task, batch)
     what = "Task.loss fails on a batch of Task.clients[0]"
     try:
@@ -83,7 +83,7 @@ def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
 
 
 def takes_channels_last(task: Task, dtype: torch.dtype) -> bool:
-    """Return whether the model takes images channels-last; one that uses `view` may not."""
+    """Return whether the model takes images in channels-last order; a model that calls `view` may fail."""
     cpu = torch.device("cpu")
     model: Any = copy.deepcopy(task.model).to(cpu, dtype).train()
     rows = np.arange(max(0, len(task.clients[0]) - 2), len(task.clients[0]))
@@ -104,18 +104,18 @@ def cannot_batch(
     dots: str | None = None,
     unused: Collection[str] = (),
 ) -> str | None:
-    """Return why clients cannot step together, with the module that it is about; None if they can."""
+    """Return the reason why clients cannot step together, with the module at fault; None if they can."""
     try:
         with restore_generators(device):
             small, trial = _two_clients(task, config)
             if changed := _changes(small, trial, device):
-                return f"a step changes {changed!r}, of which there is one for all clients"
+                return f"a step changes the attribute {changed!r}, which all clients share"
             compares = not _draws(small, trial, device)
             for precision in dict.fromkeys(("float64", config.precision)):
                 lists, at = precision == config.precision, trial.replace(precision=precision)
                 ours = dots if lists else None
                 if not _agree(small, at, device, ours, unused, lists=lists, compares=compares):
-                    return f"{_name(task.model)} learns something else in a step of many clients"
+                    return f"{_name(task.model)} computes other numbers in a step of many clients"
     except (torch.OutOfMemoryError, MemoryError):
         return None  # the run makes smaller blocks
     except Exception as error:
@@ -127,14 +127,17 @@ def cannot_batch(
 
 
 def explain_failure(model: nn.Module, error: Exception) -> str:
-    """Return which module failed, if the traceback shows it, and how."""
+    """Return a text that says which module failed, if the traceback shows the module, and how."""
     if isinstance(error, InputError):
         return str(error)
     return f"{_find_culprit(model, error)} fails in a step of many clients ({summarise_error(error)})"
 
 
 def _find_culprit(model: nn.Module, error: Exception) -> str:
-    """Return the innermost module of the traceback, else the model, of which it may hold a copy."""
+    """Return the name of the innermost module in the traceback, else of the model.
+
+    The traceback may show a copy of `model`.
+    """
     selves, trace = list[Any](), error.__traceback__
     while trace is not None:
         selves.append(trace.tb_frame.f_locals.get("self"))
@@ -150,7 +153,7 @@ def _name(module: nn.Module, name: str = "") -> str:
 
 
 class _Part:
-    """The first samples of a client."""
+    """The first `size` samples of a client."""
 
     fixed = True
 
@@ -165,7 +168,7 @@ class _Part:
 
 
 def _part(samples: Samples, size: int) -> Samples:
-    """Return the first samples of a client; read those that may change, as augmented ones do, once."""
+    """Return the first samples of a client; samples that may change (augmented samples) are read once."""
     if getattr(samples, "fixed", False):
         return _Part(samples, size)
     part = Tensors(samples.batch(np.arange(size)))
@@ -174,12 +177,12 @@ def _part(samples: Samples, size: int) -> Samples:
 
 
 def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
-    """Return a task of the smallest and the largest client, each with a full and a short batch."""
+    """Return a trial task of the smallest and the largest client, each with a full and a short batch."""
     sizes = [len(data) for data in task.clients]
     b, last = config.batch_size, len(sizes) - 1
     pair = (0, last) if len(set(sizes)) == 1 else (sizes.index(min(sizes)), sizes.index(max(sizes)))
     parts = [_part(task.clients[i], min(sizes[i], b + sizes[i] % b)) for i in pair]
-    slow = config.eta_local / 10 or config.eta_local  # so that rounding is not amplified
+    slow = config.eta_local / 10 or config.eta_local  # a small rate does not amplify rounding
     trial = Config(
         clients=2, rounds=1, local_steps=str(STEPS), batch_size=b, eta_local=slow, compressor="none",
         local_optimiser=config.local_optimiser, precision=config.precision, seed=config.seed,
@@ -193,7 +196,7 @@ def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
 
 
 def _changes(task: Task, config: Config, device: torch.device) -> str:
-    """Return the first attribute beside tensors that a step changes: a recorded step would not."""
+    """Return the first non-tensor attribute that a step changes: a recorded step would not change it."""
     model, batch = _model_and_batch(task, config, device)
     before = _attributes(model)
     task.loss(model, batch)
@@ -211,7 +214,7 @@ def _attributes(model: nn.Module) -> dict[str, str]:
 
 
 def _draws(task: Task, config: Config, device: torch.device) -> bool:
-    """Return whether a step draws at random, dropout aside: then two ways to take it cannot be compared."""
+    """Return whether a step without dropout draws random numbers, so that two steps cannot be compared."""
     values = []
     for seed in (0, 1):
         model, batch = _model_and_batch(task, config, device)
@@ -239,7 +242,7 @@ def _agree(
     lists: bool,
     compares: bool,
 ) -> bool:
-    """Return whether steps together end where steps one by one do, if that can be compared."""
+    """Return whether clients end at the same weights together and one by one; True without `compares`."""
     dtype, plan = PRECISIONS[config.precision], Plan(config, task)
     vectors = Vectors(copy.deepcopy(task.model).to(device, dtype))
     x, b = vectors.read()
@@ -282,9 +285,9 @@ def _apart(plan: Plan, task: Task, vectors: Vectors, device: torch.device) -> Tr
 
 
 def _close(mine: Tensor, theirs: Tensor, tolerance: float, noise: float) -> bool:
-    """Compare whole vectors client by client: single numbers may differ by rounding alone."""
+    """Return whether each client's vectors are close as a whole: single numbers may differ by rounding."""
     mine, theirs = (each.double().reshape(2, -1) for each in (mine, theirs))
     if not bool(torch.isfinite(theirs).all()):
-        return True  # the run itself raises
+        return True  # the run itself raises an error
     apart, length = (mine - theirs).norm(dim=1), theirs.norm(dim=1)
     return bool((apart <= tolerance * length + noise + 1e-12).all())

@@ -1,1 +1,1 @@
-"""A stack of clients that train at once: their step, its operators, who steps when, and on which samples."""
+"""Clients that train at once: their common step, its operators, and who steps when on which samples."""

@@ -1,8 +1,9 @@
 """Triton kernels: convolution of a block of clients, each with its own weights, as a product of matrices.
 
-Everything lies channels-last: x is (m, N, H, W, C), w is (m, KH, KW, C, CO), y is (m, N, OH, OW, CO). The
-matrix of patches is never written to memory: its entries are read from x where they are needed. A program
-computes one tile of BM x BN entries of the result of one client, BK terms of the sums at a time.
+All tensors are channels-last: x is (m, N, H, W, C), w is (m, KH, KW, C, CO), y is (m, N, OH, OW, CO). A tap
+is a position (kh, kw) in the kernel. The matrix of patches is never written to memory: a program reads the
+matrix's entries from x. A program computes one tile of BM x BN entries of one client's result, and adds BK
+terms of each sum at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _forward(
     DH: constexpr, DW: constexpr, FLAT: constexpr, BM: constexpr, BN: constexpr, BK: constexpr,
     PRECISION: constexpr,
 ):  # fmt: skip
-    """y[r, o] = sum over (tap, c) of x[r at tap, c] w[tap, c, o], for rows r = (n, oh, ow) of one client."""
+    """Compute y[r, o] = sum over (tap, c) of x[r at tap, c] w[tap, c, o]; a row r is (n, oh, ow)."""
     client = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
     NB: constexpr = (CO + BN - 1) // BN
@@ -85,10 +86,10 @@ def _input_grad(
     DH: constexpr, DW: constexpr, BM: constexpr, BN: constexpr, BK: constexpr,
     PRECISION: constexpr,
 ):  # fmt: skip
-    """dx[r, c] = sum over (tap, o) of dy[where x[r] was at tap, o] w[tap, c, o].
+    """Compute dx[r, c] = sum over (tap, o) of dy[output row that read x[r] at tap, o] w[tap, c, o].
 
-    With a stride, pixels that agree modulo it met the same taps: each such class (a, b) is a matrix product
-    of its own, with rows r = (n, h, w) over the pixels of the class.
+    With a stride, pixels whose positions are equal modulo the stride were read at the same taps. Each such
+    class of pixels (a, b) is a matrix product of its own; its rows r = (n, h, w) are the pixels of the class.
     """
     client = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
@@ -139,9 +140,10 @@ def _weight_grad(
     DH: constexpr, DW: constexpr, FLAT: constexpr, BM: constexpr, BN: constexpr, BK: constexpr,
     PRECISION: constexpr,
 ):  # fmt: skip
-    """dw[tap, c, o] = sum over rows r of x[r at tap, c] dy[r, o]; a tile of one tap, or of many if FLAT.
+    """Compute dw[tap, c, o] = sum over rows r of x[r at tap, c] dy[r, o].
 
-    The third axis of the grid splits the rows into chunks, whose sums lie one after another in dw.
+    A tile covers one tap or, if FLAT, many taps. The third axis of the grid splits the rows into chunks; the
+    sums of the chunks lie one after another in dw.
     """
     client = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
@@ -189,7 +191,7 @@ def _weight_grad(
 
 
 def forward(x: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """y of x and w."""
+    """Return the convolution y of x with w."""
     m, N, _, _, C = x.shape
     h, v = out_size(shape)
     CO, rows = w.shape[-1], N * h * v
@@ -202,7 +204,7 @@ def forward(x: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
 
 
 def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """dx of dy and w."""
+    """Return dx, the gradient of the loss by x, from dy and w."""
     m, N, _, _, CO = dy.shape
     C, (SH, SW) = w.shape[3], shape[4:6]
     dx = dy.new_empty(m, N, shape[0], shape[1], C)
@@ -214,7 +216,7 @@ def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor
 
 
 def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """dw of x and dy, in float32."""
+    """Return dw, the gradient of the loss by w, from x and dy, in float32."""
     m, N, _, _, C = x.shape
     CO, rows, taps = dy.shape[-1], N * dy.shape[2] * dy.shape[3], shape[2] * shape[3]
     flat = C < 32 or (shape[6] == shape[7] == 0 and C < 128)
@@ -235,7 +237,7 @@ PROGRAMS = 1056  # enough for the processors of a large GPU, eight each
 
 
 def _tile(M: int, N: int, K: int, operand: Tensor) -> dict[str, int]:
-    """A tile for a product of (M, K) by (K, N): measured on an H200 for the paper's models."""
+    """Return tile sizes for a product of (M, K) by (K, N), chosen by timings on an H200."""
     half = operand.dtype == torch.bfloat16
     BM = max(16, min(128, triton.next_power_of_2(M)))
     BN = max(16, min(256 if half else 64, triton.next_power_of_2(N)))

@@ -1,4 +1,4 @@
-"""Norms, pooling and attention as plain operators, which vmap has rules for and a compiler can fuse."""
+"""Norms, pooling and attention from plain operators, which vmap supports and a compiler can fuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MUCH = 256  # from so many numbers a sample and channel on, they are summed first
+MUCH = 256  # if each channel of a sample has at least so many numbers, each sample is summed first
 
 
 def batch_norm(
@@ -22,7 +22,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Do F.batch_norm; in training, normalise by the batch over all axes but 1."""
+    """Compute F.batch_norm; in training, normalise by the batch's mean and variance over all axes but 1."""
     if not training:
         assert running_mean is not None
         assert running_var is not None
@@ -39,7 +39,7 @@ def batch_norm(
 
 
 class BatchNorm(torch.autograd.Function):
-    """The norm of a batch with its textbook gradient, which needs two sums; autograd's own needs four."""
+    """Batch norm with the textbook gradient, which needs two sums; autograd's gradient needs four sums."""
 
     generate_vmap_rule = True
 
@@ -77,7 +77,7 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """Do max_pool2d with 2 x 2 or 3 x 3 windows that do not overlap; else NotImplemented."""
+    """Compute max_pool2d for 2 x 2 or 3 x 3 windows without overlap; else return NotImplemented."""
     k = kernel_size if isinstance(kernel_size, int) else kernel_size[0]
     plain = padding in (0, (0, 0)) and dilation in (1, (1, 1)) and not ceil_mode and not return_indices
     square = kernel_size in (k, (k, k)) and stride in (None, [], k, (k, k))
@@ -88,7 +88,7 @@ def max_pool(
 
 
 class MaxPool(torch.autograd.Function):
-    """The largest of each window, the first among equals, as operators that a compiler can fuse."""
+    """The first largest value of each window, computed by operators that a compiler can fuse."""
 
     generate_vmap_rule = True
 
@@ -125,7 +125,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Do F.group_norm: normalise each sample over the channels of a group and the axes after it."""
+    """Compute F.group_norm: normalise each sample over the channels of a group and all axes after axis 1."""
     n, channels, *rest = input.shape
     grouped = _wide(input).reshape(n, num_groups, channels // num_groups, *rest)
     var, mean = torch.var_mean(grouped, list(range(2, grouped.dim())), correction=0, keepdim=True)
@@ -146,19 +146,19 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _channel(values: Tensor, x: Tensor) -> Tensor:
-    """Reshape one value for each channel to broadcast along axis 1 of x."""
+    """Return one value for each channel, reshaped so that it broadcasts along axis 1 of `x`."""
     return values.view(-1, *[1] * (x.dim() - 2))
 
 
 def _channel_sums(x: Tensor) -> Tensor:
-    """Sum over all axes but 1; large samples are summed first, which gives many equal parts."""
+    """Return the sum over all axes but 1; large samples are summed first, as many parallel sums."""
     if x.dim() > 2 and x[0, 0].numel() >= MUCH:
         return x.flatten(2).sum(2).sum(0)
     return x.sum([0, *range(2, x.dim())])
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return variance and mean over all axes but 1, from those of each sample if large."""
+    """Return variance and mean over all axes but 1; for large samples, from each sample's moments."""
     if x.dim() == 2 or x[0, 0].numel() < MUCH:
         return torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     within, means = torch.var_mean(x.flatten(2), 2, correction=0)
@@ -167,12 +167,12 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return half precision numbers in single precision, for sums."""
+    """Return bf16 and float16 numbers as float32, for accurate sums; other numbers unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def mean_pool(input: Tensor, output_size: Any) -> Any:
-    """Do adaptive_avg_pool2d to one pixel; else NotImplemented."""
+    """Compute adaptive_avg_pool2d to one pixel; else return NotImplemented."""
     return input.mean((-2, -1), keepdim=True) if output_size in (1, (1, 1)) else NotImplemented
 
 
@@ -186,7 +186,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Do scaled_dot_product_attention by its formula: vmap has no rule for the fused kernels."""
+    """Compute scaled_dot_product_attention by its formula: vmap has no rule for the fused kernels."""
     if enable_gqa:
         return NotImplemented
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -200,12 +200,12 @@ def attention(
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """Do softmax over the last axis; a row that may attend to nothing is 0, as in torch."""
+    """Return the softmax over the last axis; a row of only -inf (nothing to attend to) is 0, as in torch."""
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.where(nothing, 0.0, torch.where(nothing, 0.0, scores).softmax(-1))
 
 
 def multi_head(*args: Any, **kwargs: Any) -> Any:
-    """Do F.multi_head_attention_forward; asking for the weights avoids the fused kernels."""
+    """Compute F.multi_head_attention_forward; `need_weights` is set, which avoids the fused kernels."""
     out, weights = F.multi_head_attention_forward(*args, **kwargs | {"need_weights": True})
     return out, weights if kwargs.get("need_weights", True) else None

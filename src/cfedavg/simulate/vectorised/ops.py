@@ -1,11 +1,11 @@
-"""Convolution of a block of clients at once, each with its own weights: what vmap does with conv2d here.
+"""Convolution of a block of clients at once, each with its own weights: our vmap rule for conv2d.
 
-vmap's own rule makes it a grouped convolution, for which cuDNN has no fast kernels. Ours read the clients'
-images and weights channels-last and multiply on the tensor cores; the matrix of patches is never written.
+vmap's own rule makes a grouped convolution, for which cuDNN has no fast kernels. Our kernels read images and
+weights in channels-last order and multiply on the tensor cores; the matrix of patches is never written.
 
-Three operators of torch do the work. Channels come last: x is (m, N, H, W, C), w is (m, KH, KW, C, O), y is
-(m, N, OH, OW, O). On a GPU they are Triton kernels; on a CPU one client is convolved after another, and the
-kernels are tested against that.
+Three torch operators do the work. Channels come last: x is (m, N, H, W, C), w is (m, KH, KW, C, O), y is
+(m, N, OH, OW, O). On a GPU the operators are Triton kernels. On a CPU the operators convolve one client after
+another; tests compare the kernels with these operators.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-# What the operands are, and how Triton multiplies them.
+# For each precision: the dtype of the operands, and how Triton multiplies the operands.
 DOTS = {
     "bf16": (torch.bfloat16, "ieee"),
     "tf32": (torch.float32, "tf32"),
-    "float32": (torch.float32, "tf32x3"),  # three products of halves: as exact as float32
+    "float32": (torch.float32, "tf32x3"),  # three TF32 products: as exact as float32
     "float64": (torch.float64, "ieee"),
 }
-# `shape` is ten numbers: height and width of the input, of the kernel, stride, padding and dilation.
+# `shape` below is ten numbers: height and width of input, kernel, stride, padding and dilation.
 
 
 def out_size(shape: Sequence[int]) -> tuple[int, int]:
-    """Return height and width of the output."""
+    """Return height and width of a convolution's output."""
     size, kernel, stride, padding, dilation = (shape[i : i + 2] for i in range(0, 10, 2))
     h, w = ((size[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1))
     return h, w
@@ -36,7 +36,7 @@ def out_size(shape: Sequence[int]) -> tuple[int, int]:
 
 @torch.library.custom_op("cfedavg::convolve", mutates_args=())
 def forward(x: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """Return y of x and w."""
+    """Return the convolution y of x with w."""
     if x.is_cuda:
         y: Tensor = _kernels().forward(x, w, shape, dots)
         return y
@@ -51,7 +51,7 @@ def _(x: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
 
 @torch.library.custom_op("cfedavg::convolve_input_grad", mutates_args=())
 def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """Return dx of dy and w."""
+    """Return dx, the gradient of the loss by x, from dy and w."""
     if dy.is_cuda:
         dx: Tensor = _kernels().input_grad(dy, w, shape, dots)
         return dx
@@ -68,7 +68,7 @@ def _(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
 
 @torch.library.custom_op("cfedavg::convolve_weight_grad", mutates_args=())
 def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], dots: str) -> Tensor:
-    """Return dw of x and dy, in float32 at least."""
+    """Return dw, the gradient of the loss by w, from x and dy, in float32 or float64."""
     if x.is_cuda:
         dw: Tensor = _kernels().weight_grad(x, dy, shape, dots)
         return dw
@@ -95,12 +95,12 @@ def _moves(shape: Sequence[int]) -> dict[str, Any]:
 
 
 def _images(x: Tensor) -> Tensor:
-    """Return (m, N, H, W, C) as (m, N, C, H, W), the channels still last in memory."""
+    """Return a view of (m, N, H, W, C) as (m, N, C, H, W); in memory the channels stay last."""
     return x.permute(0, 1, 4, 2, 3)
 
 
 def _weights(w: Tensor) -> Tensor:
-    """Return (m, KH, KW, C, O) as (m, O, C, KH, KW)."""
+    """Return a view of (m, KH, KW, C, O) as (m, O, C, KH, KW)."""
     return w.permute(0, 4, 3, 1, 2)
 
 
@@ -109,7 +109,7 @@ def _at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 
 class Shape(NamedTuple):
-    """How a convolution moves over its input, each as (height, width)."""
+    """The sizes of a convolution: for each property, height and width."""
 
     size: tuple[int, int]  # of the input
     kernel: tuple[int, int]
@@ -119,7 +119,7 @@ class Shape(NamedTuple):
 
     @property
     def flat(self) -> list[int]:
-        """Return the ten numbers that an operator of torch takes."""
+        """Return the ten numbers that the torch operators above take as `shape`."""
         return [number for pair in self for number in pair]
 
 
@@ -133,7 +133,7 @@ def convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Do conv2d by our kernels, multiplying as `dots` says; NotImplemented if torch must do it."""
+    """Compute conv2d by our kernels in precision `dots`; return NotImplemented if torch must compute it."""
     size, kernel = input.shape[2:], weight.shape[2:]
     if dots is None or groups != 1 or isinstance(padding, str) or input.dim() != 4:
         return NotImplemented
@@ -149,7 +149,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 class Clients(torch.autograd.Function):
-    """A function of tensors with a client axis in front; without vmap, a block of one client."""
+    """An autograd function of tensors whose first axis is the client; without vmap, there is one client."""
 
     @staticmethod
     def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
@@ -170,12 +170,12 @@ class Clients(torch.autograd.Function):
 
 
 def _front(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
-    """Return the tensor with the clients' axis in front; repeat one that they share."""
+    """Return the tensor with the clients' axis in front; a tensor that clients share is repeated."""
     return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 class Convolution(Clients):
-    """y = conv2d(x, w)."""
+    """The convolution y = conv2d(x, w) of each client."""
 
     @staticmethod
     def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
@@ -191,7 +191,7 @@ class Convolution(Clients):
 
 
 class InputGrad(Clients):
-    """dx, from dy and w."""
+    """The gradient dx of each client, from dy and w."""
 
     @staticmethod
     def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
@@ -200,7 +200,7 @@ class InputGrad(Clients):
 
 
 class WeightGrad(Clients):
-    """dw, from x and dy; in float32, as the weights are."""
+    """The gradient dw of each client, from x and dy, in the precision of the weights."""
 
     @staticmethod
     def block(a: Tensor, b: Tensor, shape: Shape, dots: str) -> Tensor:
@@ -213,10 +213,10 @@ def _apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _last(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (m, N, C, H, W) as (m, N, H, W, C), contiguous."""
+    """Return (m, N, C, H, W) as a contiguous (m, N, H, W, C)."""
     return x.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
 
 
 def _kernel(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (m, O, C, KH, KW) as (m, KH, KW, C, O), contiguous."""
+    """Return (m, O, C, KH, KW) as a contiguous (m, KH, KW, C, O)."""
     return w.to(dtype).permute(0, 3, 4, 2, 1).contiguous()

@@ -1,4 +1,4 @@
-"""The clients' samples on the device: copied there once, read in any order."""
+"""The clients' samples on the device: copied to the device once, then read in any order."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from cfedavg.core.tensors import free_memory
 from cfedavg.simulate.local import to_device
 from cfedavg.task import Batch, Samples
 
-_SHARE = 4  # samples may take up a quarter of the memory that is free
+_SHARE = 4  # samples may take a quarter of the free memory
 
 
 class Source(Protocol):
-    """The samples of the clients of a block."""
+    """A source of the samples of a block of clients."""
 
     def gather(self, rows: Tensor, clients: np.ndarray | None = None) -> Batch:
-        """Return batches of `clients`, or of the first n, of the block; `rows` (n, b) count in their data."""
+        """Return a batch of b samples for each of n clients; `rows` (n, b) are numbers of samples.
+
+        `clients` are places in the block; None means the first n clients of the block.
+        """
 
 
 class Resident:
-    """Samples on the device, those of all clients concatenated."""
+    """A source of samples on the device; the samples of all clients are concatenated."""
 
     def __init__(self, tree: Any, starts: Tensor) -> None:
         self.tree, self.starts = tree, starts
@@ -39,7 +42,7 @@ class Resident:
 
 
 class Hosted:
-    """Samples that are read anew for every batch, as augmented ones must be."""
+    """A source that reads samples anew for every batch, as augmented samples need."""
 
     def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
         self.clients, self.device, self.dtype = clients, device, dtype
@@ -51,9 +54,9 @@ class Hosted:
 
 
 class Pool:
-    """All clients' samples. Those with the attribute `fixed` stay on the device.
+    """The samples of all clients. Samples with the attribute `fixed` stay on the device.
 
-    If memory is short, the least recently used leave it.
+    If memory is short, the least recently used samples are dropped from the device.
     """
 
     def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
@@ -63,7 +66,7 @@ class Pool:
         self._last: tuple[list[int], Source] | None = None
 
     def block(self, clients: list[int]) -> Source:
-        """Return the samples of some clients, in this order."""
+        """Return a source of the samples of `clients`, in this order."""
         if self._last is not None and self._last[0] == clients:
             return self._last[1]
         self._last = None  # frees the last block first
@@ -89,13 +92,13 @@ class Pool:
         return tree
 
     def clear(self) -> None:
-        """Free the memory."""
+        """Drop all samples from the device."""
         self._kept.clear()
         self._bytes, self._last = 0, None
 
 
 def _join(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
-    """Return the data of several clients in one tree; raise ShapesDiffer if they do not fit."""
+    """Return the data of several clients joined into one tree; raise ShapesDiffer if shapes do not fit."""
     try:
         return tree_map(lambda *leaves: join(list(leaves)), *trees)
     except torch.OutOfMemoryError:
@@ -105,7 +108,7 @@ def _join(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
 
 
 def whole(samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return all samples as one batch on the device."""
+    """Return all of `samples` as one batch on the device."""
     return to_device(samples.batch(np.arange(len(samples))), device, dtype)
 
 

@@ -1,7 +1,7 @@
-"""A step listed once for each shape of its inputs, then replayed.
+"""A recorder of steps: it lists a step once for each shape of the inputs, then replays the list.
 
-`make_fx` lists the operators of the batched step. On a GPU the list is compiled and, the second time,
-recorded as a CUDA graph that one launch replays. If one of these fails, the stage before it runs.
+`make_fx` lists the operators of the batched step. On a GPU the list is compiled. The second run of the list
+is recorded as a CUDA graph, which one launch replays. If a stage fails, the stage before is used.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _COMPILED: dict[Any, Any] = {}
 
 
 class Recorder:
-    """Replays steps of stacks that keep their place in memory."""
+    """A recorder that replays steps of stacks whose tensors keep their place in memory."""
 
-    compiling = True  # on a GPU; tests of many small models switch it off
+    compiling = True  # whether to compile on a GPU; tests of many small models set False
 
     def __init__(self, step: Step, device: torch.device, say: Callable[[str], None]) -> None:
         self.step, self.device, self.say = step, device, say
@@ -37,13 +37,13 @@ class Recorder:
         self._plays: dict[Any, Play] = {}
 
     def simplify(self, *, lists: bool) -> None:
-        """Compile nothing, and without `lists` list nothing: for a few steps it does not pay."""
+        """Switch off compilation and, without `lists`, listing too: neither pays for a few steps."""
         self.compiles, self.lists, self.records = False, lists, self.records and lists
 
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
     ) -> None:
-        """Take a step of the clients of the stack."""
+        """Run a step of all clients of the stack."""
         leaves, tree = tree_flatten(batch)
         options = [each for each in (valid, active) if each is not None]
         inputs = [*leaves, *options, eta]
@@ -53,11 +53,11 @@ class Recorder:
         self._plays[kind](inputs)
 
     def forget(self) -> None:
-        """Drop all recorded steps: the stack moves, or its memory is needed."""
+        """Drop all recorded steps, since the stack moves or memory is needed."""
         self._plays.clear()
 
     def _first(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Play:
-        """Return the first play: it runs, so that everything is loaded; the second is recorded."""
+        """Return a function for the first run of a step, which loads all code; the second run is recorded."""
         tensors = stack.tensors()
         listed = self._list(stack, inputs, leaves, tree, kind)
         n, width = inputs[0].shape[:2]
@@ -78,7 +78,7 @@ class Recorder:
         return first
 
     def _list(self, stack: Stack, inputs: list[Tensor], leaves: int, tree: Any, kind: Any) -> Any:
-        """Return the operators of the step for these shapes; the step itself if it cannot be listed."""
+        """Return the listed operators of the step for these shapes; if listing fails, the step itself."""
         mine, structure = tree_flatten(stack.tree)
         whole, partial = kind[:2]
 
@@ -94,16 +94,16 @@ class Recorder:
             return flat
         before = _python_generators()
         try:
-            # Frozen parameters and tensors that the loss brings along become constants of the list.
+            # Frozen parameters and tensors of the loss become constants of the list.
             fake = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
             listed = fake(*stack.tensors(), *inputs)
-        except (torch.OutOfMemoryError, ValueError):  # a ValueError is BatchNorm's, of a batch of one sample
+        except (torch.OutOfMemoryError, ValueError):  # BatchNorm raises ValueError for one sample
             raise
         except Exception as error:
-            self.say(f"the step cannot be written down ({summarise_error(error)}): it runs as it is, slower")
+            self.say(f"the step cannot be listed ({summarise_error(error)}): it runs as it is, slower")
             self.compiles = False
             return flat
-        if _python_generators() != before:  # a list would repeat the same draw
+        if _python_generators() != before:  # a replayed list would repeat the same random numbers
             self.say("the model draws with Python's or NumPy's generator: its step runs as it is, slower")
             self.compiles = self.records = False
             return flat
@@ -133,25 +133,25 @@ class Recorder:
         return compiled
 
     def _shared(self, listed: Any, tensors: tuple[Tensor, ...], step: str) -> Any:
-        """Compile the list, or return what an earlier run in this process compiled of the same operators."""
-        constants = any(node.op == "get_attr" for node in listed.graph.nodes)  # which the text does not show
+        """Return the compiled list; reuse the result if this process compiled the same operators before."""
+        constants = any(node.op == "get_attr" for node in listed.graph.nodes)  # `code` does not show these
         key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
         if not constants and key in _COMPILED:
             return _COMPILED[key]
         self.say(f"compiling {step}, once: half a minute or more")
-        # Otherwise the compiler takes the kernel that it timed fastest, which may change when its cache is
-        # lost: a resumed run would then round differently.
+        # Without `deterministic`, the compiler takes the kernel that it timed fastest. Without its cache, the
+        # compiler may take another kernel, and a resumed run would round differently.
         made = torch.compile(listed, fullgraph=True, dynamic=False, options={"deterministic": True})
         if not constants:
             _COMPILED[key] = made
         return made
 
     def _record(self, run: Play, given: list[Tensor]) -> Play:
-        """Return a CUDA graph of the step; given inputs are copied into its own."""
+        """Return a function that copies given inputs into a CUDA graph of the step and replays the graph."""
         inputs = [each.clone() for each in given]
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that count bytes go on using the GPU. The default mode forbids them to wait for it.
+            # Threads that count bytes use the GPU meanwhile. The default mode forbids threads to wait for it.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run(inputs)
         except torch.OutOfMemoryError:

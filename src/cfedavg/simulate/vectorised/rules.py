@@ -1,9 +1,9 @@
-"""Functions of torch that a batched step replaces, in any module that calls them.
+"""Replacements of torch functions in a batched step, for any model and loss.
 
-A step trains many clients at once through `torch.func.vmap`. Three kinds of functions are caught on their
-way from the user's module or loss to torch: convolutions, for which vmap's own rule is slow; norms, pooling
-and attention, which are written out so that a compiler can fuse them; and means over the batch, which must
-not see the rows that only fill up the batch of a client with fewer samples.
+A step trains many clients at once by `torch.func.vmap`. Three kinds of functions that the user's model or
+loss calls are replaced: convolutions, for which vmap's own rule is slow; norms, pooling and attention, so
+that a compiler can fuse their operators; and means over the batch, which must leave out the rows that only
+fill up the batch of a client with fewer samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cfedavg.simulate.vectorised.ops import convolve
 from cfedavg.task import Batch, Loss
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-# Losses whose "mean" is the mean of what they give with reduction="none".
+# Losses for which reduction="mean" is the plain mean of the result with reduction="none".
 ELEMENTWISE = {
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits,
     F.binary_cross_entropy, F.soft_margin_loss, F.poisson_nll_loss,
@@ -54,16 +54,16 @@ RULES: dict[Any, Callable[..., Any]] = {
 
 
 class Rules(TorchFunctionMode):
-    """In force while one client's loss is computed.
+    """A mode that replaces torch functions while one client's loss is computed.
 
-    `valid` marks the rows of the batch that count, None if all do. `dots` says in which precision the
-    convolutions of a GPU multiply, None for torch's own.
+    `valid` marks the rows of the batch that count; None means all rows. `dots` is the precision of our
+    convolutions on a GPU; None means torch's convolutions.
     """
 
     def __init__(self, valid: Tensor | None = None, dots: str | None = None) -> None:
         super().__init__()
         self.valid, self.dots = valid, dots
-        self.means = 0  # that were taken over the rows that count
+        self.means = 0  # number of means taken over the valid rows
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ class Rules(TorchFunctionMode):
         return func(*args, **kwargs) if found is NotImplemented else found
 
     def _mean(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the mean over the rows that count if `func` takes one over all rows."""
+        """Return the mean over the valid rows if `func` is a mean over all rows, else NotImplemented."""
         assert self.valid is not None
         if func in MEANS:
             plain = len(args) == 1 and not kwargs and self._spans(args[0])
@@ -101,7 +101,7 @@ class Rules(TorchFunctionMode):
         return x.dim() > 0 and len(x) == len(self.valid)
 
     def _mean_of(self, each: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return sum(each) / sum(weights) over the rows that count."""
+        """Return sum(each) / sum(weights) over the valid rows; without `weights`, each weight is 1."""
         assert self.valid is not None
         self.means += 1
         counts = self.valid.view(-1, *[1] * (each.dim() - 1)).expand(each.shape)
@@ -111,7 +111,7 @@ class Rules(TorchFunctionMode):
 
 
 class Steady(TorchFunctionMode):
-    """Switches dropout off, so that two ways to take a step can be compared."""
+    """A mode that switches dropout off, so that two ways to compute a step can be compared."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -125,16 +125,16 @@ class Steady(TorchFunctionMode):
 
 
 def _bound(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name, with the defaults of those not given."""
+    """Return the arguments of a call by name, with defaults for missing arguments."""
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
 def _class_weights(given: dict[str, Any]) -> Tensor | None:
-    """Return the weight of each term of a cross entropy: that of its class, 0 if it is ignored."""
+    """Return the weight of each term of a cross entropy: the class's weight, or 0 for an ignored target."""
     target, weight = given["target"], given["weight"]
-    if target.is_floating_point():  # class probabilities: the mean is over samples, whatever the weights
+    if target.is_floating_point():  # class probabilities: torch takes the plain mean over samples
         return None
     kept: Tensor = target != given["ignore_index"]
     if weight is None:
@@ -143,10 +143,10 @@ def _class_weights(given: dict[str, Any]) -> Tensor | None:
 
 
 def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
-    """Return whether a batch of n samples, of which some do not count, trains like one without them.
+    """Return whether a batch of n samples with masked rows trains like a batch without those rows.
 
-    Try it with the weights unchanged and with noise on them: a fresh model may give zeros, which
-    hide what mixes samples.
+    Try this with the model's weights and with noise added to the weights: a fresh model may give zeros, which
+    hide that a layer mixes samples.
     """
     kept = max(1, n - 2)
     batch = to_device(batch, torch.device("cpu"), torch.float64)
@@ -157,13 +157,13 @@ def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
             after = [_after(noisy, loss, fewer, None), _after(noisy, loss, batch, torch.arange(n) < kept)]
             if not all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(*after, strict=True)):
                 return False
-    except Exception:  # not a batch of rows, or one sample is too few
+    except Exception:  # the batch has no rows, or one sample is too few
         return False
     return True
 
 
 def count_means(model: nn.Module, loss: Loss, batch: Batch, n: int) -> int:
-    """Return how many means over n rows a step takes."""
+    """Return how many means over n rows the loss of a batch takes."""
     rules = Rules(torch.ones(n, dtype=torch.bool, device=next(model.parameters()).device))
     with Steady(), rules, torch.no_grad():
         loss(copy.deepcopy(model), batch)

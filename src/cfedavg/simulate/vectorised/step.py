@@ -1,7 +1,7 @@
 """One local step of many clients at once, for any module that torch.func can handle.
 
-The step of one client is written once, as a function of its parameters, buffers and batch; `vmap` makes it
-a step of n clients, each with its own weights. The recorder lists, compiles and records it.
+The step of one client is a function of the client's parameters, buffers and batch. `vmap` turns this function
+into a step of n clients, each with its own weights. The recorder lists, compiles and records that step.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from cfedavg.task import Batch, Loss
 
 
 class _Objective(nn.Module):
-    """The user's loss as a module that holds the user's model, so that its tensors can be swapped."""
+    """The user's loss as a module that holds the user's model, so that the model's tensors can be swapped."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model = model
-        # A function: as a submodule, the loss's own tensors would be swapped too.
+        # A function, not a submodule: the tensors of a submodule would be swapped too.
         self.judge: Callable[[Batch], Tensor] = lambda batch: loss(model, batch)
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and the buffers after it: some modules replace theirs."""
+        """Return the loss, and the buffers afterwards: some modules replace their buffers."""
         value: Tensor = self.judge(batch)
         return value, list(self.buffers())
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The training state of n clients: every tensor has a client in front."""
+    """The training state of n clients: the first axis of every tensor is the client."""
 
     parameters: list[Tensor]
-    state: dict[str, list[Tensor]]  # of the local optimiser, a tensor for each parameter in every list
-    start: list[Tensor]  # the parameters at the beginning of the round; empty where nobody needs them
+    state: dict[str, list[Tensor]]  # of the local optimiser; each list has a tensor for each parameter
+    start: list[Tensor]  # the parameters at the start of the round; empty if the optimiser needs none
     buffers: list[Tensor]
-    losses: Tensor  # of all steps so far, added up
+    losses: Tensor  # for each client, the sum of the losses of all steps so far
 
     @property
     def tree(self) -> Any:
-        """Return all tensors as a pytree of torch."""
+        """Return all tensors as a torch pytree."""
         return self.parameters, self.state, self.start, self.buffers, self.losses
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Stack:
-        """Return a stack with every tensor changed."""
+        """Return a stack with `change` applied to every tensor."""
         return Stack(*tree_map(change, self.tree))
 
     def part(self, n: int) -> Stack:
-        """Return the first n clients, sharing memory."""
+        """Return a stack of the first n clients, which shares this stack's memory."""
         return self.each(lambda tensor: tensor[:n])
 
     def at(self, rows: Tensor) -> Stack:
-        """Return a copy of some clients."""
+        """Return a stack with copies of the clients at `rows`."""
         return self.each(lambda tensor: tensor[rows])
 
     def put(self, rows: Tensor, stack: Stack) -> None:
-        """Write some clients back."""
+        """Write the clients of `stack` into this stack at `rows`."""
         for mine, theirs in zip(self.tensors(), stack.tensors(), strict=True):
             mine[rows] = theirs
 
@@ -74,7 +74,7 @@ class Stack:
 
 
 class Step:
-    """Steps of a model under a loss. Call it with a Stack, which it changes, and the clients' batches."""
+    """The step of a model under a loss. A call takes a Stack, which it changes, and the clients' batches."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Step:
         autocast: bool = False,
         unused: Collection[str] = (),
     ) -> None:
-        """Leave `unused` parameters unchanged, without weight decay, as torch.optim does."""
+        """Set up the step; as in torch.optim, `unused` parameters do not change, not even by weight decay."""
         self.objective = _Objective(model, loss)
         self.trainable = [name for name, p in self.objective.named_parameters() if p.requires_grad]
         self.buffers = [name for name, _ in self.objective.named_buffers()]
@@ -95,7 +95,7 @@ class Step:
         self.used = [i for i, name in enumerate(names) if name not in unused]
 
     def one(self, parameters: list[Tensor], buffers: list[Tensor], batch: Batch, valid: Tensor | None) -> Any:
-        """Return the loss of one client, and its buffers after the step."""
+        """Return the loss of one client, and the client's buffers after the step."""
         swapped = dict(zip(self.trainable + self.buffers, [*parameters, *buffers], strict=True))
         device = parameters[0].device.type
         with Rules(valid, self.dots), torch.autocast(device, torch.bfloat16, enabled=self.autocast):
@@ -107,14 +107,14 @@ class Step:
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
     ) -> None:
-        """Take a step of all clients of the stack; only `active` ones change."""
+        """Run a step of all clients of the stack; only clients marked in `active` change."""
         # vmap must be able to split every argument: an empty dictionary stands for no mask.
         masks = {} if valid is None else {"valid": valid}
 
         def one(p: list[Tensor], b: list[Tensor], data: Batch, masks: dict[str, Tensor]) -> Any:
             return self.one(p, b, data, masks.get("valid"))
 
-        # Modules change their buffers in place; those of inactive clients must stay.
+        # Modules change their buffers in place; buffers of inactive clients must stay unchanged.
         buffers = [buffer.clone() for buffer in stack.buffers]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vmap warns where it is slow; the user cannot change that
@@ -128,7 +128,7 @@ class Step:
             stack.losses.add_(losses if active is None else torch.where(active, losses, 0.0))
 
     def _descend(self, stack: Stack, grads: Sequence[Tensor], active: Tensor | None, eta: Tensor) -> None:
-        """Take the optimiser's step of each client, mapped over all of them."""
+        """Run the optimiser's step of all clients, by vmap over the clients."""
 
         def one(params: Any, grads: Any, state: Any, start: Any) -> Any:
             return self.optimiser.step(params, grads, state, eta, start)
@@ -145,7 +145,7 @@ class Step:
             old.copy_(_choose(active, new, old))
 
     def _used(self, each: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of the parameters that the loss uses."""
+        """Return the tensors in `each` that belong to parameters that the loss uses."""
         return [each[i] for i in self.used] if each else []
 
 

@@ -1,7 +1,7 @@
-"""Who takes which step with which samples, when many clients of a block step together.
+"""The timetable of a block: which clients step together, and with which samples.
 
-Each client goes through its own batches as `local.batches` yields them. Clients are independent within a
-round, so they may wait for one another: a turn is a step of those whose next batches fit together.
+Each client goes through its own batches in the order of `local.batches`. Clients are independent within a
+round, so a client may wait for others: a turn is one step of clients whose next batches fit together.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LAST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Turn:
-    """One step that `clients` of the block take, each its own step `k`, on batches of `width` rows.
+    """One step that `clients` of the block take together, on batches of `width` rows.
 
-    An int means the first clients of the block. The first `sizes` rows of a client's batch count; all if
-    None.
+    If `clients` is an integer n, the first n clients of the block step. `k` is the number of each client's
+    own step. Only the first `sizes` rows of each client's batch count; if `sizes` is None, all rows count.
     """
 
     clients: np.ndarray | int
     k: np.ndarray
     width: int
     sizes: np.ndarray | None
-    active: int  # of the first clients, how many still have steps to do
+    active: int  # how many of the first clients still have steps to do; the others are idle
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Timetable:
     """The turns of a block whose clients are sorted by their number of steps, most first."""
 
     clients: Sequence[int]
-    samples: np.ndarray  # of each client
-    steps: np.ndarray  # K_i
+    samples: np.ndarray  # number of samples of each client
+    steps: np.ndarray  # K_i of each client
     batch_size: int
     seed: int
     t: int
@@ -50,18 +50,18 @@ class Timetable:
         return -(-self.samples // self.batch_size)
 
     def size(self, k: np.ndarray, c: np.ndarray | slice) -> np.ndarray:
-        """Return the size of client c's batch in its step k."""
+        """Return the batch sizes of the clients `c` in their steps `k`."""
         left = self.samples[c] - k % self.per_epoch[c] * self.batch_size
         found: np.ndarray = np.minimum(left, self.batch_size)
         return found
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether all clients have equally many samples, so that short batches coincide."""
+        """Return whether all clients have equally many samples: then short batches come in the same step."""
         return bool((self.samples == self.samples[0]).all())
 
     def together(self) -> Iterator[Turn]:
-        """Yield turns of all clients; rows that fill up shorter batches do not count."""
+        """Yield turns of all clients; shorter batches are filled up with rows that do not count."""
         n = len(self.clients)
         for k in range(int(self.steps[0])):
             active = int((self.steps > k).sum())
@@ -75,7 +75,7 @@ class Timetable:
                 yield Turn(running, np.full(running, k), width, None if full else sizes, active)
 
     def apart(self) -> Iterator[Turn]:
-        """Yield turns of clients whose batches have the same size; the others wait."""
+        """Yield turns of clients whose next batches have the same size; the other clients wait."""
         if self.uniform:
             yield from self.together()
             return
@@ -92,19 +92,19 @@ class Timetable:
 
 
 class Rows:
-    """The rows of every batch, on the device, made for one stretch of steps at a time."""
+    """The sample numbers of every batch, on the device, computed for one stretch of steps at a time."""
 
     def __init__(self, timetable: Timetable, device: torch.device) -> None:
         self.timetable, self.device = timetable, device
         n, most = len(timetable.clients), int(timetable.samples.max())
-        epochs = max(1, 2**24 // (n * most))  # of all clients, in one table
+        epochs = max(1, 2**24 // (n * most))  # how many fit into one table
         self.length = max(
             1, min(2**24 // (n * timetable.batch_size), epochs * int(timetable.per_epoch.min()))
         )
         self.start, self.table = -1, torch.empty(0)
 
     def at(self, turn: Turn) -> Tensor:
-        """Return the rows of each client's batch, (clients, width); beyond its size, any row."""
+        """Return the sample numbers (clients, width) of each batch; past a batch's size, any numbers."""
         if isinstance(turn.clients, int):
             step = int(turn.k[0])
             return self._stretch(step)[step - self.start, : turn.clients, : turn.width]
@@ -116,7 +116,7 @@ class Rows:
         return found
 
     def _stretch(self, k: int) -> Tensor:
-        """Return the table of the stretch that contains step k."""
+        """Return the table of the stretch of steps that contains step `k`."""
         start = k // self.length * self.length
         if start != self.start:
             last = int(self.timetable.steps.max())
@@ -124,7 +124,7 @@ class Rows:
         return self.table
 
     def _table(self, start: int, stop: int) -> Tensor:
-        """Return (steps, clients, batch). A client that is done repeats its last epoch; it is not read."""
+        """Return sample numbers (steps, clients, batch); a finished client's numbers are not read."""
         table = self.timetable
         last = np.maximum(table.steps - 1, 0) // table.per_epoch
         first, final = (np.minimum(k // table.per_epoch, last) for k in (start, stop - 1))
@@ -138,9 +138,9 @@ class Rows:
         return orders.view(-1)[row[..., None] * orders.shape[1] + place]
 
     def _orders(self, first: np.ndarray, final: np.ndarray) -> Tensor:
-        """Return (epochs, samples): the order of rows in each epoch of client 0, then of client 1, ...
+        """Return (epochs, samples): the order of samples in each epoch of client 0, then of client 1, ...
 
-        From each client's `first` to its `final` epoch, as `permutation` orders them.
+        The epochs of a client go from its `first` to its `final` epoch. The order is that of `permutation`.
         """
         table, batch = self.timetable, int(Purpose.BATCH)
         counts = final - first + 1
@@ -149,7 +149,7 @@ class Rows:
         clients = keys(table.seed, table.t, np.asarray(table.clients, np.int64)[owner], batch)
         words = self._here(keys(clients, epoch, 0, batch))
         row = torch.arange(int(table.samples.max()), device=self.device)
-        # Rows that a client does not have come last, by the stable sort even if a draw equals _LAST.
+        # Numbers of samples that a client lacks come last; the sort is stable, so also if a draw is _LAST.
         draws = torch.where(row < self._here(table.samples[owner])[:, None], bits(words[:, None], row), _LAST)
         return draws.sort(dim=-1, stable=True).indices
 
@@ -158,7 +158,7 @@ class Rows:
 
 
 def rounded_up(active: int, n: int) -> int:
-    """Return the least of n, n/2, n/4, ... that holds the active clients: few sizes to compile."""
+    """Return the least of n, n/2, n/4, ... that is at least `active`, so that few sizes are compiled."""
     while active <= -(-n // 2) < n:
         n = -(-n // 2)
     return n
