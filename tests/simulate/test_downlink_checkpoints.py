@@ -170,5 +170,5 @@ def test_a_compressor_of_the_broadcast_that_does_not_parse(
 ) -> None:
     outcome = cfedavg("run", "--compressor-down", text, "--out", tmp_path / "out")
     assert outcome.code == 2
-    assert outcome.err.startswith("error: --compressor-down: ")
+    assert outcome.err.startswith("error: --compressor-down")
     assert not (tmp_path / "out").exists()

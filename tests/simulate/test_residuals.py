@@ -185,7 +185,7 @@ def test_parts_and_their_union(tmp_path: Path) -> None:
         parts[0] = parts[0].update(later)
         together = store.merge([parts[1], parts[0]])
         assert_same_residuals(together, whole.update(later))
-        with pytest.raises(ValueError, match="two of the parts"):
+        with pytest.raises(ValueError, match="two stores hold a residual"):
             store.merge([whole, parts[0]])
         together.flush()
         together.settle()

@@ -339,7 +339,7 @@ def test_resume_refuses_what_is_no_file(whole: Path, name: str, make: Callable[[
     """A pipe would be waited for."""
     (whole / name).unlink()
     make(whole / name)
-    refuses(blobs(), whole, f"{name}.* not a regular file")
+    refuses(blobs(), whole, f"{name}.*not a regular file")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.touch])
