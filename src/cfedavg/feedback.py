@@ -86,7 +86,7 @@ class Feedback(Part):
         return memory
 
     def restore(self, memory: Array, sent: Payload) -> Array:
-        """Return the client's memory after the payload `sent` got lost: `memory` without that sending."""
+        """Return the client's memory as if the lost payload `sent` had not been sent."""
         return memory
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:

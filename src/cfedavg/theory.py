@@ -109,7 +109,7 @@ def _bound(
 
 
 def theorem3(problem: Problem, eta_L: float, eta: float, K: Sequence[int], T: int, h_mean: float) -> float:
-    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates, K[i] steps of client i, and line 11."""
+    """Return the bound on min_t E|grad f(x_t)|^2 for constant rates; client i divides its update by K[i]."""
     L, m = problem.L, len(K)
     c = descent(eta_L, L, sum(k**2 for k in K) / m)
     if c <= 0:

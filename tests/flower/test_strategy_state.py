@@ -629,7 +629,7 @@ def test_strategies_that_refer_to_each_other(tmp_path: Path) -> None:
     assert read_config(it.out / "config.toml").model.endswith("by Itself(Keeping))")
     it.start(1, again := Itself(), resume=True)
     assert again.other_again.best == 1
-    with pytest.raises(InputError, match=r"`inner` must be .*, with an attribute 'other\.best'"):
+    with pytest.raises(InputError, match=r"`inner` must be .*, but it has no attribute 'other\.best'"):
         it.start(2, Itself("another"), resume=True)
 
 

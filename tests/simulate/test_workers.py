@@ -593,7 +593,7 @@ def test_a_task_that_cannot_be_sent(local: bool) -> None:
 
 def test_the_reference_engine_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_start", lambda *_: pytest.fail("nobody is to be started"))
-    with pytest.raises(InputError, match="`engine` reference runs in one process: leave out `workers`"):
+    with pytest.raises(InputError, match="the engine `reference` runs in one process: leave out `workers`"):
         run(Config(workers=2, engine="reference"), blobs())
     assert len(run(Config(workers=1, engine="reference", rounds=1), blobs()).rows) == 1
 

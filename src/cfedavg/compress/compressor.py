@@ -128,7 +128,7 @@ class Compressor:
 
     @property
     def rounds(self) -> bool:
-        """Whether the quantiser changes float32 values."""
+        """Whether the quantiser rounds float32 values, that is, changes them."""
         return self.quantiser is not None and self.quantiser.rounds
 
     @property

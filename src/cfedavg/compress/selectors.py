@@ -240,7 +240,7 @@ def _pick(p: Array, found: list[np.ndarray]) -> Selection:
 
 
 def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:
-    """Return booleans: true at the k largest of each row, given `smallest`, the k-th largest of each row.
+    """Return booleans: true at the k largest magnitudes of each row; `smallest` is the least of these k.
 
     Of equal magnitudes, the lowest index is taken.
     """

@@ -56,7 +56,7 @@ class Registry(Generic[P]):
     entries: Mapping[str, Callable[..., P]]
 
     def examples(self) -> list[str]:
-        """Return example texts for every entry, for a list of parts."""
+        """Return example texts of every entry, to show in a list of parts."""
         found = [(name, getattr(entry, "examples", ())) for name, entry in self.entries.items()]
         return [text for name, texts in found for text in texts or (name,)]
 

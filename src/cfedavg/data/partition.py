@@ -152,8 +152,8 @@ def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
 def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
     """Return the logarithms of (m, classes) draws from Gamma(alpha), alpha >= 1 (Marsaglia and Tsang 2000).
 
-    Attempt number a for class c uses three random numbers of the client's key: coordinate 3 (a * classes + c)
-    and the next two. So a rejected attempt does not change the draws for other classes.
+    Attempt number a for class c uses three random numbers of the client's key: coordinate
+    3 * (a * classes + c) and the next two. So a rejected attempt does not change the draws for other classes.
     """
     d = alpha - 1 / 3
     words = np.repeat(_words(seed, _GAMMA, m), classes, axis=1).ravel()

@@ -187,7 +187,7 @@ def _encode_clients(now: ServerState, before: ServerState) -> bytes:
 def _read_clients(folder: Path, place: Place, before: Stamp) -> tuple[Table[Mark], Table[KnownClient]]:
     """Return the marks and the records of all clients, from the last line of each client in the journal.
 
-    Raise ValueError or OSError if the journal is damaged, or if a mark is not before the stamp `before`.
+    Raise ValueError or OSError if the journal is damaged, or an answer is not older than the stamp `before`.
     """
     path = _journal(folder, place.number)
     data = read_file(path)[: place.length]

@@ -203,7 +203,7 @@ def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> ND
 
 
 def _suggest(arrays: Arrays) -> str:
-    """Return a hint for a model without a float32 array to compress; NumPy's default dtype is float64."""
+    """Return a hint if no array is float32: the arrays may be float64, NumPy's default."""
     for name, array in arrays.items():
         if array.dtype.kind == "f" and array.dtype != np.float32:
             return f": {name!r} is {array.dtype}; convert it, here and on clients, with astype('float32')"

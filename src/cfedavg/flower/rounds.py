@@ -57,7 +57,7 @@ class Loads:
 
 
 class Outcome(NamedTuple):
-    """The outcome of a request: replied, late, lost or the cause of a rejection; reason, time and size."""
+    """How a request ended (replied, late, lost, or why rejected), with the reason, time and size."""
 
     what: str
     why: str

@@ -163,7 +163,9 @@ def restore_memory(strategy: Strategy, memory: Memory) -> None:
         within, _, name = path.rpartition(".")
         owner = owners.get(within and f"{within}.")
         if owner is None or name.startswith("__") or callable(getattr(owner, name, None)):
-            raise InputError(f"`inner` must be the federation's strategy, with an attribute {path!r:.80}")
+            raise InputError(
+                f"`inner` must be the federation's strategy, but it has no attribute {path!r:.80}"
+            )
         try:
             found.append((owner, name, _decode(code, memory.arrays, path)))
         except UNREADABLE as error:

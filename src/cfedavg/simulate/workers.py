@@ -52,7 +52,7 @@ def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
     """
     if config.workers > 1 and config.engine == "reference":
         raise InputError(
-            "`engine` reference runs in one process: leave out `workers`, or take another engine"
+            "the engine `reference` runs in one process: leave out `workers`, or take another engine"
         )
     if config.workers:
         return config.workers
@@ -67,7 +67,7 @@ def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
 
 
 def _seconds_a_step(config: Config, task: Task) -> float:
-    """Return the seconds of a local step: two steps are run and the second is timed, the first is slower."""
+    """Return the seconds of a local step: run two and time the second, because the first is slower."""
     model, cpu = copy.deepcopy(task.model), torch.device("cpu")
     data = list(islice(batches(task.clients[0], config.batch_size, 0, 0, 0), 2))
     seconds = 0.0

@@ -44,7 +44,7 @@ class SealedCell:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run reached NaN or infinity; its columns end before that round."""
+        """Whether the run reached NaN or infinity; its metrics end before that round."""
         return "diverged" in self.values
 
 

@@ -171,7 +171,7 @@ def read_table(path: Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the TOML table of a grid; missing keys come from the grid file that the key `like` names."""
     file = os.path.realpath(path)
     if file in above:
-        raise InputError(f"grid {path}: like must name other grids, got the grid itself")
+        raise InputError(f"grid {path}: `like` must name other grids, got the grid itself")
     try:
         table = parse_toml(read_file(path).decode(), f"grid {path}")
     except (OSError, UnicodeDecodeError) as error:

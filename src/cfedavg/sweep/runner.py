@@ -65,7 +65,7 @@ class Sweep:
 
     @cached_property
     def cells(self) -> dict[str, tuple[Study, Settings]]:
-        """The study and the settings of each cell, by name; a cell of several studies is there once."""
+        """The study and the settings of each cell, by name; a cell that studies share is listed once."""
         return {name: (study, each) for study in self.studies for name, each in self._plan(study).items()}
 
     def _plan(self, study: Study, seeds: Iterable[int] | None = None) -> dict[str, Settings]:

@@ -120,7 +120,7 @@ def classes_of(where: np.ndarray, n: Int) -> np.ndarray:
 def count_blocks(
     row: np.ndarray, column: np.ndarray, row_class: np.ndarray, column_class: np.ndarray
 ) -> np.ndarray:
-    """Return the number of sent coordinates in each block: one class of rows and one class of columns."""
+    """Return how many sent coordinates each block has: the cells of a row class and a column class."""
     table = np.zeros(CLASSES * CLASSES, np.int64)
     for i in range(len(row)):
         table[row_class[row[i]] * CLASSES + column_class[column[i]]] += 1

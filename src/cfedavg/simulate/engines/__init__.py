@@ -83,7 +83,7 @@ def choose_engine(
     if config.engine == "reference":
         if ranks.size > 1:
             raise InputError(
-                "`engine` reference runs in one process: leave out `workers`, or take another engine"
+                "the engine `reference` runs in one process: leave out `workers`, or take another engine"
             )
         if config.precision in ("tf32", "bf16"):
             raise InputError(

@@ -118,7 +118,7 @@ class Ranks:
             return plain.to(tensor.device)
 
     def deal(self, things: Sequence[Any] | None = None) -> Any:
-        """Return to rank i the value `things[i]`; only rank 0 passes `things`."""
+        """Return `things[i]` on rank i; only rank 0 passes `things`."""
         if self.size == 1:
             assert things is not None
             return things[0]

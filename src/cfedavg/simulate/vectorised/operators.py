@@ -206,6 +206,6 @@ def _softmax(scores: Tensor) -> Tensor:
 
 
 def multi_head(*args: Any, **kwargs: Any) -> Any:
-    """Compute F.multi_head_attention_forward; `need_weights` is set, which avoids the fused kernels."""
+    """Compute F.multi_head_attention_forward with need_weights=True, to avoid the fused kernels."""
     out, weights = F.multi_head_attention_forward(*args, **kwargs | {"need_weights": True})
     return out, weights if kwargs.get("need_weights", True) else None
