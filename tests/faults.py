@@ -34,9 +34,9 @@ from cfedavg.federate.server import (
     Primary,
     Server,
     end_round,
+    find_fault_in_reply,
     find_held_version,
     make_request,
-    object_to_reply,
     restore_backup,
 )
 from cfedavg.federate.versions import Broadcast, Chain, Copy, Version, Whole, follow, pack, unpack
@@ -137,7 +137,7 @@ class Rules:
     """The machines and the order in which the server stores; mutants replace one of them."""
 
     receive: Callable[..., Any] = receive
-    objection: Callable[..., str] = object_to_reply
+    objection: Callable[..., str] = find_fault_in_reply
     stored: Callable[[Server, Server], Server] = lambda before, after: after
     store_late: bool = False
     # Of copies
@@ -506,11 +506,11 @@ class World:
         fate = self.fates[name]
         self.store_client(name, after)
         fate.made += g
-        if after.seen > fate.last and after.seen.generation == self.disk.stamp.generation:
+        if after.answered > fate.last and after.answered.generation == self.disk.stamp.generation:
             fate.doubt = False
             there = places(self.total(name))  # and safe from what has been
             fate.lost = Counter({cause: lost & ~there for cause, lost in fate.lost.items()})
-        fate.last = max(fate.last, after.seen)
+        fate.last = max(fate.last, after.answered)
 
     def hear(self) -> None:
         """What replies tell of the versions that clients hold, also replies that are not taken."""

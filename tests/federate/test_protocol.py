@@ -33,9 +33,9 @@ from cfedavg.federate.server import (
     Primary,
     Server,
     end_round,
+    find_fault_in_reply,
     find_held_version,
     make_request,
-    object_to_reply,
     restore_backup,
 )
 from cfedavg.federate.versions import (
@@ -179,11 +179,11 @@ def forgets_without_being_told(client: Client, request: Request, sender: Any, re
 
 
 def takes_repeated(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp) -> str:
-    return object_to_reply(server, asked, (), client, stamp)
+    return find_fault_in_reply(server, asked, (), client, stamp)
 
 
 def takes_late(server: Server, asked: Any, taken: Any, client: str, stamp: Stamp) -> str:
-    return object_to_reply(server, asked, taken, client, server.stamp)
+    return find_fault_in_reply(server, asked, taken, client, server.stamp)
 
 
 def trains_again(client: Client, request: Request, sender: Any, replica: Any) -> Any:
@@ -199,7 +199,7 @@ def old_number(before: Server, after: Server) -> Server:
 def goes_on(client: Client, request: Request, *ways: Any, where: Callable[..., bool]) -> Any:
     """Does not start anew, where the answer in the model is newer than its last, or where it is older."""
     after, action = receive(client, request, *ways)
-    if action == Outdated() and where(request.mark.stamp, client.seen):
+    if action == Outdated() and where(request.mark.stamp, client.answered):
         return begin_training(client, request, *ways)
     return after, action
 
@@ -340,9 +340,9 @@ def test_a_payload_is_dropped_when_it_is_applied_and_returns_when_it_is_void() -
     assert payload(first) > 0 < first.memory
     assert payload(first) + first.memory == update(21)
     told, _ = receive(first, asks(S[2], its_mark(first)), CODEC)
-    assert (told.memory, told.sent, told.told) == (first.memory, None, S[1])
+    assert (told.memory, told.sent, told.confirmed) == (first.memory, None, S[1])
     void, _ = receive(first, asks(S[2]), CODEC)
-    assert (void.memory, void.sent, void.told) == (update(21), None, NEVER)
+    assert (void.memory, void.sent, void.confirmed) == (update(21), None, NEVER)
 
 
 def test_a_request_that_comes_twice_gets_the_same_message_and_changes_nothing() -> None:
@@ -361,12 +361,12 @@ def test_an_old_request_is_refused() -> None:
 
 def test_whose_reply_is_taken() -> None:
     server = Server(x=0, stamp=S[5])
-    assert object_to_reply(server, ["a", "b"], [], "a", S[5]) == ""
-    assert object_to_reply(server, ["a", "b"], ["b"], "a", S[5]) == ""
-    assert object_to_reply(server, ["a", "b"], ["a"], "a", S[5]) == "repeated"
-    assert object_to_reply(server, ["b"], [], "a", S[5]) == "not asked"
-    assert object_to_reply(server, ["a"], [], "a", S[4]) == "late"
-    assert object_to_reply(server, ["a"], [], "a", Stamp(2, 5)) == "late"
+    assert find_fault_in_reply(server, ["a", "b"], [], "a", S[5]) == ""
+    assert find_fault_in_reply(server, ["a", "b"], ["b"], "a", S[5]) == ""
+    assert find_fault_in_reply(server, ["a", "b"], ["a"], "a", S[5]) == "repeated"
+    assert find_fault_in_reply(server, ["b"], [], "a", S[5]) == "not asked"
+    assert find_fault_in_reply(server, ["a"], [], "a", S[4]) == "late"
+    assert find_fault_in_reply(server, ["a"], [], "a", Stamp(2, 5)) == "late"
 
 
 def test_a_round_ends_with_a_new_number_and_a_list_of_what_is_in_the_model() -> None:
@@ -420,7 +420,7 @@ def test_an_answer_of_a_copy_to_the_same_request_is_noticed_by_its_digest() -> N
 def test_an_answer_of_a_predecessor_to_the_same_request_makes_mine_void() -> None:
     predecessor, mine = answered(new(1), asks(S[4])), answered(new(2), asks(S[4]))
     after, action = receive(mine, asks(S[5], its_mark(predecessor)), CODEC)
-    assert (action, after.memory, after.told) == (Train(), update(124), S[4])
+    assert (action, after.memory, after.confirmed) == (Train(), update(124), S[4])
 
 
 def test_a_server_from_a_backup_starts_a_generation_and_clients_count_what_is_lost() -> None:
@@ -434,7 +434,7 @@ def test_a_server_from_a_backup_starts_a_generation_and_clients_count_what_is_lo
     server = restore_backup(backup, 2)
     assert server.stamp == Stamp(2, 1)
     after, action = receive(third, make_request(server, "a"), CODEC)
-    assert (action, after.forgotten, after.told) == (Train(), 1, S[1])
+    assert (action, after.forgotten, after.confirmed) == (Train(), 1, S[1])
     assert after.memory == mass(third)  # of round 3 nothing is lost
     again, _ = receive(after, make_request(server, "a"), CODEC)
     assert again.forgotten == 1  # it is counted once

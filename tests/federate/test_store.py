@@ -182,7 +182,7 @@ def assert_law(root: Path) -> None:
     made, owed = np.zeros(D, np.float32), np.zeros(D, np.float32)
     for number, (name, store) in enumerate(client_stores.items()):
         client = store.load()
-        rounds = 0 if client.seen == NEVER else client.seen.number
+        rounds = 0 if client.answered == NEVER else client.answered.number
         made += sum((update(number, t) for t in range(rounds)), np.zeros(D, np.float32))
         owed += client.memory
         if client.sent is not None:
@@ -243,7 +243,7 @@ def contents(root: Path) -> Any:
     return (
         served.server.x.tolist(),
         served.server.stamp,
-        [(c.memory.tolist(), c.sent, c.seen, listed_copy(c)) for c in clients],
+        [(c.memory.tolist(), c.sent, c.answered, listed_copy(c)) for c in clients],
         (primary.w.tolist(), primary.versions, primary.messages),
     )
 
@@ -354,8 +354,8 @@ def saved(tmp_path: Path) -> tuple[ClientStore, Client]:
         incarnation=2**63 - 1,
         memory=np.arange(D, dtype=np.float32),
         sent=LastAnswer(Stamp(2, 1), b"\x00\xff"),
-        seen=Stamp(2, 1),
-        told=Stamp(1, 2),
+        answered=Stamp(2, 1),
+        confirmed=Stamp(1, 2),
         forgotten=1,
         agreed={9: 3, 10: 0},
         copy=Copy(Version(2, 7, 2**64 - 1), np.arange(D, dtype=np.float32) + np.float32(0.1)),

@@ -287,7 +287,7 @@ def test_one_node_is_ahead(tmp_path: Path) -> None:
     it = Federation(tmp_path, Adding().app)
     it.start(1)
     store = Disks(it).store(it.nodes[1])
-    store.save(replace(store.load(), seen=Stamp(1, 3)))
+    store.save(replace(store.load(), answered=Stamp(1, 3)))
     it.start(4, resume=True)
     assert it.outcomes[1:] == [{"out of date": 1, "replied": 2}] * 2 + [{"replied": 3}]
     assert it.of_nodes[4]["why"] == "request 1.2 is not newer than 1.3, which was answered"

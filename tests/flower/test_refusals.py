@@ -27,7 +27,7 @@ from cfedavg.channel import Channel
 from cfedavg.compress import parse
 from cfedavg.core.layout import Layout
 from cfedavg.federate.client import Uplink, pack_message, unpack_message
-from cfedavg.federate.protocol import AHEAD, Request, Stamp, object_to_stamp
+from cfedavg.federate.protocol import AHEAD, Request, Stamp, find_fault_in_stamp
 from cfedavg.federate.server import Server
 from cfedavg.federate.server_store import ServerStore
 from cfedavg.feedback import ErrorFeedback
@@ -698,10 +698,10 @@ def test_a_forged_stamp_does_not_lock_a_node_out(generation: int, number: int, t
 def test_a_stamp_that_could_be_the_servers_can_be_overtaken(tmp_path: Path) -> None:
     """By a new generation, which is a time, as soon as that has passed."""
     now = time.time()
-    assert not object_to_stamp(Stamp(1, 1), now)
-    assert not object_to_stamp(Stamp(int(now), 7), now)
-    assert not object_to_stamp(Stamp(int(now) + AHEAD, 2**32 - 1), now)
-    assert object_to_stamp(Stamp(int(now) + AHEAD + 2, 1), now) == (
+    assert not find_fault_in_stamp(Stamp(1, 1), now)
+    assert not find_fault_in_stamp(Stamp(int(now), 7), now)
+    assert not find_fault_in_stamp(Stamp(int(now) + AHEAD, 2**32 - 1), now)
+    assert find_fault_in_stamp(Stamp(int(now) + AHEAD + 2, 1), now) == (
         f"request {int(now) + AHEAD + 2}.1 is from the future: check this node's clock"
     )
     it = Federation(tmp_path, Adding().app)

@@ -30,13 +30,13 @@ class LastAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Client:
-    """The durable state of a client: the feedback's memory, the last answer, and the requests seen."""
+    """The durable state of a client: the feedback's memory, the last answer, and the newest stamps."""
 
     incarnation: int  # random; drawn when a client starts without a stored state
     memory: Any  # the memory of the feedback: with `ef` the residual e
     sent: LastAnswer | None = None  # the last answer, until a request says whether the model holds it
-    seen: Stamp = NEVER  # the last request that the client answered
-    told: Stamp = NEVER  # the client's last answer in the model, by the last request
+    answered: Stamp = NEVER  # of the newest request that the client answered
+    confirmed: Stamp = NEVER  # of the answer in the model that the last request named
     forgotten: int = 0  # how often a restored server lacked an answer that it had named before
     # For each generation with an answer, a number: no model up to it holds anything of the present residual.
     agreed: Mapping[int, int] = field(default_factory=dict)
@@ -94,15 +94,16 @@ def receive(
     """
     if client.sent is not None and request.stamp == client.sent.stamp:
         return client, Resend(client.sent.message)
-    if request.stamp <= client.seen:
-        return client, Refuse(f"request {request.stamp} is not newer than {client.seen}, which was answered")
+    if request.stamp <= client.answered:
+        why = f"request {request.stamp} is not newer than {client.answered}, which was answered"
+        return client, Refuse(why)
     broadcast = request.broadcast
     if broadcast is not None:
         now = request.stamp.generation, request.t
         if broadcast.version[:2] != now:
             why = f"the request is for version {now[0]}.{now[1]}, its broadcast leads to {broadcast.version}"
             return client, Refuse(why)
-        if why := _object_to_age(client.copy, broadcast):
+        if why := _find_fault_in_version(client.copy, broadcast):
             return client, Refuse(why)
     if _is_outdated(client, request.mark):
         return client, Outdated()
@@ -132,9 +133,10 @@ def catch_up(
 ) -> tuple[Client, Evaluate | Refuse | NeedWhole]:
     """Return the client's state after a request to evaluate, and an order. Only the model copy changes.
 
-    Check the generation by `object_to_stamp` first: a client refuses all versions older than its copy.
+    Call `find_fault_in_stamp` first: a client refuses all versions older than its model copy, so a forged
+    generation would lock the client out.
     """
-    if why := _object_to_age(client.copy, broadcast):
+    if why := _find_fault_in_version(client.copy, broadcast):
         return client, Refuse(why)
     copy = follow(client.copy, broadcast, replica)
     return (client, NeedWhole()) if copy is None else (replace(client, copy=copy), Evaluate())
@@ -144,10 +146,10 @@ def make_answer(client: Client, request: Request, g: Any, sender: Sender) -> tup
     """Return the client's state after update `g`, and the message. Store the state, then send the message."""
     message, memory = sender.send(g, client.memory, request)
     sent = LastAnswer(request.stamp, message)
-    return replace(client, memory=memory, sent=sent, seen=request.stamp), message
+    return replace(client, memory=memory, sent=sent, answered=request.stamp), message
 
 
-def _object_to_age(copy: Copy | None, broadcast: Broadcast) -> str:
+def _find_fault_in_version(copy: Copy | None, broadcast: Broadcast) -> str:
     """Return why the client refuses a broadcast older than its model copy; an empty text if it does not."""
     if copy is None or broadcast.version[:2] >= copy.version[:2]:
         return ""
@@ -156,7 +158,7 @@ def _object_to_age(copy: Copy | None, broadcast: Broadcast) -> str:
 
 def _is_outdated(client: Client, mark: Mark | None) -> bool:
     """Return whether a model with this mark may already hold a part of the client's residual."""
-    if mark is None or client.seen == NEVER:  # a client without answers has nothing in any model
+    if mark is None or client.answered == NEVER:  # a client without answers has nothing in any model
         return False
     if client.sent is not None and mark.stamp == client.sent.stamp:
         # An earlier incarnation's answer holds nothing of this residual. A duplicate of this client's does.
@@ -176,8 +178,8 @@ def _settle(client: Client, request: Request, sender: Sender) -> Client:
             agreed[held.generation] = held.number
     # Each model of a generation follows from the one before. What this model lacks, earlier models lack too.
     agreed[request.stamp.generation] = request.stamp.number - 1
-    forgotten = client.forgotten + (held < client.told)
-    return replace(client, memory=memory, sent=None, told=held, forgotten=forgotten, agreed=agreed)
+    forgotten = client.forgotten + (held < client.confirmed)
+    return replace(client, memory=memory, sent=None, confirmed=held, forgotten=forgotten, agreed=agreed)
 
 
 def _last_mark(client: Client) -> Mark | None:

@@ -66,8 +66,8 @@ class ClientStore(StateStore):
         about = {
             "incarnation": client.incarnation,
             "sent": client.sent and client.sent.stamp,
-            "seen": client.seen,
-            "told": client.told,
+            "seen": client.answered,
+            "told": client.confirmed,
             "forgotten": client.forgotten,
             "agreed": list(client.agreed.items()),
             "copy": self.copy_form.describe_copy(client.copy),

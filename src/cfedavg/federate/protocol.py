@@ -100,7 +100,7 @@ class Sender(Protocol):
         """Return the memory of the feedback as if `message` had never been sent."""
 
 
-def object_to_stamp(stamp: Stamp, clock: float) -> str:
+def find_fault_in_stamp(stamp: Stamp, clock: float) -> str:
     """Return why no server can have sent a request with this stamp; an empty text if one can.
 
     `clock` is the client's time in seconds. A client that has answered a stamp refuses all earlier stamps. A

@@ -177,7 +177,7 @@ def find_held_version(server: Server, client: str, told: Version | None = None) 
     return max(known, default=None)
 
 
-def object_to_reply(
+def find_fault_in_reply(
     server: Server, asked: Collection[str], taken: Collection[str], client: str, stamp: Stamp
 ) -> str:
     """Return why a reply is refused; an empty text if the reply is accepted."""

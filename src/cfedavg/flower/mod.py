@@ -31,7 +31,7 @@ from cfedavg.core.parts import Part
 from cfedavg.federate import client as machine
 from cfedavg.federate.client import MOST_FACTS, Client, NeedWhole, Outdated, Refuse, Resend, Uplink
 from cfedavg.federate.client_store import ClientStore
-from cfedavg.federate.protocol import Request, Stamp, object_to_stamp
+from cfedavg.federate.protocol import Request, Stamp, find_fault_in_stamp
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.versions import Broadcast, unpack
 from cfedavg.feedback import FEEDBACKS, Feedback
@@ -148,7 +148,7 @@ class _Exchange:
         if self.broadcast is None:
             self._give_model(None)
             return run_app()
-        if why := object_to_stamp(Stamp(self.broadcast.version.generation, 1), time.time()):
+        if why := find_fault_in_stamp(Stamp(self.broadcast.version.generation, 1), time.time()):
             return refuse(messages.FORGED, why, self.message)
         with self.store.lock():
             before = self.store.load()
@@ -168,7 +168,7 @@ class _Exchange:
             self.uplink = Uplink(self._make_channel(), self.order.number, self.order.seed)
         except InputError as error:
             return refuse(messages.UNKNOWN_PART, str(error), self.message)
-        if why := object_to_stamp(self.request.stamp, time.time()):
+        if why := find_fault_in_stamp(self.request.stamp, time.time()):
             return refuse(messages.FORGED, why, self.message)
         kept = self.store.load()
         client, action = self._receive(kept)

@@ -18,7 +18,7 @@ from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Reply
 from cfedavg.federate.client import MOST_FACTS, unpack_message
 from cfedavg.federate.protocol import Mark, make_mark
-from cfedavg.federate.server import Server, object_to_reply
+from cfedavg.federate.server import Server, find_fault_in_reply
 from cfedavg.flower import messages
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import Node
@@ -106,7 +106,7 @@ class ReplyValidator:
         # A value takes at most 16 bytes, whatever its encoding; the codec has the same bound.
         most = 16 * self.form.layout.d + 65_536
         record = self._read(reply, most)
-        if found := object_to_reply(server, asked, taken, node.identity, record.stamp):
+        if found := find_fault_in_reply(server, asked, taken, node.identity, record.stamp):
             raise Rejected(found, f"its stamp is {record.stamp}, the round's {server.stamp}")
         form, rounds = self.form, self.compressor.rounds
         try:
