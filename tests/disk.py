@@ -138,7 +138,7 @@ class Disk:
         places += [(f"pathlib.Path.{name}", getattr(self, name)) for name in
                    ("write_bytes", "replace", "unlink", "mkdir")]  # fmt: skip
         places += [("cfedavg.simulate.folder.Folder.append", self.append)]
-        places += [("cfedavg.federate.server_store.append", self.append_bytes)]
+        places += [("cfedavg.federate.stores.append", self.append_bytes)]
         places += [("os.getpid", lambda real: real() + self.number)]  # no process is another
         with pytest.MonkeyPatch.context() as patch:
             for place, mine in places:

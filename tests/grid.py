@@ -38,11 +38,10 @@ from cfedavg.channel import Channel
 from cfedavg.compress import parse
 from cfedavg.core.run_files import read_rows
 from cfedavg.federate.client import Client, Uplink
-from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.protocol import make_mark
 from cfedavg.federate.server import Server
-from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE
+from cfedavg.federate.stores import ClientStore, ServerStore
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import CFedAvg, compressed
 from cfedavg.flower.array_layout import Form

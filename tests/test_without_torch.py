@@ -53,9 +53,10 @@ from cfedavg import Aggregator, Channel, Layout, parse
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.federate.client import Train, make_answer, receive
 from cfedavg.federate.protocol import Request, Stamp
-from cfedavg.federate.client_store import ClientStore
+from cfedavg.federate.stores import ClientStore
 from cfedavg.federate.server import Server
-from cfedavg.federate.server_store import ServerState, ServerStore
+from cfedavg.federate.server import ServerState
+from cfedavg.federate.stores import ServerStore
 from cfedavg.federate.client import Uplink, unpack_message
 from cfedavg.optimise import SERVER_OPTIMISERS
 from cfedavg.wire import decode

@@ -38,11 +38,20 @@ from cfedavg.federate.client import (
     receive,
     unpack_message,
 )
-from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
-from cfedavg.federate.server import Primary, Server, Table, find_held_version, make_request, restore_backup
-from cfedavg.federate.server_store import KnownClient, ServerState, ServerStore, new_generation
+from cfedavg.federate.server import (
+    KnownClient,
+    Primary,
+    Server,
+    ServerState,
+    Table,
+    find_held_version,
+    make_request,
+    new_generation,
+    restore_backup,
+)
 from cfedavg.federate.state_file import FILE, as_array
+from cfedavg.federate.stores import ClientStore, ServerStore
 from cfedavg.federate.versions import Copy, Version, compute_digest
 from cfedavg.feedback import EF21, ErrorFeedback
 from cfedavg.wire import decode, encode, read_header
@@ -212,7 +221,7 @@ def test_a_crash_at_any_step(
     tmp_path: Path, share: float, growth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kill it before each file operation, and again later; the final state is the same."""
-    monkeypatch.setattr("cfedavg.federate.server_store.GROWTH", growth)
+    monkeypatch.setattr("cfedavg.federate.stores.GROWTH", growth)
     counter = Disk(math.inf)
     with counter.at_work():
         play(tmp_path / "whole", ROUNDS)
@@ -485,7 +494,7 @@ def test_a_round_costs_what_it_hears(tmp_path: Path) -> None:
 
 def test_the_file_of_clients_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one start: it is begun anew when it is four times as long as it must be, and not before."""
-    monkeypatch.setattr("cfedavg.federate.server_store.SHORT", 0)
+    monkeypatch.setattr("cfedavg.federate.stores.SHORT", 0)
     store, lengths = ServerStore(tmp_path, "f", LAYOUT), list[int]()
     with store.lock():
         store.save(served := many(50))

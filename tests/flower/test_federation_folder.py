@@ -22,8 +22,8 @@ from flwr.serverapp.strategy import FedAvg
 from cfedavg import InputError
 from cfedavg.core import run_files, tensors
 from cfedavg.core.config import read_config
-from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE, as_array
+from cfedavg.federate.stores import ServerStore
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.reply_validation import FAILED
 from cfedavg.report import write_report, write_run_pictures

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from cfedavg import InputError
 from cfedavg.federate.protocol import Stamp, make_mark
-from cfedavg.federate.server import Server
-from cfedavg.federate.server_store import ServerState, ServerStore
+from cfedavg.federate.server import Server, ServerState
+from cfedavg.federate.stores import ServerStore
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, RoundRows
 from cfedavg.flower.round_policy import Claims

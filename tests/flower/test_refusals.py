@@ -29,7 +29,7 @@ from cfedavg.core.layout import Layout
 from cfedavg.federate.client import Uplink, pack_message, unpack_message
 from cfedavg.federate.protocol import AHEAD, Request, Stamp, find_fault_in_stamp
 from cfedavg.federate.server import Server
-from cfedavg.federate.server_store import ServerStore
+from cfedavg.federate.stores import ServerStore
 from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import RoundPolicy, round_policy
 from cfedavg.flower import messages as records

@@ -24,7 +24,7 @@ from cfedavg import InputError
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.run_files import read_rows, residual_norms
 from cfedavg.data.tasks import build_task
-from cfedavg.federate.server_store import ServerStore
+from cfedavg.federate.stores import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy
 from cfedavg.flower.dispatch import list_online
 from cfedavg.flower.federation_state import FederationState, Numbers

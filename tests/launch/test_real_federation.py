@@ -25,8 +25,8 @@ from cfedavg.core.run_files import read_rows
 from cfedavg.core.tensors import read_tensors
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.client import unpack_message
-from cfedavg.federate.client_store import ClientStore
 from cfedavg.federate.replica import ModelReplica, advance, begin
+from cfedavg.federate.stores import ClientStore
 from cfedavg.launch import local_federation
 from cfedavg.launch.app import DEFAULT, config_of
 from cfedavg.launch.local_federation import LocalFederation

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from cfedavg.channel import KEPT
-from cfedavg.federate.protocol import FIRST, Mark, Request, Stamp
+from cfedavg.core.errors import InputError
+from cfedavg.federate.protocol import AHEAD, FIRST, Mark, Request, Stamp
 from cfedavg.federate.versions import (
     Broadcast,
     Chain,
@@ -140,6 +142,25 @@ class Server:
     primary: Primary | None = None  # the model copy that clients follow, if broadcasts are compressed
 
 
+def new_generation(server: Server) -> int:
+    """Return a generation for a server that restores a backup: above all generations used before.
+
+    The generation is the time in seconds. So the generations of earlier restores are lower, unless they were
+    in the same second or the clock was set back. The time fits the wire's 32 bits until the year 2106.
+
+    A node accepts a generation at most AHEAD seconds above its clock. A node that has answered a forged
+    generation refuses all lower ones. So if the last restore was less than AHEAD seconds ago, the next
+    restore takes the largest generation that a node accepts now. That generation is above all that a node has
+    accepted before. A first restore takes the time, because nodes with slow clocks refuse higher generations.
+    """
+    now = int(time.time())
+    again = server.stamp.generation > now - AHEAD
+    generation = max(server.stamp.generation + 1, now + AHEAD if again else now)
+    if generation >= 2**32:
+        raise InputError(f"the generation must be below 2^32, got {generation}: start another federation")
+    return generation
+
+
 def restore_backup(server: Server, generation: int, digest: int | None = None) -> Server:
     """Return the state of a server that restores a backup. Store the state before the first dispatch.
 
@@ -203,3 +224,38 @@ def end_round(
         rule = f"of generation {stamp.generation} and round {server.t + 1}" if server.primary else "None"
         raise ValueError(f"`primary_next` must be {rule}, got {found}")
     return Server(x_next, server.t + 1, stamp, server.applied | taken, primary_next)
+
+
+class KnownClient(NamedTuple):
+    """A server's record of a client: how many of its incarnations have answered, and the caller's note."""
+
+    incarnations: int
+    note: Any = None  # a JSON value
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """A server, its records of the clients in its model, and the caller's tensors and facts."""
+
+    server: Server
+    clients: Table[KnownClient] = field(default_factory=Table)
+    extra: dict[str, Any] = field(default_factory=dict)  # NumPy arrays
+    facts: dict[str, Any] = field(default_factory=dict)  # JSON values
+
+    def end_round(
+        self,
+        taken: Mapping[str, Mark],
+        x_next: Any,
+        notes: Mapping[str, Any] | None = None,
+        primary_next: Primary | None = None,
+    ) -> ServerState:
+        """Return the state after a round. `taken` holds the clients' answers, `notes` their new notes."""
+        known = {}
+        for who, mark in taken.items():
+            met = 1
+            if who in self.clients:
+                is_new = mark.incarnation != self.server.applied[who].incarnation
+                met = self.clients[who].incarnations + is_new
+            known[who] = KnownClient(met, (notes or {}).get(who))
+        server = end_round(self.server, taken, x_next, primary_next)
+        return replace(self, server=server, clients=self.clients | known)

@@ -30,9 +30,9 @@ from cfedavg.core.run_files import METRICS, Record, checksum_rows, format_row, r
 from cfedavg.core.tensors import save_tensors
 from cfedavg.federate import replica as replicas
 from cfedavg.federate.replica import ModelReplica
-from cfedavg.federate.server import Server, restore_backup
-from cfedavg.federate.server_store import ServerStore, new_generation
+from cfedavg.federate.server import Server, new_generation, restore_backup
 from cfedavg.federate.state_file import FILE, OtherCopy, OtherModel
+from cfedavg.federate.stores import ServerStore
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import FederationState, FixedOptions, RoundRows
 

@@ -23,8 +23,7 @@ from cfedavg.core.config import renew
 from cfedavg.core.run_files import Record, checksum_rows, is_number
 from cfedavg.federate.protocol import Mark
 from cfedavg.federate.replica import ModelReplica
-from cfedavg.federate.server import Primary, Server, Table
-from cfedavg.federate.server_store import KnownClient, ServerState
+from cfedavg.federate.server import KnownClient, Primary, Server, ServerState, Table
 from cfedavg.federate.state_file import (
     as_array,
     check_integer,
