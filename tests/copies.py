@@ -6,8 +6,8 @@ import random
 import struct
 from collections.abc import Iterable, Sequence
 
+from cfedavg.federate.protocol import Broadcast, Changes, Version, Whole, compute_digest
 from cfedavg.federate.server import Primary
-from cfedavg.federate.versions import Broadcast, Changes, Version, Whole, compute_digest
 from cfedavg.wire import WireError
 
 D = 5
@@ -63,7 +63,7 @@ def advance(primary: Primary, message: bytes, most: int = 64) -> Primary:
 
 
 def whole_of(primary: Primary) -> Whole:
-    return primary.whole(pack_items(enumerate(primary.w)), REPLICA.digest(primary.w))
+    return Whole(pack_items(enumerate(primary.w)), primary.version, REPLICA.digest(primary.w))
 
 
 def changes_of(primary: Primary, since: Version) -> Changes:
@@ -71,7 +71,8 @@ def changes_of(primary: Primary, since: Version) -> Changes:
     assert chain is not None
     indices = {index for message in chain.messages for index, _ in unpack_items(message)}
     message = pack_items((index, primary.w[index]) for index in sorted(indices))
-    return primary.changes(since, message, REPLICA.digest(primary.w))
+    versions = primary.versions[primary.versions.index(since) : -1]
+    return Changes(versions, message, primary.version, REPLICA.digest(primary.w))
 
 
 def kinds(primary: Primary, since: Version) -> list[Broadcast]:

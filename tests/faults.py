@@ -29,7 +29,21 @@ from cfedavg.federate.client import (
     make_answer,
     receive,
 )
-from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
+from cfedavg.federate.protocol import (
+    NEVER,
+    Broadcast,
+    Chain,
+    Copy,
+    Mark,
+    Request,
+    Stamp,
+    Version,
+    Whole,
+    follow,
+    make_mark,
+    pack,
+    unpack,
+)
 from cfedavg.federate.server import (
     Primary,
     Server,
@@ -39,7 +53,6 @@ from cfedavg.federate.server import (
     make_request,
     restore_backup,
 )
-from cfedavg.federate.versions import Broadcast, Chain, Copy, Version, Whole, follow, pack, unpack
 from tests.copies import REPLICA, ZERO, advance, changes_of, draw_message, pack_items, whole_of
 
 D, KEPT = 6, 2

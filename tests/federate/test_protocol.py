@@ -28,7 +28,22 @@ from cfedavg.federate.client import (
     make_answer,
     receive,
 )
-from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
+from cfedavg.federate.protocol import (
+    NEVER,
+    Broadcast,
+    Chain,
+    Changes,
+    Copy,
+    Mark,
+    Replica,
+    Request,
+    Stamp,
+    Whole,
+    follow,
+    list_versions,
+    make_mark,
+    make_next_version,
+)
 from cfedavg.federate.server import (
     Primary,
     Server,
@@ -37,17 +52,6 @@ from cfedavg.federate.server import (
     find_held_version,
     make_request,
     restore_backup,
-)
-from cfedavg.federate.versions import (
-    Broadcast,
-    Chain,
-    Changes,
-    Copy,
-    Replica,
-    Whole,
-    follow,
-    list_versions,
-    make_next_version,
 )
 from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback
 from tests.copies import REPLICA, ZERO, advance, pack_items, whole_of

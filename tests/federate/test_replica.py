@@ -14,9 +14,9 @@ from cfedavg.channel import Downlink, choose_download, make_downlink, may_be_sho
 from cfedavg.compress import decompress, parse
 from cfedavg.core.arrays import round_to_bf16
 from cfedavg.core.layout import Layout
+from cfedavg.federate.protocol import Chain, Changes, Copy, Whole, follow, pack, unpack
 from cfedavg.federate.replica import Broadcaster, ModelReplica, PackedBroadcast, advance, begin
 from cfedavg.federate.server import Primary
-from cfedavg.federate.versions import Chain, Changes, Copy, Whole, follow, pack, unpack
 from cfedavg.wire import WireError, decode
 from tests.test_without_torch import run_without_torch
 
@@ -227,9 +227,8 @@ def test_copies_need_no_torch() -> None:
 import numpy as np
 from cfedavg.compress import parse
 from cfedavg.channel import Downlink
-from cfedavg.federate.versions import unpack
+from cfedavg.federate.protocol import Copy, follow, unpack
 from cfedavg.federate.replica import Broadcaster, ModelReplica, advance, begin
-from cfedavg.federate.versions import Copy, follow
 from cfedavg.core.layout import Layout
 
 layout = Layout.flat(300)

@@ -38,7 +38,17 @@ from cfedavg.federate.client import (
     receive,
     unpack_message,
 )
-from cfedavg.federate.protocol import NEVER, Mark, Request, Stamp, make_mark
+from cfedavg.federate.protocol import (
+    NEVER,
+    Copy,
+    Mark,
+    Request,
+    Stamp,
+    Version,
+    Whole,
+    compute_digest,
+    make_mark,
+)
 from cfedavg.federate.server import (
     KnownClient,
     Primary,
@@ -52,7 +62,6 @@ from cfedavg.federate.server import (
 )
 from cfedavg.federate.state_file import FILE, as_array
 from cfedavg.federate.stores import ClientStore, ServerStore
-from cfedavg.federate.versions import Copy, Version, compute_digest
 from cfedavg.feedback import EF21, ErrorFeedback
 from cfedavg.wire import decode, encode, read_header
 from tests.disk import Disk, Killed
@@ -119,7 +128,8 @@ def request_to(server: Server, name: str, *, whole: bool = False) -> Request:
     assert primary is not None
     known = find_held_version(server, name)
     if known is None or whole:
-        return make_request(server, name, primary.whole(primary.w.tobytes(), VECTOR.digest(primary.w)))
+        broadcast = Whole(primary.w.tobytes(), primary.version, VECTOR.digest(primary.w))
+        return make_request(server, name, broadcast)
     return make_request(server, name, primary.chain(known))
 
 

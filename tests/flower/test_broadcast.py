@@ -21,9 +21,9 @@ from safetensors.numpy import load_file
 from cfedavg import InputError
 from cfedavg.core import tensors
 from cfedavg.core.arrays import round_to_bf16
+from cfedavg.federate.protocol import Chain, Copy, Whole, unpack
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.state_file import FILE
-from cfedavg.federate.versions import Chain, Copy, Whole, unpack
 from cfedavg.flower import RoundPolicy
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.messages import Body, Load, read_body, read_order, read_reply

@@ -19,10 +19,9 @@ from flwr.serverapp.strategy import FedAdam
 
 from cfedavg import InputError
 from cfedavg.federate.client import Client
-from cfedavg.federate.protocol import Stamp
+from cfedavg.federate.protocol import Copy, Stamp
 from cfedavg.federate.state_file import FILE
 from cfedavg.federate.stores import ClientStore, ServerStore
-from cfedavg.federate.versions import Copy
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.messages import read_reply
 from tests.grid import (

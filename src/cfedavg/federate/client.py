@@ -1,4 +1,7 @@
-"""The state machine of a client, without I/O, and the client's messages. `protocol` states the rules."""
+"""The state machine of a client, without I/O, and the client's messages.
+
+The docstring of `cfedavg.federate` states the rules.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from cfedavg.channel import Channel, Outgoing, TooLarge
 from cfedavg.core.arrays import Array, norm2
 from cfedavg.core.errors import NotFinite
 from cfedavg.core.keys import Purpose, key, signed
-from cfedavg.federate.protocol import NEVER, Mark, Request, Sender, Stamp, make_mark
-from cfedavg.federate.versions import Broadcast, Copy, Replica, follow
+from cfedavg.federate.protocol import NEVER, Broadcast, Copy, Mark, Replica, Request, Stamp, follow, make_mark
 from cfedavg.wire import WireError, decode, encode
 
 _LENGTHS = struct.Struct("<II")  # lengths of a message's payload and facts; the rest is `whole`
@@ -83,6 +85,16 @@ class Outdated:
     older backup, a duplicate of the client is at work, or the server went back to a model with an answer that
     this client has put back into its residual.
     """
+
+
+class Sender(Protocol):
+    """The interface that makes a client's messages: compressor, feedback and wire format."""
+
+    def send(self, g: Any, memory: Any, request: Request) -> tuple[bytes, Any]:
+        """Return the message for update `g`, and the memory of the feedback after the message."""
+
+    def restore(self, memory: Any, message: bytes) -> Any:
+        """Return the memory of the feedback as if `message` had never been sent."""
 
 
 def receive(

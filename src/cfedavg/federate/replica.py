@@ -21,9 +21,8 @@ from cfedavg.core.kernel import Int, kernel
 from cfedavg.core.keys import Purpose, key
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Levels, Payload
-from cfedavg.federate.protocol import Stamp
+from cfedavg.federate.protocol import Broadcast, Chain, Changes, Stamp, Version, Whole, compute_digest, pack
 from cfedavg.federate.server import Primary
-from cfedavg.federate.versions import Broadcast, Chain, Changes, Version, Whole, compute_digest, pack
 from cfedavg.wire import WireError, decode, encode
 
 TOGETHER = 10  # messages that are decoded before they are added; more would take too much memory
@@ -101,7 +100,7 @@ class ModelReplica:
     def whole(self, primary: Primary) -> Whole:
         """Return a broadcast of the server's whole model copy."""
         payload = Copies(self.rounds).whole(self.model(primary.w))
-        return primary.whole(self.encode(payload, primary.version), self.digest(primary.w))
+        return Whole(self.encode(payload, primary.version), primary.version, self.digest(primary.w))
 
     def changes(self, primary: Primary, chain: Chain) -> Changes | None:
         """Return a broadcast of the values that a chain changes; None if these are most of the model."""
@@ -114,7 +113,9 @@ class ModelReplica:
         if not may_be_shorter(len(at), self.layout.d):
             return None
         payload = Copies(self.rounds).changed(self.model(primary.w), at)
-        return primary.changes(chain.start, self.encode(payload, primary.version), self.digest(primary.w))
+        since = primary.versions[-1 - len(chain.messages) : -1]
+        message = self.encode(payload, primary.version)
+        return Changes(since, message, primary.version, self.digest(primary.w))
 
 
 def begin(x: Array, replica: ModelReplica, generation: int, t: int) -> Primary:
@@ -154,7 +155,7 @@ class Broadcaster:
     def broadcast_to(self, held: Version | None) -> PackedBroadcast:
         """Return the shortest broadcast for a client that holds version `held`, which is None if unknown."""
         if held not in self._made:
-            chain = None if held is None else self.primary.chain(held)
+            chain = self.primary.chain(held)
             self._made[held] = self.whole if chain is None else self._pick_shortest(chain)
         return self._made[held]
 

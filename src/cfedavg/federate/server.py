@@ -1,4 +1,4 @@
-"""The state machine of the server, without I/O. `protocol` states the rules."""
+"""The state machine of the server, without I/O. The docstring of `cfedavg.federate` states the rules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from cfedavg.channel import KEPT
 from cfedavg.core.errors import InputError
-from cfedavg.federate.protocol import AHEAD, FIRST, Mark, Request, Stamp
-from cfedavg.federate.versions import (
+from cfedavg.federate.protocol import (
+    AHEAD,
+    FIRST,
     Broadcast,
     Chain,
-    Changes,
+    Mark,
+    Request,
+    Stamp,
     Version,
-    Whole,
     make_first_version,
     make_next_version,
 )
@@ -107,28 +109,16 @@ class Primary:
             first += 1
         return Primary(w_next, versions[first:], messages[first:])
 
-    def restart(self, generation: int, digest: int) -> Primary:
-        """Return the model copy without its history, for a server that restores a backup."""
-        return Primary.begin(self.w, generation, self.version.round, digest)
-
     def at(self, round: int) -> Version | None:
         """Return the version after `round` rounds; None if the history lacks that version."""
         index = round - self.versions[0].round
         return self.versions[index] if 0 <= index < len(self.versions) else None
 
-    def chain(self, version: Version) -> Chain | None:
+    def chain(self, version: Version | None) -> Chain | None:
         """Return the messages from `version` to the present version; None if the history lacks `version`."""
         if version not in self.versions:
             return None
         return Chain(version, self.messages[self.versions.index(version) :], self.version)
-
-    def changes(self, version: Version, message: bytes, digest: int) -> Changes:
-        """Return a broadcast of `message`, which holds the values that changed since `version`."""
-        return Changes(self.versions[self.versions.index(version) : -1], message, self.version, digest)
-
-    def whole(self, message: bytes, digest: int) -> Whole:
-        """Return a broadcast of `message`, which holds all of w."""
-        return Whole(message, self.version, digest)
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,7 @@ def restore_backup(server: Server, generation: int, digest: int | None = None) -
         raise ValueError(f"`generation` must be above {server.stamp.generation}, got {generation}")
     if (digest is None) != (server.primary is None):
         raise ValueError("`digest` must be given if the server has a primary, and only then")
-    primary = server.primary and server.primary.restart(generation, digest or 0)
+    primary = server.primary and Primary.begin(server.primary.w, generation, server.t, digest or 0)
     return replace(server, stamp=Stamp(generation, 1), primary=primary)
 
 
@@ -180,12 +170,12 @@ def make_request(server: Server, client: str, broadcast: Broadcast | None = None
     return Request(server.stamp, server.t, server.applied.get(client), broadcast)
 
 
-def find_held_version(server: Server, client: str, told: Version | None = None) -> Version | None:
+def find_held_version(server: Server, client: str, reported: Version | None = None) -> Version | None:
     """Return the newest version of the history that a client is known to hold; None if none is known.
 
     A client stores its answer in one step with the model copy from which the answer was made. Within a
-    generation, rounds and numbers rise together. So an answer in the model tells a version. `told` is the
-    version in the client's last reply; None if the caller has forgotten that version.
+    generation, rounds and numbers rise together. So an answer in the model tells a version. `reported` is the
+    version in the client's last reply; None if the caller does not know that version.
     """
     if server.primary is None:
         return None
@@ -193,8 +183,8 @@ def find_held_version(server: Server, client: str, told: Version | None = None) 
     if mark is not None and mark.stamp.generation == server.stamp.generation:
         version = server.primary.at(server.t - server.stamp.number + mark.stamp.number)
         known += [] if version is None else [version]
-    if told in server.primary.versions:
-        known.append(told)
+    if reported in server.primary.versions:
+        known.append(reported)
     return max(known, default=None)
 
 
@@ -252,10 +242,8 @@ class ServerState:
         """Return the state after a round. `taken` holds the clients' answers, `notes` their new notes."""
         known = {}
         for who, mark in taken.items():
-            met = 1
-            if who in self.clients:
-                is_new = mark.incarnation != self.server.applied[who].incarnation
-                met = self.clients[who].incarnations + is_new
-            known[who] = KnownClient(met, (notes or {}).get(who))
+            last, met = self.server.applied.get(who), self.clients.get(who, KnownClient(0)).incarnations
+            is_new = last is None or mark.incarnation != last.incarnation
+            known[who] = KnownClient(met + is_new, (notes or {}).get(who))
         server = end_round(self.server, taken, x_next, primary_next)
         return replace(self, server=server, clients=self.clients | known)

@@ -17,7 +17,6 @@ import reprlib
 import secrets
 import zlib
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,16 @@ import numpy as np
 from cfedavg.core.files import append, read_file, sync, write_atomic
 from cfedavg.core.layout import Layout
 from cfedavg.federate.client import Client, LastAnswer
-from cfedavg.federate.protocol import NEVER, Mark, Stamp
+from cfedavg.federate.protocol import (
+    NEVER,
+    Copy,
+    Mark,
+    Stamp,
+    Version,
+    compute_digest,
+    list_versions,
+    split_messages,
+)
 from cfedavg.federate.server import KnownClient, Primary, Server, ServerState, Table
 from cfedavg.federate.state_file import (
     COPY,
@@ -40,7 +48,6 @@ from cfedavg.federate.state_file import (
     check_text,
     check_vector,
 )
-from cfedavg.federate.versions import Copy, Version, compute_digest, list_versions
 
 EXTRA = "extra."  # the prefix of the names of the caller's tensors
 GROWTH = 4  # a journal that is this many times as long as at its beginning is begun anew
@@ -187,10 +194,7 @@ class ServerStore(StateStore):
             raise OtherCopy(f"w must be a vector of {self.layout.d} {self.copy_dtype}, got one of {w.dtype}")
         data = check_vector("messages", tensors.pop("messages"), "uint8").tobytes()
         lengths = check_list("lengths", stored["lengths"])
-        ends = list(accumulate((check_integer("lengths", n, 0, 2**63) for n in lengths), initial=0))
-        if ends[-1] != len(data):
-            raise ValueError(f"messages must have {ends[-1]} bytes, got {len(data)}")
-        messages = tuple(data[one:other] for one, other in pairwise(ends))
+        messages = split_messages(data, check_integers("lengths", lengths, *len(lengths) * [_63_BITS]))
         start, last = (Version(*check_integers(key, stored[key], *_VERSION)) for key in ("start", "version"))
         versions = list_versions(start, messages)
         if versions[-1] != last:

@@ -17,9 +17,9 @@ from cfedavg.channel import Downlink, make_downlink
 from cfedavg.compress import Compressor
 from cfedavg.core.errors import InputError
 from cfedavg.core.layout import Layout
+from cfedavg.federate.protocol import Version
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.server import find_held_version, make_request
-from cfedavg.federate.versions import Version
 from cfedavg.feedback import Feedback
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import FederationState, Node, Numbers

@@ -21,8 +21,7 @@ from flwr.common.logger import log
 from numpy.typing import NDArray
 
 from cfedavg.core.errors import InputError
-from cfedavg.federate.protocol import Mark, Request, Stamp
-from cfedavg.federate.versions import Broadcast, Version
+from cfedavg.federate.protocol import Broadcast, Mark, Request, Stamp, Version
 from cfedavg.wire import WireError
 
 OURS = "cfedavg"  # the name of our record, in both directions

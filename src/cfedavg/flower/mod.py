@@ -30,10 +30,9 @@ from cfedavg.core.errors import Busy, InputError, NotFinite
 from cfedavg.core.parts import Part
 from cfedavg.federate import client as machine
 from cfedavg.federate.client import MOST_FACTS, Client, NeedWhole, Outdated, Refuse, Resend, Uplink
-from cfedavg.federate.protocol import Request, Stamp, find_fault_in_stamp
+from cfedavg.federate.protocol import Broadcast, Request, Stamp, find_fault_in_stamp, unpack
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.stores import ClientStore
-from cfedavg.federate.versions import Broadcast, unpack
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower import messages
 from cfedavg.flower.array_layout import Form

@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common.logger import log
 
 from cfedavg.core.run_files import Record, summarise
+from cfedavg.federate.protocol import Version
 from cfedavg.federate.replica import Broadcaster, ModelReplica, PackedBroadcast
-from cfedavg.federate.versions import Version
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import FederationState, Node
 from cfedavg.flower.messages import Body, Load, read_number

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfedavg.federate.server import Primary
-from cfedavg.federate.versions import (
+from cfedavg.federate.protocol import (
     Broadcast,
     Chain,
     Changes,
     Copy,
+    Stamp,
     Version,
     Whole,
     compute_digest,
@@ -30,6 +30,7 @@ from cfedavg.federate.versions import (
     pack,
     unpack,
 )
+from cfedavg.federate.server import Primary, Server, restore_backup
 from cfedavg.wire import WireError
 from tests.copies import REPLICA, ZERO, W, advance, changes_of, draw_message, kinds, whole_of
 
@@ -169,7 +170,9 @@ def test_what_was_missed_is_found_by_the_whole_version() -> None:
 
 def test_after_a_restore_nobody_follows_but_by_the_whole_model() -> None:
     before = history()
-    again = before[4].restart(2, REPLICA.digest(before[4].w))
+    server = Server(0, t=4, stamp=Stamp(1, 5), primary=before[4])
+    again = restore_backup(server, 2, REPLICA.digest(before[4].w)).primary
+    assert again is not None
     assert (again.w, again.version[:2], again.messages) == (
         before[4].w,
         (2, 4),
