@@ -28,7 +28,6 @@ from cfedavg.core.interrupts import catch_kills, ignore_stops
 from cfedavg.core.run_files import format_row, read_rows
 from cfedavg.flower import MISSING
 from cfedavg.launch.app import DEFAULT, TRUST, config_of
-from cfedavg.launch.control import AppRun, RunFailed
 from cfedavg.launch.local_federation import (
     LocalFederation,
     _follow,
@@ -37,7 +36,7 @@ from cfedavg.launch.local_federation import (
     trust_typed_code,
 )
 from cfedavg.launch.processes import HOST, MARK, Ports, Processes, alive
-from cfedavg.launch.services import SuperNode, read_log
+from cfedavg.launch.services import AppRun, RunFailed, SuperNode, read_log
 from tests.conftest import Command
 from tests.simulate.test_bad_files import NO_FILE, put, text
 
@@ -486,8 +485,8 @@ def test_a_run_whose_follower_ends_while_it_is_looked_at(tmp_path: Path) -> None
     """The log says that the run has started; the SuperLink will say how it ended."""
     log = tmp_path / "log"
     hasty: Any = Hasty(log, "Successfully started run 9\n")
-    control: Any = SimpleNamespace()
-    assert AppRun(control, hasty, log).id == 9
+    link: Any = SimpleNamespace()
+    assert AppRun(link, hasty, log).id == 9
 
 
 @flower
@@ -495,15 +494,15 @@ def test_registering_goes_by_the_answer_not_by_the_exit_code(machine: Make) -> N
     made = machine(flwr="cat $FLWR_HOME/answer")
     answer = made.link.home / "answer"
     answer.write_text('{"success": true, "node-id": 5}')
-    made.control.register(made.nodes)
+    made.link.register(made.nodes)
     answer.write_text('{"success": false, "error-message": "[code: 23] Public key already in use"}')
-    made.control.register(made.nodes)
+    made.link.register(made.nodes)
     answer.write_text('{"success": false, "error-message": "Connection refused"}')
     with pytest.raises(InputError, match="node0 is not registered: Connection refused"):
-        made.control.register(made.nodes)
+        made.link.register(made.nodes)
     answer.write_text("Traceback")
     with pytest.raises(InputError, match="`flwr supernode` failed"):
-        made.control.register(made.nodes)
+        made.link.register(made.nodes)
 
 
 FLWR = """

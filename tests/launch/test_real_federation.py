@@ -181,7 +181,7 @@ def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federa
     it = federation(config, 3, min_nodes=2, round_timeout=LIMIT)
     machine = it.machine
     machine.link.start()
-    machine.control.register(machine.nodes[:2])
+    machine.link.register(machine.nodes[:2])
     for node in machine.nodes[:2]:
         node.start()
     training = it.run()

@@ -50,8 +50,8 @@ def federate_up(
     for every node.
     """
     from cfedavg.cli.progress import Display
-    from cfedavg.launch.control import RunFailed
     from cfedavg.launch.local_federation import train_federation
+    from cfedavg.launch.services import RunFailed
 
     out = folder(out, resume, "%Y%m%d-%H%M%S")
     old, how = out / "config.toml", {"round_timeout": round_timeout, "quorum": quorum}

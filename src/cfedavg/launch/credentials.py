@@ -10,9 +10,8 @@ import datetime
 import ipaddress
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -26,6 +25,7 @@ from cfedavg.launch.processes import HOST
 
 DAYS = 3650  # validity of a certificate: longer than any federation lasts
 AUTHORITY = "cfedavg CA"
+CURVE = ec.SECP384R1()
 
 _USES = (
     "digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment",
@@ -35,8 +35,7 @@ T = TypeVar("T")
 _DAMAGE = (ValueError, TypeError, UnsupportedAlgorithm)  # raised for files that are no keys
 
 
-@dataclass(frozen=True)
-class Certificates:
+class Certificates(NamedTuple):
     """The server's files: the CA's certificate, the server's certificate, and the server's private key."""
 
     ca: Path
@@ -44,8 +43,7 @@ class Certificates:
     key: Path
 
 
-@dataclass(frozen=True)
-class NodeKey:
+class NodeKey(NamedTuple):
     """A node's files: its private key, and its public key, which is registered at the SuperLink."""
 
     private: Path
@@ -55,39 +53,15 @@ class NodeKey:
 def ensure_certificates(folder: Path) -> Certificates:
     """Return the paths of the certificates in `folder`; make the files if there are none.
 
-    The CA's private key signs these certificates and is not stored.
+    The CA's private key signs these certificates and is not stored. The files are checked, because with wrong
+    files Flower's processes would only report that they cannot connect.
     """
     files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     if not files.ca.exists():  # written last: if this file exists, the others exist
-        ca_key, key = _new_key(), _new_key()
-        ca = _sign_certificate(ca_key, ca_key, is_ca=True)
-        _write_private(files.key, key, serialization.PrivateFormat.PKCS8)
-        write_atomic(files.certificate, _sign_certificate(key, ca_key, is_ca=False))
-        write_atomic(files.ca, ca)
-    _check_certificates(files)
-    return files
-
-
-def ensure_node_key(folder: Path, name: str) -> NodeKey:
-    """Return the paths of the P-384 key pair `name`, in OpenSSH format; make the files if there are none."""
-    files = NodeKey(folder / name, folder / f"{name}.pub")
-    if not files.public.exists():
-        key = _new_key()
-        _write_private(files.private, key, serialization.PrivateFormat.OpenSSH)
-        ssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-        write_atomic(files.public, key.public_key().public_bytes(*ssh) + f" {name}\n".encode())
-    remedy = "put the original file back, or start in another folder"
-    private = _parse(files.private, lambda data: serialization.load_ssh_private_key(data, None), remedy)
-    if private.public_key() != _parse(files.public, serialization.load_ssh_public_key, remedy):
-        raise InputError(f"{files.private} is not the private key of {files.public}; {remedy}")
-    return files
-
-
-def _check_certificates(files: Certificates) -> None:
-    """Check that the CA has signed the certificate, and that the private key belongs to the certificate.
-
-    With wrong files, Flower's processes would only report that they cannot connect.
-    """
+        ca_key, server_key = (ec.generate_private_key(CURVE) for _ in range(2))
+        _write_private(files.key, server_key, serialization.PrivateFormat.PKCS8)
+        write_atomic(files.certificate, _sign_certificate(server_key, ca_key, is_ca=False))
+        write_atomic(files.ca, _sign_certificate(ca_key, ca_key, is_ca=True))
     remedy = f"remove {files.ca} to have new certificates made"
     ca, certificate = (
         _parse(path, x509.load_pem_x509_certificate, remedy) for path in (files.ca, files.certificate)
@@ -99,6 +73,22 @@ def _check_certificates(files: Certificates) -> None:
         raise InputError(f"{files.ca} has not signed {files.certificate}; {remedy}") from None
     if key.public_key() != certificate.public_key():
         raise InputError(f"{files.key} is not the key of {files.certificate}; {remedy}")
+    return files
+
+
+def ensure_node_key(folder: Path, name: str) -> NodeKey:
+    """Return the paths of the P-384 key pair `name`, in OpenSSH format; make the files if there are none."""
+    files = NodeKey(folder / name, folder / f"{name}.pub")
+    if not files.public.exists():
+        key = ec.generate_private_key(CURVE)
+        _write_private(files.private, key, serialization.PrivateFormat.OpenSSH)
+        ssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        write_atomic(files.public, key.public_key().public_bytes(*ssh) + f" {name}\n".encode())
+    remedy = "put the original file back, or start in another folder"
+    private = _parse(files.private, lambda data: serialization.load_ssh_private_key(data, None), remedy)
+    if private.public_key() != _parse(files.public, serialization.load_ssh_public_key, remedy):
+        raise InputError(f"{files.private} is not the private key of {files.public}; {remedy}")
+    return files
 
 
 def _parse(path: Path, parse: Callable[[bytes], T], remedy: str) -> T:
@@ -109,10 +99,6 @@ def _parse(path: Path, parse: Callable[[bytes], T], remedy: str) -> T:
         raise InputError(f"cannot read {path} ({error.strerror}); {remedy}") from None
     except _DAMAGE:
         raise InputError(f"{path} is damaged; {remedy}") from None
-
-
-def _new_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP384R1())
 
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:

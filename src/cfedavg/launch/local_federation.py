@@ -25,9 +25,8 @@ from cfedavg.data.tasks import build_task
 from cfedavg.flower import MISSING
 from cfedavg.flower.round_policy import RoundPolicy
 from cfedavg.launch.app import TRUST, run_config_of
-from cfedavg.launch.control import ONGOING, AppRun, Control, RunFailed
 from cfedavg.launch.processes import HOST, Ports, Processes
-from cfedavg.launch.services import SuperLink, SuperNode, format_toml
+from cfedavg.launch.services import ONGOING, AppRun, RunFailed, SuperLink, SuperNode, format_toml
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.run import Observer
 
@@ -66,7 +65,6 @@ class LocalFederation:
 
     link: SuperLink
     nodes: list[SuperNode]
-    control: Control
 
     def __init__(
         self,
@@ -81,12 +79,34 @@ class LocalFederation:
         self.processes = Processes(str(self.folder), make_environment(more or {}))
         if shutil.which("flower-superlink", path=self.processes.environment["PATH"]) is None:
             raise InputError(MISSING)
-        self.logs = self.folder / "logs"
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        from cfedavg.launch import credentials  # needs a package that comes with Flower
+
         with ExitStack() as stack:
-            self._open(stack)
+            make_folder(self.folder, "`out`")
+            self.folder.chmod(0o700)
+            busy = f"`out`: another federation is running in {self.folder}"
+            stack.enter_context(lock_folder(self.folder, busy))
+            stack.enter_context(catch_kills())
+            stack.callback(self.processes.close)
+            self.processes.stop()  # left by a killed launcher: the lock shows that no launcher is alive
+            keys, logs = self.folder / "keys", self.folder / "logs"
+            for each in (keys, logs):
+                make_folder(each, "`out`")
+                each.chmod(0o700)  # until now, the parent folder kept other users out
+            ports, shared = Ports(), (self.processes, logs)
+            stack.callback(ports.close)
+            files, port = credentials.ensure_certificates(keys), ports.take(self.port or 0)
+            self.link = SuperLink(*shared, self.folder / "link", files, port)
+            pairs = [credentials.ensure_node_key(keys, f"node{i}") for i in range(self.count)]
+            self.nodes = [
+                SuperNode(*shared, self.folder / "nodes" / str(i), self.link, ports, pair, i, self.count)
+                for i, pair in enumerate(pairs)
+            ]
+            stack.callback(self.processes.stop)
+            stack.callback(lambda: self.say("stopping the nodes and the SuperLink"))
             self._stack = stack.pop_all()
         return self
 
@@ -97,40 +117,12 @@ class LocalFederation:
         """Stop all processes of the federation and their child processes."""
         self._stack.close()
 
-    def _open(self, stack: ExitStack) -> None:
-        from cfedavg.launch import credentials  # needs a package that comes with Flower
-
-        make_folder(self.folder, "`out`")
-        self.folder.chmod(0o700)
-        stack.enter_context(
-            lock_folder(self.folder, f"`out`: another federation is running in {self.folder}")
-        )
-        stack.enter_context(catch_kills())
-        stack.callback(self.processes.close)
-        self.processes.stop()  # left by a killed launcher: the lock shows that no launcher is alive
-        keys = self.folder / "keys"
-        for each in (keys, self.logs):
-            make_folder(each, "`out`")
-            each.chmod(0o700)  # until now, the parent folder kept other users out
-        ports, shared = Ports(), (self.processes, self.logs)
-        stack.callback(ports.close)
-        files, port = credentials.ensure_certificates(keys), ports.take(self.port or 0)
-        self.link = SuperLink(*shared, self.folder / "link", files, port)
-        pairs = [credentials.ensure_node_key(keys, f"node{i}") for i in range(self.count)]
-        self.nodes = [
-            SuperNode(*shared, self.folder / "nodes" / str(i), self.link, ports, pair, i, self.count)
-            for i, pair in enumerate(pairs)
-        ]
-        self.control = Control(self.processes, self.link, self.logs)
-        stack.callback(self.processes.stop)
-        stack.callback(lambda: self.say("stopping the nodes and the SuperLink"))
-
     def start(self) -> None:
         """Start the SuperLink, then all nodes, and wait until they are online."""
         self.say("starting the SuperLink")
         self.link.start()
         self.say("registering the nodes")
-        self.control.register(self.nodes)
+        self.link.register(self.nodes)
         for node in self.nodes:
             node.begin()
         for online, node in enumerate(self.nodes):
@@ -140,7 +132,7 @@ class LocalFederation:
 
     def run(self, app: Path, config: Mapping[str, object] | None = None) -> AppRun:
         """Start the Flower app in the folder `app`; `config` overrides settings in its pyproject.toml."""
-        return self.control.run(app, config or {})
+        return self.link.run(app, config or {})
 
 
 def format_app(config: Config, **more: object) -> str:
@@ -173,8 +165,7 @@ def train_federation(
 ) -> bool:
     """Train with a node for each client, then stop all processes; return False if no rounds were left."""
     out = out.resolve()
-    _check(config, out, resume)
-    if resume and _is_done(config, out):
+    if _is_done(config, out, resume):
         observer.say(f"all {config.rounds} rounds are done; set `rounds` higher for more")
         return False
     observer.say(_describe(config))
@@ -199,8 +190,8 @@ def train_federation(
     return True
 
 
-def _check(config: Config, out: Path, resume: bool) -> None:
-    """Refuse an `out` folder that does not fit the options, before any process is started."""
+def _is_done(config: Config, out: Path, resume: bool) -> bool:
+    """Return whether the run in `out` has done all rounds; refuse a folder that does not fit the options."""
     if not str(out).isprintable():
         raise InputError(f"`out` must be printable text, got {str(out)!r}")
     begun = exists(out / "federation")
@@ -210,7 +201,7 @@ def _check(config: Config, out: Path, resume: bool) -> None:
                 f"cannot resume: no round of the run in {out} has begun; "
                 "give its options again, without `resume`"
             )
-        return
+        return False
     if not resume:
         raise InputError(f"`out`: {out} holds a run already; set `resume` or choose another folder")
     if not begun:
@@ -224,18 +215,11 @@ def _check(config: Config, out: Path, resume: bool) -> None:
             f"cannot resume: `nodes` is {config.clients}, but the run in {out} has {old.clients}"
         )
     check_same(old, config, out)
-    if (done := len(read_rows(out / METRICS))) > config.rounds:
-        raise InputError(f"cannot resume: `rounds` is {config.rounds}, but the run in {out} has done {done}")
-
-
-def _is_done(config: Config, out: Path) -> bool:
-    """Return whether all rounds are done and the report, which is written last, is newer than the metrics."""
     page, metrics = out / "report.html", out / METRICS
-    return (
-        len(read_rows(metrics)) == config.rounds
-        and exists(page)
-        and page.stat().st_mtime >= metrics.stat().st_mtime
-    )
+    if (done := len(read_rows(metrics))) > config.rounds:
+        raise InputError(f"cannot resume: `rounds` is {config.rounds}, but the run in {out} has done {done}")
+    # The report is written last: if it is older than the metrics, it lacks the last round.
+    return done == config.rounds and exists(page) and page.stat().st_mtime >= metrics.stat().st_mtime
 
 
 def _describe(config: Config) -> str:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 from cfedavg.core.errors import InputError
@@ -50,7 +50,15 @@ class Processes:
 
     def start(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> Process:
         """Start a process that does not receive the terminal's Ctrl-C; append its output to `log`."""
-        self._watchdog = self._watchdog or _start_watchdog(self._launch)
+        if self._watchdog is None:
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-P", "-m", "cfedavg.launch.processes", self._launch],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that it receives no signals meant for this process
+                bufsize=0,
+            )
         try:
             file = open_regular(log, "ab")  # opening a pipe would wait for ever
         except OSError as error:
@@ -95,18 +103,6 @@ class Processes:
         self._watchdog = None
 
 
-def _start_watchdog(word: str) -> Process:
-    """Start a watchdog in a session of its own, so that it receives no signals meant for this process."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "cfedavg.launch.processes", word],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        bufsize=0,
-    )
-
-
 def watch(word: str) -> None:
     """Wait until the launcher ends, then end the processes that have `word` in their environment.
 
@@ -138,21 +134,18 @@ def alive(word: str, pids: Iterable[int]) -> set[int]:
 def end_all(left: Callable[[], set[int]]) -> None:
     """End the processes whose pids `left` returns, the commands in `ORDER` first, and wait for their end."""
 
-    def running(command: str) -> set[int]:
-        return {pid for pid in left() if any(command in word for word in _read_words(pid, "cmdline"))}
+    def running(command: str | None) -> set[int]:
+        pids = left()
+        if command is None:
+            return pids
+        return {pid for pid in pids if any(command in word for word in _read_words(pid, "cmdline"))}
 
-    for command in ORDER:
-        _end(partial(running, command))
-    _end(left)
-
-
-def _end(left: Callable[[], set[int]]) -> None:
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        for pid in left():
+    for command, signum in product((*ORDER, None), (signal.SIGTERM, signal.SIGKILL)):
+        for pid in running(command):
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
         end = time.monotonic() + PATIENCE
-        while left() and time.monotonic() < end:
+        while running(command) and time.monotonic() < end:
             time.sleep(0.05)
 
 

@@ -9,7 +9,6 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from cfedavg.core.config import Config
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.strategy import CFedAvg
 from cfedavg.launch.app import config_of, policy_of
@@ -27,15 +26,22 @@ def main(grid: Grid, context: Context) -> None:
     given: Mapping[str, Any] = context.run_config
     config = config_of(given)
     task = build_task(config)
-    only_federated = {
-        name.replace("-", "_"): given[name] for name in ("resume", "max-norm", "from-backup") if name in given
-    }
+    rates = Plan(config, task).rates
+    by_clock = config.deadline is not None  # then K differs between clients: line 11 of Algorithm 1
+    only_federated = ("resume", "max-norm", "from-backup")
     strategy = CFedAvg(
-        **_options(config, Plan(config, task)),
-        **only_federated,
+        compressor=config.compressor,
+        compressor_down=config.compressor_down,
+        feedback=config.feedback,
+        server_optimiser=config.server_optimiser,
+        update="mean" if by_clock else rates.update,
+        eta=config.eta if by_clock else rates.eta,
+        weighting=config.weighting,
+        seed=config.seed,
         out=given.get("out") or None,
         policy=policy_of(config, given),
         config=config,
+        **{name.replace("-", "_"): given[name] for name in only_federated if name in given},
     )
     strategy.start(
         grid,
@@ -44,21 +50,6 @@ def main(grid: Grid, context: Context) -> None:
         timeout=given.get("round-timeout", 120.0),
         evaluate_fn=make_evaluation(task, config.eval_every, config.rounds),
     )
-
-
-def _options(config: Config, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of the strategy CFedAvg that come from `config` and `plan`."""
-    by_clock = config.deadline is not None  # then K differs between clients: line 11 of Algorithm 1
-    return {
-        "compressor": config.compressor,
-        "compressor_down": config.compressor_down,
-        "feedback": config.feedback,
-        "server_optimiser": config.server_optimiser,
-        "update": "mean" if by_clock else plan.rates.update,
-        "eta": config.eta if by_clock else plan.rates.eta,
-        "weighting": config.weighting,
-        "seed": config.seed,
-    }
 
 
 def make_evaluation(task: Task, every: int, rounds: int) -> Callable[[int, ArrayRecord], MetricRecord | None]:
