@@ -40,7 +40,7 @@ class Client:
     answered: Stamp = NEVER  # of the newest request that the client answered
     confirmed: Stamp = NEVER  # of the answer in the model that the last request named
     forgotten: int = 0  # how often a restored server lacked an answer that it had named before
-    # For each generation with an answer, a number: no model up to it holds anything of the present residual.
+    # By generation, a round number: the generation's models up to it hold nothing of the present residual.
     agreed: Mapping[int, int] = field(default_factory=dict)
     copy: Copy | None = None  # the copy of the server's w, if broadcasts are compressed
 
@@ -125,10 +125,10 @@ def receive(
 def begin_training(
     client: Client, request: Request, sender: Sender, replica: Replica | None
 ) -> tuple[Client, Train | NeedWhole]:
-    """Update the model copy by the broadcast and settle the last answer; return the new state and Train.
+    """Update the client's model copy and residual by a request; return the new state and Train.
 
-    To settle: if the model lacks the last answer, the answer goes back into the residual. If the copy
-    cannot follow the broadcast, return the client unchanged and NeedWhole.
+    If the model lacks the last answer, the answer goes back into the residual. If the model copy cannot
+    follow the broadcast, return the client unchanged and NeedWhole.
     """
     copy = client.copy
     if request.broadcast is not None:
@@ -137,7 +137,17 @@ def begin_training(
         copy = follow(copy, request.broadcast, replica)
         if copy is None:
             return client, NeedWhole()
-    return replace(_settle(client, request, sender), copy=copy), Train()
+    memory, agreed = client.memory, dict(client.agreed)
+    held = NEVER if request.mark is None else request.mark.stamp
+    if client.sent is not None:
+        if request.mark != _last_mark(client):
+            memory = sender.restore(memory, client.sent.message)
+        if held == client.sent.stamp:
+            agreed[held.generation] = held.number
+    # Each model of a generation follows from the one before. What this model lacks, earlier models lack too.
+    agreed[request.stamp.generation] = request.stamp.number - 1
+    forgotten = client.forgotten + (held < client.confirmed)
+    return Client(client.incarnation, memory, None, client.answered, held, forgotten, agreed, copy), Train()
 
 
 def catch_up(
@@ -162,7 +172,7 @@ def make_answer(client: Client, request: Request, g: Any, sender: Sender) -> tup
 
 
 def _find_fault_in_version(copy: Copy | None, broadcast: Broadcast) -> str:
-    """Return why the client refuses a broadcast older than its model copy; an empty text if it does not."""
+    """Return the fault of a broadcast that is older than the client's model copy; an empty text if none."""
     if copy is None or broadcast.version[:2] >= copy.version[:2]:
         return ""
     return f"version {broadcast.version} is older than version {copy.version}, which this client holds"
@@ -177,21 +187,6 @@ def _is_outdated(client: Client, mark: Mark | None) -> bool:
         return mark.incarnation == client.incarnation and mark != _last_mark(client)
     generation, number = mark.stamp
     return generation >= min(client.agreed) and number > client.agreed.get(generation, 0)
-
-
-def _settle(client: Client, request: Request, sender: Sender) -> Client:
-    """Return the state without the last answer, which goes back into the residual if the model lacks it."""
-    memory, agreed = client.memory, dict(client.agreed)
-    held = NEVER if request.mark is None else request.mark.stamp
-    if client.sent is not None:
-        if request.mark != _last_mark(client):
-            memory = sender.restore(memory, client.sent.message)
-        if held == client.sent.stamp:
-            agreed[held.generation] = held.number
-    # Each model of a generation follows from the one before. What this model lacks, earlier models lack too.
-    agreed[request.stamp.generation] = request.stamp.number - 1
-    forgotten = client.forgotten + (held < client.confirmed)
-    return replace(client, memory=memory, sent=None, confirmed=held, forgotten=forgotten, agreed=agreed)
 
 
 def _last_mark(client: Client) -> Mark | None:

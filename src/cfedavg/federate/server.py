@@ -22,7 +22,7 @@ from cfedavg.federate.protocol import (
     make_next_version,
 )
 
-MOST_BYTES = 2**26
+MOST_BYTES = 2**26  # of the messages in a history
 V = TypeVar("V")
 
 
@@ -125,8 +125,8 @@ class Primary:
 class Server:
     """The durable state of a server, stored in one step."""
 
-    x: Any
-    t: int = 0
+    x: Any  # the model
+    t: int = 0  # rounds done
     stamp: Stamp = FIRST  # of the present round; replies to other stamps are refused
     applied: Table[Mark] = field(default_factory=Table)  # each client's last answer in x
     primary: Primary | None = None  # the model copy that clients follow, if broadcasts are compressed
@@ -191,7 +191,10 @@ def find_held_version(server: Server, client: str, reported: Version | None = No
 def find_fault_in_reply(
     server: Server, asked: Collection[str], taken: Collection[str], client: str, stamp: Stamp
 ) -> str:
-    """Return why a reply is refused; an empty text if the reply is accepted."""
+    """Return why the server refuses a reply; an empty text if it accepts the reply.
+
+    `asked` are the clients that the round asked, `taken` those whose replies were accepted.
+    """
     if client not in asked:
         return "not asked"
     if stamp != server.stamp:
