@@ -220,7 +220,7 @@ def end_round(
 
 
 class KnownClient(NamedTuple):
-    """A server's record of a client: how many of its incarnations have answered, and the caller's note."""
+    """A server's record of a client: how many incarnations of it have answered, and the caller's note."""
 
     incarnations: int
     note: Any = None  # a JSON value

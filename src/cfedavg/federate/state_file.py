@@ -79,7 +79,7 @@ class StateStore:
         save_tensors(tensors, self.path, {**about, "checksum": _checksum(tensors, about)})
 
     def _read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return the tensors and the metadata of the stored state; raise an error if they are not for us."""
+        """Return the stored tensors and metadata; raise InputError for another owner, model or format."""
         tensors, about = read_arrays(self.path)
         if about.pop("checksum") != _checksum(tensors, about):
             raise ValueError("its checksum is wrong")

@@ -77,7 +77,7 @@ class Service:
 
 
 class SuperLink(Service):
-    """The server's process, with its database, and its administrator, the command `flwr`."""
+    """The server's process, with its database. The command `flwr` registers nodes and starts runs there."""
 
     def __init__(
         self, processes: Processes, logs: Path, folder: Path, files: Certificates, port: int
@@ -129,9 +129,10 @@ class SuperLink(Service):
                 timeout=COMMAND,
                 start_new_session=True,
             )
-            reply: dict[str, Any] = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
             raise InputError(f"{name} did not answer within {COMMAND:g} s; try again") from None
+        try:
+            reply: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
             why = get_last_line(done.stderr.decode(errors="replace"))
             raise InputError(f"{name} failed: {why}") from None
