@@ -66,7 +66,7 @@ class Config:
 
     local_steps: str | None = option(
         None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client",
-        per_client=True, whole=True, low=1, exclusive="local work", otherwise="10",
+        per_client=True, integer=True, low=1, exclusive="local work", otherwise="10",
     )  # fmt: skip
     local_epochs: int | None = option(
         None, LOCAL, "instead: passes over the client's data", low=1, exclusive="local work"
@@ -196,7 +196,7 @@ class Config:
     def per_client(self, name: str) -> Range | None:
         """Return the parsed value of a field that may differ between clients, or None if it is not given."""
         text = getattr(self, name)
-        return None if text is None else Range.parse(text, name, whole=OPTIONS[name].whole)
+        return None if text is None else Range.parse(text, name, integer=OPTIONS[name].integer)
 
     @property
     def is_named(self) -> bool:

@@ -73,9 +73,9 @@ class Layout:
         layout = cls(tuple(names), tuple(tuple(shape) for shape in shapes), tuple(dtypes))
         numbers = [size for shape in layout.shapes for size in shape]
         texts = all(isinstance(text, str) for text in layout.names + layout.dtypes)
-        whole = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        integers = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         short = all(len(shape) <= 64 for shape in layout.shapes)  # torch and NumPy allow at most 64 axes
-        if not len(names) == len(shapes) == len(dtypes) or not (texts and whole and short):
+        if not len(names) == len(shapes) == len(dtypes) or not (texts and integers and short):
             raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
         return layout
 

@@ -40,7 +40,7 @@ class Option:
     server: Literal["", "alone", "always"] = ""
     in_task: bool = False  # whether a Task object decides the field
     per_client: bool = False  # whether the value is a text for Range: a number, a range, or one per client
-    whole: bool = False  # whether the numbers of such a text must be integers
+    integer: bool = False  # whether the numbers of such a text must be integers
     is_part: bool = False  # whether the value is a text that may name a module:Class
     exclusive: str = ""  # the name of a group of fields of which at most one may be given
     otherwise: Any = None  # the value if no field of the group is given
@@ -100,17 +100,17 @@ option = _with_default(Option)  # makes a field of a dataclass, from its default
 class Range:
     """A number that may differ by client: `10`, `5..50` (both ends included), or `3,5,8` for clients 0, 1, 2.
 
-    >>> Range.parse("5..50", "local_steps", whole=True)
-    Range(low=5.0, high=50.0, each=(), whole=True)
+    >>> Range.parse("5..50", "local_steps", integer=True)
+    Range(low=5.0, high=50.0, each=(), integer=True)
     """
 
     low: float
     high: float
     each: tuple[float, ...] = ()
-    whole: bool = False
+    integer: bool = False
 
     @classmethod
-    def parse(cls, text: str, field: str, *, whole: bool = False) -> Range:
+    def parse(cls, text: str, field: str, *, integer: bool = False) -> Range:
         """Return the range in a text; `field` names the text in an error."""
         try:
             if ".." in text:
@@ -122,13 +122,13 @@ class Range:
             raise InputError(
                 f"`{field}` must be a number, a range a..b or a list a,b,c, got {text!r}"
             ) from None
-        if not all(math.isfinite(v) and (not whole or v == int(v)) for v in values):
-            raise InputError(f"`{field}` must hold {'whole' if whole else 'finite'} numbers, got {text!r}")
+        if not all(math.isfinite(v) and (not integer or v == int(v)) for v in values):
+            raise InputError(f"`{field}` must hold {'whole' if integer else 'finite'} numbers, got {text!r}")
         if ".." in text and values[0] > values[1]:
             raise InputError(
                 f"`{field}` must be a range low..high, got {text!r}; write {values[1]:g}..{values[0]:g}"
             )
-        return cls(min(values), max(values), values if ".." not in text and len(values) > 1 else (), whole)
+        return cls(min(values), max(values), values if ".." not in text and len(values) > 1 else (), integer)
 
     def mean(self) -> float:
         """Return the mean over the clients."""
@@ -138,6 +138,6 @@ class Range:
         """Return the value of a client; for a range, `u` in [0, 1) says where in the range it lies."""
         if self.each:
             return self.each[client]
-        if self.whole:
+        if self.integer:
             return self.low + math.floor(u * (self.high - self.low + 1))
         return self.low + u * (self.high - self.low)

@@ -86,9 +86,9 @@ class Registry(Generic[P]):
 
 
 def check_argument(
-    name: str, value: object, rule: str, holds: Callable[[Any], bool], *, whole: bool = False
+    name: str, value: object, rule: str, holds: Callable[[Any], bool], *, integer: bool = False
 ) -> None:
-    """Raise InputError if `value` is not a number, is not an integer with `whole`, or if `holds` is false.
+    """Raise InputError if `value` is not a number, is not an integer with `integer`, or if `holds` is false.
 
     `rule` says in words what `holds` checks.
 
@@ -96,9 +96,9 @@ def check_argument(
     Traceback (most recent call last):
     cfedavg.core.errors.InputError: decay must be above 0 and at most 1, got 2
     """
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
     if not (is_number and holds(value)):
-        raise InputError(f"{name} must be {'a whole number ' * whole}{rule}, got {value!r:.40}")
+        raise InputError(f"{name} must be {'a whole number ' * integer}{rule}, got {value!r:.40}")
 
 
 def check_truth(name: str, value: object) -> None:
