@@ -1,22 +1,66 @@
-"""One set of array functions for NumPy and torch.
+"""Array functions for NumPy and torch alike, and the decorator `kernel`, which compiles loops over arrays.
 
 Most functions have the same name and arguments in both libraries: `xp = module_of(a)` is NumPy or torch, and
-`xp.where`, `xp.concatenate`, `xp.amax` work for both. This module holds the functions that differ. The module
-does not import torch (whoever passes a tensor has imported torch), so a client without torch can use it.
+`xp.where`, `xp.concatenate`, `xp.amax` work for both. This module holds the functions that differ. It does
+not import torch, so a client without torch can use it; whoever passes a tensor has imported torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from cfedavg.core.kernel import kernel
+# numba reads `.numba_config.yaml` in the current folder; the file may be somebody else's. These two settings
+# choose the cache, and code in a cache is run. A value in the environment wins over the file.
+os.environ.setdefault("NUMBA_CACHE_DIR", "")
+os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "")
+
+import numba
 
 Array = Any  # a numpy.ndarray or a torch.Tensor
+Int = Any  # an integer in compiled code; the compiler infers its width and sign
+F = TypeVar("F", bound=Callable[..., Any])
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
+
+
+@cache
+def _hash_sources(folder: Path) -> str:
+    texts = [path.read_bytes() for path in [Path(__file__), *sorted(folder.glob("*.py"))]]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+def kernel(function: F) -> F:
+    """Compile a function of numbers and NumPy arrays with numba; it runs without Python's global lock.
+
+    The machine code is cached on disk.
+    """
+    compile_it = numba.njit(nogil=True, error_model="numpy")
+    compiled: Any = compile_it(function)
+    # numba recompiles a function when the function's own file has changed. But machine code includes the
+    # kernels that it calls, also from other files of the folder: a change in any file must recompile all.
+    try:
+        compiled.enable_caching()
+        stamp = _hash_sources(Path(function.__code__.co_filename).parent)
+        compiled._cache._cache_file._source_stamp = stamp
+    except (RuntimeError, AttributeError):
+        compiled = compile_it(function)  # no writable cache, or another numba version: no caching
+    result: F = compiled
+    return result
+
+
+def is_compiled(function: Any) -> bool:
+    """Return whether the machine code of a kernel is cached on disk, so that a call need not compile."""
+    try:
+        return bool(function._cache._cache_file._load_index())
+    except AttributeError:
+        return False
 
 
 def module_of(array: Array) -> Any:
@@ -169,21 +213,15 @@ def norm2(v: Array) -> float:
 
 
 def norms2(vectors: Iterable[Array]) -> list[float]:
-    """Return |v|^2 of each vector; a GPU is waited for only once."""
-    vectors = list(vectors)
-    if not any(getattr(v, "is_cuda", False) for v in vectors):
+    """Return |v|^2 of each vector, or of each row of a matrix; wait for a GPU only once."""
+    is_matrix_on_gpu = getattr(vectors, "is_cuda", False)
+    vectors = vectors if is_matrix_on_gpu else list(vectors)
+    if not is_matrix_on_gpu and not any(getattr(v, "is_cuda", False) for v in vectors):
         return list(map(norm2, vectors))
     torch = sys.modules["torch"]
-    norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in vectors]
-    return [norm**2 for norm in torch.stack(norms).tolist()]
-
-
-def rows_norms2(block: Array) -> list[float]:
-    """Return |v|^2 of each row v of a block, a matrix with a row for each client."""
-    if not getattr(block, "is_cuda", False):
-        return list(map(norm2, block))
-    torch = sys.modules["torch"]
-    return [norm**2 for norm in torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64).tolist()]
+    take = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    norms = take(vectors, dim=-1) if is_matrix_on_gpu else torch.stack(list(map(take, vectors)))
+    return [norm**2 for norm in norms.tolist()]
 
 
 @kernel

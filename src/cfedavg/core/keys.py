@@ -147,7 +147,7 @@ def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
 
 @cache
 def _compile_draw() -> Callable[..., int]:
-    from cfedavg.core.kernel import kernel  # imported here, since numba would double the time to start
+    from cfedavg.core.arrays import kernel  # imported here, since numba would double the time to start
 
     return kernel(_draw)
 
