@@ -9,8 +9,7 @@ from typing import Any
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, uniform
-from cfedavg.core.option import Range
-from cfedavg.core.parts import build, check_argument
+from cfedavg.core.parts import Range, build, check_argument
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 
 

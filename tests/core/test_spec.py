@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.option import Range
-from cfedavg.core.parts import build, load, parse_call
+from cfedavg.core.parts import Range, build, load, parse_call
 
 QUIET = settings(max_examples=300, derandomize=True, database=None)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cfedavg.core.config import OPTIONS, Config, field_types, read_config, refuse_code
+from cfedavg.core.config import FIELD_TYPES, OPTIONS, Config, read_config, refuse_code
 from cfedavg.core.errors import InputError
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder to write to", show_default="runs/DATE-TIME")]
@@ -69,7 +69,7 @@ def takes_config(
     The help shows the defaults in `base`. The command receives `given`: the fields whose options were typed,
     which override a configuration file.
     """
-    hints = field_types()
+    hints = FIELD_TYPES
     fields = [name for name in OPTIONS if names is None or name in names]
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:

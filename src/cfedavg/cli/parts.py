@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -52,7 +52,6 @@ def _compressors(console: Console, d: int) -> Table:
     """Return a table of compressors: the guaranteed SNR, and the bytes of a message of Gaussian noise."""
     from cfedavg.compress import EXAMPLES, parse
     from cfedavg.core.layout import Layout
-    from cfedavg.core.parts import first_sentence
     from cfedavg.core.units import format_bytes
 
     title = (
@@ -82,7 +81,6 @@ def _estimate_bytes(compressor: Compressor, d: int) -> float:
 
 
 def _feedbacks(console: Console, d: int) -> Table:
-    from cfedavg.core.parts import first_sentence
     from cfedavg.feedback import FEEDBACKS
 
     table = _new_table(flag("feedback"), "what it does", "law under lost replies", "remembers")
@@ -97,7 +95,6 @@ def _feedbacks(console: Console, d: int) -> Table:
 def _local_optimisers(console: Console, d: int) -> Table:
     import torch
 
-    from cfedavg.core.parts import first_sentence
     from cfedavg.optimise.local import LOCAL_OPTIMISERS, parse_local_optimiser
 
     title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
@@ -114,7 +111,6 @@ def _local_optimisers(console: Console, d: int) -> Table:
 def _server_optimisers(console: Console, d: int) -> Table:
     import numpy as np
 
-    from cfedavg.core.parts import first_sentence
     from cfedavg.optimise.server import SERVER_OPTIMISERS
 
     table = _new_table(flag("server_optimiser"), "what it does", f"{flag('eta')} by default", "remembers")
@@ -132,3 +128,8 @@ def _count(n: int, noun: str, whose: str = "") -> str:
 def _new_table(title: str, *columns: str) -> Table:
     """Return an empty table; its first column `write` is for the text that names a part."""
     return Table(Column("write", no_wrap=True), *columns, title=title)
+
+
+def first_sentence(thing: Any) -> str:
+    """Return the first line of the docstring of `thing`."""
+    return (thing.__doc__ or "").strip().split("\n")[0]

@@ -63,6 +63,14 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
+def read_input(path: Path) -> bytes:
+    """Return the bytes of a regular file; raise InputError if it cannot be read."""
+    try:
+        return read_file(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from None
+
+
 def open_regular(path: Path, mode: str) -> IO[bytes]:
     """Return a regular file, opened in `mode` for bytes; raise OSError if the path is anything else."""
     return cast(IO[bytes], open(path, mode, opener=_open_regular))
@@ -88,10 +96,7 @@ def is_temporary(name: str) -> bool:
 
 def exists(path: Path) -> bool:
     """Return whether the path exists; False if the system cannot look it up."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises some errors of the system
 
 
 def check_no_file(path: Path, option: str) -> None:
