@@ -21,7 +21,7 @@ import numpy as np
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import lock_folder, make_folder
 from cfedavg.core.layout import Layout
-from cfedavg.core.tensors import UNREADABLE, checksum, read_arrays, save_tensors
+from cfedavg.core.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 from cfedavg.federate.protocol import Mark, Stamp
 from cfedavg.federate.server import Primary
 from cfedavg.federate.versions import Copy, Version, compute_digest, list_versions
@@ -90,7 +90,7 @@ class StateStore:
         Raise ValueError if the checksum is wrong. Raise InputError if the state has another owner, another
         model, or a format that cannot be read.
         """
-        tensors, about = read_arrays(self.path)
+        tensors, about = read_tensors(self.path, "np")
         if about.pop("checksum") != _checksum(tensors, about):
             raise ValueError("its checksum is wrong")
         for name, value in self.owner.items():
