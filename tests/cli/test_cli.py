@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cfedavg import Config, InputError, Layout, __version__, decode
-from cfedavg.cli.options import flag
+from cfedavg.cli.console import flag
 from cfedavg.compress import SELECTORS
 from cfedavg.core.config import read_config
 from cfedavg.feedback import FEEDBACKS

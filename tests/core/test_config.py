@@ -12,8 +12,7 @@ import pytest
 
 import cfedavg as package
 from cfedavg import Config, InputError, run
-from cfedavg.cli.console import list_options, name_options
-from cfedavg.cli.options import flag
+from cfedavg.cli.console import flag, list_options, name_options
 from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, PARTS, PER_CLIENT, read_config, renew
 from tests.conftest import Command, blobs
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cfedavg.cli.console import PLAIN
+from cfedavg.cli.console import PLAIN, OptionConsole
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
 from cfedavg.simulate.run import Observer
@@ -20,7 +22,7 @@ class Display(Observer):
     """An observer that shows accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
-        self.console, self.rounds, self.title = console, rounds, title
+        self.console, self.rounds = console, rounds
         self._up, self._down, self._first, self._spoken, self._metric = 0, 0, 0, 0.0, ""
         self._progress: Progress | None = None
         if console.is_terminal:
@@ -90,3 +92,11 @@ class Display(Observer):
         if row["lost"]:
             parts.append(f"lost {row['lost']}")
         return "  ".join(parts)
+
+
+@contextmanager
+def show_progress(title: str, rounds: int) -> Iterator[Display]:
+    """Give the `with` block a Display, and print the total of bytes if the block raises nothing."""
+    with Display(OptionConsole(), rounds, title) as display:
+        yield display
+    display.say_total()
