@@ -24,7 +24,7 @@ from cfedavg.core.run_files import CONFIG
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder to write to", show_default="runs/DATE-TIME")]
-Resume = Annotated[bool, typer.Option("--resume", help="continue what --out holds, or start")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --out, or start one")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="TOML file with any of the options; typed options win over it"),

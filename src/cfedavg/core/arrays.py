@@ -81,7 +81,7 @@ def cast(array: Array, dtype: str) -> Array:
     """Return the array in `dtype`, without a copy if it has that dtype already."""
     if module_of(array) is np:
         return array.astype(dtype, copy=False)
-    return array.to(getattr(sys.modules["torch"], dtype))
+    return array.to(getattr(module_of(array), dtype))
 
 
 def cast_like(array: Array, like: Array) -> Array:
@@ -134,7 +134,7 @@ def kth_largest(array: Array, k: int) -> Array:
 
 
 def gather(array: Array, at: Array) -> Array:
-    """Return, for each row, the entries of `array` at the positions that the same row of `at` lists."""
+    """Return, for each row of `array`, the entries at the positions in the same row of `at`."""
     return np.take_along_axis(array, at, -1) if module_of(array) is np else array.gather(-1, at)
 
 
@@ -158,8 +158,7 @@ def extremes(array: Array) -> tuple[float, float]:
     """Return the least and the largest number of an array; both are NaN if the array holds NaN."""
     if module_of(array) is np:
         return float(array.min()), float(array.max())
-    torch = sys.modules["torch"]
-    least, largest = torch.stack(torch.aminmax(array)).tolist()
+    least, largest = module_of(array).stack(array.aminmax()).tolist()
     return least, largest
 
 
@@ -172,8 +171,7 @@ def to_bf16(values: Array) -> Array:
     if module_of(values) is np:
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16).view(np.int16)
-    torch = sys.modules["torch"]
-    return values.to(torch.bfloat16).view(torch.int16)
+    return cast(values, "bfloat16").view(module_of(values).int16)
 
 
 def from_bf16(bits: Array) -> Array:
@@ -208,7 +206,7 @@ def norm2(v: Array) -> float:
     if dtype_of(v) in ("float32", "float64") and not getattr(v, "is_cuda", False):
         flat = v.reshape(-1) if module_of(v) is np else v.detach().reshape(-1).numpy()
         return float(_squares(flat))
-    torch = sys.modules["torch"]
+    torch = module_of(v)
     return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
 
 

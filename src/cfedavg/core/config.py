@@ -256,20 +256,18 @@ class Config:
             if not given:
                 object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
         for name, known in OPTIONS.items():
-            if not known.per_client:
-                known.check(name, getattr(self, name))
-            elif values := self.per_client(name):
-                known.check(name, values.low)
-                known.check(name, values.high)
+            values = self.per_client(name) if known.per_client else None
+            for value in (values.low, values.high) if values else (getattr(self, name),):
+                known.check(name, value)
 
     def per_client(self, name: str) -> Range | None:
-        """Return the parsed value of a field that may differ between clients, or None if it is not given."""
+        """Return the Range of a field that may differ between clients, or None if the field is not given."""
         text = getattr(self, name)
         return None if text is None else Range.parse(text, name, integer=OPTIONS[name].integer)
 
     @property
-    def is_named(self) -> bool:
-        """Whether the fields name model and data; if not, they hold a remark in brackets (APP or OWN)."""
+    def names_task(self) -> bool:
+        """Whether `model` and `dataset` hold names; if not, they hold a remark in brackets (APP or OWN)."""
         return not self.dataset.startswith("(")
 
     @property
@@ -277,11 +275,11 @@ class Config:
         """Whether a field names a `module:Class`, which a run would import."""
         return any(_names_code(getattr(self, name)) for name in PARTS)
 
-    def says(self, name: str) -> bool:
+    def uses(self, name: str) -> bool:
         """Return whether the run uses the field `name`.
 
-        In a Flower app, the run uses only the fields that the app's server decides. With a Task object, the
-        run does not use the fields that split a data set among clients.
+        A Flower app uses only the fields that its server decides. With a Task object, the run does not use
+        the fields that split a data set among clients.
         """
         known = OPTIONS[name]
         if self.dataset.startswith(OWN):
@@ -297,12 +295,9 @@ class Config:
         '(a task from Python: digits, 77fe)'
         """
         of_model, of_data = prints
-        in_task = {own: getattr(Config, own) for own in fields_where(lambda known: known.in_task)}
-        named: dict[str, Any] = {
-            "dataset": f"{OWN}: {name}, {of_data})",
-            "model": f"{OWN}: {model}, {of_model})",
-        }
-        return dataclasses.replace(self, **in_task, **named, clients=clients)
+        changes: dict[str, Any] = {each: getattr(Config, each) for each in fields_where(lambda o: o.in_task)}
+        changes |= {"dataset": f"{OWN}: {name}, {of_data})", "model": f"{OWN}: {model}, {of_model})"}
+        return dataclasses.replace(self, **changes, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
         """Return a configuration with other values.
@@ -316,10 +311,9 @@ class Config:
 
     def to_toml(self) -> str:
         """Return the fields that the run uses as a TOML text, with help as comments; see `from_toml`."""
-        lines: list[str] = []
-        group = ""
+        lines, group = list[str](), ""
         for name, known in OPTIONS.items():
-            if not self.says(name):
+            if not self.uses(name):
                 continue
             if known.group != group:
                 group = known.group
@@ -333,7 +327,7 @@ class Config:
     def from_toml(cls, text: str, where: str = "the configuration", *, trust: bool = False) -> Config:
         """Return the configuration in a TOML text; `where` names the text in an error.
 
-        Without `trust`, the text may not name a `module:Class`, which a run would import.
+        Give `trust=True` if the text may name a `module:Class`, which a run would import.
         """
         return cls.from_dict(parse_toml(text, where), where, trust=trust)
 
@@ -372,7 +366,7 @@ OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dat
 
 
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
-    """Return the names of the fields of Config whose Option fulfils the condition `holds`.
+    """Return the names of the fields of Config for whose Option `holds` returns True.
 
     >>> fields_where(lambda known: known.in_task)
     ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
@@ -390,7 +384,10 @@ EXCLUSIVE = tuple(
 
 
 def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
-    """Raise InputError if a field names a `module:Class`, since a run would import that module."""
+    """Raise InputError if a field in `table` names a `module:Class`, which a run would import.
+
+    `where` names the table in the error; `remedy` says how to allow the import.
+    """
     for name in PARTS:
         if _names_code(text := str(table.get(name))):
             raise InputError(f"{where}: `{name}` {text[:80]!r} would import Python code; {remedy}")
@@ -402,8 +399,7 @@ def _names_code(text: str) -> bool:
 
 
 def _is_given(value: object) -> bool:
-    """Return whether a field of an exclusive group is given; 0 counts as given."""
-    return value is not None and value is not False
+    return value is not None and value is not False  # 0 is given
 
 
 def read_config(path: Path, *, written: bool = True) -> Config:

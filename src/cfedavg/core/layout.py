@@ -70,7 +70,7 @@ class Layout:
     def from_text(cls, text: str) -> Layout:
         """Return the layout in a JSON text that `text` wrote; raise ValueError if the text is invalid."""
         names, shapes, dtypes = json.loads(text)
-        layout = cls(tuple(names), tuple(tuple(shape) for shape in shapes), tuple(dtypes))
+        layout = cls(tuple(names), tuple(map(tuple, shapes)), tuple(dtypes))
         numbers = [size for shape in layout.shapes for size in shape]
         texts = all(isinstance(text, str) for text in layout.names + layout.dtypes)
         integers = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
@@ -84,8 +84,8 @@ class Layout:
 
         The order of the tensors does not matter. `alike` compares two dtypes.
 
-            >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
-            "'w' is missing"
+        >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
+        "'w' is missing"
         """
         mine, others = (
             dict(zip(each.names, zip(each.shapes, each.dtypes, strict=True), strict=True))

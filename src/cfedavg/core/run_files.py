@@ -33,7 +33,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """The numbers of one client's work in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
+    """The numbers of one client's reply in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
 
     client: int
     K: int
@@ -178,7 +178,7 @@ def check_same(old: Config, new: Config, path: Path) -> None:
     if old.dataset == f"{OWN})":  # written before tasks had fingerprints
         old = dataclasses.replace(old, dataset=new.dataset, model=new.model)
     for name, before, now in _find_changes(vars(old), new):
-        if name in ("dataset", "model") and not (old.is_named and new.is_named):
+        if name in ("dataset", "model") and not (old.names_task and new.names_task):
             raise InputError(
                 f"cannot resume: the run in {path} has another task: its {name} is {before}, "
                 f"not {now}; give the task of that run, or start another run"
@@ -194,7 +194,7 @@ def fixed_options(config: Config) -> dict[str, Any]:
     fixed = {*fields_where(lambda known: not known.may_change)}
     if config.schedule.strip().startswith(("corollary1", "corollary3")):
         fixed.add("rounds")  # under these schedules the number of rounds decides the learning rate
-    return {name: getattr(config, name) for name in OPTIONS if name in fixed and config.says(name)}
+    return {name: getattr(config, name) for name in OPTIONS if name in fixed and config.uses(name)}
 
 
 def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
