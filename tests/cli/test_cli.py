@@ -39,6 +39,15 @@ def test_run_writes_everything(cfedavg: Command, tmp_path: Path) -> None:
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_run_of_version_0_5_resumes(cfedavg: Command, tmp_path: Path) -> None:
+    assert cfedavg("run", *SMALL, "--out", tmp_path).code == 0
+    file, gone = tmp_path / "config.toml", ("feedback", "local_optimiser", "server_optimiser")
+    kept = [line for line in file.read_text().splitlines() if not line.startswith(gone)]
+    file.write_text("\n".join([*kept, "error_feedback = true"]))
+    assert cfedavg("run", "--out", tmp_path, "--resume", "--rounds", "3").code == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 def test_options_win_over_the_file(cfedavg: Command, tmp_path: Path) -> None:
     file = tmp_path / "base.toml"
     file.write_text('clients = 4\nmodel = "linear"\nrounds = 1\nclasses_per_client = 5\nlocal_epochs = 1\n')

@@ -19,11 +19,11 @@ PLAIN_EVERY = 2.0  # seconds between plain lines
 
 
 class Display(Observer):
-    """An observer that shows accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
+    """An observer that shows accuracy, bytes, SNR, the ratio of residual to update, and the time left."""
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
         self.console, self.rounds = console, rounds
-        self._up, self._down, self._first, self._spoken, self._metric = 0, 0, 0, 0.0, ""
+        self._up, self._down, self._first, self._printed_at, self._metric = 0, 0, 0, 0.0, ""
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (
@@ -67,15 +67,15 @@ class Display(Observer):
         line, done = self._describe(row), row["round"] + 1
         if self._progress:
             self._progress.update(self._bar, completed=done, line=line)
-        elif done == self.rounds or time.monotonic() - self._spoken >= PLAIN_EVERY:
-            self._spoken = time.monotonic()
+        elif done == self.rounds or time.monotonic() - self._printed_at >= PLAIN_EVERY:
+            self._printed_at = time.monotonic()
             self.say(f"round {done}/{self.rounds}  {line}")
 
     def say_total(self) -> None:
         """Print how many bytes all rounds have sent."""
         up, down, total, first = map(format_bytes, (self._up, self._down, self._up + self._down, self._first))
-        whole = f", of which {first} are the clients' first downloads" if self._first else ""
-        self.say(f"sent {up} up and {down} down, {total} in total{whole}")
+        downloads = f", of which {first} are the clients' first downloads" if self._first else ""
+        self.say(f"sent {up} up and {down} down, {total} in total{downloads}")
 
     def _count(self, row: Record) -> None:
         self._up += row["uplink_bytes"]

@@ -76,8 +76,8 @@ def sweep(
         command = _command(grid, {"vary": vary, "seeds": seeds, **given})
         chosen.run(command=command, minutes=minutes, show=show_progress)
     finally:  # draw all cells in the folder, also after Ctrl-C
-        whole = dataclasses.replace(made, rounds=None)
-        dataclasses.replace(chosen, studies=[whole], seeds=None, only=("*",)).draw()
+        every_cell = dataclasses.replace(made, rounds=None)
+        dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw()
     if runs := [chosen.out / name for name in chosen.found if (chosen.out / name).is_dir()]:
         report(runs, chosen.out)
 

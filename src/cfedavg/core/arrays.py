@@ -225,17 +225,12 @@ def norms2(vectors: Iterable[Array]) -> list[float]:
 @kernel
 def _squares(v: np.ndarray) -> float:
     """Return the sum of squares in eight partial sums: fast, and the same for any number of threads."""
-    a = b = c = d = e = f = g = h = 0.0
+    sums = np.zeros(8)
     end = len(v) // 8 * 8
     for i in range(0, end, 8):
-        a += np.float64(v[i]) * np.float64(v[i])
-        b += np.float64(v[i + 1]) * np.float64(v[i + 1])
-        c += np.float64(v[i + 2]) * np.float64(v[i + 2])
-        d += np.float64(v[i + 3]) * np.float64(v[i + 3])
-        e += np.float64(v[i + 4]) * np.float64(v[i + 4])
-        f += np.float64(v[i + 5]) * np.float64(v[i + 5])
-        g += np.float64(v[i + 6]) * np.float64(v[i + 6])
-        h += np.float64(v[i + 7]) * np.float64(v[i + 7])
+        for j in range(8):
+            sums[j] += np.float64(v[i + j]) * np.float64(v[i + j])
     for i in range(end, len(v)):
-        a += np.float64(v[i]) * np.float64(v[i])
+        sums[0] += np.float64(v[i]) * np.float64(v[i])
+    a, b, c, d, e, f, g, h = sums
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
