@@ -9,8 +9,7 @@ from typing import Any
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, uniform
-from cfedavg.core.option import Range
-from cfedavg.core.parts import build, check_argument
+from cfedavg.core.parts import Range, build, check_argument
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 
 
@@ -104,7 +103,7 @@ class Corollary3(Schedule):
 
     def __post_init__(self) -> None:
         if self.k_min is not None:
-            check_argument("k_min", self.k_min, "of 1 or more", lambda k_min: k_min >= 1, whole=True)
+            check_argument("k_min", self.k_min, "of 1 or more", lambda k_min: k_min >= 1, integer=True)
 
     def eta_local(self, t: int, s: Setting) -> float:
         return 1 / (math.sqrt(s.T) * _smoothness(s, self))

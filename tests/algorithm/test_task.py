@@ -392,7 +392,7 @@ def test_what_a_task_overrides_is_not_written_down(tmp_path: Path) -> None:
     config = read_config(tmp_path / "a" / "config.toml")
     assert config.dataset == f"(a task from Python: ramps, {of_data})"
     assert config.model == f"(a task from Python: Linear, {of_model})"
-    assert (config.clients, config.is_named) == (2, False)
+    assert (config.clients, config.names_task) == (2, False)
     engine = (tmp_path / "a" / "engine.txt").read_text()
     assert engine == "batched on cpu, float32: the model is small\n"
 

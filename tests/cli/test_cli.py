@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cfedavg import Config, InputError, Layout, __version__, decode
-from cfedavg.cli.options import flag
+from cfedavg.cli.console import flag
 from cfedavg.compress import SELECTORS
 from cfedavg.core.config import read_config
 from cfedavg.feedback import FEEDBACKS
@@ -37,6 +37,15 @@ def test_run_writes_everything(cfedavg: Command, tmp_path: Path) -> None:
     assert (tmp_path / "again" / "config.toml").read_text() == (out / "config.toml").read_text()
     assert cfedavg("run", "--out", out, "--resume", "--rounds", "3").code == 0
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_of_version_0_5_resumes(cfedavg: Command, tmp_path: Path) -> None:
+    assert cfedavg("run", *SMALL, "--out", tmp_path).code == 0
+    file, gone = tmp_path / "config.toml", ("feedback", "local_optimiser", "server_optimiser")
+    kept = [line for line in file.read_text().splitlines() if not line.startswith(gone)]
+    file.write_text("\n".join([*kept, "error_feedback = true"]))
+    assert cfedavg("run", "--out", tmp_path, "--resume", "--rounds", "3").code == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_options_win_over_the_file(cfedavg: Command, tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ import pytest
 
 import cfedavg as package
 from cfedavg import Config, InputError, run
-from cfedavg.cli.console import list_options, name_options
-from cfedavg.cli.options import flag
-from cfedavg.core.config import EXCLUSIVE, OPTIONS, PARTS, PER_CLIENT, field_types, read_config, renew
-from cfedavg.core.option import any_of
+from cfedavg.cli.console import flag, list_options, name_options
+from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, PARTS, PER_CLIENT, read_config, renew
 from tests.conftest import Command, blobs
 
 SOURCE = Path(package.__file__).parent
@@ -47,7 +45,7 @@ def typed(name: str, value: float) -> Any:
 
 
 NUMBERS = [
-    name for name, kind in field_types().items() if {int, float} & {kind, *getattr(kind, "__args__", ())}
+    name for name, kind in FIELD_TYPES.items() if {int, float} & {kind, *getattr(kind, "__args__", ())}
 ]
 OUTSIDE = [(name, value) for name in (*NUMBERS, *PER_CLIENT) for value in outside(name)]
 CHOICES = [name for name, known in OPTIONS.items() if known.choices]
@@ -90,7 +88,7 @@ def test_a_number_of_any_length_is_refused_in_one_sentence() -> None:
 def test_choices_are_all_there_is(name: str, cfedavg: Command, tmp_path: Path) -> None:
     for choice in OPTIONS[name].choices:
         assert getattr(Config(**{name: choice}), name) == choice
-    words = f"must be {any_of(OPTIONS[name].choices)}, got 'other'"
+    words = f"must be {OPTIONS[name].rule}, got 'other'"
     with pytest.raises(InputError, match=f"^`{name}` {words}$"):
         Config(**{name: "other"})  # type: ignore[arg-type]
     outcome = cfedavg("run", flag(name), "other", "--out", tmp_path / "run")
@@ -116,8 +114,8 @@ def test_one_of_an_exclusive_group_has_a_value(group: tuple[str, ...]) -> None:
 
 
 def test_parts_are_texts() -> None:
-    assert {field_types()[name] for name in PARTS} == {str}
-    assert {field_types()[name] for name in PER_CLIENT} == {str | None}
+    assert {FIELD_TYPES[name] for name in PARTS} == {str}
+    assert {FIELD_TYPES[name] for name in PER_CLIENT} == {str | None}
 
 
 def test_the_command_names_options() -> None:

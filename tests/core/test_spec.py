@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.option import Range
-from cfedavg.core.parts import build, load, parse_call
+from cfedavg.core.parts import Range, build, load, parse_call
 
 QUIET = settings(max_examples=300, derandomize=True, database=None)
 
@@ -187,12 +186,12 @@ def test_the_current_folder_comes_last_and_goes_again(
 )
 def test_range(text: str, low: float, high: float, each: tuple[float, ...], mean: float) -> None:
     found = Range.parse(text, "steps")
-    assert (found.low, found.high, found.each, found.whole) == (low, high, each, False)
+    assert (found.low, found.high, found.each, found.integer) == (low, high, each, False)
     assert found.mean() == mean
 
 
 @pytest.mark.parametrize(
-    ("text", "whole"),
+    ("text", "integer"),
     [
         (text, False)
         for text in ("", " ", "x", "1..", "..2", "1..2..3", "1,,2", "1,", "1..2,3", "1-2", "0x10", "1 2")
@@ -200,9 +199,9 @@ def test_range(text: str, low: float, high: float, each: tuple[float, ...], mean
     + [(text, False) for text in ("nan", "inf", "1..inf", "-inf..1", "1,nan", "1e999", "3..2", "-1..-2")]
     + [(text, True) for text in ("1.5", "1..2.5", "1,2.5", "nan", "inf", "1e999", "x", "")],
 )
-def test_range_errors_name_the_field(text: str, whole: bool) -> None:
+def test_range_errors_name_the_field(text: str, integer: bool) -> None:
     with pytest.raises(InputError, match=rf"^`steps` must .*, got {re.escape(repr(text))}"):
-        Range.parse(text, "steps", whole=whole)
+        Range.parse(text, "steps", integer=integer)
 
 
 def test_a_range_that_runs_backwards_says_how_to_write_it() -> None:
@@ -217,7 +216,7 @@ def test_values_of_clients() -> None:
     assert [Range.parse("7", "").at(client, u) for client, u in ((0, 0.0), (99, LAST))] == [7, 7]
     assert [Range.parse("3,5,8", "").at(client, 0.9) for client in range(3)] == [3, 5, 8]
     assert Range.parse("1..3", "").at(0, 0.25) == 1.5
-    dice = Range.parse("1..6", "", whole=True)
+    dice = Range.parse("1..6", "", integer=True)
     assert [dice.at(0, (side + 0.5) / 6) for side in range(6)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -227,12 +226,12 @@ def test_values_of_clients() -> None:
 @example(-1000, 10**6, LAST)
 def test_values_stay_within_the_range(low: int, width: int, u: float) -> None:
     text = f"{low}..{low + width}"
-    whole = Range.parse(text, "", whole=True).at(0, u)
-    assert low <= whole <= low + width
-    assert whole == int(whole)
+    drawn = Range.parse(text, "", integer=True).at(0, u)
+    assert low <= drawn <= low + width
+    assert drawn == int(drawn)
     assert low <= Range.parse(text, "").at(0, u) <= low + width
 
 
 def test_both_ends_of_a_whole_range_are_drawn() -> None:
-    dice = Range.parse("1..6", "", whole=True)
+    dice = Range.parse("1..6", "", integer=True)
     assert (dice.at(0, 0.0), dice.at(0, LAST)) == (1, 6)

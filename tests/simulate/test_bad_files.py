@@ -12,6 +12,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 
 from cfedavg import Config, InputError, Layout
 from cfedavg import run as run_and_draw
-from cfedavg.cli.inspect import show_message
+from cfedavg.cli.inspect import inspect_message
 from cfedavg.core.config import read_config
 from cfedavg.sweep import DamagedCell, read_cell
 from cfedavg.wire.header import CHECKSUM, Coding, Header, Kind, Where
@@ -431,11 +432,8 @@ def test_any_damage_is_reported_on_or_refused(finished: Path, tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["00000-00000.cfa", "layout.json"])
 def test_any_damage_to_a_message_is_refused_or_shown(finished: Path, tmp_path: Path, name: str) -> None:
-    from rich.console import Console
-
-    with Path(os.devnull).open("w") as nowhere:
-        console = Console(file=nowhere)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         fuzz(
             finished / "messages", tmp_path / "messages", name, 2 * MUTANTS,
-            lambda folder: show_message(console, folder / "00000-00000.cfa", None, None),
+            lambda folder: inspect_message(folder / "00000-00000.cfa"),
         )  # fmt: skip

@@ -1,9 +1,9 @@
 """The entry point of the command `cfedavg`: signals, output streams and exit codes.
 
-The module `commands` lists the subcommands; `training`, `sweep`, `federate`, `inspect` and `parts` define
-them. `options` has the options that subcommands share; `console` and `progress` print. A subcommand imports
-slow modules only when it runs, so that `--help` is quick. This module imports nothing slow, so that Ctrl-C
-is handled from the start.
+The module `commands` lists the subcommands; `training`, `sweep` and `inspect` define them. `console` holds
+the options and the output that they share; `progress` shows a run. A subcommand imports slow modules only
+when it runs, so that `--help` is quick. This module imports nothing slow, so that Ctrl-C is handled from the
+start.
 """
 
 from __future__ import annotations

@@ -5,11 +5,9 @@ from __future__ import annotations
 import typer
 
 from cfedavg.cli.console import fail, first_rank_only
-from cfedavg.cli.federate import federation
-from cfedavg.cli.inspect import data, inspect_message
-from cfedavg.cli.parts import parts
+from cfedavg.cli.inspect import data, inspect_message, parts
 from cfedavg.cli.sweep import sweep
-from cfedavg.cli.training import report, run
+from cfedavg.cli.training import federation, report, run
 from cfedavg.core.errors import InputError
 
 # The base class of click's errors. Versions of typer differ in the module that holds click.

@@ -1,19 +1,40 @@
-"""The command's console: it prints fields as options and an error as one sentence, on the first rank only."""
+"""What the commands share: output on the console, and options made from the fields of Config."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from cfedavg.core.config import FIELD_TYPES, OPTIONS, Config, read_config, refuse_code
+from cfedavg.core.errors import InputError
+from cfedavg.core.files import exists
+from cfedavg.core.run_files import CONFIG
+
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+
+Out = Annotated[Path | None, typer.Option("--out", help="folder to write to", show_default="runs/DATE-TIME")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --out, or start one")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML file with any of the options; typed options win over it"),
+]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="let the file or folder that is read import the module:Class it names"),
+]
+
+_DEFAULT = Config()
 
 
 class OptionConsole(Console):
@@ -21,6 +42,18 @@ class OptionConsole(Console):
 
     def print(self, *objects: Any, **how: Any) -> None:
         super().print(*(name_options(each) if isinstance(each, str) else each for each in objects), **how)
+
+
+def say(text: str) -> None:
+    """Print a text without colours, with its lines as they are."""
+    OptionConsole().print(text, **PLAIN)
+
+
+def fail(sentence: str) -> int:
+    """Print an error and return 2, the exit code for bad input."""
+    if not _is_silent():
+        OptionConsole(stderr=True).print(f"error: {sentence}", style="red", **PLAIN)
+    return 2
 
 
 def name_options(sentence: str) -> str:
@@ -45,13 +78,6 @@ def list_options() -> dict[str, str]:
     return found
 
 
-def fail(sentence: str) -> int:
-    """Print an error and return 2, the exit code for bad input."""
-    if not _is_silent():
-        OptionConsole(stderr=True).print(f"error: {sentence}", style="red", **PLAIN)
-    return 2
-
-
 @contextmanager
 def first_rank_only() -> Iterator[None]:
     """Within the block, discard the output of this process unless it is the first rank of torchrun."""
@@ -68,5 +94,75 @@ def ranks() -> int:
 
 
 def _is_silent() -> bool:
-    """Return whether this process is one of several ranks but not the first, the only rank that prints."""
     return ranks() > 1 and os.environ["RANK"] != "0"
+
+
+def flag(name: str) -> str:
+    """Return the command-line option of a field of Config.
+
+    >>> flag("eta_local")
+    '--eta-local'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def choose_folder(out: Path | None, resume: bool, name: str = "%Y%m%d-%H%M%S") -> Path:
+    """Return the folder of a run: `out`, else a new path in `runs` named by the strftime format `name`."""
+    if resume and out is None:
+        raise InputError("--resume needs --out, the folder of the run to continue")
+    return out or Path("runs") / time.strftime(name)
+
+
+def config_from(
+    file: Path | None, stored: Path | None, given: dict[str, Any], *, trust: bool, base: Config = _DEFAULT
+) -> Config:
+    """Return the configuration in `file`, else of the run in the folder `stored`, else `base`.
+
+    The typed options `given` override it. The file may be from a stranger: a class that the file names needs
+    --trust, unless a typed option replaces the class.
+    """
+    path = file or (stored / CONFIG if stored and exists(stored / CONFIG) else None)
+    if path is None:
+        return base.replace(**given)
+    config = read_config(path, written=not file)
+    if not trust:
+        left = {name: value for name, value in dataclasses.asdict(config).items() if name not in given}
+        refuse_code(left, str(path), "add --trust if you trust who wrote it")
+    return config.replace(**given)
+
+
+def takes_config(
+    names: Collection[str] = tuple(OPTIONS), base: Config = _DEFAULT
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command an option for each field of Config in `names`.
+
+    The help shows the defaults in `base`. The command receives `given`: the fields whose options were typed,
+    which override a configuration file.
+    """
+    fields = [name for name in OPTIONS if name in names]
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        def typed(**values: Any) -> None:
+            given = {name: values.pop(name) for name in fields}
+            command(given={name: v for name, v in given.items() if v is not None}, **values)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        parameters = [*own, *(_make_option(name, getattr(base, name)) for name in fields)]
+        typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        typed.__annotations__ = {p.name: p.annotation for p in parameters}
+        typed.__doc__, typed.__name__ = command.__doc__, command.__name__
+        return typed
+
+    return wrap
+
+
+def _make_option(name: str, default: Any) -> inspect.Parameter:
+    known, hint = OPTIONS[name], FIELD_TYPES[name]
+    kind = next(k for k in getattr(hint, "__args__", (hint,)) if k is not type(None))
+    shown = known.shown if default in (None, False) else f"{default}"
+    words = known.help + (f" [dim]\\[default: {shown}][/dim]" if shown else "")
+    switch = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)
+    option = typer.Option(switch, help=words, rich_help_panel=known.group, show_default=False)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )

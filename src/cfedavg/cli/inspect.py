@@ -1,22 +1,21 @@
-"""The commands `cfedavg data`, which shows a partition, and `cfedavg inspect`, which shows a message."""
+"""Commands that show something: `data` a partition, `inspect` a message, `parts` the exchangeable parts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from cfedavg.cli.console import PLAIN, OptionConsole
-from cfedavg.cli.options import takes_config
+from cfedavg.cli.console import OptionConsole, flag, say, takes_config
 from cfedavg.core.config import DATA, Config, fields_where
 from cfedavg.core.errors import InputError, summarise_error
-from cfedavg.core.files import check_regular, exists, read_file
+from cfedavg.core.files import check_regular, exists, read_input
 
 if TYPE_CHECKING:
     from cfedavg.core.layout import Layout
@@ -47,12 +46,11 @@ def data(
     sizes, tests = ([len(rows) for rows in part] for part in (partition.train, partition.test))
     counts = partition.counts(images.train.labels, images.classes)
     plot_partition(counts, picture, f"{images.name}: who has what")
-    OptionConsole().print(
+    say(
         f"{images.name}: {len(images.train)} train and {len(images.test)} test images of "
         f"{images.classes} classes\n"
         f"{config.clients} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
-        f"test samples; {partition.unused} train samples unused\ndrawn in {picture}",
-        **PLAIN,
+        f"test samples; {partition.unused} train samples unused\ndrawn in {picture}"
     )
 
 
@@ -66,15 +64,10 @@ def inspect_message(
     ] = None,
 ) -> None:
     """Explain a message: header, sections, bits per index against the entropy bound, bits per value, SNR."""
-    show_message(OptionConsole(), file, layout, dense)
-
-
-def show_message(console: Console, file: Path, layout: Path | None, dense: Path | None) -> None:
-    """Print a message's header and sections; with the model's layout, also the share sent of each tensor."""
     from cfedavg.wire import WireError, decode, read_header
     from cfedavg.wire.explain import header_rows, section_rows, tensor_rows
 
-    data, beside = _read(file), file.parent / "layout.json"
+    console, data, beside = OptionConsole(), read_input(file), file.parent / "layout.json"
     if layout is None and exists(beside):
         layout = beside
     if layout is None and dense is not None:
@@ -96,8 +89,6 @@ def show_message(console: Console, file: Path, layout: Path | None, dense: Path 
 
 def _measure_snr(payload: Payload, dense: Path) -> float:
     """Return the SNR of a payload against the uncompressed vector in the .npy file `dense`."""
-    import torch
-
     from cfedavg.compress import decompress
 
     try:
@@ -115,21 +106,14 @@ def _measure_snr(payload: Payload, dense: Path) -> float:
             f"`dense`: {dense} must have {payload.d} numbers, as many as the message, got {loaded.size}"
         )
     p = loaded.reshape(-1).astype(np.float64)
-    noise = ((p - decompress(payload.map(torch.from_numpy))[0].double().numpy()) ** 2).sum()
+    noise = ((p - decompress(payload)[0]) ** 2).sum()
     return float((p**2).sum() / noise) if noise else math.inf
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_file(path)
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror})") from None
 
 
 def _read_layout(path: Path) -> Layout:
     from cfedavg.core.layout import Layout
 
-    data = _read(path)
+    data = read_input(path)
     try:
         layout = Layout.from_text(data.decode())
     except (ValueError, TypeError, RecursionError):
@@ -150,3 +134,117 @@ def _table(rows: Rows, *columns: str) -> Table:
     for row in rows:
         table.add_row(*map(escape, row))
     return table
+
+
+def parts(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            help="compressor, feedback, local_optimiser or server_optimiser", show_default="all of them"
+        ),
+    ] = None,
+    d: Annotated[
+        int, typer.Option("--d", help="model size for which guarantees are shown", min=1, max=2**53)
+    ] = 582_026,
+) -> None:
+    """List the exchangeable parts: what each does, what it guarantees, what it remembers.
+
+    The same text names a part on the command line, in TOML, in Python and in Flower. A class of your own is
+    package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
+    """
+    tables: dict[str, Callable[[int], Table]] = {
+        "compressor": _compressors,
+        "feedback": _feedbacks,
+        "local_optimiser": _local_optimisers,
+        "server_optimiser": _server_optimisers,
+    }
+    kind = kind and kind.removeprefix("--").replace("-", "_")
+    if kind is not None and kind not in tables:
+        raise InputError(f"KIND must be {', '.join(tables)}, got {kind!r}")
+    console = OptionConsole()
+    for name, table in tables.items():
+        if kind in (None, name):
+            with console.status("making the table"):
+                made = table(d)
+            console.print(made)
+
+
+def _compressors(d: int) -> Table:
+    """Return a table of compressors: the guaranteed SNR, and the bytes of a message of Gaussian noise.
+
+    The bytes are those of at most 2^20 numbers, scaled to `d`.
+    """
+    import torch
+
+    from cfedavg.compress import EXAMPLES, parse
+    from cfedavg.core.layout import Layout
+    from cfedavg.core.units import format_bytes
+    from cfedavg.wire import measure
+
+    title = (
+        f"{flag('compressor')} (up) and {flag('compressor_down')}: selector >> quantiser, for d = {d:,}; "
+        "E|C(p) - p|² <= |p|²/gamma"
+    )
+    table = _new_table(title, "what it does", "gamma", "bytes of a message, up or down (estimate)")
+    p = torch.randn(min(d, 2**20), generator=torch.Generator().manual_seed(0))
+    for text in EXAMPLES:
+        compressor = parse(text)
+        words = "a composition" if ">>" in text else _first_line(compressor.stages[-1])
+        (size,) = measure(compressor.compress(p, 0).numpy(), Layout.flat(len(p)))
+        gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
+        table.add_row(text, words, gamma, format_bytes(size * d / len(p)))
+    return table
+
+
+def _feedbacks(d: int) -> Table:
+    from cfedavg.feedback import FEEDBACKS
+
+    table = _new_table(flag("feedback"), "what it does", "law under lost replies", "remembers")
+    for text in FEEDBACKS.examples():
+        feedback = FEEDBACKS.parse(text)
+        memory = ["a vector a client"] * feedback.keeps_client_memory
+        memory += ["a vector of the server"] * feedback.keeps_server_memory
+        table.add_row(text, _first_line(feedback), feedback.law, ", ".join(memory) or "nothing")
+    return table
+
+
+def _local_optimisers(d: int) -> Table:
+    import torch
+
+    from cfedavg.optimise.local import LOCAL_OPTIMISERS, parse_local_optimiser
+
+    title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
+    table, parameter = _new_table(title, "what it does", "remembers for a round"), torch.zeros(2)
+    for text in LOCAL_OPTIMISERS.examples():
+        optimiser = parse_local_optimiser(text)
+        state = optimiser.init([parameter]).values()
+        models = sum(each[0].shape == parameter.shape for each in state) + optimiser.needs_start
+        words = _first_line(LOCAL_OPTIMISERS.entries[text.split("(")[0]])
+        table.add_row(text, words, _count(models, "model", " a client"))
+    return table
+
+
+def _server_optimisers(d: int) -> Table:
+    import numpy as np
+
+    from cfedavg.optimise.server import SERVER_OPTIMISERS
+
+    table = _new_table(flag("server_optimiser"), "what it does", f"{flag('eta')} by default", "remembers")
+    for text in SERVER_OPTIMISERS.examples():
+        optimiser = SERVER_OPTIMISERS.parse(text)
+        memory = _count(len(optimiser.init(np.zeros(1))), "vector")
+        table.add_row(text, _first_line(optimiser), f"{optimiser.rate:.4g}", memory)
+    return table
+
+
+def _count(n: int, noun: str, whose: str = "") -> str:
+    return f"{n} {noun}{'s' if n > 1 else ''}{whose}" if n else "nothing"
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    """Return an empty table; its first column `write` is for the text that names a part."""
+    return Table(Column("write", no_wrap=True), *columns, title=title)
+
+
+def _first_line(thing: Any) -> str:
+    return (thing.__doc__ or "").strip().split("\n")[0]

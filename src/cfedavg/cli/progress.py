@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cfedavg.cli.console import PLAIN
+from cfedavg.cli.console import PLAIN, OptionConsole
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
 from cfedavg.simulate.run import Observer
@@ -17,11 +19,11 @@ PLAIN_EVERY = 2.0  # seconds between plain lines
 
 
 class Display(Observer):
-    """An observer that shows accuracy, bytes, SNR, the residual's ratio to the update, and the time left."""
+    """An observer that shows accuracy, bytes, SNR, the ratio of residual to update, and the time left."""
 
     def __init__(self, console: Console, rounds: int, title: str) -> None:
-        self.console, self.rounds, self.title = console, rounds, title
-        self._up, self._down, self._first, self._spoken, self._metric = 0, 0, 0, 0.0, ""
+        self.console, self.rounds = console, rounds
+        self._up, self._down, self._first, self._printed_at, self._metric = 0, 0, 0, 0.0, ""
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (
@@ -65,15 +67,15 @@ class Display(Observer):
         line, done = self._describe(row), row["round"] + 1
         if self._progress:
             self._progress.update(self._bar, completed=done, line=line)
-        elif done == self.rounds or time.monotonic() - self._spoken >= PLAIN_EVERY:
-            self._spoken = time.monotonic()
+        elif done == self.rounds or time.monotonic() - self._printed_at >= PLAIN_EVERY:
+            self._printed_at = time.monotonic()
             self.say(f"round {done}/{self.rounds}  {line}")
 
     def say_total(self) -> None:
         """Print how many bytes all rounds have sent."""
         up, down, total, first = map(format_bytes, (self._up, self._down, self._up + self._down, self._first))
-        whole = f", of which {first} are the clients' first downloads" if self._first else ""
-        self.say(f"sent {up} up and {down} down, {total} in total{whole}")
+        downloads = f", of which {first} are the clients' first downloads" if self._first else ""
+        self.say(f"sent {up} up and {down} down, {total} in total{downloads}")
 
     def _count(self, row: Record) -> None:
         self._up += row["uplink_bytes"]
@@ -90,3 +92,11 @@ class Display(Observer):
         if row["lost"]:
             parts.append(f"lost {row['lost']}")
         return "  ".join(parts)
+
+
+@contextmanager
+def show_progress(title: str, rounds: int) -> Iterator[Display]:
+    """Give the `with` block a Display, and print the total of bytes if the block raises nothing."""
+    with Display(OptionConsole(), rounds, title) as display:
+        yield display
+    display.say_total()

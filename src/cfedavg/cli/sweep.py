@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cfedavg.cli.console import PLAIN, OptionConsole, ranks
-from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, flag, folder, takes_config
-from cfedavg.cli.training import show_report
+from cfedavg.cli import console
+from cfedavg.cli.console import ConfigFile, Out, Resume, Trust, flag, takes_config
+from cfedavg.cli.training import report
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 
 if TYPE_CHECKING:
-    from cfedavg.sweep import Grid, Observer, Sweep
+    from cfedavg.sweep import Grid, Sweep
 
 
 GridFile = Annotated[
@@ -63,25 +60,26 @@ def sweep(
 
     For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
     """
+    from cfedavg.cli.progress import show_progress
     from cfedavg.sweep import Sweep
 
-    if ranks() > 1:
+    if console.ranks() > 1:
         raise InputError("torchrun must not start a sweep; leave torchrun out and set --workers")
-    made, say = _grid(grid, vary or [], config, given, trust), partial(OptionConsole().print, **PLAIN)
-    chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), say)
+    made = _grid(grid, vary or [], config, given, trust)
+    chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), console.say)
     if draw:
         _draw(chosen, {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}, out)
         return
-    chosen = dataclasses.replace(chosen, out=folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
+    chosen = dataclasses.replace(chosen, out=console.choose_folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
     chosen.open(resume=resume)
     try:
         command = _command(grid, {"vary": vary, "seeds": seeds, **given})
-        chosen.run(command=command, minutes=minutes, show=_show)
+        chosen.run(command=command, minutes=minutes, show=show_progress)
     finally:  # draw all cells in the folder, also after Ctrl-C
-        whole = dataclasses.replace(made, rounds=None)
-        dataclasses.replace(chosen, studies=[whole], seeds=None, only=("*",)).draw()
+        every_cell = dataclasses.replace(made, rounds=None)
+        dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw()
     if runs := [chosen.out / name for name in chosen.found if (chosen.out / name).is_dir()]:
-        show_report(runs, chosen.out)
+        report(runs, chosen.out)
 
 
 def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None) -> None:
@@ -110,7 +108,7 @@ def _grid(
     if not vary:
         raise InputError("a sweep needs GRID.toml or --vary")
     usual = dataclasses.asdict(Config())
-    fields = dataclasses.asdict(config_from(config, given, trust=trust))
+    fields = dataclasses.asdict(console.config_from(config, None, given, trust=trust))
     typed = {name: value for name, value in fields.items() if value is not None and value != usual[name]}
     return Grid.from_table("sweep", {}, typed=typed, vary=vary)
 
@@ -122,12 +120,3 @@ def _command(grid: Path | None, typed: dict[str, Any]) -> str:
         for each in value if isinstance(value, list) else [] if value is None else [value]:
             words += [flag(name), "DIR" if name == "data_dir" else str(each)]
     return shlex.join(words)
-
-
-@contextmanager
-def _show(title: str, rounds: int) -> Iterator[Observer]:
-    from cfedavg.cli.progress import Display
-
-    with Display(OptionConsole(), rounds, title) as display:
-        yield display
-    display.say_total()

@@ -1,4 +1,4 @@
-"""The commands `cfedavg run`, which trains, and `cfedavg report`, which compares runs."""
+"""The commands `cfedavg run` and `cfedavg federate up`, which train, and `report`, which compares runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 from rich.text import Text
 
-from cfedavg.cli.console import PLAIN, OptionConsole
-from cfedavg.cli.options import ConfigFile, Out, Resume, Trust, config_from, folder, takes_config
+from cfedavg.cli import console
+from cfedavg.cli.console import ConfigFile, Out, Resume, Trust, takes_config
+from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
+from cfedavg.core.run_files import CONFIG
+from cfedavg.launch.app import DEFAULT
+
+federation = typer.Typer(
+    no_args_is_help=True, help="Train with Flower: real clients, real messages, faults survived."
+)
 
 
 @takes_config()
@@ -32,17 +39,63 @@ def run(
     Without options: train on the MNIST subset inside the package with 10 clients of 2 classes each, and send
     3% of the numbers in 3 bits, in both directions.
     """
-    from cfedavg.cli.progress import Display
+    from cfedavg.cli.progress import show_progress
     from cfedavg.simulate.run import run as run_loop
 
-    out = folder(out, resume, "%Y%m%d-%H%M%S")
-    if resume and not config and exists(out / "config.toml"):
-        config = out / "config.toml"
-    given_config = config_from(config, given, trust=trust)
-    with Display(OptionConsole(), given_config.rounds, "training") as display:
-        run_loop(given_config, out=out, resume=resume, observer=display, messages=messages)
-    display.say_total()
-    OptionConsole().print(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl", **PLAIN)
+    out = console.choose_folder(out, resume)
+    options = console.config_from(config, out if resume else None, given, trust=trust)
+    with show_progress("training", options.rounds) as display:
+        run_loop(options, out=out, resume=resume, observer=display, messages=messages)
+    console.say(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl")
+
+
+@federation.command("up")
+@takes_config(fields_where(lambda known: known.federated), DEFAULT)
+def federate_up(
+    given: dict[str, Any],
+    nodes: Annotated[
+        int | None, typer.Option(help="number of clients; each is a SuperNode", show_default="4", min=1)
+    ] = None,
+    out: Out = None,
+    resume: Resume = False,
+    trust: Trust = False,
+    round_timeout: Annotated[
+        float, typer.Option(help="seconds after which a round continues without missing replies", min=1)
+    ] = 120,
+    quorum: Annotated[
+        float,
+        typer.Option(help="share of the needed replies without which a round changes nothing", min=0, max=1),
+    ] = 0.5,
+    port: Annotated[
+        int | None,
+        typer.Option(help="port of the SuperLink on 127.0.0.1", show_default="a free one", min=1, max=65535),
+    ] = None,
+) -> None:
+    """Start a whole federation on this machine, train with it, and stop all its processes.
+
+    The federation has a Flower SuperLink and a SuperNode for each client on 127.0.0.1, with TLS and a key
+    for every node.
+    """
+    from cfedavg.cli.progress import Display
+    from cfedavg.launch.local_federation import train_federation
+    from cfedavg.launch.services import RunFailed
+
+    out, how = console.choose_folder(out, resume), {"round_timeout": round_timeout, "quorum": quorum}
+    given |= {"clients": nodes} if nodes else {}
+    config = console.config_from(None, out if resume else None, given, trust=trust, base=DEFAULT)
+    try:
+        with Display(console.OptionConsole(), config.rounds, "training") as display:
+            trained = train_federation(config, out, display, resume=resume, port=port, **how)
+    except KeyboardInterrupt:
+        if exists(out / CONFIG):
+            console.say(f"stopped: continue with `cfedavg federate up --out {out} --resume`")
+        raise
+    except RunFailed as error:
+        console.fail(str(error))
+        raise typer.Exit(1) from None
+    if trained:
+        display.say_total()
+        console.say(f"\nwritten to {out}: curves.png, nodes.png, report.html, metrics.jsonl, nodes.jsonl")
 
 
 def report(
@@ -52,17 +105,11 @@ def report(
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
 ) -> None:
     """Compare runs in pictures and one page: accuracy over rounds, bytes and simulated time, loss, norms."""
-    show_report(runs, out)
-
-
-def show_report(runs: list[Path], out: Path) -> None:
-    """Write the page that compares runs, and print its table."""
     from cfedavg.report import write_report
 
     made = write_report(runs, out)
-    console = OptionConsole()
-    console.print(_narrow(made.table()))
-    console.print(f"{made.headline}\n{made.page}  {made.picture}", **PLAIN)
+    console.OptionConsole().print(_narrow(made.table()))
+    console.say(f"{made.headline}\n{made.page}  {made.picture}")
 
 
 def _narrow(lines: list[list[str]]) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cfedavg.core.kernel import Int, kernel
+from cfedavg.core.arrays import Int, kernel
 
 BINS = 13  # the number of leading bits that decide an entry's bin
 LINE = 16  # entries that are sampled together: a cache line

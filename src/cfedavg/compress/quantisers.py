@@ -59,7 +59,7 @@ class IntBlocks(Quantiser):
     block: int = 256
 
     def __post_init__(self) -> None:
-        check_argument("bits", self.bits, "from 2 to 8", lambda bits: 2 <= bits <= 8, whole=True)
+        check_argument("bits", self.bits, "from 2 to 8", lambda bits: 2 <= bits <= 8, integer=True)
         check_block(self.block)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class QSGD(Quantiser):
     block: int = 256
 
     def __post_init__(self) -> None:
-        check_argument("s", self.s, "from 1 to 32767", lambda s: 1 <= s <= 32767, whole=True)
+        check_argument("s", self.s, "from 1 to 32767", lambda s: 1 <= s <= 32767, integer=True)
         check_block(self.block)
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:

@@ -65,7 +65,7 @@ class TopK(Selector):
         else:
             check_argument("snr", self.snr, f"from 1 to {_LARGE:g}", lambda snr: 1 <= snr <= _LARGE)
         check_truth("per_tensor", self.per_tensor)
-        check_argument("least", self.least, "from 1 to 2^53", lambda k: 1 <= k <= 2**53, whole=True)
+        check_argument("least", self.least, "from 1 to 2^53", lambda k: 1 <= k <= 2**53, integer=True)
         if self.snr is not None and self.least > 1:
             raise InputError("least needs comp, as in topk(0.97, least=10000); it cannot be given with snr")
 

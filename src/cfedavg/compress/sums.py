@@ -63,7 +63,7 @@ def check_comp(comp: float) -> None:
 
 def check_block(block: int) -> None:
     """Raise InputError if `block`, the number of values of a block, is not from 1 to 2^31 - 1."""
-    check_argument("block", block, "from 1 to 2^31 - 1", lambda block: 1 <= block < 2**31, whole=True)
+    check_argument("block", block, "from 1 to 2^31 - 1", lambda block: 1 <= block < 2**31, integer=True)
 
 
 def check_finite(p: Array) -> None:

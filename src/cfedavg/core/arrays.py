@@ -1,22 +1,66 @@
-"""One set of array functions for NumPy and torch.
+"""Array functions for NumPy and torch alike, and the decorator `kernel`, which compiles loops over arrays.
 
 Most functions have the same name and arguments in both libraries: `xp = module_of(a)` is NumPy or torch, and
-`xp.where`, `xp.concatenate`, `xp.amax` work for both. This module holds the functions that differ. The module
-does not import torch (whoever passes a tensor has imported torch), so a client without torch can use it.
+`xp.where`, `xp.concatenate`, `xp.amax` work for both. This module holds the functions that differ. It does
+not import torch, so a client without torch can use it; whoever passes a tensor has imported torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from cfedavg.core.kernel import kernel
+# numba reads `.numba_config.yaml` in the current folder; the file may be somebody else's. These two settings
+# choose the cache, and code in a cache is run. A value in the environment wins over the file.
+os.environ.setdefault("NUMBA_CACHE_DIR", "")
+os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "")
+
+import numba
 
 Array = Any  # a numpy.ndarray or a torch.Tensor
+Int = Any  # an integer in compiled code; the compiler infers its width and sign
+F = TypeVar("F", bound=Callable[..., Any])
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
+
+
+@cache
+def _hash_sources(folder: Path) -> str:
+    texts = [path.read_bytes() for path in [Path(__file__), *sorted(folder.glob("*.py"))]]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+def kernel(function: F) -> F:
+    """Compile a function of numbers and NumPy arrays with numba; it runs without Python's global lock.
+
+    The machine code is cached on disk.
+    """
+    compile_it = numba.njit(nogil=True, error_model="numpy")
+    compiled: Any = compile_it(function)
+    # numba recompiles a function when the function's own file has changed. But machine code includes the
+    # kernels that it calls, also from other files of the folder: a change in any file must recompile all.
+    try:
+        compiled.enable_caching()
+        stamp = _hash_sources(Path(function.__code__.co_filename).parent)
+        compiled._cache._cache_file._source_stamp = stamp
+    except (RuntimeError, AttributeError):
+        compiled = compile_it(function)  # no writable cache, or another numba version: no caching
+    result: F = compiled
+    return result
+
+
+def is_compiled(function: Any) -> bool:
+    """Return whether the machine code of a kernel is cached on disk, so that a call need not compile."""
+    try:
+        return bool(function._cache._cache_file._load_index())
+    except AttributeError:
+        return False
 
 
 def module_of(array: Array) -> Any:
@@ -37,7 +81,7 @@ def cast(array: Array, dtype: str) -> Array:
     """Return the array in `dtype`, without a copy if it has that dtype already."""
     if module_of(array) is np:
         return array.astype(dtype, copy=False)
-    return array.to(getattr(sys.modules["torch"], dtype))
+    return array.to(getattr(module_of(array), dtype))
 
 
 def cast_like(array: Array, like: Array) -> Array:
@@ -90,7 +134,7 @@ def kth_largest(array: Array, k: int) -> Array:
 
 
 def gather(array: Array, at: Array) -> Array:
-    """Return, for each row, the entries of `array` at the positions that the same row of `at` lists."""
+    """Return, for each row of `array`, the entries at the positions in the same row of `at`."""
     return np.take_along_axis(array, at, -1) if module_of(array) is np else array.gather(-1, at)
 
 
@@ -114,8 +158,7 @@ def extremes(array: Array) -> tuple[float, float]:
     """Return the least and the largest number of an array; both are NaN if the array holds NaN."""
     if module_of(array) is np:
         return float(array.min()), float(array.max())
-    torch = sys.modules["torch"]
-    least, largest = torch.stack(torch.aminmax(array)).tolist()
+    least, largest = module_of(array).stack(array.aminmax()).tolist()
     return least, largest
 
 
@@ -128,8 +171,7 @@ def to_bf16(values: Array) -> Array:
     if module_of(values) is np:
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16).view(np.int16)
-    torch = sys.modules["torch"]
-    return values.to(torch.bfloat16).view(torch.int16)
+    return cast(values, "bfloat16").view(module_of(values).int16)
 
 
 def from_bf16(bits: Array) -> Array:
@@ -164,42 +206,31 @@ def norm2(v: Array) -> float:
     if dtype_of(v) in ("float32", "float64") and not getattr(v, "is_cuda", False):
         flat = v.reshape(-1) if module_of(v) is np else v.detach().reshape(-1).numpy()
         return float(_squares(flat))
-    torch = sys.modules["torch"]
+    torch = module_of(v)
     return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
 
 
 def norms2(vectors: Iterable[Array]) -> list[float]:
-    """Return |v|^2 of each vector; a GPU is waited for only once."""
-    vectors = list(vectors)
-    if not any(getattr(v, "is_cuda", False) for v in vectors):
+    """Return |v|^2 of each vector, or of each row of a matrix; wait for a GPU only once."""
+    is_matrix_on_gpu = getattr(vectors, "is_cuda", False)
+    vectors = vectors if is_matrix_on_gpu else list(vectors)
+    if not is_matrix_on_gpu and not any(getattr(v, "is_cuda", False) for v in vectors):
         return list(map(norm2, vectors))
     torch = sys.modules["torch"]
-    norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in vectors]
-    return [norm**2 for norm in torch.stack(norms).tolist()]
-
-
-def rows_norms2(block: Array) -> list[float]:
-    """Return |v|^2 of each row v of a block, a matrix with a row for each client."""
-    if not getattr(block, "is_cuda", False):
-        return list(map(norm2, block))
-    torch = sys.modules["torch"]
-    return [norm**2 for norm in torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64).tolist()]
+    take = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    norms = take(vectors, dim=-1) if is_matrix_on_gpu else torch.stack(list(map(take, vectors)))
+    return [norm**2 for norm in norms.tolist()]
 
 
 @kernel
 def _squares(v: np.ndarray) -> float:
     """Return the sum of squares in eight partial sums: fast, and the same for any number of threads."""
-    a = b = c = d = e = f = g = h = 0.0
+    sums = np.zeros(8)
     end = len(v) // 8 * 8
     for i in range(0, end, 8):
-        a += np.float64(v[i]) * np.float64(v[i])
-        b += np.float64(v[i + 1]) * np.float64(v[i + 1])
-        c += np.float64(v[i + 2]) * np.float64(v[i + 2])
-        d += np.float64(v[i + 3]) * np.float64(v[i + 3])
-        e += np.float64(v[i + 4]) * np.float64(v[i + 4])
-        f += np.float64(v[i + 5]) * np.float64(v[i + 5])
-        g += np.float64(v[i + 6]) * np.float64(v[i + 6])
-        h += np.float64(v[i + 7]) * np.float64(v[i + 7])
+        for j in range(8):
+            sums[j] += np.float64(v[i + j]) * np.float64(v[i + j])
     for i in range(end, len(v)):
-        a += np.float64(v[i]) * np.float64(v[i])
+        sums[0] += np.float64(v[i]) * np.float64(v[i])
+    a, b, c, d, e, f, g, h = sums
     return ((a + b) + (c + d)) + ((e + f) + (g + h))

@@ -1,20 +1,23 @@
-"""Config: the configuration of a run. Its fields are the command's options and the keys of a TOML file."""
+"""Config: the configuration of a run. Its fields are the command's options and the keys of a TOML file.
+
+Each field has an Option, which describes it to Config, the command, resumed runs and federations.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import read_file
-from cfedavg.core.option import Option, Range, option
+from cfedavg.core.files import read_input
+from cfedavg.core.parts import Range
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -24,6 +27,72 @@ DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
 BOTH_WAYS = "topk(0.97, least=10000) >> int3(256)"
 APP = "(a Flower app)"  # the value of `model` and `dataset` if a Flower app defines them
 OWN = "(a task from Python"  # how the value of `model` and `dataset` begins if a Task object defines them
+
+
+@dataclass(frozen=True)
+class Option:
+    """The description of a field of Config. A number must lie within the bounds.
+
+    >>> Option("Local work", "local learning rate", above=0).check("eta_local", -3)
+    Traceback (most recent call last):
+    cfedavg.core.errors.InputError: `eta_local` must be above 0, got -3
+    """
+
+    group: str  # the heading of the field in a configuration file and in the help
+    help: str
+    _: KW_ONLY
+    shown: str = ""  # the default in words, if the default is None
+    low: float = -math.inf
+    above: float = -math.inf
+    high: float = math.inf
+    below: float = math.inf
+    bounds: str = ""  # the bounds in words, if the words made from the numbers would read badly
+    choices: tuple[str, ...] = ()
+    may_change: bool = False  # whether a resumed run may have another value
+    federated: bool = True  # whether a federation of real clients uses the field
+    # Whether a Flower app's server decides the field: no (""), only if it averages ("alone"), or "always".
+    server: Literal["", "alone", "always"] = ""
+    in_task: bool = False  # whether a Task object decides the field
+    per_client: bool = False  # whether the value is a text for Range; the bounds then hold for its numbers
+    integer: bool = False  # whether the numbers of such a text must be integers
+    is_part: bool = False  # whether the value is a text that may name a module:Class
+    exclusive: str = ""  # the name of a group of fields of which at most one may be given
+    otherwise: Any = None  # the value if no field of the group is given
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise InputError if `value`, of the field `name`, is out of bounds or not one of the choices."""
+        is_number = isinstance(value, int | float)
+        if is_number and not abs(value) <= sys.float_info.max:
+            got = repr(value) if isinstance(value, float) else "a larger number"  # of any number of digits
+            raise InputError(f"`{name}` must be a finite number below 1.8e308, got {got}")
+        if self.choices:
+            holds = value in self.choices
+        else:
+            holds = not is_number or (self.low <= value <= self.high and self.above < value < self.below)
+        if not holds:
+            raise InputError(f"`{name}` must be {self.rule}, got {repr(value).removesuffix('.0')}")
+
+    @property
+    def rule(self) -> str:
+        """The bounds or the choices in words.
+
+        >>> Option("Rounds", "share of replies lost", low=0, below=1).rule
+        '0 or more and below 1'
+        """
+        if self.choices:
+            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+        if self.bounds:
+            return self.bounds
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            return f"from {self.low} to {self.high}"
+        bounds = self.low, self.above, self.high, self.below
+        words = zip(("{} or more", "above {}", "at most {}", "below {}"), bounds, strict=True)
+        return " and ".join(text.format(bound) for text, bound in words if math.isfinite(bound))
+
+
+def option(default: Any, group: str, help: str, **known: Any) -> Any:
+    """Return a dataclass field with a default value and an Option of the other arguments."""
+    return field(default=default, metadata={"option": Option(group, help, **known)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +135,7 @@ class Config:
 
     local_steps: str | None = option(
         None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client",
-        per_client=True, whole=True, low=1, exclusive="local work", otherwise="10",
+        per_client=True, integer=True, low=1, exclusive="local work", otherwise="10",
     )  # fmt: skip
     local_epochs: int | None = option(
         None, LOCAL, "instead: passes over the client's data", low=1, exclusive="local work"
@@ -178,7 +247,7 @@ class Config:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, kind in field_types().items():
+        for name, kind in FIELD_TYPES.items():
             object.__setattr__(self, name, _convert(name, getattr(self, name), kind))
         for group in EXCLUSIVE:
             given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
@@ -187,20 +256,18 @@ class Config:
             if not given:
                 object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
         for name, known in OPTIONS.items():
-            if not known.per_client:
-                known.check(name, getattr(self, name))
-            elif values := self.per_client(name):
-                known.check(name, values.low)
-                known.check(name, values.high)
+            values = self.per_client(name) if known.per_client else None
+            for value in (values.low, values.high) if values else (getattr(self, name),):
+                known.check(name, value)
 
     def per_client(self, name: str) -> Range | None:
-        """Return the parsed value of a field that may differ between clients, or None if it is not given."""
+        """Return the Range of a field that may differ between clients, or None if the field is not given."""
         text = getattr(self, name)
-        return None if text is None else Range.parse(text, name, whole=OPTIONS[name].whole)
+        return None if text is None else Range.parse(text, name, integer=OPTIONS[name].integer)
 
     @property
-    def is_named(self) -> bool:
-        """Whether the fields name model and data; if not, they hold a remark in brackets (APP or OWN)."""
+    def names_task(self) -> bool:
+        """Whether `model` and `dataset` hold names; if not, they hold a remark in brackets (APP or OWN)."""
         return not self.dataset.startswith("(")
 
     @property
@@ -208,11 +275,11 @@ class Config:
         """Whether a field names a `module:Class`, which a run would import."""
         return any(_names_code(getattr(self, name)) for name in PARTS)
 
-    def says(self, name: str) -> bool:
+    def uses(self, name: str) -> bool:
         """Return whether the run uses the field `name`.
 
-        In a Flower app, the run uses only the fields that the app's server decides. With a Task object, the
-        run does not use the fields that split a data set among clients.
+        A Flower app uses only the fields that its server decides. With a Task object, the run does not use
+        the fields that split a data set among clients.
         """
         known = OPTIONS[name]
         if self.dataset.startswith(OWN):
@@ -228,12 +295,9 @@ class Config:
         '(a task from Python: digits, 77fe)'
         """
         of_model, of_data = prints
-        in_task = {own: getattr(Config, own) for own in fields_where(lambda known: known.in_task)}
-        named: dict[str, Any] = {
-            "dataset": f"{OWN}: {name}, {of_data})",
-            "model": f"{OWN}: {model}, {of_model})",
-        }
-        return dataclasses.replace(self, **in_task, **named, clients=clients)
+        changes: dict[str, Any] = {each: getattr(Config, each) for each in fields_where(lambda o: o.in_task)}
+        changes |= {"dataset": f"{OWN}: {name}, {of_data})", "model": f"{OWN}: {model}, {of_model})"}
+        return dataclasses.replace(self, **changes, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
         """Return a configuration with other values.
@@ -247,10 +311,9 @@ class Config:
 
     def to_toml(self) -> str:
         """Return the fields that the run uses as a TOML text, with help as comments; see `from_toml`."""
-        lines: list[str] = []
-        group = ""
+        lines, group = list[str](), ""
         for name, known in OPTIONS.items():
-            if not self.says(name):
+            if not self.uses(name):
                 continue
             if known.group != group:
                 group = known.group
@@ -264,7 +327,7 @@ class Config:
     def from_toml(cls, text: str, where: str = "the configuration", *, trust: bool = False) -> Config:
         """Return the configuration in a TOML text; `where` names the text in an error.
 
-        Without `trust`, the text may not name a `module:Class`, which a run would import.
+        Give `trust=True` if the text may name a `module:Class`, which a run would import.
         """
         return cls.from_dict(parse_toml(text, where), where, trust=trust)
 
@@ -274,31 +337,36 @@ class Config:
     ) -> Config:
         """Return the configuration with the values in `table`; `where` and `trust` are as in `from_toml`."""
         for name in table:
-            if name in RETIRED:
-                raise InputError(f"{where}: {name} is no longer an option; write {replacement(name, table)}")
+            if new := RETIRED.get(name):
+                line = f'{new} = "{renew(table)[new]}"'
+                raise InputError(f"{where}: {name} is no longer an option; write {line}")
             if name not in OPTIONS:
                 known = ", ".join(sorted(OPTIONS))
                 raise InputError(f"{where} has an unknown key {name!r}; known are {known}")
         if not trust:
             refuse_code(table, where, "pass trust=True if you trust it")
-        return cls(**table)
+        try:
+            return cls(**table)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
 
 
-def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the table of a TOML text; raise InputError if it is not valid."""
+def parse_toml(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the table of a TOML text; raise InputError if the text is not valid."""
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text if isinstance(text, str) else text.decode())
     except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits
         raise InputError(f"{where} is not valid TOML: {error}") from None
     except RecursionError:
         raise InputError(f"{where} is not valid TOML: brackets are nested too deep") from None
 
 
+FIELD_TYPES: dict[str, Any] = get_type_hints(Config)
 OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dataclasses.fields(Config)}
 
 
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
-    """Return the names of the fields of Config whose Option fulfils the condition `holds`.
+    """Return the names of the fields of Config for whose Option `holds` returns True.
 
     >>> fields_where(lambda known: known.in_task)
     ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
@@ -316,7 +384,10 @@ EXCLUSIVE = tuple(
 
 
 def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
-    """Raise InputError if a field names a `module:Class`, since a run would import that module."""
+    """Raise InputError if a field in `table` names a `module:Class`, which a run would import.
+
+    `where` names the table in the error; `remedy` says how to allow the import.
+    """
     for name in PARTS:
         if _names_code(text := str(table.get(name))):
             raise InputError(f"{where}: `{name}` {text[:80]!r} would import Python code; {remedy}")
@@ -328,14 +399,7 @@ def _names_code(text: str) -> bool:
 
 
 def _is_given(value: object) -> bool:
-    """Return whether a field of an exclusive group is given; 0 counts as given."""
-    return value is not None and value is not False
-
-
-@cache
-def field_types() -> dict[str, Any]:
-    """Return the type of every field of Config, by name."""
-    return get_type_hints(Config)
+    return value is not None and value is not False  # 0 is given
 
 
 def read_config(path: Path, *, written: bool = True) -> Config:
@@ -344,31 +408,23 @@ def read_config(path: Path, *, written: bool = True) -> Config:
     With `written`, the file comes from a run and may have option names of version 0.5. Without it, the file
     is the user's, and old names are refused.
     """
-    try:
-        text = read_file(path).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path} ({getattr(error, 'strerror', error)})") from None
-    try:
-        table = parse_toml(text, str(path))
-        return Config.from_dict(renew(table) if written else table, str(path), trust=True)
-    except InputError as error:
-        named = str(error).startswith(str(path))
-        raise InputError(str(error) if named else f"{path}: {error}") from None
+    table = parse_toml(read_input(path), str(path))
+    return Config.from_dict(renew(table) if written else table, str(path), trust=True)
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
     """Return the value in the field's type; an integer becomes a float, or a number the text of a Range."""
-    kinds = set(kind.__args__) if hasattr(kind, "__args__") else {kind}
+    kinds = getattr(kind, "__args__", (kind,))
     if value is None and type(None) in kinds:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if float in kinds and is_number:
-        try:
-            value = float(value)
-        except OverflowError:  # an integer of hundreds of digits
-            value = math.inf if value > 0 else -math.inf
-    if name in PER_CLIENT and is_number:
-        value = str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if float in kinds:
+            try:
+                value = float(value)
+            except OverflowError:  # an integer of hundreds of digits
+                value = math.inf if value > 0 else -math.inf
+        elif name in PER_CLIENT:
+            value = str(value)
     if isinstance(value, str) and not value.isprintable():
         raise InputError(f"`{name}` must be printable text, got {value!r}")
     if type(value) not in kinds:
@@ -387,15 +443,6 @@ def toml_value(value: Any) -> str:
 RETIRED = {"error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser"}
 
 
-def replacement(name: str, table: Mapping[str, Any]) -> str:
-    """Return the TOML line that replaces the old option `name`, with the values in `table`.
-
-    >>> replacement("momentum", {"momentum": 0.9, "weight_decay": 1e-4})
-    'local_optimiser = "sgd(momentum=0.9, weight_decay=0.0001)"'
-    """
-    return f'{RETIRED[name]} = "{_new_parts(table)[RETIRED[name]]}"'
-
-
 def renew(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a file of version 0.5 or later under their present names.
 
@@ -409,12 +456,10 @@ def renew(table: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in table.items() if name not in RETIRED}
     if {"dataset", "compressor"} <= table.keys():
         found.setdefault("compressor_down", "none")
-    return found | _new_parts(table) if RETIRED.keys() & table.keys() else found
-
-
-def _new_parts(table: Mapping[str, Any]) -> dict[str, str]:
+    if RETIRED.keys().isdisjoint(table):
+        return found
     given = [f"{name}={table[name]}" for name in ("momentum", "weight_decay") if table.get(name)]
-    return {
+    return found | {
         "local_optimiser": f"sgd({', '.join(given)})" if given else "sgd",
         "server_optimiser": "sgd",
         "feedback": "ef" if table.get("error_feedback", True) else "none",

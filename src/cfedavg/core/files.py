@@ -19,13 +19,28 @@ _TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe|tmp[A-Za-z0-9]{6})")
 
 
 @contextmanager
+def report_failure(sentence: str) -> Iterator[None]:
+    """Raise InputError with `sentence` and the system's reason if the `with` block raises OSError.
+
+    >>> with report_failure("cannot read nowhere.toml"):
+    ...     Path("nowhere.toml").read_text()
+    Traceback (most recent call last):
+    cfedavg.core.errors.InputError: cannot read nowhere.toml (No such file or directory)
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{sentence} ({error.strerror or error})") from None
+
+
+@contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Give the `with` block a temporary path to write to; if the block raises nothing, rename it to `path`.
 
     Without `durable`, the file is not synced: other processes see a whole file, but a power cut may undo it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with report_failure(f"cannot write {path}"):
         try:
             yield temporary
             if durable:
@@ -35,8 +50,6 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
                 sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)  # may raise OSError too, if the parent is not a folder
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror or error})") from None
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -47,11 +60,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def append(path: Path, data: bytes) -> None:
     """Append `data` to a file. After a crash the file may end with a part of `data`: readers must check."""
-    try:
-        with path.open("ab") as file:
-            file.write(data)
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror or error})") from None
+    with report_failure(f"cannot write {path}"), path.open("ab") as file:
+        file.write(data)
 
 
 def read_file(path: Path) -> bytes:
@@ -61,6 +71,12 @@ def read_file(path: Path) -> bytes:
     """
     with open_regular(path, "rb") as file:
         return file.read()
+
+
+def read_input(path: Path) -> bytes:
+    """Return the bytes of a regular file; raise InputError if it cannot be read."""
+    with report_failure(f"cannot read {path}"):
+        return read_file(path)
 
 
 def open_regular(path: Path, mode: str) -> IO[bytes]:
@@ -88,10 +104,7 @@ def is_temporary(name: str) -> bool:
 
 def exists(path: Path) -> bool:
     """Return whether the path exists; False if the system cannot look it up."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises some errors of the system
 
 
 def check_no_file(path: Path, option: str) -> None:
@@ -103,7 +116,7 @@ def check_no_file(path: Path, option: str) -> None:
 def make_folder(path: Path, option: str) -> None:
     """Make a folder that survives a power cut, and check that files can be written to it."""
     check_no_file(path, option)
-    try:
+    with report_failure(f"{option}: cannot write to the folder {path}"):
         new = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for each in new:  # else a power cut may undo the folder with its content
@@ -111,8 +124,6 @@ def make_folder(path: Path, option: str) -> None:
         probe = path / f".{os.getpid()}.probe"
         probe.touch()
         probe.unlink(missing_ok=True)  # the process that has locked the folder may have removed it
-    except OSError as error:
-        raise InputError(f"{option}: cannot write to the folder {path} ({error.strerror or error})") from None
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Fingerprints of models and data: short texts that are equal for the same task, in any process.
 
-Model weights do not count, since they may depend on the seed. Small tensors are hashed whole. Of large
-tensors, and of data that are not tensors, some rows of every client are hashed. Rows that change at random
-when they are read are not hashed.
+A model's weights do not count, since they may depend on the seed. Small tensors are hashed completely. Of
+large tensors, and of data that are not tensors, some rows of every client are hashed. Rows that change at
+random when they are read are not hashed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from cfedavg.core.layout import Layout
 
-_BYTES = 2**26  # about how many bytes are hashed of all data sets together; other rows are left out
+_BYTES = 2**26  # about how many bytes of all data sets together are hashed
 _LEAST = 4  # the least number of rows hashed of a data set
+_PLAIN = bool | int | float | complex | str | bytes
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -52,24 +53,20 @@ def _parts(data: Any, most: int) -> Iterator[str | bytes]:
         else:
             yield from _unless_drawn(lambda: data.batch(rows), most)
     elif isinstance(data, Dataset):
-        yield from _dataset_parts(data, most)
+        inner: Any = data
+        rows = _some(len(inner), _LEAST)
+        yield f"{len(inner)}"
+        yield type(inner).__qualname__
+        while isinstance(inner, Subset):
+            yield np.asarray(inner.indices, np.int64).tobytes()
+            inner = inner.dataset
+            yield type(inner).__qualname__
+        if isinstance(inner, TensorDataset):
+            yield from _rows_of(inner.tensors, most)
+        else:
+            yield from _unless_drawn(lambda: [data[int(row)] for row in rows], most)
     else:
         yield from _rows_of(data, most)
-
-
-def _dataset_parts(dataset: Any, most: int) -> Iterator[str | bytes]:
-    yield f"{len(dataset)}"
-    yield type(dataset).__qualname__
-    inner = dataset
-    while isinstance(inner, Subset):
-        yield np.asarray(inner.indices, np.int64).tobytes()
-        inner = inner.dataset
-        yield type(inner).__qualname__
-    if isinstance(inner, TensorDataset):
-        yield from _rows_of(inner.tensors, most)
-    else:
-        rows = _some(len(dataset), _LEAST)
-        yield from _unless_drawn(lambda: [dataset[int(row)] for row in rows], most)
 
 
 def _unless_drawn(read: Callable[[], Any], most: int) -> list[str | bytes]:
@@ -92,7 +89,7 @@ def _rows_of(tree: Any, most: int) -> Iterator[str | bytes]:
     leaves, structure = tree_flatten(tree)
     yield str(structure)
     for leaf in leaves:
-        if isinstance(leaf, bool | int | float | complex | str | bytes):
+        if isinstance(leaf, _PLAIN):
             yield repr(leaf)
         elif isinstance(leaf, Tensor | np.ndarray | np.generic):
             tensor = torch.as_tensor(leaf)
@@ -125,34 +122,29 @@ def _name(function: Callable[..., Any]) -> str:
     if "<lambda>" in name:
         name += " " + _digest(_code(code))
     keywords = getattr(function, "__kwdefaults__", None) or {}
-    bound = [*(getattr(function, "__defaults__", None) or ()), *keywords.items(), *_closure(function)]
-    return f"{name} {_plain(bound)}" if bound else name
-
-
-def _closure(function: Any) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
+    bound = [*(getattr(function, "__defaults__", None) or ()), *keywords.items()]
+    for cell in getattr(function, "__closure__", None) or ():
         try:
-            yield cell.cell_contents
+            bound.append(cell.cell_contents)
         except ValueError:  # the variable has no value yet
-            yield None
+            bound.append(None)
+    return f"{name} {_plain(bound)}" if bound else name
 
 
 def _plain(values: Iterable[Any]) -> str:
     """Return values as a text: numbers and texts by their repr, other values by the name of their type."""
-
-    def plain(value: Any) -> str:
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-            return repr(value)
-        return f"({_plain(value)})" if isinstance(value, tuple | list) else type(value).__qualname__
-
-    return ", ".join(map(plain, values))
+    texts = []
+    for value in values:
+        if value is None or isinstance(value, _PLAIN):
+            texts.append(repr(value))
+        else:
+            is_list = isinstance(value, tuple | list)
+            texts.append(f"({_plain(value)})" if is_list else type(value).__qualname__)
+    return ", ".join(texts)
 
 
 def _code(code: CodeType) -> Iterator[str | bytes]:
-    """Yield a function's bytecode, names and constants, without file and line.
-
-    These depend on the version of Python.
-    """
+    """Yield a function's bytecode, names and constants, which depend on the version of Python."""
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount))
     for value in code.co_consts:
@@ -183,6 +175,5 @@ def restore_generators(device: torch.device) -> Iterator[None]:
 
 
 def _generator_state() -> tuple[Any, ...]:
-    """Return the state of the CPU's random generators, which changes with every draw."""
     _, words, *rest = np.random.get_state()
     return random.getstate(), np.asarray(words).tobytes(), rest, torch.get_rng_state().numpy().tobytes()

@@ -19,22 +19,21 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals within this many seconds count as one: torchrun repeats the Ctrl-C that the terminal has sent too,
 # `timeout` signals its command twice, and a shell that is closed repeats the terminal's SIGHUP.
 TOGETHER = 1.0
-_SHOW_CURSOR = b"\x1b[?25h"
 
 
 def ignore_stops() -> AbstractContextManager[None]:
-    """Ignore all stop signals in the `with` block, even a second one. For short work only."""
+    """Ignore all stop signals in the `with` block, even the second. For short work only."""
     return _handling(dict.fromkeys(STOPS, signal.SIG_IGN))
 
 
 def mute_stops() -> AbstractContextManager[None]:
-    """Raise nothing on stop signals in the `with` block; `watch_second_stop` still sees the signals."""
+    """Let stop signals raise nothing in the `with` block; `watch_second_stop` still sees them."""
     heard = (n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN)
     return _handling(dict.fromkeys(heard, lambda *_: None))
 
 
 def catch_kills() -> AbstractContextManager[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP in the `with` block, if they would end the process."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the `with` block, if they would end the process."""
     unheard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     return _handling(dict.fromkeys(unheard, signal.default_int_handler))
 
@@ -54,7 +53,7 @@ def defer_stops() -> Iterator[None]:
 
 
 class StopRequest:
-    """A request to stop a command: only the first stop signal raises KeyboardInterrupt."""
+    """A user's request to stop a command: only the first stop signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -101,7 +100,7 @@ def end_at_once(number: int) -> None:
         for child in active_children():
             child.kill()
         if os.isatty(1):
-            os.write(1, _SHOW_CURSOR)  # the progress bar hides the cursor
+            os.write(1, b"\x1b[?25h")  # show the cursor, which the progress bar hides
     finally:
         os._exit(128 + number)
 

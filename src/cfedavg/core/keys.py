@@ -3,8 +3,7 @@
 A key is a 64-bit integer. The draw for coordinate j is output j of the generator splitmix64 started at the
 key. So a draw is the same in NumPy, in torch on a CPU or GPU, in any order, and after a resume.
 The same code works for NumPy and torch, since both wrap int64 products on overflow. An unsigned shift is a
-signed shift with the sign bits masked off. This module does not import torch, so a client without torch
-draws the same numbers.
+signed shift with the sign bits masked off. A client without torch draws the same numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Purpose(IntEnum):
 
 
 def signed(word: int) -> int:
-    """Return the signed integer with the same 64 bits as `word`; arrays hold keys in this form."""
+    """Return the signed integer with the same 64 bits as `word`; int64 arrays hold keys in this form."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
@@ -70,9 +69,7 @@ def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
 
 
 def keys(*parts: Any) -> Any:
-    """Return keys as an int64 array; the arguments are those of `key`, as int64 arrays or numbers.
-
-    The arrays broadcast.
+    """Return keys as an int64 array; the arguments are those of `key`, as numbers or arrays that broadcast.
 
     >>> int(keys(0, 0, np.arange(3), int(Purpose.BATCH))[2]) == signed(key(0, 0, 2, Purpose.BATCH))
     True
@@ -147,13 +144,13 @@ def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
 
 @cache
 def _compile_draw() -> Callable[..., int]:
-    from cfedavg.core.kernel import kernel  # imported here, since numba would double the time to start
+    from cfedavg.core.arrays import kernel  # imported here, since numba would double the time to start
 
     return kernel(_draw)
 
 
+# The body of `draw_into`, in unsigned integers for the compiler; tests compare it with `bits53`.
 def _draw(key: Any, keep: Any, d: Any, indices: np.ndarray) -> Any:
-    """Do what `draw_into` does, in unsigned integers, for the compiler; tests compare it with `bits53`."""
     word, n = np.uint64(key), 0
     for j in range(d):
         word += _GOLDEN_WORD

@@ -70,12 +70,12 @@ class Layout:
     def from_text(cls, text: str) -> Layout:
         """Return the layout in a JSON text that `text` wrote; raise ValueError if the text is invalid."""
         names, shapes, dtypes = json.loads(text)
-        layout = cls(tuple(names), tuple(tuple(shape) for shape in shapes), tuple(dtypes))
+        layout = cls(tuple(names), tuple(map(tuple, shapes)), tuple(dtypes))
         numbers = [size for shape in layout.shapes for size in shape]
         texts = all(isinstance(text, str) for text in layout.names + layout.dtypes)
-        whole = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        integers = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         short = all(len(shape) <= 64 for shape in layout.shapes)  # torch and NumPy allow at most 64 axes
-        if not len(names) == len(shapes) == len(dtypes) or not (texts and whole and short):
+        if not len(names) == len(shapes) == len(dtypes) or not (texts and integers and short):
             raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
         return layout
 
@@ -84,8 +84,8 @@ class Layout:
 
         The order of the tensors does not matter. `alike` compares two dtypes.
 
-            >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
-            "'w' is missing"
+        >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
+        "'w' is missing"
         """
         mine, others = (
             dict(zip(each.names, zip(each.shapes, each.dtypes, strict=True), strict=True))

@@ -5,6 +5,7 @@ as an argument and return the next memory. A Registry holds the parts of one kin
 
 A text becomes a part in two steps. `parse_call` reads the name and the literals and runs no code. `build`
 calls the class of that name: an entry of a table, or `package.module:Class` if the text is trusted.
+Another kind of text, such as `5..50`, is a Range: a number that may differ by client.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -72,9 +74,16 @@ class Registry(Generic[P]):
     def parse_chain(
         self, text: str, *, longest: int, trust: bool = True, own: Collection[type[P]] = ()
     ) -> list[P]:
-        """Return the parts of a text `name(...) >> name(...)`, which may have at most `longest` names."""
+        """Return the parts of a text `name(...) >> name(...)`, which may have at most `longest` names.
+
+        `trust` and `own` are as in `parse`.
+        """
         table = {part.written_name(): part for part in own} | dict(self.entries)
-        pieces = split_chain(text, self.field, longest)
+        _check_length(text, self.field)
+        pieces = [piece.strip() for piece in text.split(">>")]
+        if len(pieces) > longest:
+            most = "one name" if longest == 1 else f"at most {longest} names"
+            raise InputError(f"`{self.field}` must have {most}, got {text!r}")
         parts = [build(piece, table, self.kind, self.field, trust=trust) for piece in pieces]
         for piece, part in zip(pieces, parts, strict=True):
             if not is_dataclass(part):
@@ -86,9 +95,9 @@ class Registry(Generic[P]):
 
 
 def check_argument(
-    name: str, value: object, rule: str, holds: Callable[[Any], bool], *, whole: bool = False
+    name: str, value: object, rule: str, holds: Callable[[Any], bool], *, integer: bool = False
 ) -> None:
-    """Raise InputError if `value` is not a number, is not an integer with `whole`, or if `holds` is false.
+    """Raise InputError unless `value` is a number, or with `integer` an integer, for which `holds` is true.
 
     `rule` says in words what `holds` checks.
 
@@ -96,9 +105,9 @@ def check_argument(
     Traceback (most recent call last):
     cfedavg.core.errors.InputError: decay must be above 0 and at most 1, got 2
     """
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
     if not (is_number and holds(value)):
-        raise InputError(f"{name} must be {'a whole number ' * whole}{rule}, got {value!r:.40}")
+        raise InputError(f"{name} must be {'a whole number ' * integer}{rule}, got {value!r:.40}")
 
 
 def check_truth(name: str, value: object) -> None:
@@ -107,43 +116,24 @@ def check_truth(name: str, value: object) -> None:
         raise InputError(f"{name} must be true or false, got {value!r:.40}")
 
 
-def first_sentence(thing: Any) -> str:
-    """Return the first line of the docstring of `thing`, for tables of parts."""
-    return (thing.__doc__ or "").strip().split("\n")[0]
-
-
 _CALL = re.compile(r"^\s*([A-Za-z_][\w.]*(?::\w+)?)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 _PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WORDS = {"true": True, "false": False}
 _LONGEST = 1000  # the most characters of a text; a far longer text would exhaust the parser
 
 
-def check_length(text: str, field: str) -> None:
-    """Raise InputError if a text has more than 1000 characters, too many for the name of a part."""
+def _check_length(text: str, field: str) -> None:
     if len(text) > _LONGEST:
         raise InputError(f"`{field}`: the text must have at most {_LONGEST:,} characters, got {len(text):,}")
 
 
-def split_chain(text: str, field: str, longest: int) -> list[str]:
-    """Return the pieces of a text `name(...) >> name(...)`, which may have at most `longest` pieces.
-
-    >>> split_chain("topk(0.99) >> bf16", "compressor", 2)
-    ['topk(0.99)', 'bf16']
-    """
-    check_length(text, field)
-    pieces = [piece.strip() for piece in text.split(">>")]
-    if len(pieces) > longest:
-        most = "one name" if longest == 1 else f"at most {longest} names"
-        raise InputError(f"`{field}` must have {most}, got {text!r}")
-    return pieces
-
-
 def parse_call(text: str, field: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return the name and arguments in a text.
+    """Return the name and the arguments in a text; `field` names the text in an error.
 
-    `topk(0.99, per_tensor=true)` gives ("topk", [0.99], {"per_tensor": True}).
+    >>> parse_call("topk(0.99, per_tensor=true)", "compressor")
+    ('topk', [0.99], {'per_tensor': True})
     """
-    check_length(text, field)
+    _check_length(text, field)
     match = _CALL.match(text)
     if not match:
         raise InputError(f"`{field}` must be of the form name or name(arguments), got {text.strip()!r}")
@@ -183,7 +173,9 @@ def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust:
     if name in table:
         factory = table[name]
     elif ":" in name and trust:
-        factory = _load_class(name, kind, field)
+        factory = load(name, field)
+        if not (isinstance(factory, type) and issubclass(factory, kind)):
+            raise InputError(f"`{field}`: {name!r} must be a subclass of {kind.__module__}.{kind.__name__}")
     else:
         what = "this text may not import a module:" if ":" in name else "unknown name"
         raise InputError(f"`{field}`: {what} {name!r}; there are {', '.join(sorted(table))}")
@@ -194,14 +186,6 @@ def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust:
     except TypeError as error:
         what = re.sub(r"^[\w.<>]+\(\) ", "", str(error))  # without the name of the class or function
         raise InputError(f"`{field}`: {text.strip()} has the wrong arguments ({what})") from None
-
-
-def _load_class(path: str, kind: type, field: str) -> type:
-    """Return the class that `package.module:Class` names; raise InputError if it is no subclass of `kind`."""
-    found = load(path, field)
-    if not (isinstance(found, type) and issubclass(found, kind)):
-        raise InputError(f"`{field}`: {path!r} must be a subclass of {kind.__module__}.{kind.__name__}")
-    return found
 
 
 def load(path: str, field: str) -> Any:
@@ -239,3 +223,46 @@ def _current_folder_last(package: str) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number that may differ by client: `10`, `5..50` (both ends included), or `3,5,8` for clients 0, 1, 2.
+
+    >>> Range.parse("5..50", "local_steps", integer=True)
+    Range(low=5.0, high=50.0, each=(), integer=True)
+    """
+
+    low: float
+    high: float
+    each: tuple[float, ...] = ()
+    integer: bool = False
+
+    @classmethod
+    def parse(cls, text: str, field: str, *, integer: bool = False) -> Range:
+        """Return the range in a text; `field` names the text in an error."""
+        is_range = ".." in text
+        try:
+            values = tuple(map(float, text.split(".." if is_range else ",")))
+        except ValueError:
+            values = ()
+        if not values or (is_range and len(values) != 2):
+            raise InputError(f"`{field}` must be a number, a range a..b or a list a,b,c, got {text!r}")
+        if not all(math.isfinite(v) and (not integer or v == int(v)) for v in values):
+            raise InputError(f"`{field}` must hold {'whole' if integer else 'finite'} numbers, got {text!r}")
+        low, high = min(values), max(values)
+        if is_range and values != (low, high):
+            raise InputError(f"`{field}` must be a range low..high, got {text!r}; write {low:g}..{high:g}")
+        return cls(low, high, () if is_range or len(values) == 1 else values, integer)
+
+    def mean(self) -> float:
+        """Return the mean over the clients."""
+        return sum(self.each) / len(self.each) if self.each else (self.low + self.high) / 2
+
+    def at(self, client: int, u: float) -> float:
+        """Return the value of a client; for a range, `u` in [0, 1) says where in the range it lies."""
+        if self.each:
+            return self.each[client]
+        if self.integer:
+            return self.low + math.floor(u * (self.high - self.low + 1))
+        return self.low + u * (self.high - self.low)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
-Array = Any  # a torch.Tensor or a numpy.ndarray
+from cfedavg.core.arrays import Array
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,10 @@ class Floats:
 
     data: Array
     dtype: str  # "fp32", "fp64" or "bf16"
+
+    def map(self, convert: Callable[[Array], Array]) -> Floats:
+        """Return the values with the function `convert` applied to the array."""
+        return replace(self, data=convert(self.data))
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Levels:
     scales: Array  # float32; a client that sends k values has ceil(k / block) scales
     block: int
     top: int
+
+    def map(self, convert: Callable[[Array], Array]) -> Levels:
+        """Return the values with the function `convert` applied to both arrays."""
+        return replace(self, levels=convert(self.levels), scales=convert(self.scales))
 
 
 @dataclass(frozen=True)
@@ -66,16 +73,9 @@ class Payload:
 
     def map(self, convert: Callable[[Array], Array]) -> Payload:
         """Return the payload with the function `convert` applied to every array."""
-        values: Floats | Levels
-        if isinstance(self.values, Floats):
-            values = replace(self.values, data=convert(self.values.data))
-        else:
-            values = replace(
-                self.values, levels=convert(self.values.levels), scales=convert(self.values.scales)
-            )
         mask = replace(self.mask, keys=convert(self.mask.keys)) if self.mask else None
         indices = None if self.indices is None else convert(self.indices)
-        return Payload(self.d, convert(self.offsets), indices, values, mask)
+        return Payload(self.d, convert(self.offsets), indices, self.values.map(convert), mask)
 
     def numpy(self) -> Payload:
         """Return the payload with NumPy arrays in main memory, as the wire format needs them."""

@@ -9,14 +9,15 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cfedavg.core.config import OPTIONS, OWN, Config
+from cfedavg.core.config import OPTIONS, OWN, Config, fields_where
 from cfedavg.core.errors import InputError
-from cfedavg.core.files import read_file
+from cfedavg.core.files import read_file, report_failure
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
 MODEL = "model.safetensors"  # the model that the clients hold at the end
@@ -32,7 +33,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """The numbers of one client's work in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
+    """The numbers of one client's reply in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
 
     client: int
     K: int
@@ -108,13 +109,10 @@ def finite(value: float) -> float | None:
 def read_rows(path: Path) -> list[Record]:
     """Return the rows of a metrics file up to the first line that is not a JSON object; [] without a file."""
     rows: list[Record] = []
-    try:
-        lines = read_file(path).decode(errors="replace").split("\n")
-    except FileNotFoundError:
-        return rows
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror})") from None
-    for line in lines:
+    text = ""
+    with report_failure(f"cannot read {path}"), suppress(FileNotFoundError):
+        text = read_file(path).decode(errors="replace")
+    for line in text.split("\n"):
         try:
             row = json.loads(line, parse_float=_parse_finite, parse_constant=_parse_finite)
         except (ValueError, RecursionError):
@@ -179,28 +177,24 @@ def check_same(old: Config, new: Config, path: Path) -> None:
     """
     if old.dataset == f"{OWN})":  # written before tasks had fingerprints
         old = dataclasses.replace(old, dataset=new.dataset, model=new.model)
-    for name, now in fixed_options(new).items():
-        if (before := getattr(old, name)) == now:
-            continue
-        if name in ("dataset", "model") and not (old.is_named and new.is_named):
+    for name, before, now in _find_changes(vars(old), new):
+        if name in ("dataset", "model") and not (old.names_task and new.names_task):
             raise InputError(
-                f"cannot resume: the run in {path} has another task: its {name} is {_show(before)}, "
-                f"not {_show(now)}; give the task of that run, or start another run"
+                f"cannot resume: the run in {path} has another task: its {name} is {before}, "
+                f"not {now}; give the task of that run, or start another run"
             )
         raise InputError(
-            f"cannot resume: `{name}` is {_show(now)}, but the run in {path} has {_show(before)}; "
+            f"cannot resume: `{name}` is {now}, but the run in {path} has {before}; "
             "leave the option out or start another run"
         )
 
 
 def fixed_options(config: Config) -> dict[str, Any]:
     """Return the fields of a configuration that a resume must not change."""
-    # Under these schedules the number of rounds decides the learning rate.
-    needs_rounds = config.schedule.strip().startswith(("corollary1", "corollary3"))
-    fixed = [
-        name for name, known in OPTIONS.items() if not known.may_change or (name == "rounds" and needs_rounds)
-    ]
-    return {name: getattr(config, name) for name in fixed if config.says(name)}
+    fixed = {*fields_where(lambda known: not known.may_change)}
+    if config.schedule.strip().startswith(("corollary1", "corollary3")):
+        fixed.add("rounds")  # under these schedules the number of rounds decides the learning rate
+    return {name: getattr(config, name) for name in OPTIONS if name in fixed and config.uses(name)}
 
 
 def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
@@ -208,14 +202,16 @@ def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
 
     `before` holds the options as the checkpoint stores them.
     """
+    for name, old, now in _find_changes(before, config):
+        raise InputError(
+            f"cannot resume: {file} was changed after the checkpoint was written: "
+            f"{name} is {now}, and was {old}; restore the old value or start another run"
+        )
+
+
+def _find_changes(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield name, old value and new value of each field that has changed although a resume must not."""
     for name, now in fixed_options(config).items():
         if name in before and before[name] != now:
-            raise InputError(
-                f"cannot resume: {file} was changed after the checkpoint was written: "
-                f"{name} is {_show(now)}, and was {_show(before[name])}; "
-                "restore the old value or start another run"
-            )
-
-
-def _show(value: object) -> str:
-    return "none" if value is None else repr(value)
+            old, new = ("none" if value is None else repr(value) for value in (before[name], now))
+            yield name, old, new

@@ -32,7 +32,7 @@ def save_tensors(
 ) -> None:
     """Write tensors and the table `about` to a safetensors file, atomically.
 
-    Without `durable`, the caller must sync the file.
+    Without `durable`, the caller must sync the file for it to survive a power cut.
     """
     with replace_file(path, durable=durable) as temporary:
         save_file(tensors, temporary, metadata=about and {"cfedavg": json.dumps(about)})
@@ -44,17 +44,16 @@ def save_file(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str]
     The library writes to a temporary file under its own name, which would stay on disk if the process were
     killed. Here a tensor is copied only if it is not contiguous or not on the CPU, and one at a time.
     """
-    for name, tensor in tensors.items():
-        if dtype_of(tensor) not in _NAMES:
-            raise OSError(f"a safetensors file cannot hold {name!r} of dtype {dtype_of(tensor)}")
     order = list(_NAMES)
+    for name, tensor in tensors.items():
+        if dtype_of(tensor) not in order:
+            raise OSError(f"a safetensors file cannot hold {name!r} of dtype {dtype_of(tensor)}")
     names = sorted(tensors, key=lambda name: (order.index(dtype_of(tensors[name])), name.encode()))
     table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for name in names:
-        tensor = tensors[name]
-        dtype, shape = _NAMES[dtype_of(tensor)], list(tensor.shape)
-        end = start + math.prod(shape) * tensor.dtype.itemsize
+        dtype, shape = _NAMES[dtype_of(tensors[name])], list(tensors[name].shape)
+        end = start + math.prod(shape) * tensors[name].dtype.itemsize
         table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
     header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
@@ -75,17 +74,11 @@ def _bytes(array: Array) -> memoryview:
     return flat.data
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the torch tensors and the table that `save_tensors` wrote; else raise one of UNREADABLE."""
-    return _read(path, "pt")
+def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors and the table that `save_tensors` wrote; else raise one of UNREADABLE.
 
-
-def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the NumPy arrays and the table that `save_tensors` wrote; NumPy cannot hold bf16."""
-    return _read(path, "np")
-
-
-def _read(path: Path, library: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    The tensors are torch's, or NumPy arrays if `library` is "np". NumPy cannot hold bf16.
+    """
     check_regular(path)
     with safe_open(path, framework=library) as file:
         about = json.loads((file.metadata() or {})["cfedavg"])

@@ -65,7 +65,7 @@ def lower_is_better(name: str) -> bool:
 
 
 def format_factor(ratio: float) -> str:
-    """Return a ratio of bytes or coordinates in words.
+    """Return a ratio of bytes or coordinates in words; above 1 means fewer.
 
     >>> format_factor(46.31), format_factor(4.631), format_factor(1.0), format_factor(0.5)
     ('46× fewer', '4.6× fewer', 'the same', '2.0× more')

@@ -47,7 +47,7 @@ def deal(config: Config, data: ImageData) -> Partition:
 
 def build_task(config: Config) -> Task:
     """Return the task with the data set, the partition and the model that a configuration names."""
-    if not config.is_named:
+    if not config.names_task:
         hint = "only the app has the model and the data; start the app again"
         if config.dataset.startswith(OWN):
             hint = (

@@ -16,8 +16,7 @@ import numpy as np
 
 from cfedavg.channel import Copies, Downlink, choose_download, may_be_shorter
 from cfedavg.compress import values_of
-from cfedavg.core.arrays import LARGEST_BF16, Array, from_bf16, to_bf16
-from cfedavg.core.kernel import Int, kernel
+from cfedavg.core.arrays import LARGEST_BF16, Array, Int, from_bf16, kernel, to_bf16
 from cfedavg.core.keys import Purpose, key
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Levels, Payload

@@ -19,7 +19,7 @@ import numpy as np
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import lock_folder, make_folder
 from cfedavg.core.layout import Layout
-from cfedavg.core.tensors import UNREADABLE, checksum, read_arrays, save_tensors
+from cfedavg.core.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 
 FILE = "state.safetensors"
 FORMATS = {"client": (3, 4), "server": (4, 5)}  # formats that can be read; the last one is written
@@ -80,7 +80,7 @@ class StateStore:
 
     def _read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return the stored tensors and metadata; raise InputError for another owner, model or format."""
-        tensors, about = read_arrays(self.path)
+        tensors, about = read_tensors(self.path, "np")
         if about.pop("checksum") != _checksum(tensors, about):
             raise ValueError("its checksum is wrong")
         for name, value in self.owner.items():

@@ -153,7 +153,7 @@ def find_differences(configs: Sequence[Config]) -> list[str]:
 
 def _known(config: Config, name: str) -> Any:
     """Return the value of a field, or None if the configuration leaves it to a Flower app."""
-    return getattr(config, name) if config.says(name) else None
+    return getattr(config, name) if config.uses(name) else None
 
 
 def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:

@@ -205,7 +205,7 @@ def _configurations(groups: Sequence[Group]) -> str:
 
 
 def _rerun(group: Group) -> str:
-    if not group.config.is_named:
+    if not group.config.names_task:
         return ""
     names = [run.path.resolve().name for run in group.runs]
     folders = ", ".join(f"<code>{escape(name)}</code>" for name in names)
@@ -224,7 +224,7 @@ def _fields(group: Group, differing: Sequence[str]) -> str:
             return json.dumps(value, ensure_ascii=False)
         return "not set" if value is None else str(value)
 
-    names = [item.name for item in dataclasses.fields(Config) if group.config.says(item.name)]
+    names = [item.name for item in dataclasses.fields(Config) if group.config.uses(item.name)]
     names.sort(key=lambda name: name not in differing)
     texts = {name: text(getattr(group.config, name)) for name in names}
     texts["seed"] = ", ".join(map(str, group.seeds))

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from cfedavg.core.config import EXCLUSIVE, OPTIONS, Config, field_types, parse_toml, refuse_code
+from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, Config, parse_toml, refuse_code
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
 from cfedavg.schedule import build_schedule
@@ -250,7 +250,7 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
             if name in seen:
                 raise InputError(f"`vary` must name {name} once, got {name} twice; join its values with |")
             seen.add(name)
-        values = [_value(part.strip(), field_types()[fields[0]]) for part in right.split("|")]
+        values = [_value(part.strip(), FIELD_TYPES[fields[0]]) for part in right.split("|")]
         if fields == ["seed"]:
             seeds = tuple(values)
         else:

@@ -21,7 +21,7 @@ import math
 
 import numpy as np
 
-from cfedavg.core.kernel import Int, kernel
+from cfedavg.core.arrays import Int, kernel
 from cfedavg.wire.header import WireError
 
 Coder = tuple[Int, Int, Int]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cfedavg.core.kernel import is_compiled
+from cfedavg.core.arrays import is_compiled
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import KEY_AND_KEEP, Tensors, pack_coordinates, unpack_coordinates, where_of

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.core.kernel import Int, kernel
+from cfedavg.core.arrays import Int, kernel
 from cfedavg.wire import coder as rc
 from cfedavg.wire import sets
 from cfedavg.wire.coder import Coder

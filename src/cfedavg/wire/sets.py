@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from cfedavg.core.kernel import Int, kernel
+from cfedavg.core.arrays import Int, kernel
 from cfedavg.wire import coder as rc
 from cfedavg.wire.coder import Coder
 

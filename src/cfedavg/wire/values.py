@@ -17,7 +17,7 @@ import struct
 
 import numpy as np
 
-from cfedavg.core.kernel import Int, kernel
+from cfedavg.core.arrays import Int, kernel
 from cfedavg.core.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire import coder as rc
 from cfedavg.wire.coordinates import Tensors

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg.algorithm import ServerMemory, local_update
-from cfedavg.core.arrays import rows_norms2
+from cfedavg.core.arrays import norms2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.payload import Payload
@@ -162,7 +162,7 @@ class BlockEngine:
         if bad:
             mine.diverged += [clients[i] for i in sorted(bad)]
             return {}
-        g2, p2, noise2 = (rows_norms2(each) for each in (g, made.p, made.left))
+        g2, p2, noise2 = (norms2(each) for each in (g, made.p, made.left))
         lost, counts = [plan.lost(t, i) for i in clients], made.payload.counts()
         kept: dict[int, Tensor] = {}
         if memory is not None:
