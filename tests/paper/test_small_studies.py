@@ -17,7 +17,8 @@ from torch import nn
 
 from cfedavg import Config, run
 from cfedavg.simulate.local import batches
-from cfedavg.sweep import Frame, SealedCell
+from cfedavg.report import Frame
+from cfedavg.sweep import SealedCell
 from cfedavg.task import Tensors
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
 from paper.cfedavg.studies.problem import Bowl, Point, gradient_norm2, power_law, tilt_loss

@@ -11,9 +11,8 @@ cell's results with a checksum (the seal), and `figures` draws. A study of your 
 """
 
 from cfedavg.core.units import format_bytes
-from cfedavg.report.axes import INK, MUTED, style_axes
-from cfedavg.report.figures import as_png, default_settings, draw_grid, make_framed_figure
-from cfedavg.report.panels import BLUE, GREEN, PLAIN, VERMILION, Frame, Panel, Pen, Series
+from cfedavg.report.figures import Frame, as_png, default_settings, draw_grid, make_framed_figure
+from cfedavg.report.panels import BLUE, GREEN, INK, MUTED, PLAIN, VERMILION, Panel, Pen, Series, style_axes
 from cfedavg.simulate.run import Observer
 from cfedavg.sweep.cells import (
     CELLS,

@@ -11,11 +11,9 @@ from pathlib import Path
 
 from cfedavg.core.config import Config
 from cfedavg.core.units import format_bytes, format_metric, is_share, spell_out
-from cfedavg.report.figures import draw_grid
-from cfedavg.report.groups import Group
-from cfedavg.report.panels import COLOURS, PLAIN, Frame, Panel, Pen, Series
-from cfedavg.report.panels import Cell as PanelCell
-from cfedavg.report.read import Run
+from cfedavg.report.figures import Frame, draw_grid
+from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
+from cfedavg.report.runs import Group, Run
 from cfedavg.sweep.cells import SealedCell
 from cfedavg.sweep.grid import Grid, Line
 
@@ -52,7 +50,7 @@ def started_lines(grid: Grid, found: Found) -> Sequence[Line]:
     return [line for line in grid.lines if any(grid.find_cells(found, p, line) for p in grid.p)] or grid.lines
 
 
-def _panel(grid: Grid, found: Found, p: int | None, key: str, x: str) -> PanelCell:
+def _panel(grid: Grid, found: Found, p: int | None, key: str, x: str) -> tuple[Panel, Lines]:
     panel = Panel(
         key, "" if p is None else f"p = {p}", (Series(key, ""),), "", x,
         log=key.endswith("loss"), percent=is_share(key), side=spell_out(key),
@@ -62,18 +60,16 @@ def _panel(grid: Grid, found: Found, p: int | None, key: str, x: str) -> PanelCe
     )
 
 
-def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pen]]) -> PanelCell:
+def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pen]]) -> tuple[Panel, Lines]:
     """Return a panel with its lines: a mean over seeds, and each diverged seed alone, ending with a cross."""
-    groups, pens = [], []
+    drawn: list[tuple[Group, Pen]] = []
     for label, cells, pen in lines:
-        if whole := tuple(_as_run(cell, label) for cell in cells if not cell.diverged):
-            groups.append(Group(label, whole))
-            pens.append(pen)
-        for cell in cells:
-            if cell.diverged:
-                groups.append(Group(label, (_as_run(cell, label),)))
-                pens.append(dataclasses.replace(pen, crossed=True))
-    return PanelCell(panel if groups else dataclasses.replace(panel, empty="not run yet"), groups, pens)
+        runs = [(_as_run(cell, label), cell.diverged) for cell in cells]
+        if whole := tuple(run for run, diverged in runs if not diverged):
+            drawn.append((Group(label, whole), pen))
+        crossed = dataclasses.replace(pen, crossed=True)
+        drawn += [(Group(label, (run,)), crossed) for run, diverged in runs if diverged]
+    return (panel if drawn else dataclasses.replace(panel, empty="not run yet")), drawn
 
 
 def _as_run(cell: SealedCell, label: str) -> Run:
