@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cfedavg import Config, run
-from cfedavg.simulate.local import batches
 from cfedavg.report import Frame
+from cfedavg.simulate.local import batches
 from cfedavg.sweep import SealedCell
 from cfedavg.task import Tensors
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
