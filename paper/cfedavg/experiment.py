@@ -98,13 +98,13 @@ def _special(line: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]
 
 def _draw_norms(grid: Experiment, found: Mapping[str, SealedCell], note: str) -> bytes:
     """Return a PNG with a column for each line: squared norms in the upper row, norms in the lower row."""
-    lines = grid.list_started_lines(found)
+    shares, lines = grid.list_started(found)
     rows = [
         [fill_panel(_norms_panel(grid, line, square, line == lines[0]), _by_share(grid, found, line))
          for line in lines]
         for square in ("2", "")
     ]  # fmt: skip
-    legend = [(f"p = {p}", Pen(_SHARES[p])) for p in grid.list_started_p(found) if p is not None]
+    legend = [(f"p = {p}", Pen(_SHARES[p])) for p in shares if p is not None]
     legend += [("updates ‖g‖", Pen(PLAIN)), ("residuals ‖e‖", Pen(PLAIN, dashed=True))]
     return draw_grid(rows, grid.make_frame(found, legend, note), share_y=True)
 

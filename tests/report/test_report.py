@@ -26,7 +26,7 @@ from cfedavg.report import heatmaps, plot_partition, read_run, summary, write_re
 from cfedavg.report.figures import draw_lines, new_figure
 from cfedavg.report.heatmaps import OUTCOMES, classify, draw_attendance
 from cfedavg.report.page import list_reasons, make_headline, tabulate_nodes
-from cfedavg.report.panels import Pen, choose_panels, finish_axes
+from cfedavg.report.panels import Panel, Pen, Series, choose_panels, finish_axes
 from cfedavg.report.runs import make_curve
 from cfedavg.report.table import group_runs, tabulate
 
@@ -274,6 +274,18 @@ def test_bytes_have_a_log_axis_where_runs_differ_much(tmp_path: Path, most: int,
     axes = new_figure(4, 3).subplots()
     finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black")), (groups[1], Pen("red"))]))
     assert axes.get_xscale() == scale
+
+
+@pytest.mark.parametrize(
+    ("x", "name"),
+    [("uplink_bytes", "bytes that all clients have sent so far"), ("simulated_seconds", "simulated time")],
+)
+def test_an_x_axis_names_its_quantity(tmp_path: Path, x: str, name: str) -> None:
+    groups = group_runs([read_run(make_run(tmp_path / "a", rounds(3)))])
+    axes = new_figure(4, 3).subplots()
+    panel = Panel("", "", (Series("test_accuracy", ""),), "", x)
+    finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black"))]))
+    assert axes.get_xlabel().startswith(name)
 
 
 def test_the_headline_is_the_outcome_in_words(tmp_path: Path) -> None:

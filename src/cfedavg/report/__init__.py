@@ -36,12 +36,6 @@ if TYPE_CHECKING:
         style_axes,
     )
 
-# Importing matplotlib takes most of a second: the names that need it are imported when they are first used.
-_DRAWING = {
-    "figures": ("Frame", "as_png", "default_settings", "draw_grid", "make_framed_figure"),
-    "heatmaps": ("plot_partition",),
-    "panels": ("BLUE", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Panel", "Pen", "Series", "style_axes"),
-}
 __all__ = [
     "BLUE", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Panel", "Pen", "Report", "Row",
     "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid", "format_bytes",
@@ -51,9 +45,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _DRAWING.items():
-        if name in names:
-            return getattr(import_module(f"cfedavg.report.{module}"), name)
+    # Importing matplotlib takes most of a second: names that need it are imported when they are first used.
+    for module in ("panels", "figures", "heatmaps") if name in __all__ else ():
+        if hasattr(found := import_module(f"cfedavg.report.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module 'cfedavg.report' has no attribute {name!r}")
 
 

@@ -52,19 +52,13 @@ class Frame:
 
 def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
     """Return a PNG of one panel with its own legend."""
-    return draw_panels([panel], groups, columns=1, width=5.0, height=3.1)
+    return draw_panels([panel], groups, columns=1)
 
 
 @default_settings
-def draw_panels(
-    chosen: Sequence[Panel],
-    groups: Sequence[Group],
-    *,
-    columns: int = 2,
-    width: float = 10.0,
-    height: float = 2.9,
-) -> bytes:
-    """Return a PNG of panels under one legend; `width` is that of the PNG, `height` that of a panel."""
+def draw_panels(chosen: Sequence[Panel], groups: Sequence[Group], columns: int = 2) -> bytes:
+    """Return a PNG of the chosen panels in 1 or 2 columns, under one legend."""
+    width, height = (5.0, 3.1) if columns == 1 else (10.0, 2.9)  # inches, of the PNG and of a panel
     pens = [Pen(colour) for colour in choose_colours(groups)]
     handles: list[Artist] = list(map(make_handle, pens))
     longest = int(width * _LETTERS_PER_INCH) - 5

@@ -42,12 +42,9 @@ _LATTICE = 120  # with more rounds, no lines are drawn between them
 _MOST_ROUNDS = 600  # with more, several rounds share a column, which shows the worst outcome
 # The outcomes of a request to a node, each with its colour, from best to worst.
 OUTCOMES = {
-    "in the model": panels.BLUE,
-    "replied, round void": panels.SKY,
-    "late": panels.ORANGE,
-    "lost": panels.PLAIN,
-    "rejected": panels.VERMILION,
-}
+    "in the model": panels.BLUE, "replied, round void": panels.SKY, "late": panels.ORANGE,
+    "lost": panels.PLAIN, "rejected": panels.VERMILION,
+}  # fmt: skip
 _KINDS = {"not asked": "#F0F1F3", **OUTCOMES}
 
 Nodes = dict[int, list[Record]]  # the rows of each node, sorted by round

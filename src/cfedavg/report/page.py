@@ -148,16 +148,14 @@ def _table(lines: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
 
 
 def _table_note(rows: Sequence[Row]) -> str:
-    notes = [
-        "The metric is that of the last evaluation. Bytes are those of all clients and rounds, up and down."
-    ]
+    notes = ["The metric comes from the last evaluation. Bytes count all clients and rounds, up and down."]
     if any(row.first_download_bytes is not None for row in rows):
         notes.append("First downloads are a part of down: a new client downloads the whole model.")
     if any(len(row.seeds) > 1 for row in rows):
         notes.append("With several seeds: mean ± sample standard deviation; bytes and times are means.")
     bases = {row.against for row in rows}
     if len(bases) > 1:
-        notes.append("A baseline is the uncompressed run that is otherwise the same, or the first such.")
+        notes.append("A baseline is the uncompressed run whose other options are equal, or else the first.")
     elif len(rows) > 1:
         notes.append(f"The baseline is {rows[0].against}.")
     return f'<p class="muted">{escape(" ".join(notes))}</p>'
@@ -169,15 +167,15 @@ def _curves(pictures: Sequence[tuple[Panel, bytes]], groups: Sequence[Group]) ->
     band = ""
     if any(len(group.runs) > 1 for group in groups):
         band = (
-            '<p class="muted">A line is the mean over the seeds of a run, its band reaches from the lowest '
-            "seed to the highest; both cover the rounds that all its seeds have.</p>"
+            '<p class="muted">A line is the mean over the seeds. Its band reaches from the lowest seed to '
+            "the highest. Both cover the rounds that all seeds have.</p>"
         )
-    figures = "".join(
+    items = "".join(
         f'<figure id="{escape(panel.name)}"><div class="card">{_image(png, panel.title)}</div>'
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
         for panel, png in pictures
     )
-    return f'<section><h2>Curves</h2>{band}<div class="panels">{figures}</div></section>'
+    return f'<section><h2>Curves</h2>{band}<div class="panels">{items}</div></section>'
 
 
 def _image(png: bytes, text: str) -> str:
@@ -197,15 +195,15 @@ def _nodes(federations: Sequence[tuple[Run, bytes]]) -> str:
         parts += (
             f'<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
             f"{_table(lines, [''] * (len(lines) - 1))}{why}"
-            '<p class="muted">The age is for how many rounds nothing of a node has gone into the model; the '
-            "incarnation counts how often it came with a new or an older state.</p>"
+            '<p class="muted">Age: the rounds since an update of the node went into the model. '
+            "Incarnation: how often the node came with a new or an older state.</p>"
         )
     return f"<section><h2>Nodes</h2>{parts}</section>" if parts else ""
 
 
 def _configurations(groups: Sequence[Group]) -> str:
     differing = find_differences([group.config for group in groups])
-    note = "<p>Every field of each run; highlighted is what differs between them.</p>" if differing else ""
+    note = "<p>All options of each run; highlighted options differ between runs.</p>" if differing else ""
     single = " open" if len(groups) == 1 else ""
     details = "".join(
         f"<details{single}><summary>{escape(group.label)}</summary>{_rerun(group)}"

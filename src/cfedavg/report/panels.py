@@ -85,6 +85,7 @@ class Panel:
 
 
 Lines = Sequence[tuple[Group, Pen]]  # what is drawn in a panel
+Curves = Sequence[Curve]
 
 
 # The panels of the metric, each as: name, x in words, key of x, caption.
@@ -170,13 +171,7 @@ def choose_panels(groups: Sequence[Group], metric: str, *, main: bool = False) -
 # Axes
 
 
-def finish_axes(
-    axes: Axes,
-    panel: Panel,
-    drawn: Sequence[Curve],
-    in_column: Sequence[Curve] = (),
-    in_row: Sequence[Curve] = (),
-) -> None:
+def finish_axes(axes: Axes, panel: Panel, drawn: Curves, in_column: Curves = (), in_row: Curves = ()) -> None:
     """Set the title, scales, ticks and names of axes whose curves are drawn.
 
     `in_column` holds the curves of all axes that share x with `axes`; `in_row` of all that share y.
@@ -233,7 +228,7 @@ def style_axes(axes: Axes) -> None:
     axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
 
 
-def _set_x(axes: Axes, x: str, drawn: Sequence[Curve]) -> None:
+def _set_x(axes: Axes, x: str, drawn: Curves) -> None:
     low, ends = min(line.x[0] for line in drawn), [line.x[-1] for line in drawn]
     high, is_far = max(ends), max(ends) > _FAR * min(ends)
     if x == "rounds":

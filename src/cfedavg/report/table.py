@@ -24,20 +24,12 @@ _LONGEST = 44  # characters of a part of a label
 _MOST_PARTS = 5
 _COMPRESSION = ("compressor", "compressor_down", "feedback")
 _FORMATS = {
-    "clients": "m={}",
-    "classes_per_client": "p={}",
-    "dirichlet": "Dir({:g})",
-    "local_steps": "K={}",
-    "local_epochs": "epochs={}",
-    "deadline": "deadline={:g}s",
-    "batch_size": "batch={}",
-    "eta_local": "η_L={:g}",
-    "eta": "η={:g}",
-    "rounds": "T={}",
-    "drop_rate": "lost={:g}",
+    "clients": "m={}", "classes_per_client": "p={}", "dirichlet": "Dir({:g})", "local_steps": "K={}",
+    "local_epochs": "epochs={}", "deadline": "deadline={:g}s", "batch_size": "batch={}",
+    "eta_local": "η_L={:g}", "eta": "η={:g}", "rounds": "T={}", "drop_rate": "lost={:g}",
     "smoothness": "L={:g}",
     **dict.fromkeys(("dataset", "model", "schedule", "device", "engine", "precision"), "{}"),
-}
+}  # fmt: skip
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -56,22 +48,17 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         found.setdefault((dataclasses.replace(run.config, seed=0), kind, repetition), []).append(run)
     place = {id(run): n for n, run in enumerate(runs)}
     members = sorted(found.values(), key=lambda group: min(place[id(run)] for run in group))
-    labels = _label_groups([group[0] for group in members])
-    return [
-        Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
-        for label, group in zip(labels, members, strict=True)
-    ]
-
-
-def _label_groups(runs: Sequence[Run]) -> list[str]:
-    """Return a label for the first run of each group; mark federations and runs whose task is unknown."""
-    labels = make_labels([run.config for run in runs], [run.path.resolve().name for run in runs])
-    federations, unknown = [bool(run.nodes) for run in runs], [_has_unknown_task(run) for run in runs]
+    first = [group[0] for group in members]
+    labels = make_labels([run.config for run in first], [run.path.resolve().name for run in first])
+    federations, unknown = [bool(run.nodes) for run in first], list(map(_has_unknown_task, first))
     if any(federations) and not all(federations):
         labels = [x + " · federation" * is_one for x, is_one in zip(labels, federations, strict=True)]
     if sum(unknown) > 1:
         labels = [x + " · task unknown" * is_one for x, is_one in zip(labels, unknown, strict=True)]
-    return labels
+    return [
+        Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
+        for label, group in zip(labels, members, strict=True)
+    ]
 
 
 def _has_unknown_task(run: Run) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from cfedavg.core.config import EXCLUSIVE, OPTIONS, Config, field_types, parse_toml, refuse_code
 from cfedavg.core.errors import InputError
@@ -150,11 +150,11 @@ class Grid(Study):
 
     def figure(self, found: Found, note: str) -> bytes:
         """Return a PNG with a row of panels for each p, and a panel for each metric and x axis."""
+        started_p, lines = self.list_started(found)
         rows = [
-            [self._fill_panel(found, p, key, x) for x in self.over for key in self.columns]
-            for p in self.list_started_p(found)
+            [self._fill_panel(found, p, key, x) for x in self.over for key in self.columns] for p in started_p
         ]
-        legend = [(line.label, self.choose_pen(line)) for line in self.list_started_lines(found)]
+        legend = [(line.label, self.choose_pen(line)) for line in lines]
         return draw_grid(rows, self.make_frame(found, legend, note))
 
     def _fill_panel(self, found: Found, p: int | None, key: str, x: str) -> tuple[Panel, Lines]:
@@ -173,14 +173,11 @@ class Grid(Study):
         usual = COLOURS[free.index(line.name) % len(COLOURS)] if line.name in free else PLAIN
         return Pen(line.colour or usual, dashed=settings[line.name].get("feedback") == "none")
 
-    def list_started_p(self, found: Found) -> Sequence[int | None]:
-        """Return each p (classes per client) with a cell in `found`; if there is no cell, return every p."""
-        return [p for p in self.p if any(self.find_cells(found, p, line) for line in self.lines)] or self.p
-
-    def list_started_lines(self, found: Found) -> Sequence[Line]:
-        """Return each line with a cell in `found`; if there is no cell, return every line."""
-        lines = [line for line in self.lines if any(self.find_cells(found, p, line) for p in self.p)]
-        return lines or self.lines
+    def list_started(self, found: Found) -> tuple[list[int | None], list[Line]]:
+        """Return each p (classes per client) and line with a cell in `found`; without cells, return all."""
+        pairs = [pair for pair in self.pairs() if self.find_cells(found, *pair)] or list(self.pairs())
+        started = [line for _, line in pairs]
+        return list(dict.fromkeys(p for p, _ in pairs)), [line for line in self.lines if line in started]
 
     def make_frame(self, found: Found, legend: Sequence[tuple[str, Pen]], note: str) -> Frame:
         """Return the frame around the panels: title, number of seeds, legend, and note on missing cells."""
@@ -191,7 +188,7 @@ class Grid(Study):
 
     def _name_missing(self, found: Found) -> str:
         """Return a note that names each p and line without any cell, and each other pair without a cell."""
-        started_p, started = self.list_started_p(found), self.list_started_lines(found)
+        started_p, started = self.list_started(found)
         names = [f"p = {p}" for p in self.p if p not in started_p]
         names += [line.label for line in self.lines if line not in started]
         names += [
@@ -321,7 +318,7 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
 
 def _parse_value(text: str, kind: Any) -> Any:
     """Return the value that a text in TOML stands for; a string may be without quotes."""
-    if str in (getattr(kind, "__args__", None) or (kind,)):
+    if str in (get_args(kind) or (kind,)):
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -101,10 +101,10 @@ class Sweep:
             if not os.path.lexists(path := self.out / CELLS / f"{name}.json"):
                 continue
             try:
-                found[name] = archive.read_cell(path)
-                if missing := study.missing_values(found[name]):
-                    del found[name]
+                cell = archive.read_cell(path)
+                if missing := study.missing_values(cell):
                     raise DamagedCell(f"{path} lacks {missing[0]}")
+                found[name] = cell
             except DamagedCell as error:
                 damaged.append(error)
         return found, damaged
