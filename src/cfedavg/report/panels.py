@@ -121,8 +121,8 @@ _EXPLANATIONS = (
     Panel(
         "norms", "squared norms",
         (Series("delta_norm2", "updates ‖g‖²"), Series("error_norm2", "residuals ‖e‖²", dashed=True)),
-        "Mean size of the updates (solid) and of what error feedback still owes the server (dashed): "
-        "a residual that levels off is healthy, one that keeps climbing says too little is sent.",
+        "Mean size of the updates (solid) and of the residuals, which are not sent yet (dashed). "
+        "A residual that levels off is healthy; one that keeps growing says that too little is sent.",
         log=True,
     ),
     Panel(
@@ -156,7 +156,7 @@ def choose_panels(groups: Sequence[Group], metric: str, *, main: bool = False) -
     known = {metric, *(series.key for series in _CLIENTS)}
     if own := [name for names in list_metrics(runs, "client_") for name in names if name not in known]:
         name = prefer_metric(own)
-        caption = "What the clients of a federation have evaluated themselves, as its strategy sums it up."
+        caption = "The metric that the clients of a federation evaluate, as its strategy averages it."
         title = f"{spell_out(name)} over rounds"
         clients = Panel("clients-metric", title, (Series(name, ""),), caption, percent=is_share(name))
         panels.insert(4, clients)
