@@ -281,10 +281,9 @@ TABLES = {
 
 def draw(path: Path) -> None:
     """Accuracy over total bytes of the ways to send less, p = 2, seed 0."""
+    from cfedavg.report import Group, Run
     from cfedavg.report.figures import draw_panel
-    from cfedavg.report.groups import Group
     from cfedavg.report.panels import choose_panels
-    from cfedavg.report.read import Run
 
     cells, groups = read("totals"), []
     for name, label in DRAWN.items():

@@ -10,21 +10,8 @@ from string import ascii_lowercase
 from typing import Any
 
 from cfedavg import InputError
-from cfedavg.sweep import (
-    PLAIN,
-    Grid,
-    Line,
-    Panel,
-    Pen,
-    SealedCell,
-    Series,
-    draw_grid,
-    fill_panel,
-    frame_of,
-    read_table,
-    started_lines,
-    started_shares,
-)  # fmt: skip
+from cfedavg.report import PLAIN, Panel, Pen, Series, draw_grid
+from cfedavg.sweep import Grid, Line, SealedCell, fill_panel, read_table
 from paper.cfedavg import tables
 
 FOLDER = Path(__file__).parent / "experiments"
@@ -111,15 +98,15 @@ def _special(line: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]
 
 def _draw_norms(grid: Experiment, found: Mapping[str, SealedCell], note: str) -> bytes:
     """Return a PNG with a column for each line: squared norms in the upper row, norms in the lower row."""
-    lines = started_lines(grid, found)
+    shares, lines = grid.list_started(found)
     rows = [
         [fill_panel(_norms_panel(grid, line, square, line == lines[0]), _by_share(grid, found, line))
          for line in lines]
         for square in ("2", "")
     ]  # fmt: skip
-    legend = [(f"p = {p}", Pen(_SHARES[p])) for p in started_shares(grid, found) if p is not None]
+    legend = [(f"p = {p}", Pen(_SHARES[p])) for p in shares if p is not None]
     legend += [("updates ‖g‖", Pen(PLAIN)), ("residuals ‖e‖", Pen(PLAIN, dashed=True))]
-    return draw_grid(rows, frame_of(grid, found, legend, note), share_y=True)
+    return draw_grid(rows, grid.make_frame(found, legend, note), share_y=True)
 
 
 def _norms_panel(grid: Experiment, line: Line, square: str, first: bool) -> Panel:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cfedavg.sweep import SealedCell, count_cells, count_rounds, format_bytes
+from cfedavg.report import format_bytes
+from cfedavg.sweep import SealedCell, count_cells, count_rounds
 from paper.cfedavg.claims import measures as results
 from paper.cfedavg.claims.cases import number, percent, points
 from paper.cfedavg.claims.measures import Missing, Sample, Undecided

@@ -18,7 +18,7 @@ from cfedavg.core.config import read_config
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.optimise.local import LOCAL_OPTIMISERS
 from cfedavg.optimise.server import SERVER_OPTIMISERS
-from cfedavg.report.read import read_run
+from cfedavg.report import read_run
 from tests.conftest import Command
 from tests.golden_cases import FOLDER as GOLDEN
 from tests.golden_cases import NET

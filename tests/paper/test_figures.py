@@ -19,7 +19,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cfedavg.sweep import Grid, Panel, Pen, SealedCell, fill_panel, pen_of, write_markdown
+from cfedavg.report import Panel, Pen
+from cfedavg.sweep import Grid, SealedCell, fill_panel, write_markdown
 from paper.cfedavg import experiment as experiments
 from paper.cfedavg.experiment import Experiment, names
 from paper.cfedavg.tables import table
@@ -320,8 +321,8 @@ def test_groups_hold_all_seeds_in_order_and_no_other_lines_cells() -> None:
         fill_panel(Panel("", "", (), ""), [("", experiment.find_cells(ordered, 2, line), pen)])
         for line in experiment.lines
     ]
-    assert [len(each.groups) for each in drawn] == [1, 1, 1, 1, 0, 0, 1, 1]
-    groups = [group for each in drawn for group in each.groups]
+    assert [len(lines) for _, lines in drawn] == [1, 1, 1, 1, 0, 0, 1, 1]
+    groups = [group for _, lines in drawn for group, _ in lines]
     assert groups[0].seeds == tuple(range(11))
     assert all(run.config.classes_per_client == 2 for group in groups for run in group.runs)
     assert {run.config.feedback for run in groups[0].runs} == {"ef"}
@@ -336,7 +337,7 @@ def pens(experiments: Iterable[Experiment]) -> dict[str, set[tuple[str, bool]]]:
     found: dict[str, set[tuple[str, bool]]] = {}
     for experiment in experiments:
         for line in experiment.lines:
-            pen = pen_of(experiment, line)
+            pen = experiment.choose_pen(line)
             found.setdefault(line.name, set()).add((pen.colour, pen.dashed))
     return found
 

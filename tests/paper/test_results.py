@@ -39,8 +39,9 @@ def test_examples(path: Path) -> None:
     assert doctest.testmod(module).failed == 0
 
 
-def test_public_names_of_sweeps() -> None:
-    module = importlib.import_module("cfedavg.sweep")
+@pytest.mark.parametrize("room", ["report", "sweep"])
+def test_public_names_have_docstrings(room: str) -> None:
+    module = importlib.import_module(f"cfedavg.{room}")
     for name in module.__all__:
         thing = getattr(module, name)
         assert not (callable(thing) and not thing.__doc__), name

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cfedavg import Config, run
+from cfedavg.report import Frame
 from cfedavg.simulate.local import batches
-from cfedavg.sweep import Frame, SealedCell
+from cfedavg.sweep import SealedCell
 from cfedavg.task import Tensors
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
 from paper.cfedavg.studies.problem import Bowl, Point, gradient_norm2, power_law, tilt_loss

@@ -23,12 +23,12 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
 from cfedavg.core.units import format_bytes
 from cfedavg.report import heatmaps, plot_partition, read_run, summary, write_report, write_run_pictures
-from cfedavg.report.axes import finish_axes
 from cfedavg.report.figures import draw_lines, new_figure
-from cfedavg.report.groups import group_runs, make_curve
-from cfedavg.report.heatmaps import draw_attendance
-from cfedavg.report.panels import Pen, choose_panels, drop_empty_series
-from cfedavg.report.table import OUTCOMES, classify, list_reasons, make_headline, tabulate, tabulate_nodes
+from cfedavg.report.heatmaps import OUTCOMES, classify, draw_attendance
+from cfedavg.report.page import list_reasons, make_headline, tabulate_nodes
+from cfedavg.report.panels import Panel, Pen, Series, choose_panels, finish_axes
+from cfedavg.report.runs import make_curve
+from cfedavg.report.table import group_runs, tabulate
 
 
 def row(t: int, **changes: Any) -> dict[str, Any]:
@@ -272,8 +272,20 @@ def test_bytes_have_a_log_axis_where_runs_differ_much(tmp_path: Path, most: int,
     groups = [group for run in runs for group in group_runs([read_run(run)])]
     (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "metric-total"]
     axes = new_figure(4, 3).subplots()
-    finish_axes(axes, panel, draw_lines(axes, panel, groups, [Pen("black"), Pen("red")]))
+    finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black")), (groups[1], Pen("red"))]))
     assert axes.get_xscale() == scale
+
+
+@pytest.mark.parametrize(
+    ("x", "name"),
+    [("uplink_bytes", "bytes that all clients have sent so far"), ("simulated_seconds", "simulated time")],
+)
+def test_an_x_axis_names_its_quantity(tmp_path: Path, x: str, name: str) -> None:
+    groups = group_runs([read_run(make_run(tmp_path / "a", rounds(3)))])
+    axes = new_figure(4, 3).subplots()
+    panel = Panel("", "", (Series("test_accuracy", ""),), "", x)
+    finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black"))]))
+    assert axes.get_xlabel().startswith(name)
 
 
 def test_the_headline_is_the_outcome_in_words(tmp_path: Path) -> None:
@@ -648,7 +660,7 @@ def test_nothing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     groups = group_runs([read_run(folder)])
     (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "metric-total"]
     axes = new_figure(4, 3).subplots()
-    finish_axes(axes, panel, draw_lines(axes, panel, groups, [Pen("black")]))
+    finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black"))]))
     assert axes.get_xlim() == (0, 1)
 
 
@@ -672,7 +684,7 @@ def test_a_legend_names_what_is_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         groups = group_runs([read_run(folder)])
         (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "loss"]
-        assert [series.name for series in drop_empty_series(panel, groups).series] == names
+        assert [series.name for series in panel.series] == names
 
 
 def test_a_federation_shows_its_nodes(tmp_path: Path, one_picture: None) -> None:

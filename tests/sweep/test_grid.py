@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cfedavg import InputError
-from cfedavg.sweep import Grid, pen_of, read_table
+from cfedavg.sweep import Grid, read_table
 
 LINE = {"name": "a", "label": "A", "compressor": "none"}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -34,7 +34,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "title": ({"line": [LINE], "title": 5}, "title must be text, got 5"),
     "no table": ({"line": [LINE], "base": 3}, "base must be a table, got 3"),
     "one line": ({"line": LINE}, "line must be tables, each begun with \\[\\[line\\]\\], got {"),
-    "line of text": ({"line": ["a"]}, "line must be tables, .*, got 'a'"),
+    "line of text": ({"line": ["a"]}, "line must be tables, .*, got \\['a'\\]"),
 } | {
     f"{key} = {value}": ({"line": [LINE], key: value}, f"{key} must be {words}")
     for key, words, values in (
@@ -140,6 +140,6 @@ def test_lines_have_colours_of_their_own_or_the_next() -> None:
         "line": [{"name": name, "label": name, "compressor": "sign", **own} for name, own in names.items()]
     }
     grid = Grid.from_table("mine", table)
-    pens = [pen_of(grid, line) for line in grid.lines]
+    pens = [grid.choose_pen(line) for line in grid.lines]
     assert [pen.colour for pen in pens] == ["#555555", "#0072B2", "#123456", "#D55E00"]
     assert [pen.dashed for pen in pens] == [False, False, False, True]

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cfedavg.sweep import Frame, Observer, SealedCell, Settings, Study, default_settings
+from cfedavg.report import Frame, default_settings
+from cfedavg.sweep import Observer, SealedCell, Settings, Study
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
 
 

@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 
 from cfedavg import Config, Layout, Steps, resolve_rates, run
 from cfedavg.compress import parse
-from cfedavg.sweep import MUTED, Frame, Pen, SealedCell, as_png, make_framed_figure, round_value
+from cfedavg.report import MUTED, Frame, Pen, as_png, make_framed_figure
+from cfedavg.sweep import SealedCell, round_value
 from cfedavg.theory import Problem, h, rate_conditions, theorem1, theorem2, theorem3
 from paper.cfedavg.claims.cases import are_satisfied
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law

@@ -17,18 +17,8 @@ from torch import nn
 
 from cfedavg import Config, Task, run
 from cfedavg.data import build_task
-from cfedavg.sweep import (
-    BLUE,
-    GREEN,
-    MUTED,
-    VERMILION,
-    Frame,
-    Pen,
-    SealedCell,
-    as_png,
-    make_framed_figure,
-    round_value,
-)
+from cfedavg.report import BLUE, GREEN, MUTED, VERMILION, Frame, Pen, as_png, make_framed_figure
+from cfedavg.sweep import SealedCell, round_value
 from cfedavg.theory import Condition, rate_conditions
 from paper.cfedavg.claims.cases import CONDITIONS
 from paper.cfedavg.studies.problem import finish_axes

@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor, nn
 
 from cfedavg import Task
-from cfedavg.sweep import BLUE, INK, MUTED, PLAIN, VERMILION, style_axes
+from cfedavg.report import BLUE, INK, MUTED, PLAIN, VERMILION, style_axes
 
 METRIC = "test_gradient_norm2"  # the column in which a run writes `gradient_norm2`
 COLOURS = {"none": PLAIN, "topk": BLUE, "rd": VERMILION}

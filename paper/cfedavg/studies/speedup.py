@@ -17,7 +17,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from cfedavg import Config, Result, run
-from cfedavg.sweep import MUTED, Frame, SealedCell, as_png, make_framed_figure, round_value
+from cfedavg.report import MUTED, Frame, as_png, make_framed_figure
+from cfedavg.sweep import SealedCell, round_value
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 
 TITLE = "Linear speedup: rounds to a fixed gradient norm, over the number of clients"

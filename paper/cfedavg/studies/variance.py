@@ -18,7 +18,8 @@ from matplotlib.axes import Axes
 
 from cfedavg import Config, Layout, Result, run
 from cfedavg.compress import parse
-from cfedavg.sweep import MUTED, Frame, Pen, SealedCell, as_png, make_framed_figure, round_value
+from cfedavg.report import MUTED, Frame, Pen, as_png, make_framed_figure
+from cfedavg.sweep import SealedCell, round_value
 from cfedavg.theory import h, rate_conditions
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 

@@ -1,34 +1,55 @@
 """Reports of runs: pictures, a summary table and one HTML page.
 
-`read` reads a run folder. `groups` joins and labels the runs that differ only in their seed. `table` makes
-the tables of runs and nodes. `panels` defines what each panel shows. `figures` draws panels, with one legend
-or in a grid, and `axes` formats their axes. `page` writes the HTML page. `heatmaps` draws the samples of each
-client and the outcome of each request to a federation's nodes.
+`runs` reads a run folder and makes curves. `table` groups runs that differ only in their seed, labels the
+groups and makes their table. `panels` defines what each panel shows and formats its axes; `figures` draws
+panels. `heatmaps` draws the samples of each client and the outcome of each request to a federation's nodes.
+`page` writes the HTML page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import make_folder, write_atomic
-from cfedavg.report.groups import Group, group_runs
-from cfedavg.report.page import make_page
-from cfedavg.report.panels import choose_main_panels, choose_panels
-from cfedavg.report.read import Run, choose_metric, read_run
-from cfedavg.report.table import Row, Spread, make_headline, summarise, summary, tabulate
+from cfedavg.core.units import format_bytes
+from cfedavg.report.runs import Group, Run, choose_metric, read_run
+from cfedavg.report.table import Row, Spread, group_runs, summary, tabulate
+
+if TYPE_CHECKING:
+    from cfedavg.report.figures import Frame, as_png, default_settings, draw_grid, make_framed_figure
+    from cfedavg.report.heatmaps import plot_partition
+    from cfedavg.report.panels import (
+        BLUE,
+        GREEN,
+        INK,
+        MUTED,
+        PLAIN,
+        VERMILION,
+        Panel,
+        Pen,
+        Series,
+        style_axes,
+    )
 
 __all__ = [
-    "Report", "Row", "Run", "Spread", "plot_partition", "read_run", "summary", "write_report",
+    "BLUE", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Panel", "Pen", "Report", "Row",
+    "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid", "format_bytes",
+    "make_framed_figure", "plot_partition", "read_run", "style_axes", "summary", "write_report",
     "write_run_pictures",
 ]  # fmt: skip
 
-# Importing matplotlib takes most of a second: only the functions that draw import it, when they are called.
+
+def __getattr__(name: str) -> Any:
+    # Importing matplotlib takes most of a second: names that need it are imported when they are first used.
+    for module in ("panels", "figures", "heatmaps") if name in __all__ else ():
+        if hasattr(found := import_module(f"cfedavg.report.{module}"), name):
+            return getattr(found, name)
+    raise AttributeError(f"module 'cfedavg.report' has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
@@ -47,22 +68,21 @@ class Report:
 
 def write_run_pictures(path: Path) -> None:
     """Write `curves.png` and `report.html` into a run folder, and `nodes.png` if the run is a federation."""
-    from cfedavg.report.figures import choose_colours, draw_panel, draw_panels
+    from cfedavg.report import figures, page, panels
 
     runs = [read_run(path)]
     groups, metric = group_runs(runs), choose_metric(runs)
-    pictures = {panel: draw_panel(panel, groups) for panel in choose_panels(groups, metric)}
-    federations = _federations(groups)
-    page = make_page(groups, summarise(groups, metric), choose_colours(groups), pictures, federations)
-    write_atomic(path / "curves.png", draw_panels(choose_main_panels(metric), groups))
-    for _, png in federations:
+    made = page.make_page(groups, metric)
+    main = panels.choose_panels(groups, metric, main=True)
+    write_atomic(path / "curves.png", figures.draw_panels(main, groups))
+    for png in made.nodes:
         write_atomic(path / "nodes.png", png)
-    write_atomic(path / "report.html", page)
+    write_atomic(path / "report.html", made.html)
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Report:
     """Write `report.html`, `report.png` with all panels, and a PNG of each panel to the folder `out`."""
-    from cfedavg.report.figures import choose_colours, draw_panel, draw_panels
+    from cfedavg.report import figures, page, panels
 
     if not paths:
         raise InputError("`paths` must hold at least one run folder, got none")
@@ -70,26 +90,9 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
     runs = list({run.path.resolve(): run for run in map(read_run, paths)}.values())
     make_folder(out, "`out`")  # fails before the drawing, which takes seconds
     groups, metric = group_runs(runs), choose_metric(runs)
-    rows = summarise(groups, metric)
-    panels = choose_panels(groups, metric)
-    pictures = {panel: draw_panel(panel, groups) for panel in panels}
-    for panel, png in pictures.items():
-        write_atomic(out / f"{panel.name}.png", png)
-    write_atomic(out / "report.png", draw_panels(panels, groups))
-    page = make_page(groups, rows, choose_colours(groups), pictures, _federations(groups))
-    write_atomic(out / "report.html", page)
-    return Report(out / "report.html", out / "report.png", make_headline(rows), rows)
-
-
-def _federations(groups: Sequence[Group]) -> list[tuple[Run, bytes]]:
-    """Return the runs that are federations, each with the picture of its nodes as PNG."""
-    from cfedavg.report.heatmaps import draw_attendance
-
-    return [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
-
-
-def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
-    """Write a picture of `counts`, the number of samples of each client (row) and class (column)."""
-    from cfedavg.report.heatmaps import draw_partition
-
-    draw_partition(counts, path, title)
+    made = page.make_page(groups, metric)
+    every = figures.draw_panels(panels.choose_panels(groups, metric), groups)
+    for name, png in {**made.panels, "report": every}.items():
+        write_atomic(out / f"{name}.png", png)
+    write_atomic(out / "report.html", made.html)
+    return Report(out / "report.html", out / "report.png", page.make_headline(made.rows), made.rows)

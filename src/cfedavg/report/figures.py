@@ -7,6 +7,7 @@ import io
 import math
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -21,9 +22,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from PIL import Image
 
-from cfedavg.report.axes import INK, MUTED, finish_axes, replace_missing_glyphs
-from cfedavg.report.groups import Curve, Group, make_curve, shorten
-from cfedavg.report.panels import COLOURS, PLAIN, Cell, Frame, Panel, Pen, drop_empty_series
+from cfedavg.report import panels
+from cfedavg.report.panels import INK, MUTED, Lines, Panel, Pen, add_legend, replace_missing_glyphs
+from cfedavg.report.runs import Curve, Group, make_curve
+from cfedavg.report.table import shorten
 
 # Ignores the user's matplotlibrc, which may ask for LaTeX or for fonts that are not installed.
 default_settings = matplotlib.rc_context(
@@ -38,56 +40,77 @@ _GRID_WIDTH, _ROW_HEIGHT, _X_AXIS_HEIGHT = 9.0, 1.85, 0.35
 _MARGIN, _LEGEND_LINE = 0.1, 0.175
 
 
+@dataclass(frozen=True)
+class Frame:
+    """The text around panels: title, subtitle and legend above the panels, `note` below."""
+
+    title: str
+    subtitle: str
+    legend: Sequence[tuple[str, Pen]]
+    note: str = ""
+
+
 def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
     """Return a PNG of one panel with its own legend."""
-    return _draw([panel], groups, columns=1, width=5.0, height=3.1)
-
-
-def draw_panels(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
-    """Return a PNG of all panels, in two columns under one legend."""
-    return _draw(panels, groups, columns=2, width=10.0, height=2.9)
+    return draw_panels([panel], groups, columns=1)
 
 
 @default_settings
-def _draw(
-    panels: Sequence[Panel], groups: Sequence[Group], *, columns: int, width: float, height: float
-) -> bytes:
-    colours = choose_colours(groups)
-    handles: list[Artist] = [make_handle(Pen(colour)) for colour in colours]
+def draw_panels(chosen: Sequence[Panel], groups: Sequence[Group], columns: int = 2) -> bytes:
+    """Return a PNG of the chosen panels in 1 or 2 columns, under one legend."""
+    width, height = (5.0, 3.1) if columns == 1 else (10.0, 2.9)  # inches, of the PNG and of a panel
+    pens = [Pen(colour) for colour in choose_colours(groups)]
+    handles: list[Artist] = list(map(make_handle, pens))
     longest = int(width * _LETTERS_PER_INCH) - 5
     labels = [replace_missing_glyphs(shorten(group.label, longest)) for group in groups]
     if any(len(group.runs) > 1 for group in groups):
         handles.append(Patch(facecolor="#BBBBBB", linewidth=0))
         labels.append("lowest to highest seed")
     abreast = count_legend_columns(labels, width)
-    rows = max(1, math.ceil(len(panels) / columns))
+    rows = max(1, math.ceil(len(chosen) / columns))
     figure = new_figure(width, rows * height + 0.24 * math.ceil(len(labels) / abreast))
-    for place, panel in enumerate(panels, 1):
+    for place, panel in enumerate(chosen, 1):
         axes = figure.add_subplot(rows, columns, place)
-        panel = drop_empty_series(panel, groups)
-        finish_axes(axes, panel, draw_lines(axes, panel, groups, list(map(Pen, colours))))
-    if not panels:
+        panels.finish_axes(axes, panel, draw_lines(axes, panel, list(zip(groups, pens, strict=True))))
+    if not chosen:
         figure.text(0.5, 0.4, "no rounds recorded yet", ha="center", color=MUTED, fontsize=10)
-    place_legend = {"loc": "outside upper left", "borderaxespad": 0.9, "handlelength": 1.6}
-    add_legend(figure, handles, labels, abreast, **place_legend)
+    add_legend(figure, handles, labels, ncols=abreast, handlelength=1.6, **panels.ABOVE)
     return as_png(figure)
 
 
 @default_settings
-def draw_grid(rows: Sequence[Sequence[Cell]], frame: Frame, *, share_y: bool = False) -> bytes:
-    """Return a PNG of a grid of cells. Each column shares x; with `share_y`, each row shares y."""
+def draw_grid(rows: Sequence[Sequence[tuple[Panel, Lines]]], frame: Frame, *, share_y: bool = False) -> bytes:
+    """Return a PNG of a grid of panels. Each column shares x; with `share_y`, each row shares y."""
     figure = make_framed_figure(len(rows) * _ROW_HEIGHT + _X_AXIS_HEIGHT, frame)
-    _draw_cells(figure, rows, share_y)
+    places = figure.subplots(
+        len(rows), len(rows[0]), squeeze=False, sharex="col", sharey="row" if share_y else False
+    )
+    drawn = [
+        [draw_lines(axes, *cell) for axes, cell in zip(*pair, strict=True)]
+        for pair in zip(places, rows, strict=True)
+    ]
+    for (i, j), axes in np.ndenumerate(places):
+        in_column = [line for row in drawn for line in row[j]]
+        in_row = [line for cell in drawn[i] for line in cell] if share_y else ()
+        panels.finish_axes(axes, rows[i][j][0], drawn[i][j], in_column, in_row)
+    # Labels stand only under the lowest axes with lines, and, if y is shared, left of the first.
+    is_drawn = np.array([[bool(lines) for lines in row] for row in drawn])
+    for column, has_lines in zip(places.T, is_drawn.T, strict=True):
+        for axes in column[has_lines][:-1]:
+            axes.set_xlabel("")
+        for axes in column[has_lines][-1:]:
+            axes.tick_params(labelbottom=True)
+    for row, has_lines in zip(places, is_drawn, strict=True):
+        for axes in row[has_lines][: int(share_y)]:
+            axes.tick_params(labelleft=True)
+    figure.align_ylabels()
     return as_png(figure)
 
 
 def make_framed_figure(height: float, frame: Frame) -> Figure:
     """Return a figure with a title, a legend and a note, and `height` inches between them for axes."""
-    title, subtitle, note = (
-        _wrap(frame.title, 11, 0.68),
-        _wrap(frame.subtitle, 9, 0.58),
-        _wrap(frame.note, 8, 0.58),
-    )
+    title, subtitle = _wrap(frame.title, 11, 0.68), _wrap(frame.subtitle, 9, 0.58)
+    note = _wrap(frame.note, 8, 0.58)
     labels = [replace_missing_glyphs(label) for label, _ in frame.legend]
     abreast = count_legend_columns([label for label, _ in frame.legend], _GRID_WIDTH)
     # All entries in one line if they fit, else two columns.
@@ -101,11 +124,10 @@ def make_framed_figure(height: float, frame: Frame) -> Figure:
     y = _write(figure, y, subtitle, size=9, color=MUTED)
     _write(figure, bottom, note, size=8, color=MUTED)
     if labels:
-        add_legend(
-            figure, [make_handle(pen) for _, pen in frame.legend], labels, abreast, loc="upper left",
-            bbox_to_anchor=(_MARGIN / _GRID_WIDTH, (y - _MARGIN / 2) / figure.get_figheight()),
-            borderaxespad=0.1, handlelength=2.8,
-        )  # fmt: skip
+        place = _MARGIN / _GRID_WIDTH, (y - _MARGIN / 2) / figure.get_figheight()
+        look = panels.ABOVE | {"loc": "upper left", "bbox_to_anchor": place, "borderaxespad": 0.1}
+        handles = [make_handle(pen) for _, pen in frame.legend]
+        add_legend(figure, handles, labels, ncols=abreast, handlelength=2.8, **look)
     return figure
 
 
@@ -125,60 +147,19 @@ def _write(figure: Figure, y: float, lines: Sequence[str], *, size: float, **loo
     return y - _text_height(lines, size)
 
 
-def _draw_cells(figure: Figure, rows: Sequence[Sequence[Cell]], share_y: bool) -> None:
-    places = figure.subplots(
-        len(rows), len(rows[0]), squeeze=False, sharex="col", sharey="row" if share_y else False
-    )
-    drawn = [
-        [draw_lines(axes, c.panel, c.groups, c.pens) for axes, c in zip(*pair, strict=True)]
-        for pair in zip(places, rows, strict=True)
-    ]
-    for (i, j), axes in np.ndenumerate(places):
-        in_column = [line for row in drawn for line in row[j]]
-        in_row = [line for cell in drawn[i] for line in cell] if share_y else ()
-        finish_axes(axes, rows[i][j].panel, drawn[i][j], in_column, in_row)
-    for j, column in enumerate(places.T):
-        _label_lowest([axes for axes, row in zip(column, drawn, strict=True) if row[j]])
-    if share_y:
-        for row, lines in zip(places, drawn, strict=True):
-            for axes in [axes for axes, own in zip(row, lines, strict=True) if own][:1]:
-                axes.tick_params(labelleft=True)
-    figure.align_ylabels()
-
-
-def _label_lowest(column: Sequence[Axes]) -> None:
-    """Show the tick labels and the name of x under the last axes of a column only."""
-    for axes in column[:-1]:
-        axes.set_xlabel("")
-    for axes in column[-1:]:
-        axes.tick_params(labelbottom=True)
-
-
-def add_legend(
-    figure: Figure, handles: Sequence[Artist], labels: Sequence[str], columns: int, **place: Any
-) -> None:
-    """Add a legend without a frame; `place` goes to `Figure.legend`."""
-    legend = figure.legend(
-        handles, labels, ncols=columns, frameon=False, fontsize=9, labelcolor=INK, columnspacing=1.6,
-        labelspacing=0.35, borderpad=0.1, **place,
-    )  # fmt: skip
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a `$` is written as it is
-
-
-def draw_lines(axes: Axes, panel: Panel, groups: Sequence[Group], pens: Sequence[Pen]) -> list[Curve]:
+def draw_lines(axes: Axes, panel: Panel, lines: Lines) -> list[Curve]:
     """Draw and return the curves of a panel; the first group is in front, uncompressed groups are behind."""
     drawn: list[Curve] = []
     for series in panel.series:
-        for order, (group, pen) in enumerate(zip(groups, pens, strict=True)):
-            line = make_curve(group, panel.x, series.key)
+        for order, (group, pen) in enumerate(lines):
+            curve = make_curve(group, panel.x, series.key)
             if panel.log:
-                line = Curve(*(part[line.mean > 0] for part in line))
-            if len(line.x):
-                depth = len(groups) if group.is_plain() else order
+                curve = Curve(*(part[curve.mean > 0] for part in curve))
+            if len(curve.x):
+                depth = len(lines) if group.is_uncompressed else order
                 pen = dataclasses.replace(pen, dashed=pen.dashed or series.dashed)
-                _draw_curve(axes, line, pen, banded=len(group.runs) > 1, depth=depth)
-                drawn.append(line)
+                _draw_curve(axes, curve, pen, banded=len(group.runs) > 1, depth=depth)
+                drawn.append(curve)
     return drawn
 
 
@@ -206,14 +187,14 @@ def _stroke(pen: Pen) -> Any:
 
 def choose_colours(groups: Sequence[Group]) -> list[str]:
     """Return a colour for each group, the same in all panels."""
-    lone_plain = len(groups) > 1 and sum(group.is_plain() for group in groups) == 1
+    lone_plain = len(groups) > 1 and sum(group.is_uncompressed for group in groups) == 1
     others = len(groups) - lone_plain
-    if others <= len(COLOURS):
-        free = iter(COLOURS)
+    if others <= len(panels.COLOURS):
+        free = iter(panels.COLOURS)
     else:  # more groups than distinct colours: a colour scale shows their order
         viridis = matplotlib.colormaps["viridis"]
         free = iter([to_hex(viridis(0.9 * i / (others - 1))) for i in range(others)])
-    return [PLAIN if lone_plain and group.is_plain() else next(free) for group in groups]
+    return [panels.PLAIN if lone_plain and group.is_uncompressed else next(free) for group in groups]
 
 
 def count_legend_columns(labels: Sequence[str], width: float) -> int:

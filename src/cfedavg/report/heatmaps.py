@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,14 +21,13 @@ from numpy.typing import NDArray
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
-from cfedavg.report.axes import INK, MUTED, replace_missing_glyphs, set_title, style_axes, write_instead
-from cfedavg.report.figures import add_legend, as_png, count_legend_columns, default_settings, new_figure
-from cfedavg.report.groups import shorten
-from cfedavg.report.panels import BLUE, COLOURS
-from cfedavg.report.table import OUTCOMES, Record, classify, group_by_node
+from cfedavg.core.run_files import Record
+from cfedavg.report import panels
+from cfedavg.report.figures import as_png, count_legend_columns, default_settings, new_figure
+from cfedavg.report.panels import INK, LABEL, MUTED, STEPS, add_legend, replace_missing_glyphs
+from cfedavg.report.table import shorten
 
 _WIDTH = 8.0
-_STEPS = [1, 2, 5, 10]
 
 # For a partition
 _BAR = "#B9C1C9"
@@ -40,11 +40,18 @@ _MOST_NODES = 40  # with more, nodes have no names
 _LETTERS = 10  # of a node's name beside a line
 _LATTICE = 120  # with more rounds, no lines are drawn between them
 _MOST_ROUNDS = 600  # with more, several rounds share a column, which shows the worst outcome
-_KINDS = {"not asked": "#F0F1F3", **OUTCOMES}  # from best to worst
+# The outcomes of a request to a node, each with its colour, from best to worst.
+OUTCOMES = {
+    "in the model": panels.BLUE, "replied, round void": panels.SKY, "late": panels.ORANGE,
+    "lost": panels.PLAIN, "rejected": panels.VERMILION,
+}  # fmt: skip
+_KINDS = {"not asked": "#F0F1F3", **OUTCOMES}
+
+Nodes = dict[int, list[Record]]  # the rows of each node, sorted by round
 
 
 @default_settings
-def draw_partition(counts: NDArray[Any], path: Path, title: str) -> None:
+def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
     """Write a heatmap of `counts`: clients from left to right, classes from top to bottom; darker is more."""
     counts = np.asarray(counts)
     if counts.ndim != 2 or 0 in counts.shape or (counts < 0).any():
@@ -59,7 +66,7 @@ def draw_partition(counts: NDArray[Any], path: Path, title: str) -> None:
     bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[0.5, height])
     _draw_totals(bars, counts.sum(1))
     _draw_counts(figure, cells, counts, clients)
-    set_title(bars, title, 11)
+    panels.set_title(bars, title, 11)
     write_atomic(path, as_png(figure))
 
 
@@ -85,7 +92,7 @@ def _draw_totals(axes: Axes, totals: NDArray[Any]) -> None:
         axes.bar(np.arange(len(totals)), totals, width=0.86, color=_BAR)
     axes.set_ylim(0, most)
     axes.set_yticks([0, most], ["0", f"{most:.0f}"])
-    axes.set_ylabel("samples", fontsize=9, color=MUTED, rotation=0, ha="right", va="center")
+    axes.set_ylabel("samples", rotation=0, ha="right", va="center", **LABEL)
     _hide_frame(axes)
     axes.tick_params(labelbottom=False)
 
@@ -97,20 +104,20 @@ def _draw_counts(figure: Figure, axes: Axes, counts: NDArray[Any], clients: int)
     blues = ListedColormap(matplotlib.colormaps["Blues"](np.linspace(0.22, 1.0, 256)))
     image = axes.imshow(
         np.ma.masked_equal(counts.T, 0), aspect="auto", cmap=blues, interpolation="nearest",
-        norm=PowerNorm(0.5, vmin=min(1.0, most), vmax=most),  # the square root keeps small counts visible
+        norm=PowerNorm(0.5, vmin=1.0, vmax=most),  # the square root keeps small counts visible
     )  # fmt: skip
-    axes.set_ylabel("class", fontsize=9, color=MUTED, rotation=0, ha="right", va="center")
+    axes.set_ylabel("class", rotation=0, ha="right", va="center", **LABEL)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=min(classes, 12), integer=True))
     order = "client" if clients <= _MOST_CLIENTS else f"{clients} clients, ordered by their largest classes"
     mean = f"; a column is the mean of about {clients / columns:.0f}" if clients > columns else ""
-    axes.set_xlabel(order + mean, fontsize=9, color=MUTED)
+    axes.set_xlabel(order + mean, **LABEL)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=min(clients, 20), integer=True))
     _hide_frame(axes)
     if clients > _MOST_CLIENTS:
         axes.set_xticks([])  # sorted clients have no numbers
     else:
         _separate(axes, counts)
-    steps = MaxNLocator(5, steps=_STEPS).tick_values(1, most)
+    steps = MaxNLocator(5, steps=STEPS).tick_values(1, most)
     ticks = sorted({1.0, *(t for t in steps if 0.1 * most < t <= most)})
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03, aspect=25, ticks=ticks)
     bar.outline.set_visible(False)
@@ -138,14 +145,37 @@ def _hide_frame(axes: Axes) -> None:
     axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
 
 
+# Nodes
+
+
+def group_by_node(rows: Sequence[Record]) -> Nodes:
+    """Return the rows of each node, sorted by round; the keys are node numbers in increasing order."""
+    found: Nodes = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row["number"], row["round"])):
+        found[row["number"]].append(row)
+    return found
+
+
+def classify(row: Record) -> str:
+    """Return which of `OUTCOMES` a row of nodes.jsonl has; an unknown outcome counts as rejected."""
+    if row.get("applied"):
+        return "in the model"
+    words = {"replied": "replied, round void", "late": "late", "lost": "lost"}
+    return words.get(row["outcome"], "rejected")
+
+
 @default_settings
 def draw_attendance(rows: Sequence[Record]) -> bytes:
     """Return a PNG of each request's outcome: nodes from top to bottom, rounds from left to right."""
     nodes = group_by_node(rows)
-    last = max(row["round"] for row in rows)
-    cells = _outcome_cells(nodes, last)
-    order = list(_KINDS)
-    shown = [name for name in (*OUTCOMES, order[0]) if (cells == order.index(name)).any()]
+    last, kinds = max(row["round"] for row in rows), list(_KINDS)
+    # Each cell holds the index in `_KINDS` of the worst outcome in its rounds.
+    cells = np.zeros((len(nodes), min(last + 1, _MOST_ROUNDS)), np.int64)
+    for own, line in zip(nodes.values(), cells, strict=True):
+        for row in own:
+            at = row["round"] * len(line) // (last + 1)
+            line[at] = max(line[at], kinds.index(classify(row)))
+    shown = [name for name in (*OUTCOMES, kinds[0]) if (cells == kinds.index(name)).any()]
     columns = count_legend_columns([*shown, "new incarnation"], _WIDTH)
     height = float(np.clip(0.24 * len(nodes), 0.9, 6.0))
     figure = new_figure(_WIDTH, height + 2.6 + 0.24 * (1 + len(shown) // columns))
@@ -153,40 +183,40 @@ def draw_attendance(rows: Sequence[Record]) -> bytes:
     _draw_outcomes(above, nodes, cells, last)
     _draw_residuals(below, nodes)
     handles: list[Artist] = [Patch(facecolor=_KINDS[name], linewidth=0) for name in shown]
-    if _draw_births(above, nodes):
-        handles.append(_birth_marker([], []))
+    if births := _list_births(nodes):
+        marker = Line2D(*zip(*births, strict=True), marker="D", markersize=5, color="white", linestyle="none")
+        marker.set(markeredgecolor=INK, markeredgewidth=0.8)
+        handles.append(above.add_line(marker))
         shown.append("new incarnation")
-    add_legend(figure, handles, shown, columns, loc="outside upper left", borderaxespad=0.9)
+    add_legend(figure, handles, shown, ncols=columns, **panels.ABOVE)
     return as_png(figure)
 
 
-def _outcome_cells(nodes: dict[int, list[Record]], last: int) -> NDArray[np.int64]:
-    """Return, for each node and column of the picture, the index in `_KINDS` of the worst outcome."""
-    columns, order = min(last + 1, _MOST_ROUNDS), list(_KINDS)
-    cells = np.zeros((len(nodes), columns), np.int64)
-    for i, own in enumerate(nodes.values()):
-        for row in own:
-            at = row["round"] * columns // (last + 1)
-            cells[i, at] = max(cells[i, at], order.index(classify(row)))
-    return cells
+def _list_births(nodes: Nodes) -> list[tuple[int, int]]:
+    """Return the place (x, y) of each round in which a node had a new incarnation."""
+    return [
+        (row["round"] + 1, i)
+        for i, own in enumerate(nodes.values())
+        for before, row in pairwise(own)
+        if (row.get("incarnation") or 0) > (before.get("incarnation") or 0) > 0
+    ]
 
 
-def _draw_outcomes(axes: Axes, nodes: dict[int, list[Record]], cells: NDArray[np.int64], last: int) -> None:
+def _draw_outcomes(axes: Axes, nodes: Nodes, cells: NDArray[np.int64], last: int) -> None:
     axes.imshow(
         cells, aspect="auto", interpolation="nearest", vmin=0, vmax=len(_KINDS) - 1,
         cmap=ListedColormap(list(_KINDS.values())), extent=(0.5, last + 1.5, len(nodes) - 0.5, -0.5),
     )  # fmt: skip
-    set_title(axes, "what became of each request")
+    panels.set_title(axes, "what became of each request")
     _hide_frame(axes)
     axes.tick_params(which="both", labelbottom=False)
     if len(nodes) <= _MOST_NODES:
-        names = [_name(own, 24) for own in nodes.values()]
-        axes.set_yticks(range(len(nodes)), names, parse_math=False)
+        axes.set_yticks(range(len(nodes)), [_name(own, 24) for own in nodes.values()], parse_math=False)
         axes.set_yticks(np.arange(len(nodes) + 1) - 0.5, minor=True)
         axes.grid(True, axis="y", which="minor", color="white", linewidth=2)
         axes.set_ylim(len(nodes) - 0.52, -0.48)  # cuts off the outermost lines
     else:
-        axes.set_ylabel(f"{len(nodes)} nodes", fontsize=9, color=MUTED)
+        axes.set_ylabel(f"{len(nodes)} nodes", **LABEL)
         axes.set_yticks([])
     if last < _LATTICE:
         axes.set_xticks(np.arange(last + 2) + 0.5, minor=True)
@@ -197,29 +227,11 @@ def _name(own: Sequence[Record], longest: int) -> str:
     return replace_missing_glyphs(shorten(own[-1]["node"], longest))
 
 
-def _draw_births(axes: Axes, nodes: dict[int, list[Record]]) -> bool:
-    """Mark the rounds in which a node had a new incarnation, and return whether there are any."""
-    found = [
-        (row["round"] + 1, i)
-        for i, own in enumerate(nodes.values())
-        for before, row in pairwise(own)
-        if (row.get("incarnation") or 0) > (before.get("incarnation") or 0) > 0
-    ]
-    for x, y in found:
-        axes.add_line(_birth_marker([x], [y]))
-    return bool(found)
-
-
-def _birth_marker(x: list[float], y: list[float]) -> Line2D:
-    look = {"marker": "D", "markersize": 5, "color": "white", "mew": 0.8, "linestyle": "none"}
-    return Line2D(x, y, markeredgecolor=INK, **look)  # type: ignore[arg-type]
-
-
-def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
+def _draw_residuals(axes: Axes, nodes: Nodes) -> None:
     """Draw a line of residual norms for each node; if there are few nodes, each has its own colour."""
-    style_axes(axes)
-    few = len(nodes) <= len(COLOURS)
-    pens = COLOURS if few else [BLUE] * len(nodes)
+    panels.style_axes(axes)
+    few = len(nodes) <= len(panels.COLOURS)
+    pens = panels.COLOURS if few else [panels.BLUE] * len(nodes)
     faint = 1.0 if few else max(0.15, 0.8 - len(nodes) / 60)
     ends: list[tuple[float, int, str]] = []
     for own, colour in zip(nodes.values(), pens, strict=False):
@@ -229,29 +241,19 @@ def _draw_residuals(axes: Axes, nodes: dict[int, list[Record]]) -> None:
         axes.plot(x, y, color=colour, linewidth=1.2, alpha=faint, marker=marker, label=name)
         ends += [(y[-1], x[-1], name)] if rows else []
     if not ends:
-        write_instead(axes, "nobody has said anything")
-    else:
-        _name_lines(axes, ends, few)
-    set_title(axes, "norm of what each node holds back")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("communication rounds", fontsize=9, color=MUTED)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=_STEPS))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-
-
-def _name_lines(axes: Axes, ends: Sequence[tuple[float, int, str]], few: bool) -> None:
-    """If there are few lines, name all beside the title; else name the line that ends highest."""
-    if not few:
-        y, x, name = max(ends)
-        side = "right" if 2 * x > max(x for _, x, _ in ends) else "left"
+        panels.write_instead(axes, "nobody has said anything")
+    elif few:
+        names = [str(line.get_label()) for line in axes.lines]
+        look = panels.BESIDE_TITLE | {"fontsize": 8, "handlelength": 1.2, "columnspacing": 1.0}
+        add_legend(axes, axes.lines, names, **look)
+    else:  # too many to name: only the line that ends highest
+        y_end, x_end, name = max(ends)
         axes.annotate(
-            name, (x, y), xytext=(0, 3), textcoords="offset points", va="bottom", fontsize=8,
-            ha=side, color=MUTED, parse_math=False,
+            name, (x_end, y_end), xytext=(0, 3), textcoords="offset points", va="bottom", fontsize=8,
+            ha="right" if 2 * x_end > max(x for _, x, _ in ends) else "left", color=MUTED, parse_math=False,
         )  # fmt: skip
-        return
-    legend = axes.legend(
-        loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=len(COLOURS), frameon=False, fontsize=8,
-        labelcolor=MUTED, handlelength=1.2, columnspacing=1.0, borderpad=0.1, borderaxespad=0.2,
-    )  # fmt: skip
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    panels.set_title(axes, "norm of what each node holds back")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("communication rounds", **LABEL)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))

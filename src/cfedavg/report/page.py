@@ -5,100 +5,117 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from html import escape
-from typing import Any
+from importlib.resources import files
+from typing import NamedTuple
 
 from cfedavg import __version__
+from cfedavg.core import units
 from cfedavg.core.config import OWN, Config
-from cfedavg.report import table
-from cfedavg.report.groups import Group, find_differences, name_task
-from cfedavg.report.panels import Panel
-from cfedavg.report.read import Run
+from cfedavg.core.run_files import Record
+from cfedavg.core.units import format_bytes, format_factor
+from cfedavg.report import figures
+from cfedavg.report.heatmaps import OUTCOMES, classify, draw_attendance, group_by_node
+from cfedavg.report.panels import Panel, choose_panels
+from cfedavg.report.runs import Group, Run
+from cfedavg.report.table import Row, find_differences, name_task, summarise, tabulate
 
 # Tells the browser to load nothing from outside the page.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-# For light and dark mode and for any width; refers to no other file.
-_CSS = """
-:root { color-scheme: light dark; --ink: #1f2328; --muted: #59636e; --line: #d9dee3; --paper: #ffffff;
-  --shade: #f5f7f9; --mark: #fff3c4; --accent: #0072b2; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --muted: #9aa5b1; --line: #323a44; --paper: #12161c; --shade: #1b2129;
-    --mark: #4a3d0c; --accent: #6cb8e6; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 76rem; padding: 1.5rem clamp(1rem, 4vw, 2.5rem) 3rem; color: var(--ink);
-  background: var(--paper); font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-  overflow-wrap: anywhere; -webkit-text-size-adjust: 100%; }
-h1 { font-size: clamp(1.4rem, 1rem + 2vw, 2.1rem); line-height: 1.2; margin: .2rem 0 .6rem; max-width: 32em;
-  text-wrap: balance; }
-h2 { font-size: 1.15rem; margin: 2.4rem 0 .8rem; }
-p { margin: .4rem 0 .8rem; max-width: 56em; }
-.kicker { color: var(--accent); font-weight: 600; font-size: .9rem; }
-.muted, figcaption, footer { color: var(--muted); font-size: .9rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
-.scroll > table { min-width: 100%; overflow-wrap: normal; }
-th, td { text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; }
-thead th { color: var(--muted); font-weight: 600; white-space: nowrap; }
-tbody th { font-weight: 600; }
-.summary td { white-space: nowrap; }
-.summary tbody th { min-width: 11rem; }
-.dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em;
-  outline: 1px solid var(--line); }
-.panels { display: grid; gap: 1.4rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
-figure { margin: 0; }
-.card { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
-img { display: block; width: 100%; height: auto; }
-figcaption { margin: .45rem .1rem 0; }
-details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: .1rem .9rem; }
-summary { cursor: pointer; padding: .5rem 0; font-weight: 600; }
-details table { width: 100%; margin-bottom: .8rem; }
-details th { font-weight: 400; color: var(--muted); width: 13rem; }
-.differs > * { background: var(--mark); color: var(--ink); padding-left: .4rem; }
-code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .88em; }
-pre { background: var(--shade); border-radius: 8px; padding: .7rem .9rem; overflow-x: auto; margin: .5rem 0; }
-footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; }
-@media (max-width: 44rem) { /* a row of the summary becomes a card of its own */
-  details th { width: 52%; }
-  .summary thead { display: none; }
-  .summary, .summary tbody, .summary tr, .summary th, .summary td { display: block; }
-  .summary tr { border: 1px solid var(--line); border-radius: 8px; padding: .4rem .9rem; margin: .6rem 0; }
-  .summary th, .summary td { border: 0; padding: .15rem 0; }
-  .summary td { display: flex; justify-content: space-between; gap: 1rem; }
-  .summary td::before { content: attr(data-name); color: var(--muted); } }
-"""
+_CSS = files("cfedavg.report").joinpath("page.css").read_text(encoding="utf-8")
+_NODE_HEADER = ["node", "asked", *OUTCOMES, "uplink", "K", "residual", "age", "incarnation"]
+_MOST_REASONS, _MOST_NAMES = 12, 6
 
 
-def make_page(
-    groups: Sequence[Group],
-    rows: Sequence[table.Row],
-    colours: Sequence[str],
-    pictures: Mapping[Panel, bytes],
-    federations: Sequence[tuple[Run, bytes]] = (),
-) -> bytes:
-    """Return the HTML page as UTF-8 bytes. All texts of a run are escaped."""
-    title = table.make_headline(rows)
+class Page(NamedTuple):
+    """A report page with its parts: the rows of its table, and its pictures as PNG."""
+
+    html: bytes
+    rows: list[Row]
+    panels: dict[str, bytes]  # by the name of the panel
+    nodes: list[bytes]  # a picture for each run that is a federation
+
+
+def make_page(groups: Sequence[Group], metric: str) -> Page:
+    """Draw every picture and return the page; its HTML is in UTF-8, with all texts of a run escaped."""
+    rows, panels = summarise(groups, metric), choose_panels(groups, metric)
+    pictures = {panel.name: figures.draw_panel(panel, groups) for panel in panels}
+    federations = [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
+    title = make_headline(rows)
+    colours = figures.choose_colours(groups)
     dots = [f'<span class="dot" style="background:{colour}"></span>' for colour in colours]
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{_CSS}</style></head><body>",
+        f"<title>{escape(title)}</title><style>\n{_CSS}</style></head><body>",
         f'<header><div class="kicker">cfedavg report</div><h1>{escape(title)}</h1>',
         f'<p class="muted">{escape(_setting(groups))}</p></header>',
         "<main>",
-        f"<section><h2>Summary</h2>{_table(table.tabulate(rows), dots)}{_table_note(rows)}</section>",
-        _pictures(pictures, groups),
+        f"<section><h2>Summary</h2>{_table(tabulate(rows), dots)}{_table_note(rows)}</section>",
+        _curves([(panel, pictures[panel.name]) for panel in panels], groups),
         _nodes(federations),
         _configurations(groups),
         "</main>",
         f"<footer>Made by cfedavg {__version__}.</footer></body></html>",
     ]
-    return "\n".join(part for part in parts if part).encode(errors="replace")  # for lone surrogates
+    html = "\n".join(part for part in parts if part).encode(errors="replace")  # for lone surrogates
+    return Page(html, rows, pictures, [png for _, png in federations])
+
+
+# The headline
+
+
+def make_headline(rows: Sequence[Row]) -> str:
+    """Return one sentence about the best row: the one that saves most bytes and loses at most 1%.
+
+    If every row loses more against its baseline, the row that loses least is the best.
+    """
+    by_label = {row.label: row for row in rows}
+    losses = {
+        row: _loss_against(row, by_label[row.against])
+        for row in rows
+        if row.final and row.ratio and row.against != row.label
+    }
+    if not losses:
+        return _describe_first(rows)
+    near = [row for row, loss in losses.items() if loss <= 0.01]
+    row = max(near, key=lambda row: row.ratio or 0) if near else min(losses, key=losses.__getitem__)
+    base, sent = by_label[row.against], format_factor(row.ratio or 1)
+    sent = "as many bytes as" if sent == units.SAME else f"{sent} bytes than"
+    theirs = f" ({_describe_final(base)})" if base.final else ""
+    rounds = "" if row.rounds == base.rounds else f", in {row.rounds[1]} against {base.rounds[1]} rounds"
+    return f"{row.label}: {_describe_final(row)} with {sent} {base.label}{theirs}{rounds}"
+
+
+def _loss_against(row: Row, base: Row) -> float:
+    """Return how much worse the final metric is than the baseline's; absolute for shares, else relative."""
+    if row.final is None or base.final is None:
+        return float("inf")
+    worse = base.final.mean - row.final.mean
+    worse = -worse if units.lower_is_better(row.metric) else worse
+    return worse if units.is_share(row.metric) else worse / (abs(base.final.mean) or 1)
+
+
+def _describe_first(rows: Sequence[Row]) -> str:
+    row = next((row for row in rows if row.final), None)
+    if row is None:
+        return "Nothing has been evaluated yet"
+    sent = f" and {format_bytes(row.total_bytes)} up and down" if row.total_bytes is not None else ""
+    rounds = f"{row.rounds[1]} round{'s' if row.rounds[1] != 1 else ''}"
+    return f"{row.label}: {_describe_final(row)} after {rounds}{sent}"
+
+
+def _describe_final(row: Row) -> str:
+    assert row.final is not None
+    text = units.format_metric(row.metric, row.final.mean)
+    return text if units.is_share(row.metric) else f"{units.spell_out(row.metric)} {text}"
+
+
+# Sections of the page
 
 
 def _setting(groups: Sequence[Group]) -> str:
@@ -115,56 +132,50 @@ def _setting(groups: Sequence[Group]) -> str:
     return " · ".join([f"{runs} run{'s' if runs > 1 else ''}", *same])
 
 
-def _table(text: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
-    """Return an HTML table of a header and rows; `marks` holds the HTML before each row's name."""
-    header, *lines = text
+def _table(lines: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
+    """Return an HTML table of a header and lines of text; `marks` holds the HTML before each line's name."""
+    header, *lines = lines
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
-    body = "".join(
-        f'<tr><th scope="row">{mark}{escape(label)}</th>'
-        + "".join(
-            f'<td data-name="{escape(name)}">{escape(text)}</td>'
-            for name, text in zip(header[1:], cells, strict=True)
-        )
-        + "</tr>"
-        for (label, *cells), mark in zip(lines, marks, strict=True)
-    )
+    body = ""
+    for (label, *cells), mark in zip(lines, marks, strict=True):
+        named = zip(header[1:], cells, strict=True)
+        texts = [f'<td data-name="{escape(name)}">{escape(text)}</td>' for name, text in named]
+        body += f'<tr><th scope="row">{mark}{escape(label)}</th>{"".join(texts)}</tr>'
     return (
         f'<div class="scroll"><table class="summary"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def _table_note(rows: Sequence[table.Row]) -> str:
-    notes = [
-        "The metric is that of the last evaluation. Bytes are those of all clients and rounds, up and down."
-    ]
+def _table_note(rows: Sequence[Row]) -> str:
+    notes = ["The metric comes from the last evaluation. Bytes count all clients and rounds, up and down."]
     if any(row.first_download_bytes is not None for row in rows):
         notes.append("First downloads are a part of down: a new client downloads the whole model.")
     if any(len(row.seeds) > 1 for row in rows):
         notes.append("With several seeds: mean ± sample standard deviation; bytes and times are means.")
     bases = {row.against for row in rows}
     if len(bases) > 1:
-        notes.append("A baseline is the uncompressed run that is otherwise the same, or the first such.")
+        notes.append("A baseline is the uncompressed run whose other options are equal, or else the first.")
     elif len(rows) > 1:
         notes.append(f"The baseline is {rows[0].against}.")
     return f'<p class="muted">{escape(" ".join(notes))}</p>'
 
 
-def _pictures(pictures: Mapping[Panel, bytes], groups: Sequence[Group]) -> str:
+def _curves(pictures: Sequence[tuple[Panel, bytes]], groups: Sequence[Group]) -> str:
     if not pictures:
         return "<section><h2>Curves</h2><p>No round has been recorded yet.</p></section>"
     band = ""
     if any(len(group.runs) > 1 for group in groups):
         band = (
-            '<p class="muted">A line is the mean over the seeds of a run, its band reaches from the lowest '
-            "seed to the highest; both cover the rounds that all its seeds have.</p>"
+            '<p class="muted">A line is the mean over the seeds. Its band reaches from the lowest seed to '
+            "the highest. Both cover the rounds that all seeds have.</p>"
         )
-    figures = "".join(
+    items = "".join(
         f'<figure id="{escape(panel.name)}"><div class="card">{_image(png, panel.title)}</div>'
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
-        for panel, png in pictures.items()
+        for panel, png in pictures
     )
-    return f'<section><h2>Curves</h2>{band}<div class="panels">{figures}</div></section>'
+    return f'<section><h2>Curves</h2>{band}<div class="panels">{items}</div></section>'
 
 
 def _image(png: bytes, text: str) -> str:
@@ -173,28 +184,26 @@ def _image(png: bytes, text: str) -> str:
 
 
 def _nodes(federations: Sequence[tuple[Run, bytes]]) -> str:
-    parts = [_nodes_of_run(run, png, titled=len(federations) > 1) for run, png in federations]
-    return f"<section><h2>Nodes</h2>{''.join(parts)}</section>" if parts else ""
-
-
-def _nodes_of_run(run: Run, png: bytes, *, titled: bool) -> str:
-    title = (
-        f"<h3>{escape(run.label)}, in <code>{escape(run.path.resolve().name)}</code></h3>" if titled else ""
-    )
-    text, reasons = table.tabulate_nodes(run.nodes), table.list_reasons(run.nodes)
-    items = "".join(f"<li>{escape(each)}</li>" for each in reasons)
-    why = f"<p>What is not in the model, and why:</p><ul>{items}</ul>" if reasons else ""
-    return (
-        f'{title}<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
-        f"{_table(text, [''] * (len(text) - 1))}{why}"
-        '<p class="muted">The age is for how many rounds nothing of a node has gone into the model; the '
-        "incarnation counts how often it came with a new or an older state.</p>"
-    )
+    parts = ""
+    for run, png in federations:
+        if len(federations) > 1:
+            folder = escape(run.path.resolve().name)
+            parts += f"<h3>{escape(run.label)}, in <code>{folder}</code></h3>"
+        lines, reasons = tabulate_nodes(run.nodes), list_reasons(run.nodes)
+        items = "".join(f"<li>{escape(each)}</li>" for each in reasons)
+        why = f"<p>What is not in the model, and why:</p><ul>{items}</ul>" if reasons else ""
+        parts += (
+            f'<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
+            f"{_table(lines, [''] * (len(lines) - 1))}{why}"
+            '<p class="muted">Age: the rounds since an update of the node went into the model. '
+            "Incarnation: how often the node came with a new or an older state.</p>"
+        )
+    return f"<section><h2>Nodes</h2>{parts}</section>" if parts else ""
 
 
 def _configurations(groups: Sequence[Group]) -> str:
     differing = find_differences([group.config for group in groups])
-    note = "<p>Every field of each run; highlighted is what differs between them.</p>" if differing else ""
+    note = "<p>All options of each run; highlighted options differ between runs.</p>" if differing else ""
     single = " open" if len(groups) == 1 else ""
     details = "".join(
         f"<details{single}><summary>{escape(group.label)}</summary>{_rerun(group)}"
@@ -218,19 +227,66 @@ def _rerun(group: Group) -> str:
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
     """Return HTML rows of the configuration's fields; the fields in `differing` come first, highlighted."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, str | bool):
-            return json.dumps(value, ensure_ascii=False)
-        return "not set" if value is None else str(value)
-
     names = [item.name for item in dataclasses.fields(Config) if group.config.uses(item.name)]
-    names.sort(key=lambda name: name not in differing)
-    texts = {name: text(getattr(group.config, name)) for name in names}
-    texts["seed"] = ", ".join(map(str, group.seeds))
-    marks = {name: ' class="differs"' if name in differing else "" for name in names}
-    return "".join(
-        f'<tr{marks[name]}><th scope="row"><code>{name}</code></th>'
-        f"<td><code>{escape(texts[name])}</code></td></tr>"
-        for name in names
-    )
+    rows = ""
+    for name in sorted(names, key=lambda name: name not in differing):
+        value = getattr(group.config, name)
+        text = "not set" if value is None else str(value)
+        if name == "seed":
+            text = ", ".join(map(str, group.seeds))
+        elif isinstance(value, str | bool):
+            text = json.dumps(value, ensure_ascii=False)
+        mark = ' class="differs"' if name in differing else ""
+        rows += f'<tr{mark}><th scope="row"><code>{name}</code></th><td><code>{escape(text)}</code></td></tr>'
+    return rows
+
+
+# Tables of nodes
+
+
+def tabulate_nodes(rows: Sequence[Record]) -> list[list[str]]:
+    """Return a row of text for each node, the header first; residual, age, incarnation are the last known."""
+    return [_NODE_HEADER, *(_node_cells(own) for own in group_by_node(rows).values())]
+
+
+def _node_cells(own: Sequence[Record]) -> list[str]:
+    def last(name: str, form: str) -> str:
+        values = [row[name] for row in own if row.get(name) is not None]
+        return format(values[-1], form) if values else "none"
+
+    counts = Counter(map(classify, own))
+    steps = sorted({row["K"] for row in own if row.get("K") is not None})
+    return [
+        own[-1]["node"],
+        str(len(own)),
+        *(str(counts[name]) for name in OUTCOMES),
+        format_bytes(sum(row.get("up_bytes") or 0 for row in own)),
+        " to ".join(f"{K:g}" for K in dict.fromkeys((steps[0], steps[-1]))) if steps else "not said",
+        last("residual_norm", ".4g"),
+        last("age", ",.0f"),
+        last("incarnation", ",.0f"),
+    ]
+
+
+def list_reasons(rows: Sequence[Record]) -> list[str]:
+    """Return a sentence for each reason why replies are not in the model, the most frequent first."""
+    found: dict[str, list[Record]] = {}
+    for row in rows:
+        if not row.get("applied"):
+            what = "round void" if row["outcome"] == "replied" else row["outcome"]
+            found.setdefault(f"{what} ({row['why']})" if row.get("why") else str(what), []).append(row)
+    in_order = sorted(found.items(), key=lambda item: -len(item[1]))
+    reasons = [_describe_reason(why, own) for why, own in in_order[:_MOST_REASONS]]
+    more = sum(len(own) for _, own in in_order[_MOST_REASONS:])
+    return reasons + ([f"{more} more, for other reasons"] if more else [])
+
+
+def _describe_reason(why: str, own: Sequence[Record]) -> str:
+    """Return a text such as `rounds 1 to 2: lost, node2 3 times, node1`; rounds count from 1."""
+    first, last = (each(row["round"] for row in own) + 1 for each in (min, max))
+    when = f"round {first}" if first == last else f"rounds {first} to {last}"
+    nodes = Counter(row["node"] for row in own)
+    names = [name if n == 1 else f"{name} {n} times" for name, n in nodes.most_common(_MOST_NAMES)]
+    more = len(nodes) - len(names)
+    others = f" and {more} more node{'s' if more > 1 else ''}" if more else ""
+    return f"{when}: {why}, {', '.join(names)}{others}"

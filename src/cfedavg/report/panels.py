@@ -1,19 +1,54 @@
-"""Definitions of panels: which numbers are drawn over which x, in which style, with which caption."""
+"""Panels: which numbers a panel shows over which x, its caption, and the scales and ticks of its axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from cfedavg.core.units import is_share, spell_out
-from cfedavg.report.groups import Group, make_curve
-from cfedavg.report.read import list_metrics, prefer_metric
+from matplotlib import ticker
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.lines import Line2D
+
+from cfedavg.core.units import format_bytes, format_time, is_share, spell_out, time_unit
+from cfedavg.report.runs import Curve, Group, list_metrics, make_curve, prefer_metric
+
+INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
+LABEL: dict[str, Any] = {"fontsize": 9, "color": MUTED}  # the style of an axis label
+# The places of legends: above all axes, and to the right of the title of one.
+ABOVE: dict[str, Any] = {
+    "loc": "outside upper left", "borderaxespad": 0.9, "labelcolor": INK, "columnspacing": 1.6,
+}  # fmt: skip
+BESIDE_TITLE: dict[str, Any] = {
+    "loc": "lower right", "bbox_to_anchor": (1.0, 0.99), "borderaxespad": 0.2, "ncols": 6,
+    "labelcolor": MUTED,
+}  # fmt: skip
 
 # Okabe and Ito's colours for any colour vision, without their yellow, which is too pale on white.
 BLUE, VERMILION, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY = "#E69F00", "#56B4E9"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY)
 PLAIN = "#555555"  # for the uncompressed run, the baseline
+
+STEPS = [1, 2, 5, 10]  # between ticks, times a power of 10
+_FAR = 6.0  # if the totals of two runs differ by more than this factor, their axis is logarithmic
+_WIDE = 30.0  # if the largest y exceeds this factor of the smallest, the y axis is logarithmic
+_TIMES = [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30] + [
+    unit * n
+    for unit, ns in ((60, (1, 3, 10, 30)), (3600, (1, 3, 10)), (86_400, (1, 3, 10, 30, 100)))
+    for n in ns
+]
+# The axes of amounts: the label, and the function that formats a tick.
+_AMOUNTS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "total_bytes": ("bytes of all clients so far, up and down", format_bytes),
+    "uplink_bytes": ("bytes that all clients have sent so far", format_bytes),
+    "client_bytes": ("bytes that a client has sent so far", format_bytes),
+    "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
+}
 
 
 @dataclass(frozen=True)
@@ -49,23 +84,8 @@ class Panel:
     empty: str = "nothing recorded"  # the text if there are no lines
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One place of a grid: a panel, the groups to draw in the panel, and a pen for each group."""
-
-    panel: Panel
-    groups: Sequence[Group]
-    pens: Sequence[Pen]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The text around panels: title, subtitle and legend above the panels, `note` below."""
-
-    title: str
-    subtitle: str
-    legend: Sequence[tuple[str, Pen]]
-    note: str = ""
+Lines = Sequence[tuple[Group, Pen]]  # what is drawn in a panel
+Curves = Sequence[Curve]
 
 
 # The panels of the metric, each as: name, x in words, key of x, caption.
@@ -101,8 +121,8 @@ _EXPLANATIONS = (
     Panel(
         "norms", "squared norms",
         (Series("delta_norm2", "updates ‖g‖²"), Series("error_norm2", "residuals ‖e‖²", dashed=True)),
-        "Mean size of the updates (solid) and of what error feedback still owes the server (dashed): "
-        "a residual that levels off is healthy, one that keeps climbing says too little is sent.",
+        "Mean size of the updates (solid) and of the residuals, which are not sent yet (dashed). "
+        "A residual that levels off is healthy; one that keeps growing says that too little is sent.",
         log=True,
     ),
     Panel(
@@ -118,44 +138,148 @@ _EXPLANATIONS = (
         log=None,
     ),
 )  # fmt: skip
+_MAIN = ("metric-total", "metric-rounds", "loss", "norms")
 
 
-def _list_panels(metric: str) -> list[Panel]:
-    """Return every panel: first those of the metric, then loss, clients, norms, SNR and alpha."""
+def choose_panels(groups: Sequence[Group], metric: str, *, main: bool = False) -> list[Panel]:
+    """Return the panels for which a group has numbers, without the series that no group has.
+
+    With `main`, return the 4 main panels instead; a main panel without numbers is drawn empty.
+    """
     line, percent = (Series(metric, ""),), is_share(metric)
-    outcomes = [
-        Panel(name, f"{spell_out(metric)} over {over}", line, caption, x=x, percent=percent)
-        for name, over, x, caption in _OUTCOMES
+    panels = [
+        Panel(name, f"{spell_out(metric)} over {x_name}", line, caption, x, percent=percent)
+        for name, x_name, x, caption in _OUTCOMES
     ]
-    return [*outcomes, *_EXPLANATIONS]
-
-
-def choose_panels(groups: Sequence[Group], metric: str) -> list[Panel]:
-    """Return the panels for which at least one group has numbers."""
-    panels = _list_panels(metric)
+    panels += _EXPLANATIONS
     runs = [run for group in groups for run in group.runs]
     known = {metric, *(series.key for series in _CLIENTS)}
-    own = [name for names in list_metrics(runs, "client_") for name in names if name not in known]
-    if own:
+    if own := [name for names in list_metrics(runs, "client_") for name in names if name not in known]:
         name = prefer_metric(own)
-        caption = "What the clients of a federation have evaluated themselves, as its strategy sums it up."
+        caption = "The metric that the clients of a federation evaluate, as its strategy averages it."
         title = f"{spell_out(name)} over rounds"
         clients = Panel("clients-metric", title, (Series(name, ""),), caption, percent=is_share(name))
         panels.insert(4, clients)
-    return [p for p in panels if any(_has_data(p, series, g) for series in p.series for g in groups)]
+
+    def has_numbers(series: Series, x: str) -> bool:
+        return any(len(make_curve(group, x, series.key).x) for group in groups)
+
+    panels = [replace(p, series=tuple(s for s in p.series if has_numbers(s, p.x))) for p in panels]
+    return [panel for panel in panels if (panel.name in _MAIN if main else panel.series)]
 
 
-def choose_main_panels(metric: str) -> list[Panel]:
-    """Return the 4 main panels of one run; panels without numbers are drawn empty."""
-    wanted = ("metric-total", "metric-rounds", "loss", "norms")
-    return [panel for panel in _list_panels(metric) if panel.name in wanted]
+# Axes
 
 
-def drop_empty_series(panel: Panel, groups: Sequence[Group]) -> Panel:
-    """Return the panel without the series that no group has; if no group has any, return the whole panel."""
-    found = tuple(each for each in panel.series if any(_has_data(panel, each, group) for group in groups))
-    return replace(panel, series=found or panel.series)
+def finish_axes(axes: Axes, panel: Panel, drawn: Curves, in_column: Curves = (), in_row: Curves = ()) -> None:
+    """Set the title, scales, ticks and names of axes whose curves are drawn.
+
+    `in_column` holds the curves of all axes that share x with `axes`; `in_row` of all that share y.
+    """
+    set_title(axes, panel.title)
+    axes.set_ylabel(replace_missing_glyphs(panel.side), parse_math=False, **LABEL)
+    style_axes(axes)
+    if not drawn:
+        write_instead(axes, panel.empty)
+        return
+    _set_x(axes, panel.x, in_column or drawn)
+    _set_y(axes, panel, [value for line in in_row or drawn for value in line.mean])
+    if named := [series for series in panel.series if series.name]:
+        styles: list[Any] = [(0, (3, 1.5)) if series.dashed else "solid" for series in named]
+        handles = [Line2D([], [], color=MUTED, linewidth=1.6, linestyle=style) for style in styles]
+        look = BESIDE_TITLE | {"handlelength": 1.7, "columnspacing": 1.2}
+        add_legend(axes, handles, [series.name for series in named], **look)
 
 
-def _has_data(panel: Panel, series: Series, group: Group) -> bool:
-    return len(make_curve(group, panel.x, series.key).x) > 0
+def replace_missing_glyphs(text: str) -> str:
+    """Return the text with `?` for each letter that the font lacks; matplotlib would draw a box and warn."""
+    font = get_font(findfont(FontProperties()))
+    return "".join(letter if letter == "\n" or font.get_char_index(ord(letter)) else "?" for letter in text)
+
+
+def set_title(axes: Axes, text: str, size: float = 10.5) -> None:
+    """Write a bold title at the left; a `$` is written as it is."""
+    text = replace_missing_glyphs(text)
+    axes.set_title(text, loc="left", fontsize=size, fontweight="bold", color=INK, parse_math=False)
+
+
+def add_legend(parent: Axes | Figure, handles: Sequence[Artist], labels: Sequence[str], **look: Any) -> None:
+    """Add a legend without a frame, which writes a `$` as it is; `look` goes to matplotlib."""
+    usual: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelspacing": 0.35, "borderpad": 0.1}
+    for text in parent.legend(handles, labels, **usual | look).get_texts():
+        text.set_parse_math(False)
+
+
+def write_instead(axes: Axes, text: str) -> None:
+    """Write a text into axes without lines, and hide the labels of their ticks."""
+    axes.grid(False)
+    axes.tick_params(labelbottom=False, labelleft=False)
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", **LABEL)
+
+
+def style_axes(axes: Axes) -> None:
+    """Give axes a bottom line and a faint grid, without tick marks."""
+    axes.set_facecolor("white")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#AEB5BD")
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
+
+
+def _set_x(axes: Axes, x: str, drawn: Curves) -> None:
+    low, ends = min(line.x[0] for line in drawn), [line.x[-1] for line in drawn]
+    high, is_far = max(ends), max(ends) > _FAR * min(ends)
+    if x == "rounds":
+        name = "communication rounds"
+        axes.set_xlim(0, max(1.03 * high, 2))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, steps=STEPS))
+    elif x in _AMOUNTS:
+        name, text = _AMOUNTS[x]
+        if low > 0 and (is_far or x != "total_bytes"):
+            axes.set_xscale("log")
+            _log_ticks(axes.xaxis, low, high, text)
+        else:
+            axes.set_xlim(0, max(1.03 * high, 1))
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=STEPS))
+            _format_ticks(axes.xaxis, text)
+    elif low > 0 and is_far:
+        name = "simulated time so far"
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        _format_ticks(axes.xaxis, format_time)
+    else:
+        size, unit = time_unit(high)
+        name = f"simulated time so far ({unit})"
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7, steps=STEPS))
+        _format_ticks(axes.xaxis, lambda value: f"{value / size:g}")
+    axes.set_xlabel(name, **LABEL)
+
+
+def _set_y(axes: Axes, panel: Panel, values: list[float]) -> None:
+    low, high = min(values), max(values)
+    if panel.log or (panel.log is None and low > 0 and high / low > _WIDE):
+        axes.set_yscale("log")
+        _log_ticks(axes.yaxis, low, high)
+        return
+    if panel.percent:
+        _format_ticks(axes.yaxis, lambda value: f"{100 * value:.6g}%")
+        axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
+    axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=STEPS))
+
+
+def _log_ticks(axis: Axis, low: float, high: float, text: Callable[[float], str] | None = None) -> None:
+    """Put ticks at powers of 10, and at 2 and 5 times these if the axis spans less than two decades."""
+    few = high / low < 100
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
+    axis.set_minor_locator(ticker.NullLocator())
+    if text or few:
+        _format_ticks(axis, text or "{:g}".format)
+    else:
+        axis.set_major_formatter(ticker.LogFormatterMathtext())
+
+
+def _format_ticks(axis: Axis, text: Callable[[float], str]) -> None:
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value)))

@@ -1,34 +1,155 @@
-"""Tables of results, with a row for each group of runs or each node, and a headline of one sentence."""
+"""The summary of runs: groups of runs that differ only in their seed, with unique labels, and a table."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cfedavg.core import units
+from cfedavg.core.config import APP, OWN, Config
 from cfedavg.core.units import format_bytes, format_factor
-from cfedavg.report.groups import Group, find_baseline, group_runs
-from cfedavg.report.panels import BLUE, ORANGE, PLAIN, SKY, VERMILION
-from cfedavg.report.read import Run, choose_metric, get_column
+from cfedavg.report.runs import Group, Run, choose_metric, get_column
 
 _UNKNOWN, _AGAINST = "–", "vs. baseline"
 _TOTALS = ("total_bytes", "uplink_bytes", "downlink_bytes", "first_download_bytes", "simulated_seconds")
-Record = dict[str, Any]
 
-# The possible outcomes of a request to a node, each with its colour, from best to worst.
-OUTCOMES = {
-    "in the model": BLUE,
-    "replied, round void": SKY,
-    "late": ORANGE,
-    "lost": PLAIN,
-    "rejected": VERMILION,
-}
-_NODE_HEADER = ["node", "asked", *OUTCOMES, "uplink", "K", "residual", "age", "incarnation"]
-_MOST_REASONS, _MOST_NAMES = 12, 6
+# Labels
+_LONGEST = 44  # characters of a part of a label
+_MOST_PARTS = 5
+_COMPRESSION = ("compressor", "compressor_down", "feedback")
+_FORMATS = {
+    "clients": "m={}", "classes_per_client": "p={}", "dirichlet": "Dir({:g})", "local_steps": "K={}",
+    "local_epochs": "epochs={}", "deadline": "deadline={:g}s", "batch_size": "batch={}",
+    "eta_local": "η_L={:g}", "eta": "η={:g}", "rounds": "T={}", "drop_rate": "lost={:g}",
+    "smoothness": "L={:g}",
+    **dict.fromkeys(("dataset", "model", "schedule", "device", "engine", "precision"), "{}"),
+}  # fmt: skip
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Return the groups of runs with equal configurations, seed aside, each with a unique label.
+
+    Groups come in the order of their first runs. The order of `runs` does not change a group's runs.
+    """
+    seen: Counter[tuple[object, ...]] = Counter()
+    found: dict[tuple[object, ...], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run.config.seed, str(run.path.resolve()))):
+        # A run whose task is unknown is a group of its own.
+        kind = bool(run.nodes), str(run.path.resolve()) if _has_unknown_task(run) else ""
+        # A second run with the same seed is a repetition, not another sample: it goes into another group.
+        repetition = seen[run.config, kind]
+        seen[run.config, kind] += 1
+        found.setdefault((dataclasses.replace(run.config, seed=0), kind, repetition), []).append(run)
+    place = {id(run): n for n, run in enumerate(runs)}
+    members = sorted(found.values(), key=lambda group: min(place[id(run)] for run in group))
+    first = [group[0] for group in members]
+    labels = make_labels([run.config for run in first], [run.path.resolve().name for run in first])
+    federations, unknown = [bool(run.nodes) for run in first], list(map(_has_unknown_task, first))
+    if any(federations) and not all(federations):
+        labels = [x + " · federation" * is_one for x, is_one in zip(labels, federations, strict=True)]
+    if sum(unknown) > 1:
+        labels = [x + " · task unknown" * is_one for x, is_one in zip(labels, unknown, strict=True)]
+    return [
+        Group(label, tuple(dataclasses.replace(run, label=label) for run in group))
+        for label, group in zip(labels, members, strict=True)
+    ]
+
+
+def _has_unknown_task(run: Run) -> bool:
+    """Return whether a run's task is from Python and has no fingerprint, as older versions wrote it."""
+    return run.config.dataset == f"{OWN})"
+
+
+def find_differences(configs: Sequence[Config]) -> list[str]:
+    """Return the fields, seed aside, that differ between configurations; those of compression come first."""
+    names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
+    differing = [name for name in names if len({_get_field(config, name) for config in configs}) > 1]
+    return sorted(differing, key=lambda name: name not in _COMPRESSION)
+
+
+def _get_field(config: Config, name: str) -> Any:
+    """Return the value of a field, or None if the configuration leaves it to a Flower app."""
+    return getattr(config, name) if config.uses(name) else None
+
+
+def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
+    """Return a unique label for each configuration: its compressors and the fields that differ.
+
+    Equal labels get the folder's name added.
+
+    >>> both = [Config(compressor=text, compressor_down=text) for text in ("none", "rd(0.9)")]
+    >>> make_labels([*both, Config(compressor="rd(0.9)", compressor_down="none")], ["a", "b", "c"])
+    ['none', 'rd(0.9)', 'rd(0.9) up, none down']
+    >>> make_labels([both[1], both[1].replace(feedback="none")], ["a", "b"])
+    ['rd(0.9)', 'rd(0.9) · no feedback']
+    """
+    names, folders = find_differences(configs), list(map(_fit, folders))
+    one_way = all(config.compressor_down.strip() == "none" for config in configs)
+    pairs = [(_fit(config.compressor), _fit(config.compressor_down)) for config in configs]
+    sent = [up if one_way or up == down else f"{up} up, {down} down" for up, down in pairs]
+    # The compressor stands before "no feedback", which says too little alone.
+    first = [[text] if set(names) & set(_COMPRESSION) else [] for text in sent]
+    rest = [name for name in names if name not in ("compressor", "compressor_down")]
+    parts = [[*own, *_describe_fields(config, rest)] for own, config in zip(first, configs, strict=True)]
+    if max(map(len, parts), default=0) > _MOST_PARTS:  # too many to read: compressors and folder instead
+        rest = [name for name in names if name == "feedback"]
+        parts = [
+            [*own, *_describe_fields(config, rest), folder]
+            for own, config, folder in zip(first, configs, folders, strict=True)
+        ]
+    labels = [" · ".join(own) or text for own, text in zip(parts, sent, strict=True)]
+    for endings in ([f" · {folder}" for folder in folders], [f" ({n})" for n, _ in enumerate(labels, 1)]):
+        count = Counter(labels)
+        labels = [label + end * (count[label] > 1) for label, end in zip(labels, endings, strict=True)]
+    return labels
+
+
+def _describe_fields(config: Config, names: Sequence[str]) -> list[str]:
+    texts = [_describe_field(name, _get_field(config, name)) for name in names]
+    return [text for text in texts if text]
+
+
+def _describe_field(name: str, value: Any) -> str:
+    """Return the text for a field in a label; "" if the label is clear without it."""
+    if name == "feedback":
+        return {"ef": "", "none": "no feedback"}.get(value, str(value))
+    if value is None or value is False or (name, value) == ("engine", "auto"):
+        return ""
+    if value is True:
+        return name.replace("_", " ")
+    if name == "data_dir":
+        value = PurePath(value).name
+    if name in ("dataset", "model"):
+        value = name_task(value)
+    usual = f"{name}={{:g}}" if isinstance(value, float) else f"{name}={{}}"
+    return _fit(_FORMATS.get(name, usual).format(value))
+
+
+def name_task(value: str) -> str:
+    """Return the name in the text that describes a task from Python; return other texts as they are.
+
+    >>> name_task("(a task from Python: digits, 77fe)")
+    'digits, 77fe'
+    """
+    return value[len(OWN) + 2 : -1] if value.startswith(f"{OWN}: ") else value
+
+
+def _fit(text: str) -> str:
+    return shorten(" ".join(text.split()), _LONGEST)
+
+
+def shorten(text: str, longest: int) -> str:
+    """Return a text of at most `longest` characters; a shortened text ends with "…"."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+# The table
 
 
 class Spread(NamedTuple):
@@ -64,7 +185,28 @@ def summary(runs: Sequence[Run]) -> list[Row]:
 
 
 def summarise(groups: Sequence[Group], metric: str) -> list[Row]:
+    """Return a row of the summary for each group."""
     return [_summarise_group(group, find_baseline(group, groups), metric) for group in groups]
+
+
+def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
+    """Return the group whose bytes are the baseline for `group`.
+
+    The baseline has the same task. It is the uncompressed group that is otherwise equal, else the first
+    uncompressed group, else the first group.
+    """
+
+    def task(config: Config) -> tuple[str, ...]:
+        # The model of a Flower app is unknown: all runs of the app are compared.
+        return (config.dataset,) if config.dataset == APP else (config.dataset, config.model)
+
+    def uncompressed(config: Config) -> Config:
+        return dataclasses.replace(config, compressor="none", compressor_down="none", feedback="ef", seed=0)
+
+    alike = [other for other in groups if task(other.config) == task(group.config)]
+    plain = [other for other in alike if other.is_uncompressed]
+    twins = [other for other in plain if uncompressed(other.config) == uncompressed(group.config)]
+    return [*twins, *plain, *alike][0]
 
 
 def _summarise_group(group: Group, base: Group, metric: str) -> Row:
@@ -77,8 +219,8 @@ def _summarise_group(group: Group, base: Group, metric: str) -> Row:
     return Row(
         label=group.label,
         metric=metric,
-        final=_spread([float(v[-1]) for v in values]),
-        best=_spread([float(best(v)) for v in values]),
+        final=measure_spread([float(v[-1]) for v in values]),
+        best=measure_spread([float(best(v)) for v in values]),
         rounds=(min(rounds), max(rounds)),
         ratio=base_total / total if base_total and total else None,
         against=base.label,
@@ -87,7 +229,8 @@ def _summarise_group(group: Group, base: Group, metric: str) -> Row:
     )
 
 
-def _spread(values: Sequence[float]) -> Spread | None:
+def measure_spread(values: Sequence[float]) -> Spread | None:
+    """Return the mean and the sample standard deviation of values, or None if there are no values."""
     if not values:
         return None
     std = float(np.std(values, ddof=1)) if len(values) > 1 else None
@@ -103,145 +246,35 @@ def _total(group: Group, key: str) -> float | None:
 
 def tabulate(rows: Sequence[Row]) -> list[list[str]]:
     """Return the summary as rows of text, the header first, without columns that have no known value."""
-    metric = units.spell_out(rows[0].metric) if rows else "metric"
-    header = ["run", metric, "total", _AGAINST, "up", "down", "first downloads", "rounds", "best"]
-    header += ["simulated time", "seeds"]
-    lines = [_cells(row) for row in rows]
+    lines = [_format_row(row) for row in rows]
     if len(rows) == 1:  # nothing to compare with
-        lines[0][header.index(_AGAINST)] = _UNKNOWN
-    kept = [i for i in range(len(header)) if i < 2 or any(line[i] != _UNKNOWN for line in lines)]
-    return [[line[i] for i in kept] for line in [header, *lines]]
+        lines[0][_AGAINST] = _UNKNOWN
+    header = list(lines[0])
+    header = [*header[:2], *(n for n in header[2:] if any(line[n] != _UNKNOWN for line in lines))]
+    return [header, *([line[name] for name in header] for line in lines)]
 
 
-def _cells(row: Row) -> list[str]:
-    def metric(value: Spread | None) -> str:
-        if value is None:
-            return _UNKNOWN
+def _format_row(row: Row) -> dict[str, str]:
+    def show(value: Any, form: Any) -> str:
+        return _UNKNOWN if value is None else form(value)
+
+    def metric(value: Spread) -> str:
         missing = f" ({value.n} of {len(row.seeds)} seeds)" if value.n < len(row.seeds) else ""
         return units.format_metric(row.metric, value.mean, value.std) + missing
 
-    sizes = (row.total_bytes, row.uplink_bytes, row.downlink_bytes, row.first_download_bytes)
-    total, *parts = (_UNKNOWN if size is None else format_bytes(size) for size in sizes)
     low, high = row.rounds
-    ratio = _UNKNOWN if row.ratio is None else format_factor(row.ratio)
-    if row.ratio is not None and row.against == row.label:
-        ratio = "baseline"
-    return [
-        row.label,
-        metric(row.final),
-        total,
-        ratio,
-        *parts,
-        str(high) if low == high else f"{low}–{high}",
-        metric(row.best),
-        _UNKNOWN if row.simulated_seconds is None else units.format_time(row.simulated_seconds),
-        f"n = {len(row.seeds)} ({', '.join(map(str, row.seeds[:6]))}{'…' if len(row.seeds) > 6 else ''})",
-    ]
-
-
-def make_headline(rows: Sequence[Row]) -> str:
-    """Return one sentence about the best row: the one that saves most bytes and loses at most 1%.
-
-    If every row loses more against its baseline, the row that loses least is the best.
-    """
-    compared = [row for row in rows if row.final and row.ratio and row.against != row.label]
-    if not compared:
-        return _headline_alone(rows)
-    by_label = {row.label: row for row in rows}
-    losses = [_loss_against(row, by_label[row.against]) for row in compared]
-    near = [row for row, loss in zip(compared, losses, strict=True) if loss <= 0.01]
-    row = max(near, key=lambda row: row.ratio or 0) if near else compared[losses.index(min(losses))]
-    base = next(other for other in rows if other.label == row.against)
-    sent = format_factor(row.ratio or 1)
-    sent = "as many bytes as" if sent == units.SAME else f"{sent} bytes than"
-    theirs = f" ({_final(base)})" if base.final else ""
-    rounds = "" if row.rounds == base.rounds else f", in {row.rounds[1]} against {base.rounds[1]} rounds"
-    return f"{row.label}: {_final(row)} with {sent} {base.label}{theirs}{rounds}"
-
-
-def _loss_against(row: Row, base: Row) -> float:
-    """Return how much worse the final metric is than the baseline's; absolute for shares, else relative."""
-    if row.final is None or base.final is None:
-        return float("inf")
-    worse = base.final.mean - row.final.mean
-    worse = -worse if units.lower_is_better(row.metric) else worse
-    return worse if units.is_share(row.metric) else worse / (abs(base.final.mean) or 1)
-
-
-def _headline_alone(rows: Sequence[Row]) -> str:
-    row = next((row for row in rows if row.final), None)
-    if row is None:
-        return "Nothing has been evaluated yet"
-    sent = f" and {format_bytes(row.total_bytes)} up and down" if row.total_bytes is not None else ""
-    rounds = f"{row.rounds[1]} round{'s' if row.rounds[1] != 1 else ''}"
-    return f"{row.label}: {_final(row)} after {rounds}{sent}"
-
-
-def _final(row: Row) -> str:
-    assert row.final is not None
-    text = units.format_metric(row.metric, row.final.mean)
-    return text if units.is_share(row.metric) else f"{units.spell_out(row.metric)} {text}"
-
-
-def classify(row: Record) -> str:
-    """Return which of `OUTCOMES` a row of nodes.jsonl has; an unknown outcome counts as rejected."""
-    if row.get("applied"):
-        return "in the model"
-    words = {"replied": "replied, round void", "late": "late", "lost": "lost"}
-    return words.get(row["outcome"], "rejected")
-
-
-def group_by_node(rows: Sequence[Record]) -> dict[int, list[Record]]:
-    """Return the rows of each node, sorted by round; the keys are node numbers in increasing order."""
-    found: dict[int, list[Record]] = {}
-    for row in sorted(rows, key=lambda row: (row["number"], row["round"])):
-        found.setdefault(row["number"], []).append(row)
-    return found
-
-
-def tabulate_nodes(rows: Sequence[Record]) -> list[list[str]]:
-    """Return a row of text for each node, the header first; residual, age, incarnation are the last known."""
-    return [_NODE_HEADER, *(_node_cells(own) for own in group_by_node(rows).values())]
-
-
-def _node_cells(own: Sequence[Record]) -> list[str]:
-    def last(name: str, form: str) -> str:
-        values = [row[name] for row in own if row.get(name) is not None]
-        return format(values[-1], form) if values else "none"
-
-    counts = Counter(map(classify, own))
-    steps = sorted({row["K"] for row in own if row.get("K") is not None})
-    return [
-        own[-1]["node"],
-        str(len(own)),
-        *(str(counts[name]) for name in OUTCOMES),
-        format_bytes(sum(row.get("up_bytes") or 0 for row in own)),
-        " to ".join(f"{K:g}" for K in dict.fromkeys((steps[0], steps[-1]))) if steps else "not said",
-        last("residual_norm", ".4g"),
-        last("age", ",.0f"),
-        last("incarnation", ",.0f"),
-    ]
-
-
-def list_reasons(rows: Sequence[Record]) -> list[str]:
-    """Return a sentence for each reason why replies are not in the model, the most frequent first."""
-    found: dict[str, list[Record]] = {}
-    for row in rows:
-        if not row.get("applied"):
-            what = "round void" if row["outcome"] == "replied" else row["outcome"]
-            found.setdefault(f"{what} ({row['why']})" if row.get("why") else str(what), []).append(row)
-    in_order = sorted(found.items(), key=lambda item: -len(item[1]))
-    reasons = [_describe_reason(why, own) for why, own in in_order[:_MOST_REASONS]]
-    more = sum(len(own) for _, own in in_order[_MOST_REASONS:])
-    return reasons + ([f"{more} more, for other reasons"] if more else [])
-
-
-def _describe_reason(why: str, own: Sequence[Record]) -> str:
-    """Return a text such as `rounds 1 to 2: lost, node2 3 times, node1`; rounds count from 1."""
-    first, last = (each(row["round"] for row in own) + 1 for each in (min, max))
-    when = f"round {first}" if first == last else f"rounds {first} to {last}"
-    nodes = Counter(row["node"] for row in own)
-    names = [name if n == 1 else f"{name} {n} times" for name, n in nodes.most_common(_MOST_NAMES)]
-    more = len(nodes) - len(names)
-    others = f" and {more} more node{'s' if more > 1 else ''}" if more else ""
-    return f"{when}: {why}, {', '.join(names)}{others}"
+    seeds = ", ".join(map(str, row.seeds[:6])) + "…" * (len(row.seeds) > 6)
+    ratio = show(row.ratio, format_factor)
+    return {
+        "run": row.label,
+        units.spell_out(row.metric): show(row.final, metric),
+        "total": show(row.total_bytes, format_bytes),
+        _AGAINST: "baseline" if row.ratio is not None and row.against == row.label else ratio,
+        "up": show(row.uplink_bytes, format_bytes),
+        "down": show(row.downlink_bytes, format_bytes),
+        "first downloads": show(row.first_download_bytes, format_bytes),
+        "rounds": str(high) if low == high else f"{low}–{high}",
+        "best": show(row.best, metric),
+        "simulated time": show(row.simulated_seconds, units.format_time),
+        "seeds": f"n = {len(row.seeds)} ({seeds})",
+    }

@@ -6,14 +6,10 @@
     sweep.run(command="my script", minutes=30)
     sweep.draw()
 
-A cell is one run of a sweep. `grid` lists the cells, `runner` runs the missing cells, `cells` writes each
-cell's results with a checksum (the seal), and `figures` draws. A study of your own is a subclass of `Study`.
+A cell is one run of a sweep. `grid` lists the cells and draws them, `runner` runs the missing cells, and
+`cells` writes each cell's results with a checksum (the seal). A study of your own is a subclass of `Study`.
 """
 
-from cfedavg.core.units import format_bytes
-from cfedavg.report.axes import INK, MUTED, style_axes
-from cfedavg.report.figures import as_png, default_settings, draw_grid, make_framed_figure
-from cfedavg.report.panels import BLUE, GREEN, PLAIN, VERMILION, Frame, Panel, Pen, Series
 from cfedavg.simulate.run import Observer
 from cfedavg.sweep.cells import (
     CELLS,
@@ -21,29 +17,21 @@ from cfedavg.sweep.cells import (
     SealedCell,
     Settings,
     Study,
+    count_cells,
+    count_rounds,
+    fill_panel,
     is_beginning,
     read_cell,
     read_cells,
     round_value,
     write_cell,
-)
-from cfedavg.sweep.figures import (
-    count_cells,
-    count_rounds,
-    fill_panel,
-    frame_of,
-    pen_of,
-    started_lines,
-    started_shares,
     write_markdown,
 )
 from cfedavg.sweep.grid import Grid, Line, read_table
 from cfedavg.sweep.runner import MANY, Sweep
 
 __all__ = [
-    "BLUE", "CELLS", "GREEN", "INK", "MANY", "MUTED", "PLAIN", "VERMILION", "DamagedCell", "Frame", "Grid",
-    "Line", "Observer", "Panel", "Pen", "SealedCell", "Series", "Settings", "Study", "Sweep", "as_png",
-    "count_cells", "count_rounds", "default_settings", "draw_grid", "fill_panel", "format_bytes",
-    "frame_of", "is_beginning", "make_framed_figure", "pen_of", "read_cell", "read_cells", "read_table",
-    "round_value", "started_lines", "started_shares", "style_axes", "write_cell", "write_markdown",
+    "CELLS", "MANY", "DamagedCell", "Grid", "Line", "Observer", "SealedCell", "Settings", "Study", "Sweep",
+    "count_cells", "count_rounds", "fill_panel", "is_beginning", "read_cell", "read_cells", "read_table",
+    "round_value", "write_cell", "write_markdown",
 ]  # fmt: skip

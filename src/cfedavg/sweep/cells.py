@@ -1,13 +1,15 @@
-"""Cells, the runs of a sweep: how a cell is measured, and the file of its results with a checksum (seal)."""
+"""Cells, the runs of a sweep: the file of a cell's results with a checksum (seal), its lines and numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,11 @@ from typing import Any
 from cfedavg.core.config import Config, renew
 from cfedavg.core.errors import CannotResume, Diverged, InputError
 from cfedavg.core.files import read_file, write_atomic
-from cfedavg.core.run_files import METRICS, Record, read_rows
+from cfedavg.core.run_files import METRICS, read_rows
+from cfedavg.core.units import format_bytes, format_metric
+from cfedavg.report.panels import Lines, Panel, Pen
+from cfedavg.report.runs import Group, Run
+from cfedavg.report.table import measure_spread
 from cfedavg.simulate.run import Observer, run
 
 # The metrics of each round that a cell keeps. Bytes and counts are integers and are not rounded.
@@ -24,6 +30,7 @@ COLUMNS = (
     "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min", "local_steps_mean",
     "simulated_seconds",
 )  # fmt: skip
+NOTHING = "–"  # in a table, where there is no number
 CELLS = "cells"  # the folder of the sealed files
 # Fields that say how and where a cell is run. Cells that differ only in these fields are the same cell.
 MACHINE = {"data_dir", "device", "engine", "workers", "precision", "residuals", "checkpoint_every"}
@@ -48,6 +55,9 @@ class SealedCell:
         return "diverged" in self.values
 
 
+Found = Mapping[str, SealedCell]  # finished cells by name
+
+
 class DamagedCell(InputError):
     """An error: a cell's file was changed after it was written, or lacks values that its study needs."""
 
@@ -68,11 +78,11 @@ class Study:
         """Run a cell and return its values; `folder` may hold files to resume the cell after a stop."""
         raise NotImplementedError
 
-    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
+    def figure(self, found: Found, note: str) -> bytes:
         """Return a PNG figure of the cells in `found`, with `note` under the figure."""
         raise NotImplementedError
 
-    def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
+    def table(self, found: Found) -> list[list[str]]:
         """Return the figure's numbers as rows of a table; the first row is the header."""
         raise NotImplementedError
 
@@ -96,20 +106,19 @@ def train_cell(config: Config, folder: Path, observer: Observer) -> dict[str, An
     """Train in `folder`, resuming a run that is there; return each metric as a list over all rounds."""
     diverged = {}
     try:
-        rows = _train(config, folder, observer)
+        try:
+            rows = run(config, out=folder, resume=folder.exists(), observer=observer, draw=False).rows
+        except CannotResume as error:
+            observer.say(f"{folder.name} is done again from its first round ({error})")
+            shutil.rmtree(folder)
+            rows = run(config, out=folder, observer=observer, draw=False).rows
     except Diverged as error:  # divergence is a result too
         rows, diverged = read_rows(folder / METRICS), {"diverged": str(error)}
     known = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     return {name: [round_value(row.get(name)) for row in rows] for name in known} | diverged
 
 
-def _train(config: Config, folder: Path, observer: Observer) -> list[Record]:
-    try:
-        return run(config, out=folder, resume=folder.exists(), observer=observer, draw=False).rows
-    except CannotResume as error:
-        observer.say(f"{folder.name} is done again from its first round ({error})")
-        shutil.rmtree(folder)
-        return run(config, out=folder, observer=observer, draw=False).rows
+# Files
 
 
 def write_cell(folder: Path, cell: SealedCell) -> Path:
@@ -156,10 +165,8 @@ def _is_usable(cell: SealedCell) -> bool:
         and all(isinstance(made[key], str) for key in ("version", "hardware"))
         and type(settings["seed"]) is int
         and type(settings.get("rounds", 0)) is int
-        and all(
-            isinstance(value, str) if key == "diverged" else is_value(value)
-            for key, value in cell.values.items()
-        )
+        and isinstance(cell.values.get("diverged", ""), str)
+        and all(is_value(value) for key, value in cell.values.items() if key != "diverged")
     )
 
 
@@ -206,3 +213,84 @@ def _text(value: Any) -> str:
 def _seal(table: dict[str, Any]) -> str:
     plain = json.dumps(table, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(plain.encode()).hexdigest()[:16]
+
+
+# Figures and tables
+
+
+def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pen]]) -> tuple[Panel, Lines]:
+    """Return a panel with its lines: a mean over seeds, and each diverged seed alone, ending with a cross."""
+    drawn: list[tuple[Group, Pen]] = []
+    for label, cells, pen in lines:
+        if whole := tuple(_as_run(cell, label) for cell in cells if not cell.diverged):
+            drawn.append((Group(label, whole), pen))
+        alone = [Group(label, (_as_run(cell, label),)) for cell in cells if cell.diverged]
+        drawn += [(group, dataclasses.replace(pen, crossed=True)) for group in alone]
+    return (panel if drawn else dataclasses.replace(panel, empty="not run yet")), drawn
+
+
+def _as_run(cell: SealedCell, label: str) -> Run:
+    """Return a cell as a Run of the report: rows instead of columns, and the mean uplink bytes per client."""
+    config = Config.from_dict(cell.settings, cell.name, trust=True)  # safe: drawing imports no class
+    columns = {key: values for key, values in cell.values.items() if isinstance(values, list)}
+    sent = columns.get("uplink_bytes", [])
+    columns["client_bytes"] = [None if each is None else each / config.clients for each in sent]
+    lines = itertools.zip_longest(*columns.values())
+    rows = [{"round": t} | dict(zip(columns, values, strict=True)) for t, values in enumerate(lines)]
+    return Run(Path(cell.name), config, rows, label)
+
+
+def count_cells(cells: Sequence[SealedCell]) -> str:
+    """Return the number of cells (seeds) as text, and the number of diverged cells if there are any."""
+    diverged = sum(cell.diverged for cell in cells)
+    return f"{len(cells)}" + (f", {diverged} diverged" if diverged else "")
+
+
+def count_rounds(cells: Sequence[SealedCell]) -> str:
+    """Return the cells' number of rounds as text, or "A to B" for the fewest and the most if they differ."""
+    return _show_range({len(cell.values.get("uplink_bytes") or ()) for cell in cells})
+
+
+def describe_seeds(counts: Iterable[int]) -> str:
+    """Return the words of a subtitle for the numbers of seeds of all lines.
+
+    >>> describe_seeds([3, 0, 2]), describe_seeds([1, 1]), describe_seeds([0])
+    ('mean of 2 to 3 seeds, shaded from the lowest to the highest', 'one seed', '')
+    """
+    some = set(counts) - {0}
+    if some <= {1}:
+        return "one seed" if some else ""
+    return f"mean of {_show_range(some)} seeds, shaded from the lowest to the highest"
+
+
+def _show_range(counts: set[int]) -> str:
+    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+
+
+def summarise_cells(cells: Sequence[SealedCell], columns: Sequence[str]) -> list[str]:
+    """Return texts: rounds, the last known value of each column (mean ± spread), uplink bytes of a client."""
+    if not cells:
+        return [NOTHING] * (len(columns) + 2)
+    texts = [count_rounds(cells)]
+    for name in columns:
+        known = [[value for value in cell.values.get(name, ()) if value is not None] for cell in cells]
+        spread = measure_spread([own[-1] for own in known if own])
+        texts.append(format_metric(name, spread.mean, spread.std) if spread else NOTHING)
+    sent = [
+        math.fsum(filter(None, cell.values.get("uplink_bytes") or ())) / cell.settings["clients"]
+        for cell in cells
+    ]
+    return [*texts, format_bytes(statistics.fmean(sent))]
+
+
+def write_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown.
+
+    >>> print(write_markdown([["p", "line", "seeds"], ["10", "a|b", "3"]]), end="")
+    | p | line | seeds |
+    | ---: | :--- | ---: |
+    | 10 | a\\|b | 3 |
+    """
+    rule = [":---" if name == "line" else "---:" for name in rows[0]]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [cells[0], rule, *cells[1:]])

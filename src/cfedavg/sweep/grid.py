@@ -1,4 +1,4 @@
-"""Grids of runs, over p (classes per client), the lines of a figure and seeds; from TOML or options."""
+"""Grids of runs over p (classes per client), the lines of a figure and seeds: read, run and drawn."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, Config, parse_toml, refuse_code
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
+from cfedavg.core.units import is_share, spell_out
+from cfedavg.report.figures import Frame, draw_grid
+from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
 from cfedavg.schedule import build_schedule
 from cfedavg.simulate.plan import parse_parts
 from cfedavg.simulate.run import Observer
-from cfedavg.sweep.cells import COLUMNS, SealedCell, Settings, Study, config_settings, train_cell
+from cfedavg.sweep import cells as sealed
+from cfedavg.sweep.cells import COLUMNS, NOTHING, Found, SealedCell, Settings, Study
 
 OVER = ("rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "simulated_seconds")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # check and rule of each key in TOML
-    **dict.fromkeys(("like", "title", "subtitle"), (lambda v: isinstance(v, str), "text")),
-    "base": (lambda v: isinstance(v, dict), "a table"),
-    "line": (lambda v: isinstance(v, list), "tables, each begun with [[line]]"),
-    "seeds": (lambda v: type(v) is int and 1 <= v <= 1000, "a whole number between 1 and 1000"),
-    "p": (lambda v: _are_shares(v), "a list of different whole numbers, 1 or more"),
-    "columns": (lambda v: _are_some(v, COLUMNS), f"a list of some of {', '.join(COLUMNS)}"),
-    "over": (lambda v: _are_some(v, OVER), f"a list of some of {', '.join(OVER)}"),
-}
 
 
 @dataclass(frozen=True)
@@ -75,9 +70,11 @@ class Grid(Study):
         The user's fields in `typed` and texts in `vary` override the table and need no `trust`.
         """
         where, typed = f"grid {name}", dict(typed or {})
-        check_keys(table, where)
-        base = put_on_top(_fields(table.get("base", {}), f"{where}: base", trust, typed), typed)
-        lines = [_line(each, where, trust) for each in table.get("line", ())]
+        _check_keys(table, where, _KEYS)
+        base = {key: value for key, value in table.get("base", {}).items() if key not in typed}
+        _check_fields(base, f"{where}: base", trust)
+        base = _put_on_top(base, typed)
+        lines = [_parse_line(each, where, trust) for each in table.get("line", ())]
         if not lines and not vary:
             raise InputError(f"{where} has no [[line]]: give at least one, with name, label and changes")
         lines, seeds = _cross(lines, vary)
@@ -130,14 +127,14 @@ class Grid(Study):
 
     def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
         """Return the settings of every cell, by name; all cells of the first seed come first."""
-        plan = {stem: config_settings(config) for stem, config in self._configs.items()}
+        plan = {stem: sealed.config_settings(config) for stem, config in self._configs.items()}
         return {
             f"{stem}-seed{seed}": settings | {"seed": seed}
             for seed in seeds
             for stem, settings in plan.items()
         }
 
-    def find_cells(self, found: Mapping[str, SealedCell], p: int | None, line: Line) -> list[SealedCell]:
+    def find_cells(self, found: Found, p: int | None, line: Line) -> list[SealedCell]:
         """Return the cells in `found` that belong to `p` and `line`, in the order of their seeds."""
         stem = self.stem(p, line)
         mine = [cell for name, cell in found.items() if name.rpartition("-seed")[0] == stem]
@@ -149,19 +146,67 @@ class Grid(Study):
         if "checkpoint_every" not in self.base:
             # A checkpoint holds every client's residual and is large: write only four in a run.
             config = config.replace(checkpoint_every=max(1, config.rounds // 4))
-        return train_cell(config, folder, observer)
+        return sealed.train_cell(config, folder, observer)
 
-    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
+    def figure(self, found: Found, note: str) -> bytes:
         """Return a PNG with a row of panels for each p, and a panel for each metric and x axis."""
-        from cfedavg.sweep.figures import draw_grid_figure  # matplotlib takes a while to import
+        started_p, lines = self.list_started(found)
+        rows = [
+            [self._fill_panel(found, p, key, x) for x in self.over for key in self.columns] for p in started_p
+        ]
+        legend = [(line.label, self.choose_pen(line)) for line in lines]
+        return draw_grid(rows, self.make_frame(found, legend, note))
 
-        return draw_grid_figure(self, found, note)
+    def _fill_panel(self, found: Found, p: int | None, key: str, x: str) -> tuple[Panel, Lines]:
+        panel = Panel(
+            key, "" if p is None else f"p = {p}", (Series(key, ""),), "", x,
+            log=key.endswith("loss"), percent=is_share(key), side=spell_out(key),
+        )  # fmt: skip
+        lines = [(line.label, self.find_cells(found, p, line), self.choose_pen(line)) for line in self.lines]
+        return sealed.fill_panel(panel, lines)
 
-    def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
-        """Return the rows of a table: a header, then a row for each p and line."""
-        from cfedavg.sweep.figures import summarise_cells
+    def choose_pen(self, line: Line) -> Pen:
+        """Return a line's pen: its own colour if set, grey if uncompressed, or else the next free colour."""
+        settings = {each.name: {**self.base, **each.changes} for each in self.lines}
+        plain = [name for name, own in settings.items() if own.get("compressor") == "none"]
+        free = [each.name for each in self.lines if not each.colour and each.name not in plain]
+        usual = COLOURS[free.index(line.name) % len(COLOURS)] if line.name in free else PLAIN
+        return Pen(line.colour or usual, dashed=settings[line.name].get("feedback") == "none")
 
-        return summarise_cells(self, found)
+    def list_started(self, found: Found) -> tuple[list[int | None], list[Line]]:
+        """Return each p (classes per client) and line with a cell in `found`; without cells, return all."""
+        pairs = [pair for pair in self.pairs() if self.find_cells(found, *pair)] or list(self.pairs())
+        started = [line for _, line in pairs]
+        return list(dict.fromkeys(p for p, _ in pairs)), [line for line in self.lines if line in started]
+
+    def make_frame(self, found: Found, legend: Sequence[tuple[str, Pen]], note: str) -> Frame:
+        """Return the frame around the panels: title, number of seeds, legend, and note on missing cells."""
+        every = [self.find_cells(found, *pair) for pair in self.pairs()]
+        crosses = "× where a seed diverged" if any(cell.diverged for own in every for cell in own) else ""
+        subtitle = " · ".join(filter(None, [self.subtitle, sealed.describe_seeds(map(len, every)), crosses]))
+        return Frame(self.title, subtitle, legend, "; ".join(filter(None, [note, self._name_missing(found)])))
+
+    def _name_missing(self, found: Found) -> str:
+        """Return a note that names each p and line without any cell, and each other pair without a cell."""
+        started_p, started = self.list_started(found)
+        names = [f"p = {p}" for p in self.p if p not in started_p]
+        names += [line.label for line in self.lines if line not in started]
+        names += [
+            line.label if p is None else f"{line.label} at p = {p}"
+            for p, line in itertools.product(started_p, started)
+            if found and not self.find_cells(found, p, line)
+        ]
+        return f"not run yet: {'; '.join(names)}" if names else ""
+
+    def table(self, found: Found) -> list[list[str]]:
+        """Return a table, header first, with a row per p and line: last values (mean ± spread) and bytes."""
+        names = [f"{spell_out(name)} after the last round" for name in self.columns]
+        rows = [["p", "line", "seeds", "rounds", *names, "uplink of a client"]]
+        for p, line in self.pairs():
+            own = self.find_cells(found, p, line)
+            texts = sealed.summarise_cells(own, self.columns)
+            rows.append([NOTHING if p is None else str(p), line.label, sealed.count_cells(own), *texts])
+        return rows
 
 
 # Reading a grid
@@ -176,66 +221,79 @@ def read_table(path: Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
         table = parse_toml(read_file(path).decode(), f"grid {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the grid {path} ({getattr(error, 'strerror', error)})") from None
-    check_keys({key: table[key] for key in ("like", "base") if key in table}, f"grid {path.stem}")
+    _check_keys({key: table[key] for key in ("like", "base") if key in table}, f"grid {path.stem}", _KEYS)
     if "like" not in table:
         return table
     model = read_table(path.parent / table.pop("like"), (*above, file))
     for key, value in model.items():
         if isinstance(value, dict) and isinstance(table.get(key), dict):
-            table[key] = put_on_top(value, table[key]) if key == "base" else value | table[key]
+            table[key] = _put_on_top(value, table[key]) if key == "base" else value | table[key]
     return model | table
 
 
-def put_on_top(below: Mapping[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _put_on_top(below: Mapping[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return both tables joined; a field in `above` replaces the same and exclusive fields in `below`."""
     gone = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
     return {name: value for name, value in below.items() if name not in gone} | above
 
 
-def check_keys(table: Mapping[str, Any], where: str) -> None:
-    """Refuse an unknown key in the TOML table of a grid, and a value that breaks the rule of its key."""
+_Check = Callable[[Any], object]
+_Rules = Mapping[str, tuple[_Check, str]]  # the check of each key's value, and the rule in words
+
+
+def _is_text(pattern: str) -> _Check:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value)
+
+
+def _is_list(is_right: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and value and all(map(is_right, value))
+
+
+_are_counts = _is_list(lambda p: type(p) is int and p >= 1)
+_KEYS: _Rules = {
+    **dict.fromkeys(("like", "title", "subtitle"), (_is_text("(?s).*"), "text")),
+    "base": (lambda v: isinstance(v, dict), "a table"),
+    "line": (_is_list(lambda v: isinstance(v, dict)), "tables, each begun with [[line]]"),
+    "seeds": (lambda v: type(v) is int and 1 <= v <= 1000, "a whole number between 1 and 1000"),
+    "p": (
+        lambda v: _are_counts(v) and len(set(v)) == len(v),
+        "a list of different whole numbers, 1 or more",
+    ),
+    "columns": (_is_list(lambda v: v in COLUMNS), f"a list of some of {', '.join(COLUMNS)}"),
+    "over": (_is_list(lambda v: v in OVER), f"a list of some of {', '.join(OVER)}"),
+}
+_LINE_KEYS: _Rules = {
+    "name": (_is_text(r"[A-Za-z0-9][A-Za-z0-9_.-]*"), "letters, digits, dots and dashes"),
+    "label": (_is_text("(?s).+"), "text"),
+    "colour": (_is_text("#[0-9A-Fa-f]{6}"), "like #0072B2"),
+}
+_FIELDS: _Rules = dict.fromkeys(OPTIONS, (lambda value: True, ""))  # Config checks the values
+
+
+def _check_keys(table: Mapping[str, Any], where: str, rules: _Rules) -> None:
+    """Refuse an unknown key, and a value that breaks the rule of its key."""
     for key, value in table.items():
-        if key not in _RULES:
-            raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(_RULES))}")
-        is_right, words = _RULES[key]
+        if key not in rules:
+            raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(rules))}")
+        is_right, rule = rules[key]
         if not is_right(value):
-            raise InputError(f"{where}: {key} must be {words}, got {value!r}")
+            raise InputError(f"{where}: {key} must be {rule}, got {value!r}")
 
 
-def _are_some(value: Any, known: Sequence[str]) -> bool:
-    return isinstance(value, list) and bool(value) and all(each in known for each in value)
-
-
-def _are_shares(value: Any) -> bool:
-    right = isinstance(value, list) and bool(value) and all(type(p) is int and p >= 1 for p in value)
-    return right and len(set(value)) == len(value)
-
-
-def _fields(table: Any, where: str, trust: bool, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table after checking the names of its fields; Config checks the values of the fields later."""
-    if not isinstance(table, dict):
-        raise InputError(f"{where} must be a table of the configuration's fields, got {table!r}")
-    if unknown := table.keys() - OPTIONS.keys():
-        known = ", ".join(sorted(OPTIONS))
-        raise InputError(f"{where} has an unknown key {min(unknown)!r}; known are {known}")
+def _check_fields(table: Mapping[str, Any], where: str, trust: bool) -> None:
+    """Refuse unknown fields of Config, and, without `trust`, values that would import Python code."""
+    _check_keys(table, where, _FIELDS)
     if not trust:
-        left = {key: value for key, value in table.items() if key not in typed}
-        refuse_code(left, where, "set `trust` if you trust who wrote it")
-    return table
+        refuse_code(table, where, "set `trust` if you trust who wrote it")
 
 
-def _line(table: Any, where: str, trust: bool) -> Line:
-    if not isinstance(table, dict):
-        raise InputError(f"{where}: line must be tables, each begun with [[line]], got {table!r}")
-    rest = {"name": None, "label": None, "colour": "#000000", **table}
-    name, own = rest.pop("name"), f"{where}: the [[line]] {table.get('name')}"
-    rules = {"name": (name, r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, dots and dashes"),
-             "label": (rest.pop("label"), r"(?s).+", "text"),
-             "colour": (rest.pop("colour"), r"#[0-9A-Fa-f]{6}", "like #0072B2")}  # fmt: skip
-    for key, (value, pattern, words) in rules.items():
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise InputError(f"{own}: {key} must be {words}, got {value!r}")
-    return Line(name, table["label"], _fields(rest, own, trust, {}), table.get("colour", ""))
+def _parse_line(table: Mapping[str, Any], where: str, trust: bool) -> Line:
+    where = f"{where}: the [[line]] {table.get('name')}"
+    own = {"name": None, "label": None} | {key: table[key] for key in _LINE_KEYS if key in table}
+    _check_keys(own, where, _LINE_KEYS)
+    changes = {key: value for key, value in table.items() if key not in _LINE_KEYS}
+    _check_fields(changes, where, trust)
+    return Line(changes=changes, **own)
 
 
 def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[int, ...]]:
@@ -250,7 +308,7 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
             if name in seen:
                 raise InputError(f"`vary` must name {name} once, got {name} twice; join its values with |")
             seen.add(name)
-        values = [_value(part.strip(), FIELD_TYPES[fields[0]]) for part in right.split("|")]
+        values = [_parse_value(part.strip(), FIELD_TYPES[fields[0]]) for part in right.split("|")]
         if fields == ["seed"]:
             seeds = tuple(values)
         else:
@@ -258,9 +316,9 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
     return lines or [Line("run", "run", {})], seeds
 
 
-def _value(text: str, kind: Any) -> Any:
+def _parse_value(text: str, kind: Any) -> Any:
     """Return the value that a text in TOML stands for; a string may be without quotes."""
-    if str in (getattr(kind, "__args__", None) or (kind,)):
+    if str in (get_args(kind) or (kind,)):
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -23,8 +23,7 @@ from cfedavg.core.run_files import CHECKPOINT, METRICS, RESIDUALS, Record, read_
 from cfedavg.core.units import format_time
 from cfedavg.simulate.run import Observer
 from cfedavg.sweep import cells as archive
-from cfedavg.sweep.cells import CELLS, DamagedCell, SealedCell, Settings, Study
-from cfedavg.sweep.figures import write_markdown
+from cfedavg.sweep.cells import CELLS, DamagedCell, Found, SealedCell, Settings, Study
 
 MANY = range(20)  # a figure shows the cells with these seeds that are in the folder
 Show = Callable[[str, int], AbstractContextManager[Observer]]  # from a cell's title and rounds
@@ -102,10 +101,10 @@ class Sweep:
             if not os.path.lexists(path := self.out / CELLS / f"{name}.json"):
                 continue
             try:
-                found[name] = archive.read_cell(path)
-                if missing := study.missing_values(found[name]):
-                    del found[name]
+                cell = archive.read_cell(path)
+                if missing := study.missing_values(cell):
                     raise DamagedCell(f"{path} lacks {missing[0]}")
+                found[name] = cell
             except DamagedCell as error:
                 damaged.append(error)
         return found, damaged
@@ -181,7 +180,7 @@ class Sweep:
                 continue
             picture = self.out / f"{study.name}.png"
             write_atomic(picture, study.figure(found, _note(study, found, planned)))
-            table = f"# {study.title}\n\n{write_markdown(study.table(found))}"
+            table = f"# {study.title}\n\n{archive.write_markdown(study.table(found))}"
             write_atomic(picture.with_suffix(".md"), table.encode())
             self.say(f"drawn: {picture}, and its table beside it")
             pictures.append(picture)
@@ -199,7 +198,7 @@ class Sweep:
         return {name: cell for name, cell in found.items() if name not in others}
 
 
-def _note(study: Study, found: Mapping[str, SealedCell], planned: Mapping[str, Settings]) -> str:
+def _note(study: Study, found: Found, planned: Mapping[str, Settings]) -> str:
     """Return the text under a figure: the versions, the hardware, and how many rounds were run if not all."""
     versions, hardware = (sorted({c.made[key] for c in found.values()}) for key in ("version", "hardware"))
     cuts = sorted({_cut(cell.settings, planned[name]) for name, cell in found.items()})
