@@ -21,7 +21,7 @@ from cfedavg.core.files import check_regular, exists, read_file
 if TYPE_CHECKING:
     from cfedavg.core.layout import Layout
     from cfedavg.core.payload import Payload
-    from cfedavg.wire.explain import Rows
+    from cfedavg.wire.frame import Rows
 
 PARTITION = {*fields_where(lambda known: known.group == DATA), "seed"}
 
@@ -72,7 +72,7 @@ def inspect_message(
 def show_message(console: Console, file: Path, layout: Path | None, dense: Path | None) -> None:
     """Print a message's header and sections; with the model's layout, also the share sent of each tensor."""
     from cfedavg.wire import WireError, decode, read_header
-    from cfedavg.wire.explain import header_rows, section_rows, tensor_rows
+    from cfedavg.wire.frame import header_rows, section_rows, tensor_rows
 
     data, beside = _read(file), file.parent / "layout.json"
     if layout is None and exists(beside):
