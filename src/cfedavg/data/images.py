@@ -86,38 +86,40 @@ def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, gr
     from rich.markup import escape
     from rich.progress import Progress
 
-    rows = dict.fromkeys(SPLITS, 0)
-    for split, paths in files.items():
-        for path in paths:
-            with _open_parquet(path, where) as file:
-                rows[split] += file.metadata.num_rows
-    reader = _Reader(where, grey)
-    shapes, classes, counts = {}, 0, np.zeros((1 if grey else 3, 256), np.int64)
+    rows = {split: _count_rows(files[split], split, where) for split in SPLITS}
+    labels: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    shapes, counts = {}, np.zeros((1 if grey else 3, 256), np.int64)
     quiet = not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(escape(f"decoding {where.partition(': ')[2]}"), total=sum(rows.values()))
-        for split in SPLITS:
-            if not rows[split]:
-                raise InputError(f"{where}: the {split} split is empty")
-            labels: list[np.ndarray] = []
-            with (folder / f"{split}_pixels.npy").open("wb") as out:
-                for pixels, part in reader.batches(files[split]):
-                    if not labels:
-                        shapes[split] = (rows[split], *pixels.shape[1:])
-                        header = {"descr": "|u1", "fortran_order": False, "shape": shapes[split]}
-                        np.lib.format.write_array_header_1_0(out, header)
-                    # No memory map: on a full disk, a memory map would kill the process.
-                    out.write(pixels.data)
-                    labels.append(part)
-                    if split == "train":
-                        counts += histogram(pixels)
-                    bar.advance(task, len(part))
-            classes = max(classes, _save_labels(folder, split, np.concatenate(labels), where))
+        for split, pixels, some in _read_images(files, where, grey):
+            # No memory map: on a full disk, a memory map would kill the process.
+            with (folder / f"{split}_pixels.npy").open("ab" if labels[split] else "wb") as out:
+                if not labels[split]:
+                    shapes[split] = (rows[split], *pixels.shape[1:])
+                    header = {"descr": "|u1", "fortran_order": False, "shape": shapes[split]}
+                    np.lib.format.write_array_header_1_0(out, header)
+                out.write(pixels.data)
+            labels[split].append(some)
+            if split == "train":
+                counts += histogram(pixels)
+            bar.advance(task, len(some))
+    classes = max(_save_labels(folder, split, np.concatenate(labels[split]), where) for split in SPLITS)
     mean, std = mean_std(counts)
     meta = {"version": VERSION, "classes": classes, "mean": mean, "std": std, "shapes": shapes}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     for path in folder.iterdir():  # else a power cut could leave a complete folder of incomplete files
         sync(path)
+
+
+def _count_rows(paths: Sequence[Path], split: str, where: str) -> int:
+    rows = 0
+    for path in paths:
+        with _open_parquet(path, where) as file:
+            rows += file.metadata.num_rows
+    if not rows:
+        raise InputError(f"{where}: the {split} split is empty")
+    return rows
 
 
 def _save_labels(folder: Path, split: str, labels: np.ndarray, where: str) -> int:
@@ -145,48 +147,47 @@ def _open_parquet(path: Path, where: str) -> Iterator[Any]:
         raise InputError(f"{where}: {what} ({summarise_error(error)})") from None
 
 
-class _Reader:
-    """A reader of batches of decoded images, which must all have the same size."""
+def _read_images(
+    files: Mapping[str, Sequence[Path]], where: str, grey: bool
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yield batches: a split, pixels of shape (n, channels, height, width), and labels of shape (n,)."""
+    shape: tuple[int, ...] = ()
+    paths = [(split, path) for split in SPLITS for path in files[split]]
+    for split, path in paths:
+        name = f"{where}: {path.name}"
+        with _open_parquet(path, where) as file:
+            image, label = _find_columns(file.schema_arrow, name)
+            for batch in file.iter_batches(_ROWS, columns=[f"{image}.bytes", label]):
+                labels, encoded = batch.column(label), batch.column(image).field("bytes").to_pylist()
+                if labels.null_count:
+                    raise InputError(f"{name} has samples without a label")
+                decoded = [_decode_image(data, name, grey) for data in encoded]
+                for pixels in decoded:
+                    shape = shape or pixels.shape
+                    if pixels.shape != shape:
+                        sizes = " and ".join(f"{each[1]}x{each[0]}" for each in (shape, pixels.shape))
+                        raise InputError(f"{where}: all images must have the same size, got {sizes}")
+                channels_first = np.ascontiguousarray(np.stack(decoded).transpose(0, 3, 1, 2))
+                yield split, channels_first, labels.to_numpy().astype(np.int64)
 
-    def __init__(self, where: str, grey: bool) -> None:
-        self.where, self.grey = where, grey
-        self.shape: tuple[int, ...] = ()
 
-    def batches(self, paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield batches of pixels, of shape (n, channels, height, width), and labels, of shape (n,)."""
-        for path in paths:
-            name = f"{self.where}: {path.name}"
-            with _open_parquet(path, self.where) as file:
-                image, label = _find_columns(file.schema_arrow, name)
-                for batch in file.iter_batches(_ROWS, columns=[f"{image}.bytes", label]):
-                    labels = batch.column(label)
-                    if labels.null_count:
-                        raise InputError(f"{name} has samples without a label")
-                    encoded = batch.column(image).field("bytes").to_pylist()
-                    pixels = np.stack([self._decode_image(data, name) for data in encoded])
-                    pixels = pixels[..., None] if self.grey else pixels
-                    channels_first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
-                    yield channels_first, labels.to_numpy().astype(np.int64)
+def _decode_image(data: bytes | None, name: str, grey: bool) -> np.ndarray:
+    """Return the pixels of an image, of shape (height, width, channels)."""
+    from PIL import Image
 
-    def _decode_image(self, data: bytes | None, name: str) -> np.ndarray:
-        from PIL import Image
-
-        if data is None:
-            raise InputError(f"{name} holds the paths of its images but not their bytes")
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                mode = image.mode
-                pixels = np.asarray(image if mode == "L" and self.grey else image.convert("RGB"))
-        except Exception as error:  # Pillow raises many kinds of error on a damaged image
-            why = summarise_error(error)
-            raise InputError(f"{name} holds an image that cannot be decoded ({why})") from None
-        if self.grey and mode != "L":
-            raise _Coloured
-        self.shape = self.shape or pixels.shape
-        if pixels.shape != self.shape:
-            sizes = " and ".join(f"{width}x{height}" for height, width, *_ in (self.shape, pixels.shape))
-            raise InputError(f"{self.where}: all images must have the same size, got {sizes}")
-        return pixels
+    if data is None:
+        raise InputError(f"{name} holds the paths of its images but not their bytes")
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if grey and image.mode == "L":
+                return np.asarray(image)[..., None]
+            pixels = np.asarray(image.convert("RGB"))
+    except Exception as error:  # Pillow raises many kinds of error on a damaged image
+        why = summarise_error(error)
+        raise InputError(f"{name} holds an image that cannot be decoded ({why})") from None
+    if grey:
+        raise _Coloured
+    return pixels
 
 
 def _find_columns(schema: Any, where: str) -> list[str]:

@@ -13,8 +13,8 @@ its sent coordinates and their gaps. If bands cost more bits than they save, the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,7 @@ for _bit in range(64):
     BIT_AT[(int(DE_BRUIJN) << _bit & (2**64 - 1)) >> 58] = _bit
 
 
-@dataclass(frozen=True)
-class Matrices:
+class Matrices(NamedTuple):
     """The tensors of a layout as matrices, in the form that the coders need.
 
     `shapes`, int64 (n, 3), holds rows, columns and depth of each tensor. The depth is how many coordinates
