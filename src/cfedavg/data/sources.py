@@ -89,12 +89,13 @@ def _load_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
     where = f"`data_dir`: {folder}"
     files = _find_files(dataset, folder, where)
     name = folder.resolve().name if dataset == "embedded" else dataset
-    paths = files["train"] + files["test"]
-    try:  # the key changes when a file is moved, replaced or written to
-        stats = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
+    try:
+        stats = [(path, path.stat()) for path in files["train"] + files["test"]]
     except OSError as error:
         raise InputError(f"`data_dir`: cannot read {error.filename} ({error.strerror})") from None
-    key = hashlib.sha256("\n".join(stats).encode()).hexdigest()[:16]
+    # The key changes when a file is moved, replaced or written to.
+    text = "\n".join(f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path, info in stats)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     data = _load_cached(name, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
     shape = data.train.pixels.shape[1:]
     if shape != _SHAPES.get(dataset, shape):
