@@ -127,7 +127,7 @@ def encode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> Int:
         if b > a:
             coder = put_tensor(words, coder, of_blocks, indices[a:b], start, shape)
         start, a = end, b
-    bits = 32.0 * coder[0] + 64.0 - math.log2(coder[2])
+    bits = 32.0 * coder[0] + 64.0 - math.log2(coder[2])  # encoded so far, approximately
     if bits < sets.cost_of_set(d, len(indices)):
         return rc.finish(words, coder)
     coder = rc.put_number(words, rc.START, 0, 1)
