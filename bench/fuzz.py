@@ -35,7 +35,7 @@ from rich.text import Text
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Payload, blocks
 from cfedavg.wire import WireError, decode, encode
-from cfedavg.wire.header import CHECKSUM, SIZE
+from cfedavg.wire.frame import CHECKSUM, SIZE
 
 CLIENT, SEQUENCE = 3, 5  # who sends the good messages, and is expected to have sent the spoilt ones
 ACCEPTED = "accepted"

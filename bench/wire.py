@@ -32,8 +32,7 @@ from cfedavg.federate.replica import ModelReplica
 from cfedavg.models import cnn, resnet18
 from cfedavg.simulate.engines import ReferenceEngine
 from cfedavg.simulate.plan import Plan
-from cfedavg.wire.explain import entropy_bound
-from cfedavg.wire.header import read_header
+from cfedavg.wire.frame import entropy_bound, read_header
 
 RECORDED = Path(__file__).parent.parent / "results" / "wire"
 MEMORY = 100e6  # bytes of vectors to take in turns

@@ -12,7 +12,7 @@ import torch
 
 from cfedavg import Layout, Payload, encode, parse
 from cfedavg.wire import read_header
-from cfedavg.wire.header import CHECKSUM, SIZE
+from cfedavg.wire.frame import CHECKSUM, SIZE
 
 SHAPES = ((6, 5, 3, 3), (6,), (20, 30), (20,), (7, 20), (7,), ())
 MODEL = Layout(tuple("abcdefg"), SHAPES, ("float32",) * len(SHAPES))

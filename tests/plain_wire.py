@@ -58,7 +58,7 @@ class Message:
     block: int | None = None
     top: int | None = None
     by_tensor: bool | None = None  # listed coordinates: tensor by tensor, or all in one set
-    modes: list[int] = field(default_factory=list)  # which classes each tensor that says so has, 0 to 3
+    modes: list[int] = field(default_factory=list)  # which bands each tensor that says so has, 0 to 3
 
 
 @dataclass(frozen=True)
@@ -358,14 +358,14 @@ def read_listed(stream: Stream, message: Message, tensors: list[Tensor]) -> list
 
 
 def read_blocks(stream: Stream, tensor: Tensor, mode: int, block_counts: list[Context]) -> list[int]:
-    """The chosen coordinates of a tensor in classes, counted from its start, block after block."""
-    row_classes = read_classes(stream, tensor.rows) if mode & 1 else [1] * tensor.rows
-    column_classes = read_classes(stream, tensor.columns) if mode & 2 else [1] * tensor.columns
+    """The chosen coordinates of a tensor in bands, counted from its start, block after block."""
+    row_bands = read_bands(stream, tensor.rows) if mode & 1 else [1] * tensor.rows
+    column_bands = read_bands(stream, tensor.columns) if mode & 2 else [1] * tensor.columns
     chosen = []
     for x in range(1, 5):
-        rows = [row for row in range(tensor.rows) if row_classes[row] == x]
+        rows = [row for row in range(tensor.rows) if row_bands[row] == x]
         for y in range(1, 5):
-            columns = [column for column in range(tensor.columns) if column_classes[column] == y]
+            columns = [column for column in range(tensor.columns) if column_bands[column] == y]
             size = len(rows) * len(columns) * tensor.group
             if size == 0:
                 continue
@@ -377,17 +377,17 @@ def read_blocks(stream: Stream, tensor: Tensor, mode: int, block_counts: list[Co
     return chosen
 
 
-def read_classes(stream: Stream, number: int) -> list[int]:
+def read_bands(stream: Stream, number: int) -> list[int]:
     model = contexts(20)
-    classes = []
+    bands = []
     before = 0
     for _ in range(number):
         found = 0
         while found < 4 and stream.bit(model[4 * before + found]) == 0:
             found += 1
-        classes.append(found)
+        bands.append(found)
         before = found
-    return classes
+    return bands
 
 
 def read_set(stream: Stream, size: int, n: int) -> list[int]:

@@ -26,7 +26,7 @@ from PIL import Image
 
 from cfedavg.core.errors import InputError
 from cfedavg.data import HUB, ImageData, Partition, by_classes, by_dirichlet, cache_folder, iid, load
-from cfedavg.data import decode as decoding
+from cfedavg.data import images as decoding
 from cfedavg.data.images import histogram, mean_std
 from cfedavg.data.partition import _log_dirichlet, _log_gamma_draws
 
@@ -475,7 +475,6 @@ def test_a_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -
 def test_progress_is_shown_on_a_terminal_only(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(decoding, "_PATIENCE", 0.0)
     load("mine", folder, cache / "a")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -25,7 +25,7 @@ from cfedavg import run as run_and_draw
 from cfedavg.cli.inspect import inspect_message
 from cfedavg.core.config import read_config
 from cfedavg.sweep import DamagedCell, read_cell
-from cfedavg.wire.header import CHECKSUM, Coding, Header, Kind, Where
+from cfedavg.wire.frame import CHECKSUM, Coding, Header, Kind, Where
 from tests.conftest import Command, blobs
 from tests.golden_cases import FOLDER as GOLDEN
 from tests.golden_cases import NET

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from bench import fuzz
 
-from cfedavg.wire import coordinates, format, values
+from cfedavg.wire import format, frame, indices, values
+from cfedavg.wire.frame import Kind
 
 ROOT = Path(__file__).parents[2]
 VERSION_2 = "version # is for CODED FP# or FP# values of ALL coordinates"
@@ -68,11 +69,11 @@ def test_a_mutation_depends_on_seed_and_number_alone(corpus: list[fuzz.Sample]) 
 
 
 def no_check_of_lengths(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(format, "check_lengths", lambda *_: None)
+    patch.setattr(frame, "check_lengths", lambda *_: None)
 
 
 def values_may_be_nan(patch: pytest.MonkeyPatch) -> None:
-    for kind in values.FLOATS.values():
+    for kind in (Kind.FP32, Kind.FP64, Kind.BF16):
         patch.setitem(values.LARGEST, kind, 0xFFFF)
 
 
@@ -82,13 +83,13 @@ def levels_may_exceed_top(patch: pytest.MonkeyPatch) -> None:
 
 
 def indices_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    def draw(key: int, keep: int, d: int, indices: np.ndarray) -> int:
-        n: int = drawn(key, keep, d, indices)
-        indices[:] = indices[::-1].copy()
+    def draw(key: int, keep: int, d: int, found: np.ndarray) -> int:
+        n: int = drawn(key, keep, d, found)
+        found[:] = found[::-1].copy()
         return n
 
-    drawn = coordinates.draw_into
-    patch.setattr(coordinates, "draw_into", draw)
+    drawn = indices.draw_into
+    patch.setattr(indices, "draw_into", draw)
 
 
 @pytest.mark.parametrize(

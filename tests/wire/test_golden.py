@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cfedavg.wire import decode, measure, read_header
-from cfedavg.wire.header import Coding, Kind, Where
+from cfedavg.wire.frame import Coding, Kind, Where
 from tests.core.test_payload import assert_same
 from tests.golden_cases import FOLDER, cases, message, whole_float_cases
 

@@ -17,9 +17,8 @@ from cfedavg import Layout, Payload, WireError, decode, encode
 from cfedavg.core.payload import Floats, Levels, Mask
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.coder import to_bytes
-from cfedavg.wire.coordinates import Tensors
-from cfedavg.wire.header import SIZE, Coding, Header, Kind, Where
-from cfedavg.wire.indices import encode_indices
+from cfedavg.wire.frame import SIZE, Coding, Header, Kind, Where
+from cfedavg.wire.indices import Matrices, encode_indices
 from cfedavg.wire.values import encode_numbers
 from tests.messages import FLAT, MODEL, forged, payload, sealed, sections
 
@@ -55,7 +54,7 @@ def with_bytes(data: bytes, start: int, new: bytes) -> bytes:
 def coded(numbers: list[int], zero_has_sign: bool) -> bytes:
     """Return a coded section with these numbers for the first coordinates of FLAT."""
     words = np.empty(len(numbers) + 64, np.uint32)
-    where, ends = np.arange(len(numbers)), Tensors.of(FLAT).ends
+    where, ends = np.arange(len(numbers)), Matrices.of(FLAT).row_ends
     n = encode_numbers(words, np.array(numbers, np.uint16), where, ends, zero_has_sign, 0x7FFF)
     return to_bytes(words, n)
 
@@ -63,7 +62,7 @@ def coded(numbers: list[int], zero_has_sign: bool) -> bytes:
 def coded_indices(indices: list[int], layout: Layout) -> bytes:
     """Return a section of indices, unchecked."""
     words = np.empty(4096, np.uint32)
-    n = encode_indices(words, np.array(indices, np.int64), layout.d, Tensors.of(layout).shapes)
+    n = encode_indices(words, np.array(indices, np.int64), layout.d, Matrices.of(layout).shapes)
     return to_bytes(words, n)
 
 
@@ -554,7 +553,7 @@ def test_levels_that_are_not_encoded() -> None:
             encode(first_of_flat(values, 2), FLAT)
     for bad in (np.nan, np.inf):
         values = Levels(np.array([1, 2], np.int8), np.array([bad], np.float32), 0, 7)
-        with refused(NOT_FINITE):
+        with refused("a scale is not a finite number"):
             encode(first_of_flat(values, 2), FLAT)
 
 

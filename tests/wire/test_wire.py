@@ -21,8 +21,7 @@ from cfedavg.core.keys import draw_coordinates, draw_into
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.models import cnn
 from cfedavg.wire import measure, read_header
-from cfedavg.wire.explain import entropy_bound, header_rows, section_rows
-from cfedavg.wire.header import Coding
+from cfedavg.wire.frame import Coding, entropy_bound, header_rows, section_rows
 from tests.core.test_payload import assert_same
 
 FLAT = Layout.flat(2000)

@@ -20,7 +20,7 @@ from cfedavg.core.files import check_regular, exists, read_input
 if TYPE_CHECKING:
     from cfedavg.core.layout import Layout
     from cfedavg.core.payload import Payload
-    from cfedavg.wire.explain import Rows
+    from cfedavg.wire.frame import Rows
 
 PARTITION = {*fields_where(lambda known: known.group == DATA), "seed"}
 
@@ -65,7 +65,7 @@ def inspect_message(
 ) -> None:
     """Explain a message: header, sections, bits per index against the entropy bound, bits per value, SNR."""
     from cfedavg.wire import WireError, decode, read_header
-    from cfedavg.wire.explain import header_rows, section_rows, tensor_rows
+    from cfedavg.wire.frame import header_rows, section_rows, tensor_rows
 
     console, data, beside = OptionConsole(), read_input(file), file.parent / "layout.json"
     if layout is None and exists(beside):

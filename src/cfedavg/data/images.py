@@ -1,28 +1,25 @@
-"""Decoded data sets: pixels and labels of a train and a test split, and the cache that holds them.
-
-A data set is decoded once and then memory-mapped. Its cache folder is either complete or missing.
-"""
+"""Data sets of images, and their decoder: from parquet files to .npy files of pixels, with little memory."""
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
-import math
-import os
-import shutil
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
+from typing import Any
 
 import numpy as np
 
-from cfedavg.core.errors import InputError
-from cfedavg.core.files import check_regular, read_file
+from cfedavg.core.errors import InputError, summarise_error
+from cfedavg.core.files import check_regular, sync
 
 VERSION = 1  # of the format of a cache folder; a data set in another format is decoded again
-_DAY = 86_400.0
+SPLITS = ("train", "test")
+_ROWS = 128  # images decoded at a time
+_MOST_CLASSES = 100_000  # a column with larger numbers holds identifiers, not labels
 
 
 @dataclass(frozen=True)
@@ -62,119 +59,159 @@ def mean_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """
     means, stds = [], []
     for row in counts.tolist():
-        n = sum(row)
-        total = sum(value * count for value, count in enumerate(row))
-        squares = sum(value * value * count for value, count in enumerate(row))
+        n, total, squares = (sum(count * value**i for value, count in enumerate(row)) for i in range(3))
         means.append(total / n / 255)
         # The integers keep the difference exact. A constant channel gets std 1: normalising divides by std.
         stds.append((n * squares - total * total) ** 0.5 / n / 255 or 1.0)
     return tuple(means), tuple(stds)
 
 
-def cache_folder() -> Path:
-    """Return the folder of decoded data sets: `$CFEDAVG_CACHE` if set, else `~/.cache/cfedavg`."""
-    return Path(os.environ.get("CFEDAVG_CACHE") or Path.home() / ".cache" / "cfedavg").expanduser()
+class _Coloured(Exception):
+    """An error: an image has colours, but the first pass decodes all images as grey."""
 
 
-def load_cached(name: str, folder: Path, make: Callable[[Path], None]) -> ImageData:
-    """Return the data set in `folder`; if the data set is missing or damaged, call `make` to write it first.
+def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> None:
+    """Decode the parquet files of both splits; write pixels, labels and meta.json to `folder`.
 
-    `make` writes to a draft folder, which is renamed to `folder` when complete. So a killed run leaves no
-    half-written data set behind. If two runs write at once, the folder of the first to finish is kept.
+    Errors begin with `where`.
     """
-    data = _open(name, folder)
-    if data is not None:
-        return data
     try:
-        _write(folder, make)
-    except OSError as error:
-        raise InputError(
-            f"cannot write the data cache {folder} ({error.strerror or error}); "
-            "set CFEDAVG_CACHE to a folder that can be written"
-        ) from None
-    for _ in range(100):  # another run may be replacing the folder just now
-        data = _open(name, folder)
-        if data is not None:
-            return data
-        time.sleep(0.01)
-    raise InputError(f"the data cache {folder} was damaged right after it was written; check the disk")
+        _decode(files, folder, where, grey=True)
+    except _Coloured:
+        _decode(files, folder, where, grey=False)
 
 
-def _write(folder: Path, make: Callable[[Path], None]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(f".{folder.name}-*"):  # drafts of runs that were killed a day ago
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _DAY:
-                shutil.rmtree(old, ignore_errors=True)
-    draft = _name_draft(folder)
-    draft.mkdir()
-    try:
-        make(draft)
-        _publish(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, grey: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+
+    rows = {split: _count_rows(files[split], split, where) for split in SPLITS}
+    labels: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    shapes, counts = {}, np.zeros((1 if grey else 3, 256), np.int64)
+    quiet = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(escape(f"decoding {where.partition(': ')[2]}"), total=sum(rows.values()))
+        for split, pixels, some in _read_images(files, where, grey):
+            # No memory map: on a full disk, a memory map would kill the process.
+            with (folder / f"{split}_pixels.npy").open("ab" if labels[split] else "wb") as out:
+                if not labels[split]:
+                    shapes[split] = (rows[split], *pixels.shape[1:])
+                    header = {"descr": "|u1", "fortran_order": False, "shape": shapes[split]}
+                    np.lib.format.write_array_header_1_0(out, header)
+                out.write(pixels.data)
+            labels[split].append(some)
+            if split == "train":
+                counts += histogram(pixels)
+            bar.advance(task, len(some))
+    classes = max(_save_labels(folder, split, np.concatenate(labels[split]), where) for split in SPLITS)
+    mean, std = mean_std(counts)
+    meta = {"version": VERSION, "classes": classes, "mean": mean, "std": std, "shapes": shapes}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    for path in folder.iterdir():  # else a power cut could leave a complete folder of incomplete files
+        sync(path)
 
 
-def _name_draft(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}-{uuid4().hex}")
-
-
-def _publish(draft: Path, folder: Path) -> None:
-    """Rename `draft` to `folder`. If `folder` exists, keep it if it is complete, else remove it first."""
-    for attempt in range(10):
-        try:
-            draft.rename(folder)
-            return
-        except OSError:
-            if _open("", folder) is not None:
-                return
-            if attempt == 9:
-                raise
-        damaged = _name_draft(folder)
-        with contextlib.suppress(OSError):  # another run may have moved it first
-            folder.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-
-
-def _open(name: str, folder: Path) -> ImageData | None:
-    """Return the memory-mapped data set in `folder`, or None if a file is missing or damaged."""
-    try:
-        meta = json.loads(read_file(folder / "meta.json"))
-        if meta["version"] != VERSION:
-            return None
-        classes, mean, std = int(meta["classes"]), tuple(meta["mean"]), tuple(meta["std"])
-        train, test = (_map_split(folder, each, meta["shapes"][each], classes) for each in ("train", "test"))
-        data = ImageData(name, train, test, classes, mean, std)
-        return data if _is_sound(data) else None
-    except Exception:  # whatever is wrong with a cache, decoding again repairs it
-        return None
-
-
-def _is_sound(data: ImageData) -> bool:
-    """Return whether the classes, mean and std in meta.json fit the arrays of both splits."""
-    shape, scales = data.train.pixels.shape[1:], (data.mean, data.std)
-    return (
-        data.classes == max(int(split.labels.max()) for split in (data.train, data.test)) + 1
-        and shape == data.test.pixels.shape[1:]
-        and all(len(scale) == shape[0] and all(map(math.isfinite, scale)) for scale in scales)
-        and min(data.std) > 0
-    )
-
-
-def _map_split(folder: Path, split: str, shape: list[int], classes: int) -> Images:
-    """Return a memory-mapped split; raise ValueError if its files are damaged or do not fit `shape`."""
-    paths = [folder / f"{split}_{part}.npy" for part in ("pixels", "labels")]
+def _count_rows(paths: Sequence[Path], split: str, where: str) -> int:
+    rows = 0
     for path in paths:
+        with _open_parquet(path, where) as file:
+            rows += file.metadata.num_rows
+    if not rows:
+        raise InputError(f"{where}: the {split} split is empty")
+    return rows
+
+
+def _save_labels(folder: Path, split: str, labels: np.ndarray, where: str) -> int:
+    """Write the labels of a split and return the number of classes, which is the highest label plus 1."""
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0:
+        raise InputError(f"{where}: labels of the {split} split must be 0 or more, got {low}")
+    if high >= _MOST_CLASSES:
+        raise InputError(f"{where}: labels must be below {_MOST_CLASSES}, got {high}")
+    np.save(folder / f"{split}_labels.npy", labels)
+    return high + 1
+
+
+@contextmanager
+def _open_parquet(path: Path, where: str) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
         check_regular(path)
-    pixels, labels = (np.lib.format.open_memmap(path, mode="r") for path in paths)
-    sound = (
-        pixels.shape == tuple(shape)
-        and pixels.ndim == 4
-        and pixels.dtype == np.uint8
-        and labels.shape == (shape[0],)
-        and labels.dtype == np.int64
-        and 0 <= labels.min() <= labels.max() < classes
-    )
-    if not sound:
-        raise ValueError(f"{folder} is damaged")
-    return Images(pixels, labels)
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
+        what = f"cannot read {path.name} as a parquet file"
+        raise InputError(f"{where}: {what} ({summarise_error(error)})") from None
+
+
+def _read_images(
+    files: Mapping[str, Sequence[Path]], where: str, grey: bool
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yield batches: a split, pixels of shape (n, channels, height, width), and labels of shape (n,)."""
+    shape: tuple[int, ...] = ()
+    paths = [(split, path) for split in SPLITS for path in files[split]]
+    for split, path in paths:
+        name = f"{where}: {path.name}"
+        with _open_parquet(path, where) as file:
+            image, label = _find_columns(file.schema_arrow, name)
+            for batch in file.iter_batches(_ROWS, columns=[f"{image}.bytes", label]):
+                labels, encoded = batch.column(label), batch.column(image).field("bytes").to_pylist()
+                if labels.null_count:
+                    raise InputError(f"{name} has samples without a label")
+                decoded = [_decode_image(data, name, grey) for data in encoded]
+                for pixels in decoded:
+                    shape = shape or pixels.shape
+                    if pixels.shape != shape:
+                        sizes = " and ".join(f"{each[1]}x{each[0]}" for each in (shape, pixels.shape))
+                        raise InputError(f"{where}: all images must have the same size, got {sizes}")
+                channels_first = np.ascontiguousarray(np.stack(decoded).transpose(0, 3, 1, 2))
+                yield split, channels_first, labels.to_numpy().astype(np.int64)
+
+
+def _decode_image(data: bytes | None, name: str, grey: bool) -> np.ndarray:
+    """Return the pixels of an image, of shape (height, width, channels)."""
+    from PIL import Image
+
+    if data is None:
+        raise InputError(f"{name} holds the paths of its images but not their bytes")
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if grey and image.mode == "L":
+                return np.asarray(image)[..., None]
+            pixels = np.asarray(image.convert("RGB"))
+    except Exception as error:  # Pillow raises many kinds of error on a damaged image
+        why = summarise_error(error)
+        raise InputError(f"{name} holds an image that cannot be decoded ({why})") from None
+    if grey:
+        raise _Coloured
+    return pixels
+
+
+def _find_columns(schema: Any, where: str) -> list[str]:
+    """Return the name of the image column and the name of the label column of an Arrow schema."""
+    import pyarrow as pa
+
+    images = [
+        field.name
+        for field in schema
+        if pa.types.is_struct(field.type) and {"bytes", "path"} <= {inner.name for inner in field.type}
+    ]
+    labels = [field.name for field in schema if pa.types.is_integer(field.type)]
+    # fine_label: CIFAR-100 has its 100 classes in this column, and 20 groups of classes in another column.
+    known_labels = ("label", "labels", "fine_label")
+    found: list[str] = []
+    for names, known, what in (
+        (images, ("image", "img"), "image columns (a struct of bytes and path)"),
+        (labels, known_labels, "label columns (whole numbers)"),
+    ):
+        candidates = [name for name in known if name in names][:1] or names
+        if not candidates:
+            raise InputError(f"{where} has no {what}")
+        if len(candidates) > 1:
+            several = f"several possible {what}: {', '.join(names)}"
+            raise InputError(f"{where} has {several}; rename the right column to {known[0]!r}")
+        found += candidates
+    return found

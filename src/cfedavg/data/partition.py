@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.keys import Purpose, bits, bits53, key, permutation, signed
+from cfedavg.core.keys import Purpose, bits, bits53, key, keys, permutation
 
 # Streams of random numbers. A key of Purpose.PARTITION has a stream instead of the round, and a client or a
 # class instead of the client.
 _ASSIGN, _TRAIN, _TEST, _BOOST, _GAMMA = range(5)
 _LEAST_ALPHA = 1e-9  # with less, a client has one class in any case, and log(u) / alpha could overflow
+Pair = tuple[np.ndarray, np.ndarray]  # an array for the train split and one for the test split
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def by_classes(
             f"`classes_per_client` must be from 1 to {len(present)}, the number of classes, got {p}"
         )
     holds = np.zeros((m, classes), np.int64)
-    holds[:, present] = _assignment(len(present), m, p, seed)
+    holds[:, present] = _assign_classes(len(present), m, p, seed)
     share = _share(sizes, holds)
     if share == 0:
         most = int(sizes[present].min()) * len(present) // p
@@ -64,21 +65,20 @@ def by_classes(
             "a class would have more clients than samples"
         )
     test_share = _share(np.bincount(test_labels, minlength=classes), holds)
-    return _partition(train_labels, test_labels, holds * share, holds * test_share, seed)
+    return _deal((train_labels, test_labels), (holds * share, holds * test_share), seed)
 
 
-def _assignment(classes: int, m: int, p: int, seed: int) -> np.ndarray:
+def _assign_classes(classes: int, m: int, p: int, seed: int) -> np.ndarray:
     """Return an array of shape (m, classes): 1 where a client holds a class, else 0; `p` classes per client.
 
     The holders of a class are the clients that hold it. Each client takes the classes with the fewest holders
     so far, in random order if equal. So the numbers of holders of two classes differ by at most one.
     """
-    draws = bits(_words(seed, _ASSIGN, m), np.arange(classes, dtype=np.int64))
+    draws = bits(_client_keys(seed, _ASSIGN, m), np.arange(classes, dtype=np.int64))
     holds, holders = np.zeros((m, classes), np.int64), np.zeros(classes, np.int64)
     for i in range(m):
-        chosen = np.lexsort((draws[i], holders))[:p]
-        holds[i, chosen] = 1
-        holders[chosen] += 1
+        holds[i, np.lexsort((draws[i], holders))[:p]] = 1
+        holders += holds[i]
     return holds
 
 
@@ -106,11 +106,27 @@ def by_dirichlet(
         raise InputError(f"`dirichlet` must be a finite number above 0, got {alpha}")
     logs = _log_dirichlet(classes, m, alpha, seed)
     # Divided by the largest share of the class: with a tiny alpha, all shares of a class may underflow to 0.
-    weights = np.exp(logs - logs.max(axis=0))
-    train = _apportion(np.bincount(train_labels, minlength=classes), weights)
-    test = _apportion(np.bincount(test_labels, minlength=classes), weights)
+    return _deal_all((train_labels, test_labels), np.exp(logs - logs.max(axis=0)), seed)
+
+
+def iid(train_labels: np.ndarray, test_labels: np.ndarray, m: int, seed: int) -> Partition:
+    """Deal all samples to `m` clients at random, in parts whose sizes differ by at most one sample."""
+    _check_clients(m, len(train_labels))
+    one_class = np.zeros(len(train_labels), np.int64), np.zeros(len(test_labels), np.int64)
+    return _deal_all(one_class, np.ones((m, 1)), seed)
+
+
+def _check_clients(m: int, samples: int) -> None:
+    if not 1 <= m <= samples:
+        raise InputError(f"`clients` must be from 1 to {samples}, the number of train samples, got {m}")
+
+
+def _deal_all(labels: Pair, weights: np.ndarray, seed: int) -> Partition:
+    """Return a partition of all samples: of class c, client i gets a share in proportion to weights[i, c]."""
+    sizes = (np.bincount(of_split, minlength=weights.shape[1]) for of_split in labels)
+    train, test = (_apportion(each, weights) for each in sizes)
     _fill_empty(train)
-    return _partition(train_labels, test_labels, train, test, seed)
+    return _deal(labels, (train, test), seed)
 
 
 def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -143,7 +159,7 @@ def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
     alpha = max(alpha, _LEAST_ALPHA)
     logs = _log_gamma_draws(classes, m, alpha + 1 if alpha < 1 else alpha, seed)
     if alpha < 1:  # a Gamma(alpha) draw is a Gamma(alpha + 1) draw times u^(1 / alpha)
-        u = _uniforms(_words(seed, _BOOST, m), np.arange(classes, dtype=np.int64))
+        u = _uniforms(_client_keys(seed, _BOOST, m), np.arange(classes, dtype=np.int64))
         logs += np.log(u) / alpha
     logs -= logs.max(axis=1, keepdims=True)
     return np.asarray(logs - np.log(np.exp(logs).sum(axis=1, keepdims=True)))
@@ -156,7 +172,7 @@ def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarra
     3 * (a * classes + c) and the next two. So a rejected attempt does not change the draws for other classes.
     """
     d = alpha - 1 / 3
-    words = np.repeat(_words(seed, _GAMMA, m), classes, axis=1).ravel()
+    words = np.repeat(_client_keys(seed, _GAMMA, m), classes, axis=1).ravel()
     coordinates = np.tile(3 * np.arange(classes, dtype=np.int64), m)
     logs, todo = np.empty(m * classes), np.arange(m * classes)
     while len(todo):
@@ -172,28 +188,9 @@ def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarra
     return logs.reshape(m, classes)
 
 
-def iid(train_labels: np.ndarray, test_labels: np.ndarray, m: int, seed: int) -> Partition:
-    """Deal all samples to `m` clients at random, in parts whose sizes differ by at most one sample."""
-    _check_clients(m, len(train_labels))
-    train, test = (
-        tuple(np.sort(part) for part in np.array_split(permutation(_key(seed, stream, 0), len(labels)), m))
-        for stream, labels in ((_TRAIN, train_labels), (_TEST, test_labels))
-    )
-    return Partition(train, test, unused=0)
-
-
-def _check_clients(m: int, samples: int) -> None:
-    if not 1 <= m <= samples:
-        raise InputError(f"`clients` must be from 1 to {samples}, the number of train samples, got {m}")
-
-
-def _key(seed: int, stream: int, who: int) -> int:
-    return key(seed, stream, who, Purpose.PARTITION)
-
-
-def _words(seed: int, stream: int, m: int) -> np.ndarray:
-    """Return the keys of clients 0 to m - 1, as an array of shape (m, 1)."""
-    return np.array([[signed(_key(seed, stream, i))] for i in range(m)], np.int64)
+def _client_keys(seed: int, stream: int, m: int) -> np.ndarray:
+    """Return the keys of clients 0 to m - 1 for a stream, as an array of shape (m, 1)."""
+    return np.asarray(keys(seed, stream, np.arange(m), Purpose.PARTITION)[:, None])
 
 
 def _uniforms(words: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
@@ -201,24 +198,17 @@ def _uniforms(words: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
     return np.asarray(1 - bits53(words, coordinates) / 2.0**53)
 
 
-def _partition(
-    train_labels: np.ndarray, test_labels: np.ndarray, train: np.ndarray, test: np.ndarray, seed: int
-) -> Partition:
-    """Return a partition where client i has `train[i, c]` train and `test[i, c]` test samples of class c."""
-    return Partition(
-        _deal_classes(train_labels, train, seed, _TRAIN),
-        _deal_classes(test_labels, test, seed, _TEST),
-        unused=len(train_labels) - int(train.sum()),
-    )
-
-
-def _deal_classes(labels: np.ndarray, counts: np.ndarray, seed: int, stream: int) -> tuple[np.ndarray, ...]:
-    m, classes = counts.shape
-    owner = np.full(len(labels), m, np.int64)  # m stands for no client
-    for c in range(classes):
-        members = np.flatnonzero(labels == c)
-        shuffled = members[permutation(_key(seed, stream, c), len(members))]
-        owner[shuffled[: counts[:, c].sum()]] = np.repeat(np.arange(m), counts[:, c])
-    order = np.argsort(owner, kind="stable")
-    ends = np.searchsorted(owner[order], np.arange(m), side="right")
-    return tuple(np.split(order[: ends[-1]], ends[:-1]))
+def _deal(labels: Pair, counts: Pair, seed: int) -> Partition:
+    """Return a partition with these `counts` of samples, of shape (m, classes), of each client and class."""
+    parts = []
+    for stream, of_split, wanted in zip((_TRAIN, _TEST), labels, counts, strict=True):
+        m, classes = wanted.shape
+        owner = np.full(len(of_split), m, np.int64)  # m stands for no client
+        for c in range(classes):
+            members = np.flatnonzero(of_split == c)
+            shuffled = members[permutation(key(seed, stream, c, Purpose.PARTITION), len(members))]
+            owner[shuffled[: wanted[:, c].sum()]] = np.repeat(np.arange(m), wanted[:, c])
+        order = np.argsort(owner, kind="stable")
+        ends = np.searchsorted(owner[order], np.arange(m), side="right")
+        parts.append(tuple(np.split(order[: ends[-1]], ends[:-1])))
+    return Partition(parts[0], parts[1], unused=len(labels[0]) - int(counts[0].sum()))

@@ -1,19 +1,29 @@
-"""Sources of images: the MNIST subset in this package, the Hugging Face hub, or a folder of the user."""
+"""Sources of images: the MNIST subset in this package, the Hugging Face hub, or a folder of the user.
+
+A data set is decoded once into a cache folder and then memory-mapped. A cache folder is complete or missing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import math
+import os
 import re
-from collections.abc import Iterable
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import resources
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 
-from cfedavg.core.errors import InputError
-from cfedavg.core.files import exists
-from cfedavg.data.decode import decode
-from cfedavg.data.images import ImageData, Images, cache_folder, histogram, load_cached, mean_std
+from cfedavg.core.errors import InputError, summarise_error
+from cfedavg.core.files import check_regular, exists, read_file
+from cfedavg.data.images import SPLITS, VERSION, ImageData, Images, decode, histogram, mean_std
 
 # Data sets on the hub, by name. Each revision is a commit, so the files cannot change.
 HUB = {
@@ -28,6 +38,7 @@ _REPO = re.compile(
 # The hub keeps parquet copies of data sets that were uploaded in another form on this branch.
 _BRANCHES = (None, "refs/convert/parquet")
 _SECONDS = 10.0  # time limit for the hub's answer
+_DAY = 86_400.0  # seconds
 
 
 def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> ImageData:
@@ -52,10 +63,14 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
             f"or owner/name or owner/name@revision of the Hugging Face hub, got {dataset!r}"
         )
     where = f"`dataset`: {dataset}"
+    download = partial(_download, **match.groupdict(), where=where)
     folder = cache / source.replace("/", "--")
-    return load_cached(
-        dataset, folder, lambda draft: decode(_download(**match.groupdict(), where=where), draft, where)
-    )
+    return _load_cached(dataset, folder, lambda draft: decode(download(), draft, where))
+
+
+def cache_folder() -> Path:
+    """Return the folder of decoded data sets: `$CFEDAVG_CACHE` if set, else `~/.cache/cfedavg`."""
+    return Path(os.environ.get("CFEDAVG_CACHE") or Path.home() / ".cache" / "cfedavg").expanduser()
 
 
 def _load_embedded() -> ImageData:
@@ -66,16 +81,22 @@ def _load_embedded() -> ImageData:
         parts = {name: arrays[name] for name in arrays.files}
     for part in parts.values():
         part.flags.writeable = False  # read-only, as a memory-mapped data set is
-    train, test = (Images(parts[f"{split}_pixels"], parts[f"{split}_labels"]) for split in ("train", "test"))
+    train, test = (Images(parts[f"{split}_pixels"], parts[f"{split}_labels"]) for split in SPLITS)
     return ImageData("embedded", train, test, 10, *mean_std(histogram(train.pixels)))
 
 
 def _load_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
     where = f"`data_dir`: {folder}"
     files = _find_files(dataset, folder, where)
-    key = _fingerprint(files["train"] + files["test"])
     name = folder.resolve().name if dataset == "embedded" else dataset
-    data = load_cached(name, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
+    try:
+        stats = [(path, path.stat()) for path in files["train"] + files["test"]]
+    except OSError as error:
+        raise InputError(f"`data_dir`: cannot read {error.filename} ({error.strerror})") from None
+    # The key changes when a file is moved, replaced or written to.
+    text = "\n".join(f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path, info in stats)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    data = _load_cached(name, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
     shape = data.train.pixels.shape[1:]
     if shape != _SHAPES.get(dataset, shape):
         raise InputError(
@@ -96,17 +117,6 @@ def _find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]
     inside = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
     hint = f"; set `dataset` to a subfolder: {', '.join(inside)}" if inside else ""
     raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files, and does not{hint}")
-
-
-def _fingerprint(paths: list[Path]) -> str:
-    """Return a hash of files that changes when one of the files is moved, replaced or written to."""
-    try:
-        text = "\n".join(
-            f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path in paths for info in [path.stat()]
-        )
-    except OSError as error:
-        raise InputError(f"`data_dir`: cannot read {error.filename} ({error.strerror})") from None
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | None:
@@ -137,13 +147,18 @@ def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | Non
 
 def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
     """Download a data set's parquet files from the hub to the hub's own cache; return the paths by split."""
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         for branch in [revision] if revision else _BRANCHES:
-            found = _download_revision(repo, branch, where)
+            # Not list_repo_files: without network, that function retries for half a minute.
+            info = HfApi().dataset_info(repo, revision=branch, timeout=_SECONDS)
+            found = _find_splits([file.rfilename for file in info.siblings or ()], where)
             if found:
-                return found
+                # The revision is the commit: a branch could change between the listing and the download.
+                get = partial(hf_hub_download, repo, repo_type="dataset", revision=info.sha)
+                return {split: [Path(get(name)) for name in names] for split, names in found.items()}
     except InputError:
         raise
     except RevisionNotFoundError:
@@ -156,29 +171,74 @@ def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Pat
         ) from None
     except Exception as error:  # from the HTTP library, the hub's library or the disk
         raise InputError(
-            f"{where} could not be downloaded from the Hugging Face hub ({_reason(error)}): "
+            f"{where} could not be downloaded from the Hugging Face hub ({summarise_error(error)}): "
             "set `data_dir` to a folder with its parquet files, or run once on a machine with network, "
             "or set `dataset` to embedded"
         ) from None
     raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
 
 
-def _download_revision(repo: str, revision: str | None, where: str) -> dict[str, list[Path]] | None:
-    """Download one revision's parquet files; return the paths by split, or None if a split is missing."""
-    from huggingface_hub import HfApi, hf_hub_download
+def _load_cached(name: str, folder: Path, make: Callable[[Path], None]) -> ImageData:
+    """Return the data set in `folder`; if the data set is missing or damaged, call `make` to write it first.
 
-    # Not list_repo_files: without network, that function retries for half a minute.
-    info = HfApi().dataset_info(repo, revision=revision, timeout=_SECONDS)
-    found = _find_splits([file.rfilename for file in info.siblings or ()], where)
-    if not found:
+    `make` writes to a draft folder, which is renamed to `folder` when complete. So a killed run leaves no
+    half-written data set behind. If two runs write at once, one complete folder is kept.
+    """
+    if data := _open(name, folder):
+        return data
+    draft, damaged = (folder.with_name(f".{folder.name}-{uuid4().hex}") for _ in range(2))
+    try:
+        draft.mkdir(parents=True)
+        for old in folder.parent.glob(f".{folder.name}-*"):  # drafts of runs that were killed a day ago
+            with contextlib.suppress(OSError):
+                if time.time() - old.stat().st_mtime > _DAY:
+                    shutil.rmtree(old, ignore_errors=True)
+        make(draft)
+        for _ in range(100):
+            with contextlib.suppress(OSError):  # there is a damaged folder, or another run's folder
+                draft.rename(folder)
+            if data := _open(name, folder):
+                return data
+            with contextlib.suppress(OSError):  # another run may have moved the damaged folder first
+                folder.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+            time.sleep(0.01)
+    except OSError as error:
+        raise InputError(
+            f"cannot write the data cache {folder} ({error.strerror or error}); "
+            "set CFEDAVG_CACHE to a folder that can be written"
+        ) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    raise InputError(f"the data cache {folder} was damaged right after it was written; check the disk")
+
+
+def _open(name: str, folder: Path) -> ImageData | None:
+    """Return the memory-mapped data set in `folder`, or None if a file is missing or damaged."""
+    try:
+        meta = json.loads(read_file(folder / "meta.json"))
+        train, test = (_map_split(folder, split, tuple(meta["shapes"][split])) for split in SPLITS)
+        classes = 1 + max(int(split.labels.max()) for split in (train, test))
+        mean, std = tuple(meta["mean"]), tuple(meta["std"])
+        sound = (
+            (meta["version"], meta["classes"]) == (VERSION, classes)
+            and train.pixels.shape[1:] == test.pixels.shape[1:]
+            and len(mean) == len(std) == train.pixels.shape[1]
+            and all(map(math.isfinite, mean + std))
+            and min(std) > 0
+        )
+        return ImageData(name, train, test, classes, mean, std) if sound else None
+    except Exception:  # whatever is wrong with a cache, decoding again repairs it
         return None
-    # The revision is the commit: a branch could change between the listing and the download.
-    return {
-        split: [Path(hf_hub_download(repo, n, repo_type="dataset", revision=info.sha)) for n in names]
-        for split, names in found.items()
-    }
 
 
-def _reason(error: Exception) -> str:
-    """Return the first sentence of an error from the hub; such an error has many sentences."""
-    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".") or type(error).__name__
+def _map_split(folder: Path, split: str, shape: tuple[int, ...]) -> Images:
+    """Return a memory-mapped split; raise ValueError if its files are damaged or do not fit `shape`."""
+    paths = [folder / f"{split}_{part}.npy" for part in ("pixels", "labels")]
+    for path in paths:
+        check_regular(path)
+    pixels, labels = (np.lib.format.open_memmap(path, mode="r") for path in paths)
+    kinds = [(array.dtype.name, *array.shape) for array in (pixels, labels)]
+    if kinds != [("uint8", *shape), ("int64", shape[0])] or len(shape) != 4 or labels.min() < 0:
+        raise ValueError(f"{folder} is damaged")
+    return Images(pixels, labels)

@@ -17,13 +17,12 @@ decoder starts to search for a share.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from cfedavg.core.arrays import Int, kernel
-from cfedavg.wire.header import WireError
+from cfedavg.wire.frame import WireError
 
+Array = np.ndarray
 Coder = tuple[Int, Int, Int]
 
 LIMIT = 255  # after this many bits, a context gives older bits less weight
@@ -36,6 +35,7 @@ RATE = np.array([131072 // (2 * n + 3) for n in range(LIMIT + 1)], np.int64)
 WORD = np.uint64(32)
 MANY = np.uint64(1 << 32)
 UNIT = np.uint64(16)
+START = np.int64(0), np.uint64(0), ~np.uint64(0)  # the `coder` of an encoder that has written nothing
 COUNT_CONTEXTS = 48
 
 BITS = 16
@@ -56,21 +56,7 @@ def learn(context: Int, bit: Int) -> Int:
 
 
 @kernel
-def new_contexts(n: Int) -> np.ndarray:
-    """Return n contexts (adaptive probabilities) that have seen no bit: each is 1/2."""
-    contexts = np.empty(n, np.int64)
-    for i in range(n):
-        contexts[i] = EVEN
-    return contexts
-
-
-@kernel
-def start_encoding() -> Coder:
-    return np.int64(0), np.uint64(0), ~np.uint64(0)
-
-
-@kernel
-def narrow(words: np.ndarray, coder: Coder, above: Int, span: Int) -> Coder:
+def narrow(words: Array, coder: Coder, above: Int, span: Int) -> Coder:
     """Return `coder` with the interval [low + above, low + above + span); write a word if `span` < 2^32."""
     position, low, _ = coder
     end = low + above
@@ -87,7 +73,7 @@ def narrow(words: np.ndarray, coder: Coder, above: Int, span: Int) -> Coder:
 
 
 @kernel
-def put_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int, bit: Int) -> Coder:
+def put_bit(words: Array, coder: Coder, contexts: Array, which: Int, bit: Int) -> Coder:
     """Encode a bit with the probability in contexts[which], and update that probability."""
     span = coder[2]
     one = (span >> UNIT) * np.uint64(contexts[which] >> 8)
@@ -98,7 +84,7 @@ def put_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int, b
 
 
 @kernel
-def put_number(words: np.ndarray, coder: Coder, number: Int, bits: Int) -> Coder:
+def put_number(words: Array, coder: Coder, number: Int, bits: Int) -> Coder:
     """Encode a number of `bits` bits, all values equally likely: 16 bits at a time, upper bits first."""
     while bits:
         part = min(bits, 16)
@@ -109,7 +95,7 @@ def put_number(words: np.ndarray, coder: Coder, number: Int, bits: Int) -> Coder
 
 
 @kernel
-def put_count(words: np.ndarray, coder: Coder, contexts: np.ndarray, number: Int) -> Coder:
+def put_count(words: Array, coder: Coder, contexts: Array, number: Int) -> Coder:
     """Encode an integer of at least 0: the bit length of number + 1, then its bits below the leading 1."""
     below = 0
     while (number + 1) >> (below + 1):
@@ -120,14 +106,7 @@ def put_count(words: np.ndarray, coder: Coder, contexts: np.ndarray, number: Int
 
 
 @kernel
-def bits_so_far(coder: Coder) -> float:
-    """Return the approximate number of bits encoded so far."""
-    bits: float = 32.0 * coder[0] + 64.0 - math.log2(coder[2])
-    return bits
-
-
-@kernel
-def finish(words: np.ndarray, coder: Coder) -> Int:
+def finish(words: Array, coder: Coder) -> Int:
     """Write the last two words; return the number of words.
 
     Of all numbers in the interval, write the one that ends in the most zero bits.
@@ -145,18 +124,18 @@ def finish(words: np.ndarray, coder: Coder) -> Int:
 
 
 @kernel
-def word_at(words: np.ndarray, position: Int) -> Int:
+def word_at(words: Array, position: Int) -> Int:
     """Return the word at `position`; 0 after the last word."""
     return np.uint64(words[position]) if position < len(words) else np.uint64(0)
 
 
 @kernel
-def start_decoding(words: np.ndarray) -> Coder:
+def start_decoding(words: Array) -> Coder:
     return np.int64(2), (word_at(words, 0) << WORD) | word_at(words, 1), ~np.uint64(0)
 
 
 @kernel
-def widen(words: np.ndarray, position: Int, code: Int, span: Int) -> Coder:
+def widen(words: Array, position: Int, code: Int, span: Int) -> Coder:
     """Return the decoder's `coder`; read the next word if `span` is below 2^32."""
     if span < MANY:
         return position + 1, (code << WORD) | word_at(words, position), span << WORD
@@ -164,7 +143,7 @@ def widen(words: np.ndarray, position: Int, code: Int, span: Int) -> Coder:
 
 
 @kernel
-def take_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int) -> tuple[Int, Coder]:
+def take_bit(words: Array, coder: Coder, contexts: Array, which: Int) -> tuple[Int, Coder]:
     """Decode a bit that `put_bit` encoded; return the bit and the next `coder`."""
     position, code, span = coder
     one = (span >> UNIT) * np.uint64(contexts[which] >> 8)
@@ -176,7 +155,7 @@ def take_bit(words: np.ndarray, coder: Coder, contexts: np.ndarray, which: Int) 
 
 
 @kernel
-def take_number(words: np.ndarray, coder: Coder, bits: Int) -> tuple[Int, Coder]:
+def take_number(words: Array, coder: Coder, bits: Int) -> tuple[Int, Coder]:
     """Decode a number that `put_number` encoded; return the number and the next `coder`."""
     number = 0
     while bits:
@@ -191,7 +170,7 @@ def take_number(words: np.ndarray, coder: Coder, bits: Int) -> tuple[Int, Coder]
 
 
 @kernel
-def take_count(words: np.ndarray, coder: Coder, contexts: np.ndarray) -> tuple[Int, Coder]:
+def take_count(words: Array, coder: Coder, contexts: Array) -> tuple[Int, Coder]:
     """Decode an integer that `put_count` encoded, at most 2^48 - 2; return it and the next `coder`."""
     below = 0
     bit, coder = take_bit(words, coder, contexts, below)
@@ -203,15 +182,13 @@ def take_count(words: np.ndarray, coder: Coder, contexts: np.ndarray) -> tuple[I
 
 
 @kernel
-def make_sums(counts: np.ndarray, sums: np.ndarray) -> None:
+def make_sums(counts: Array, sums: Array) -> None:
     """Set `sums` to the cumulative frequencies of symbols with these counts.
 
     Frequencies are proportional to `counts` and at least 1. The last symbol gets the remainder.
     """
-    n, total = len(counts), 0
-    for s in range(n):
-        total += counts[s]
-    share = ((TOTAL - n) << 32) // total
+    n = len(counts)
+    share = ((TOTAL - n) << 32) // counts.sum()
     sums[0] = 0
     for s in range(n - 1):
         sums[s + 1] = sums[s] + 1 + ((counts[s] * share) >> 32)
@@ -219,11 +196,10 @@ def make_sums(counts: np.ndarray, sums: np.ndarray) -> None:
 
 
 @kernel
-def make_jumps(sums: np.ndarray, jump: np.ndarray, bits: Int) -> None:
+def make_jumps(sums: Array, jump: Array, bits: Int) -> None:
     """Set jump[i] to the symbol whose share holds the start of part i, of 2^bits equal parts of TOTAL."""
     shift = BITS - bits
-    for i in range(1 << bits):
-        jump[i] = 0
+    jump[:] = 0
     for s in range(len(sums) - 1):  # the first part that begins at sums[s] or after it
         part = (sums[s] + (1 << shift) - 1) >> shift
         if part < 1 << bits:
@@ -233,17 +209,7 @@ def make_jumps(sums: np.ndarray, jump: np.ndarray, bits: Int) -> None:
 
 
 @kernel
-def count_symbol(counts: np.ndarray, symbol: Int) -> None:
-    """Add SEEN to the count of a symbol, and half of SEEN to its two neighbours, which become likely too."""
-    counts[symbol] += SEEN
-    if symbol > 0:
-        counts[symbol - 1] += SEEN // 2
-    if symbol + 1 < len(counts):
-        counts[symbol + 1] += SEEN // 2
-
-
-@kernel
-def rebuild(counts: np.ndarray, sums: np.ndarray, due: Int) -> Int:
+def rebuild(counts: Array, sums: Array, due: Int) -> Int:
     """Rebuild `sums` after `due` symbols; return the number of symbols at the next rebuild.
 
     From LONGEST symbols on, reduce all counts by a quarter at each rebuild.
@@ -257,7 +223,7 @@ def rebuild(counts: np.ndarray, sums: np.ndarray, due: Int) -> Int:
 
 
 @kernel
-def put_symbol(words: np.ndarray, coder: Coder, sums: np.ndarray, symbol: Int) -> Coder:
+def put_symbol(words: Array, coder: Coder, sums: Array, symbol: Int) -> Coder:
     """Encode a symbol with the frequencies in `sums`."""
     unit = coder[2] >> np.uint64(BITS)
     below = np.uint64(sums[symbol])
@@ -265,9 +231,7 @@ def put_symbol(words: np.ndarray, coder: Coder, sums: np.ndarray, symbol: Int) -
 
 
 @kernel
-def take_symbol(
-    words: np.ndarray, coder: Coder, sums: np.ndarray, jump: np.ndarray, bits: Int
-) -> tuple[Int, Coder]:
+def take_symbol(words: Array, coder: Coder, sums: Array, jump: Array, bits: Int) -> tuple[Int, Coder]:
     """Decode a symbol that `put_symbol` encoded; return symbol and `coder`. `jump` has 2^bits entries."""
     position, code, span = coder
     unit = span >> np.uint64(BITS)
@@ -280,7 +244,7 @@ def take_symbol(
     return symbol, widen(words, position, code - unit * below, unit * width)
 
 
-def to_bytes(words: np.ndarray, n: int) -> bytes:
+def to_bytes(words: Array, n: int) -> bytes:
     """Return the first n words as big-endian bytes, without the zero bytes that end the last two words.
 
     The decoder reads zeros after the last byte. Earlier zeros stay, so that a decoder detects a cut stream.
@@ -289,7 +253,7 @@ def to_bytes(words: np.ndarray, n: int) -> bytes:
     return data[:-8] + data[-8:].rstrip(b"\0")
 
 
-def to_words(section: memoryview) -> np.ndarray:
+def to_words(section: memoryview) -> Array:
     """Return the bytes of a section as words; zero bytes fill up the last word."""
     data = bytes(section)
     return np.frombuffer(data + bytes(-len(data) % 4), ">u4").astype(np.uint32)

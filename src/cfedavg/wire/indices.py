@@ -1,25 +1,33 @@
-"""The coder for the set of sent coordinates: it groups rows and columns of each tensor by density.
+"""The section of a message that says which coordinates are sent.
+
+The section is empty if all coordinates are sent. It is a key if a key draws the coordinates. Else it is a
+coded list. docs/wire.md specifies the format.
 
 An update of a neural network is close to an outer product: some units (rows of a weight matrix) and some
-inputs (columns) have many large entries, others none. So the coder sees each tensor as a matrix of rows x
-columns. Every cell of the matrix is a run of `group` coordinates. The coder sorts the rows, the columns or
-both into classes of density: by the number of their coordinates that are sent. The message first lists the
-classes. A block is the set of cells in one class of rows and one class of columns. Each block is written as
-a count and that many gaps. If the classes cost more bits than they save, the tensor or the whole vector is
-one block. docs/wire.md specifies the format.
+inputs (columns) have many large entries, others none. So the coder sees each tensor as a matrix, sorts its
+rows, its columns or both into density bands (see `sets`), and first lists the bands. A block is the part of
+the tensor where the rows of one band and the columns of one band meet. Each block is written as the number of
+its sent coordinates and their gaps. If bands cost more bits than they save, the whole tensor is one block.
 """
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 
-from cfedavg.core.arrays import Int, kernel
+from cfedavg.core.arrays import Int, is_compiled, kernel
+from cfedavg.core.keys import draw_into
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Mask, Payload
 from cfedavg.wire import coder as rc
 from cfedavg.wire import sets
-from cfedavg.wire.coder import Coder
-from cfedavg.wire.sets import BY_COLUMNS, BY_ROWS, CLASSES
+from cfedavg.wire.coder import Array, Coder
+from cfedavg.wire.frame import KEY_AND_KEEP, Header, Where, WireError
+from cfedavg.wire.sets import BANDS, BEYOND, BY_COLUMNS, BY_ROWS, FINE, OTHER_NUMBER
 
-FINE, BEYOND, OTHER_NUMBER = range(3)  # a decoder's result: no fault, an index too large, a wrong count
 # A power of two times this number has top six bits that no other power of two gives. BIT_AT maps these six
 # bits to the exponent.
 DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
@@ -28,8 +36,71 @@ for _bit in range(64):
     BIT_AT[(int(DE_BRUIJN) << _bit & (2**64 - 1)) >> 58] = _bit
 
 
+class Matrices(NamedTuple):
+    """The tensors of a layout as matrices, in the form that the coders need.
+
+    `shapes`, int64 (n, 3), holds rows, columns and depth of each tensor. The depth is how many coordinates
+    there are where a row and a column meet. A 1-D tensor has one row and one column. `row_ends` holds the
+    index in the flat vector at which each row of each tensor ends.
+    """
+
+    shapes: Array
+    row_ends: Array
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(layout: Layout) -> Matrices:
+        """Return the matrices of a layout's tensors; raise WireError if one is too large."""
+        shapes = [shape if len(shape) > 1 else (1, 1, *shape) for shape in layout.shapes if math.prod(shape)]
+        each = [(rows, columns, math.prod(depth)) for rows, columns, *depth in shapes]
+        views = np.array(each, np.int64).reshape(-1, 3)
+        if (views[:, :2] >= 2**31).any():
+            raise WireError(f"a tensor must have fewer than 2^31 rows and columns, got {views[:, :2].max()}")
+        return Matrices(views, np.cumsum(np.repeat(views[:, 1] * views[:, 2], views[:, 0])))
+
+
+def is_ready() -> bool:
+    """Return whether the coders are compiled. If not, the first message takes about 15 s longer."""
+    return is_compiled(encode_indices)
+
+
+def pack_coordinates(payload: Payload, matrices: Matrices) -> bytes:
+    """Return the bytes of the section that names the payload's coordinates."""
+    if payload.indices is None:
+        return b""
+    if payload.mask is not None:
+        return KEY_AND_KEEP.pack(int(payload.mask.keys[0]), payload.mask.keep)
+    k, shapes = len(payload.indices), matrices.shapes
+    # A gap takes at most a symbol of 16 bits, on average a quarter of a symbol more, and the mean gap's bits.
+    gaps = k * (24 + (payload.d // max(k, 1)).bit_length()) // 32
+    bands_and_counts = int(512 * len(shapes) + 2 * shapes[:, :2].sum())
+    words = np.empty(gaps + bands_and_counts + 64, np.uint32)
+    return rc.to_bytes(words, encode_indices(words, payload.indices, payload.d, shapes))
+
+
+def unpack_coordinates(
+    section: memoryview, header: Header, matrices: Matrices
+) -> tuple[Array | None, Mask | None]:
+    """Return the indices (None if all coordinates are sent) and the mask that drew the indices, or None."""
+    if header.where is Where.ALL:
+        return None, None
+    indices = np.empty(header.k, np.int64)
+    if header.where is Where.DRAWN:
+        key, keep = KEY_AND_KEEP.unpack(section)
+        if keep > 2**53 or draw_into(key, keep, header.d, indices) != header.k:
+            raise WireError(f"the key of the message does not draw k = {header.k} coordinates")
+        return indices, Mask(np.array([key]), keep)
+    fault, words = decode_indices(rc.to_words(section), indices, header.d, matrices.shapes)
+    if fault == BEYOND:
+        raise WireError(f"an index lies beyond the last coordinate, {header.d - 1}")
+    if fault == OTHER_NUMBER:
+        raise WireError(f"the message lists more or fewer indices than k = {header.k}")
+    rc.check_end(section, words, "indices")
+    return indices, None
+
+
 @kernel
-def are_increasing(indices: np.ndarray, d: int) -> bool:
+def are_increasing(indices: Array, d: int) -> bool:
     """Return whether `indices` increase strictly and lie from 0 to d - 1, as `encode_indices` needs."""
     before = -1
     for i in range(len(indices)):
@@ -40,221 +111,191 @@ def are_increasing(indices: np.ndarray, d: int) -> bool:
 
 
 @kernel
-def encode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> Int:
+def encode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> Int:
     """Encode strictly increasing indices below d into `words`; return the number of words.
 
-    `shapes` holds rows, columns and coordinates per cell of each tensor.
+    `shapes` holds rows, columns and depth of each tensor.
     """
-    coder = rc.put_number(words, rc.start_encoding(), 1, 1)
-    tensor_counts, block_counts = rc.new_contexts(rc.COUNT_CONTEXTS), rc.new_contexts(rc.COUNT_CONTEXTS)
+    coder = rc.put_number(words, rc.START, 1, 1)
+    of_tensors, of_blocks = np.full(rc.COUNT_CONTEXTS, rc.EVEN), np.full(rc.COUNT_CONTEXTS, rc.EVEN)
     start, a = np.int64(0), 0
-    for t in range(len(shapes)):
-        shape = shapes[t]
-        size = shape[0] * shape[1] * shape[2]
-        b = a
-        while b < len(indices) and indices[b] < start + size:
+    for shape in shapes:
+        end, b = start + shape[0] * shape[1] * shape[2], a
+        while b < len(indices) and indices[b] < end:
             b += 1
-        coder = rc.put_count(words, coder, tensor_counts, b - a)
+        coder = rc.put_count(words, coder, of_tensors, b - a)
         if b > a:
-            coder = put_tensor(words, coder, block_counts, indices[a:b], start, shape)
-        start, a = start + size, b
-    if rc.bits_so_far(coder) < sets.cost_of_set(d, len(indices)):
+            coder = put_tensor(words, coder, of_blocks, indices[a:b], start, shape)
+        start, a = end, b
+    bits = 32.0 * coder[0] + 64.0 - math.log2(coder[2])  # encoded so far, approximately
+    if bits < sets.cost_of_set(d, len(indices)):
         return rc.finish(words, coder)
-    coder = rc.put_number(words, rc.start_encoding(), 0, 1)
-    return rc.finish(words, sets.put_gaps(words, coder, indices, d))
+    coder = rc.put_number(words, rc.START, 0, 1)
+    return rc.finish(words, sets.put_gaps(words, coder, indices, 0, d))
 
 
 @kernel
 def put_tensor(
-    words: np.ndarray, coder: Coder, contexts: np.ndarray, indices: np.ndarray, start: Int, shape: np.ndarray
+    words: Array, coder: Coder, contexts: Array, indices: Array, start: Int, shape: Array
 ) -> Coder:
     """Encode the sent coordinates of one tensor, whose first coordinate is `start`; return the coder."""
-    rows, columns, group = shape[0], shape[1], shape[2]
-    cells, row, column = locate(indices, start, columns, group)
+    rows, columns, depth = shape[0], shape[1], shape[2]
     if rows * columns == 1:
-        return sets.put_gaps(words, coder, cells, group)
-    row_class, column_class = classes_of(row, rows), classes_of(column, columns)
-    table = count_blocks(row, column, row_class, column_class)
-    mode = sets.choose_mode(sets.sizes_of(row_class), sets.sizes_of(column_class), table, group)
+        return sets.put_gaps(words, coder, indices, start, depth)
+    row, column, inner = locate(indices, start, columns, depth)
+    row_bands, row_sizes = sets.assign_bands(row, rows)
+    column_bands, column_sizes = sets.assign_bands(column, columns)
+    sent = count_sent(row, column, row_bands, column_bands)
+    mode = sets.choose_mode(row_sizes, column_sizes, sent, depth)
     coder = rc.put_number(words, coder, mode, 2)
     if mode == 0:
-        return sets.put_gaps(words, coder, cells, rows * columns * group)
+        return sets.put_gaps(words, coder, indices, start, rows * columns * depth)
     if mode & BY_ROWS:
-        coder = sets.put_classes(words, coder, row_class)
+        coder = sets.put_bands(words, coder, row_bands)
     else:
-        row_class = np.ones(rows, np.int64)
+        row_bands[:] = 1
     if mode & BY_COLUMNS:
-        coder = sets.put_classes(words, coder, column_class)
+        coder = sets.put_bands(words, coder, column_bands)
     else:
-        column_class = np.ones(columns, np.int64)
-    return put_blocks(words, coder, contexts, cells, row, column, row_class, column_class, group)
+        column_bands[:] = 1
+    return put_blocks(words, coder, contexts, row, column, inner, row_bands, column_bands, depth)
 
 
 @kernel
-def locate(
-    indices: np.ndarray, start: Int, columns: Int, group: Int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the offset, the row and the column of each index in the tensor that begins at `start`."""
+def locate(indices: Array, start: Int, columns: Int, depth: Int) -> tuple[Array, Array, Array]:
+    """Return the row, the column and the place in the depth of each index; the tensor begins at `start`."""
     n = len(indices)
-    cells, row, column = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.int32)
-    current, row_start, width = 0, 0, columns * group
+    row, column, inner = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int64)
+    current, row_start, width = 0, start, columns * depth
     for i in range(n):
-        cells[i] = indices[i] - start
-        while cells[i] >= row_start + width:  # faster than a division
+        while indices[i] >= row_start + width:  # faster than a division
             current, row_start = current + 1, row_start + width
         row[i] = current
-        column[i] = (cells[i] - row_start) // group if group > 1 else cells[i] - row_start
-    return cells, row, column
+        offset = indices[i] - row_start
+        at = offset // depth if depth > 1 else offset
+        column[i], inner[i] = at, offset - at * depth
+    return row, column, inner
 
 
 @kernel
-def classes_of(where: np.ndarray, n: Int) -> np.ndarray:
-    """Return the classes of density of n rows or columns; `where` is the row or column of each coordinate."""
-    counts = np.zeros(n, np.int64)
-    for i in range(len(where)):
-        counts[where[i]] += 1
-    return sets.classify(counts, len(where))
-
-
-@kernel
-def count_blocks(
-    row: np.ndarray, column: np.ndarray, row_class: np.ndarray, column_class: np.ndarray
-) -> np.ndarray:
-    """Return how many sent coordinates each block has: the cells of a row class and a column class."""
-    table = np.zeros(CLASSES * CLASSES, np.int64)
+def count_sent(row: Array, column: Array, row_bands: Array, column_bands: Array) -> Array:
+    """Return how many coordinates each block sends; block x * BANDS + y has row band x and column band y."""
+    sent = np.zeros(BANDS * BANDS, np.int64)
     for i in range(len(row)):
-        table[row_class[row[i]] * CLASSES + column_class[column[i]]] += 1
-    return table
+        sent[row_bands[row[i]] * BANDS + column_bands[column[i]]] += 1
+    return sent
 
 
 @kernel
 def put_blocks(
-    words: np.ndarray,
-    coder: Coder,
-    contexts: np.ndarray,
-    cells: np.ndarray,
-    row: np.ndarray,
-    column: np.ndarray,
-    row_class: np.ndarray,
-    column_class: np.ndarray,
-    group: Int,
-) -> Coder:
-    """Encode each block: the number of its sent coordinates, then their places in the block."""
-    table = count_blocks(row, column, row_class, column_class)
-    row_rank, column_rank = sets.ranks_of(row_class), sets.ranks_of(column_class)
-    row_sizes, column_sizes = sets.sizes_of(row_class), sets.sizes_of(column_class)
-    place, columns = sets.starts_of(table), len(column_class)
-    sorted_cells = np.empty(len(cells), np.int64)
-    for i in range(len(cells)):
-        y = column_class[column[i]]
-        block = row_class[row[i]] * CLASSES + y
-        inner = cells[i] - (row[i] * columns + column[i]) * group
-        cell = row_rank[row[i]] * column_sizes[y] + column_rank[column[i]]
-        sorted_cells[place[block]] = cell * group + inner
-        place[block] += 1
-    for x in range(1, CLASSES):
-        for y in range(1, CLASSES):
-            size = row_sizes[x] * column_sizes[y] * group
+    words: Array, coder: Coder, contexts: Array,
+    row: Array, column: Array, inner: Array, row_bands: Array, column_bands: Array, depth: Int,
+) -> Coder:  # fmt: skip
+    """Encode each block: the number of its sent coordinates, then their positions in the block."""
+    sent = count_sent(row, column, row_bands, column_bands)
+    _, row_sizes, _, row_ranks = sets.sort_lines(row_bands)
+    _, column_sizes, _, column_ranks = sets.sort_lines(column_bands)
+    ends, positions = sent.cumsum() - sent, np.empty(len(row), np.int64)
+    for i in range(len(row)):
+        y = column_bands[column[i]]
+        block = row_bands[row[i]] * BANDS + y
+        cell = row_ranks[row[i]] * column_sizes[y] + column_ranks[column[i]]
+        positions[ends[block]] = cell * depth + inner[i]
+        ends[block] += 1
+    for x in range(1, BANDS):
+        for y in range(1, BANDS):
+            size = row_sizes[x] * column_sizes[y] * depth
             if size:
-                n, end = table[x * CLASSES + y], place[x * CLASSES + y]
+                n, end = sent[x * BANDS + y], ends[x * BANDS + y]
                 coder = rc.put_count(words, coder, contexts, n)
-                coder = sets.put_gaps(words, coder, sorted_cells[end - n : end], size)
+                coder = sets.put_gaps(words, coder, positions[end - n : end], 0, size)
     return coder
 
 
 @kernel
-def decode_indices(words: np.ndarray, indices: np.ndarray, d: Int, shapes: np.ndarray) -> tuple[Int, Int]:
+def decode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> tuple[Int, Int]:
     """Decode a message's indices into `indices`; return FINE, BEYOND or OTHER_NUMBER, and the words read."""
     by_tensor, coder = rc.take_number(words, rc.start_decoding(words), 1)
     if not by_tensor:
-        inside, coder = sets.take_gaps(words, coder, indices, d)
-        return FINE if inside else BEYOND, coder[0]
-    tensor_counts, block_counts = rc.new_contexts(rc.COUNT_CONTEXTS), rc.new_contexts(rc.COUNT_CONTEXTS)
+        fault, coder = sets.take_gaps(words, coder, indices, d)
+        return fault, coder[0]
+    of_tensors, of_blocks = np.full(rc.COUNT_CONTEXTS, rc.EVEN), np.full(rc.COUNT_CONTEXTS, rc.EVEN)
     start, a = np.int64(0), 0
-    for t in range(len(shapes)):
-        shape = shapes[t]
+    for shape in shapes:
         size = shape[0] * shape[1] * shape[2]
-        n, coder = rc.take_count(words, coder, tensor_counts)
+        n, coder = rc.take_count(words, coder, of_tensors)
         if n > min(size, len(indices) - a):
             return OTHER_NUMBER, coder[0]
         if n:
-            found, coder = take_tensor(words, coder, block_counts, indices[a : a + n], shape)
-            if found != FINE:
-                return found, coder[0]
-            for i in range(a, a + n):
-                indices[i] += start
+            fault, coder = take_tensor(words, coder, of_blocks, indices[a : a + n], shape)
+            if fault:
+                return fault, coder[0]
+            indices[a : a + n] += start
         start, a = start + size, a + n
     return FINE if a == len(indices) else OTHER_NUMBER, coder[0]
 
 
 @kernel
 def take_tensor(
-    words: np.ndarray, coder: Coder, contexts: np.ndarray, cells: np.ndarray, shape: np.ndarray
+    words: Array, coder: Coder, contexts: Array, positions: Array, shape: Array
 ) -> tuple[Int, Coder]:
-    """Decode one tensor's coordinates into `cells`, as offsets in the tensor; return result and coder."""
-    rows, columns, group = shape[0], shape[1], shape[2]
+    """Decode one tensor's coordinates into `positions`, counted from its start; return FINE or a fault."""
+    rows, columns, depth = shape[0], shape[1], shape[2]
     mode = 0
     if rows * columns > 1:
         mode, coder = rc.take_number(words, coder, 2)
     if mode == 0:
-        inside, coder = sets.take_gaps(words, coder, cells, rows * columns * group)
-        return FINE if inside else BEYOND, coder
-    row_class, column_class = np.ones(rows, np.int64), np.ones(columns, np.int64)
+        return sets.take_gaps(words, coder, positions, rows * columns * depth)
+    row_bands, column_bands = np.ones(rows, np.int64), np.ones(columns, np.int64)
     if mode & BY_ROWS:
-        row_class, coder = sets.take_classes(words, coder, rows)
+        row_bands, coder = sets.take_bands(words, coder, rows)
     if mode & BY_COLUMNS:
-        column_class, coder = sets.take_classes(words, coder, columns)
-    return take_blocks(words, coder, contexts, cells, row_class, column_class, group)
+        column_bands, coder = sets.take_bands(words, coder, columns)
+    return take_blocks(words, coder, contexts, positions, row_bands, column_bands, depth)
 
 
 @kernel
 def take_blocks(
-    words: np.ndarray,
-    coder: Coder,
-    contexts: np.ndarray,
-    cells: np.ndarray,
-    row_class: np.ndarray,
-    column_class: np.ndarray,
-    group: Int,
-) -> tuple[Int, Coder]:
-    """Decode the blocks of one tensor into `cells`, as increasing offsets; return result and coder."""
-    row_sizes, column_sizes = sets.sizes_of(row_class), sets.sizes_of(column_class)
-    row_order, column_order = sets.order_of(row_class), sets.order_of(column_class)
-    row_start, column_start = sets.starts_of(row_sizes), sets.starts_of(column_sizes)
-    columns = len(column_class)
-    sent = np.zeros((len(row_class) * columns * group + 63) // 64, np.uint64)
+    words: Array, coder: Coder, contexts: Array, positions: Array,
+    row_bands: Array, column_bands: Array, depth: Int,
+) -> tuple[Int, Coder]:  # fmt: skip
+    """Decode one tensor's blocks into increasing `positions`; return FINE or a fault."""
+    row_order, row_sizes, row_starts, _ = sets.sort_lines(row_bands)
+    column_order, column_sizes, column_starts, _ = sets.sort_lines(column_bands)
+    columns = len(column_bands)
+    sent = np.zeros((len(row_bands) * columns * depth + 63) // 64, np.uint64)  # a bit for each coordinate
     a = 0
-    for x in range(1, CLASSES):
-        for y in range(1, CLASSES):
-            size = row_sizes[x] * column_sizes[y] * group
+    for x in range(1, BANDS):
+        for y in range(1, BANDS):
+            size = row_sizes[x] * column_sizes[y] * depth
             if size == 0:
                 continue
             n, coder = rc.take_count(words, coder, contexts)
-            if n > min(size, len(cells) - a):
+            if n > min(size, len(positions) - a):
                 return OTHER_NUMBER, coder
-            block = cells[a : a + n]
-            inside, coder = sets.take_gaps(words, coder, block, size)
-            if not inside:
-                return BEYOND, coder
-            row, row_first, width = row_start[x], 0, column_sizes[y] * group
+            block = positions[a : a + n]
+            fault, coder = sets.take_gaps(words, coder, block, size)
+            if fault:
+                return fault, coder
+            row, row_first, width = row_starts[x], 0, column_sizes[y] * depth
             for i in range(n):
                 while block[i] >= row_first + width:
                     row, row_first = row + 1, row_first + width
                 inner = block[i] - row_first
-                column = inner // group if group > 1 else inner
-                inner -= column * group
-                column = column_order[column_start[y] + column]
-                cell = (row_order[row] * columns + column) * group + inner
-                sent[cell >> 6] |= np.uint64(1) << np.uint64(cell & 63)
+                column = inner // depth if depth > 1 else inner
+                inner -= column * depth
+                column = column_order[column_starts[y] + column]
+                position = (row_order[row] * columns + column) * depth + inner
+                sent[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
             a += n
-    if a < len(cells):
+    if a < len(positions):
         return OTHER_NUMBER, coder
-    list_marked(sent, cells)
+    list_ones(sent, positions)
     return FINE, coder
 
 
 @kernel
-def list_marked(bits: np.ndarray, found: np.ndarray) -> None:
+def list_ones(bits: Array, found: Array) -> None:
     """Fill `found` with the positions of the 1 bits in `bits`, in increasing order."""
     n = 0
     for i in range(len(bits)):

@@ -1,7 +1,14 @@
-"""Two parts of the coder for sets of cells: gaps between cells, and classes of density of rows and columns.
+"""Two tools to code the set of coordinates that a tensor sends: gaps, and density bands.
 
-Gaps take at most about the entropy of a uniform set. Classes of density group the rows or columns of a tensor
-by the number of their coordinates that are sent, so that each group is evenly dense.
+Gaps take about as many bits as a random set of the same size needs. But sent coordinates are not random: some
+rows and columns of a tensor send many coordinates, others none. So the rows and the columns are sorted into
+density bands, and each band is coded on its own.
+
+A line is a row or a column. Its density band follows from the number of coordinates that it sends, compared
+with the mean number m of all lines that send any:
+
+    band    0       1              2          3            4
+    sends   none    below m / 2    below m    below 2 m    2 m or more
 """
 
 from __future__ import annotations
@@ -12,61 +19,56 @@ import numpy as np
 
 from cfedavg.core.arrays import Int, kernel
 from cfedavg.wire import coder as rc
-from cfedavg.wire.coder import Coder
+from cfedavg.wire.coder import Array, Coder
 
 STEPS = 16  # symbols: 0 to 14 end a gap after so many steps; 15 is 15 steps, and the gap goes on
 JUMPS = 4  # the decoder's table `jump` has 2^JUMPS entries
 TRUST = 256  # the weight of the first table, as a number of gaps
+FINE, BEYOND, OTHER_NUMBER = range(3)  # a decoder's result: no fault, a position too large, a wrong number
 
-# Rows or columns of class 0 send nothing. Let m be the mean number of coordinates that the others send.
-# Class 1 sends below m / 2, class 2 below m, class 3 below 2 m, class 4 at least 2 m.
-CLASSES = 5
-BY_ROWS, BY_COLUMNS = 1, 2  # modes: rows or columns have classes; 3 for both, 0 for none
+BANDS = 5
+BAND_CONTEXTS = BANDS * (BANDS - 1)
+BY_ROWS, BY_COLUMNS = 1, 2  # modes of a tensor: its rows or its columns have bands; 3 for both, 0 for none
 
 
 @kernel
-def step_of(size: Int, n: Int) -> Int:
-    """Return `step`: gaps between n of `size` cells are counted in steps of 2^step cells.
+def start_gaps(size: Int, n: Int) -> tuple[Int, Array, Array]:
+    """Return `step`, counts and sums of a new table for the gaps between n of `size` positions.
 
-    A step is a quarter to a half of the mean gap, and at least one cell.
+    A gap is counted in steps of 2^step positions: a quarter to a half of the mean gap, and at least one
+    position. The counts are those expected of TRUST gaps between random positions.
     """
     step = 0
     while (size // n) >> (step + 2):
         step += 1
-    return step
-
-
-@kernel
-def expect_counts(counts: np.ndarray, size: Int, n: Int, step: Int) -> None:
-    """Set `counts` to the symbol counts expected of TRUST gaps between n random cells out of `size`."""
     while size >> 31:  # keeps the products below 2^63
         size = size >> 1
         n = min((n + 1) >> 1, size)
     empty = ((size - n) << 30) // size
     for _ in range(step):
         empty = (empty * empty) >> 30
+    counts, sums = np.empty(STEPS, np.int64), np.empty(STEPS + 1, np.int64)
     left = TRUST * rc.SEEN << 30
     for s in range(STEPS - 1):
         further = (left >> 30) * empty
         counts[s] = max((left - further) >> 30, 1)
         left = further
     counts[STEPS - 1] = max(left >> 30, 1)
+    rc.make_sums(counts, sums)
+    return step, counts, sums
 
 
 @kernel
-def put_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> Coder:
-    """Encode increasing cells below `size`, as gaps. The decoder must know the number of cells."""
-    n = len(cells)
+def put_gaps(words: Array, coder: Coder, positions: Array, start: Int, size: Int) -> Coder:
+    """Encode some of the `size` positions from `start` on, as gaps. The decoder must know their number."""
+    n = len(positions)
     if n == 0 or n == size:
         return coder
-    step = step_of(size, n)
-    counts, sums = np.empty(STEPS, np.int64), np.empty(STEPS + 1, np.int64)
-    expect_counts(counts, size, n, step)
-    rc.make_sums(counts, sums)
-    following, due = 0, rc.FIRST
+    step, counts, sums = start_gaps(size, n)
+    following, due = start, rc.FIRST
     for i in range(n):
-        gap = cells[i] - following
-        following = cells[i] + 1
+        gap = positions[i] - following
+        following = positions[i] + 1
         steps = gap >> step
         while steps >= STEPS - 1:
             coder = rc.put_symbol(words, coder, sums, STEPS - 1)
@@ -81,18 +83,15 @@ def put_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> C
 
 
 @kernel
-def take_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> tuple[bool, Coder]:
-    """Decode gaps into `cells`; return whether all cells are below `size`, and the coder."""
-    n = len(cells)
+def take_gaps(words: Array, coder: Coder, positions: Array, size: Int) -> tuple[Int, Coder]:
+    """Decode gaps into `positions`, counted from 0; return BEYOND if one is `size` or more, else FINE."""
+    n = len(positions)
     if n == 0 or n == size:
         for i in range(n):
-            cells[i] = i
-        return True, coder
-    step = step_of(size, n)
-    counts, sums = np.empty(STEPS, np.int64), np.empty(STEPS + 1, np.int64)
+            positions[i] = i
+        return FINE, coder
+    step, counts, sums = start_gaps(size, n)
     jump = np.empty(1 << JUMPS, np.uint8)
-    expect_counts(counts, size, n, step)
-    rc.make_sums(counts, sums)
     rc.make_jumps(sums, jump, JUMPS)
     following, due = 0, rc.FIRST
     for i in range(n):
@@ -101,78 +100,53 @@ def take_gaps(words: np.ndarray, coder: Coder, cells: np.ndarray, size: Int) -> 
         while symbol == STEPS - 1:
             following += (STEPS - 1) << step
             if following >= size:
-                return False, coder
+                return BEYOND, coder
             symbol, coder = rc.take_symbol(words, coder, sums, jump, JUMPS)
             counts[symbol] += rc.SEEN
         rest, coder = rc.take_number(words, coder, step)
-        cells[i] = following + (symbol << step) + rest
-        following = cells[i] + 1
+        positions[i] = following + (symbol << step) + rest
+        following = positions[i] + 1
         if following > size:
-            return False, coder
+            return BEYOND, coder
         if i + 1 == due:
             due = rc.rebuild(counts, sums, due)
             rc.make_jumps(sums, jump, JUMPS)
-    return True, coder
+    return FINE, coder
 
 
 @kernel
-def classify(counts: np.ndarray, n: Int) -> np.ndarray:
-    """Return the class of density of each row or column.
+def assign_bands(line: Array, n: Int) -> tuple[Array, Array]:
+    """Return the density band of each of n lines, and the size of each band.
 
-    `counts` holds the number of sent coordinates of each; n is the sum of `counts`.
+    `line` holds the line of each sent coordinate.
     """
-    classes = np.empty(len(counts), np.int64)
-    used = 0
-    for count in counts:
-        used += count > 0
-    for i in range(len(counts)):
-        share = counts[i] * used  # share / n is the count divided by the mean of the counts above 0
-        classes[i] = 0 if share == 0 else 1 + (2 * share >= n) + (share >= n) + (share >= 2 * n)
-    return classes
+    sent, bands, sizes = np.zeros(n, np.int64), np.empty(n, np.int64), np.zeros(BANDS, np.int64)
+    for i in range(len(line)):
+        sent[line[i]] += 1
+    used, total = np.count_nonzero(sent), len(line)
+    for i in range(n):
+        share = sent[i] * used  # share / total is what line i sends, divided by the mean m
+        bands[i] = 0 if share == 0 else 1 + (2 * share >= total) + (share >= total) + (share >= 2 * total)
+        sizes[bands[i]] += 1
+    return bands, sizes
 
 
 @kernel
-def sizes_of(classes: np.ndarray) -> np.ndarray:
-    """Return the number of rows or columns in each class of density."""
-    sizes = np.zeros(CLASSES, np.int64)
-    for kind in classes:
-        sizes[kind] += 1
-    return sizes
-
-
-@kernel
-def starts_of(sizes: np.ndarray) -> np.ndarray:
-    """Return where each class begins in a list sorted by class, given the sizes of the classes."""
-    starts, total = np.empty(len(sizes), np.int64), 0
-    for i in range(len(sizes)):
-        starts[i] = total
-        total += sizes[i]
-    return starts
-
-
-@kernel
-def order_of(classes: np.ndarray) -> np.ndarray:
-    """Return the numbers of the rows or columns, sorted by class of density."""
-    place, order = starts_of(sizes_of(classes)), np.empty(len(classes), np.int64)
-    for i in range(len(classes)):
-        order[place[classes[i]]] = i
-        place[classes[i]] += 1
-    return order
-
-
-@kernel
-def ranks_of(classes: np.ndarray) -> np.ndarray:
-    """Return, for each row or column, the number of earlier ones in the same class of density."""
-    seen, ranks = np.zeros(CLASSES, np.int64), np.empty(len(classes), np.int64)
-    for i in range(len(classes)):
-        ranks[i] = seen[classes[i]]
-        seen[classes[i]] += 1
-    return ranks
+def sort_lines(bands: Array) -> tuple[Array, Array, Array, Array]:
+    """Return the lines sorted by band, the bands' sizes and starts, and each line's rank in its band."""
+    sizes, ranks, order = np.zeros(BANDS, np.int64), np.empty_like(bands), np.empty_like(bands)
+    for line in range(len(bands)):
+        ranks[line] = sizes[bands[line]]
+        sizes[bands[line]] += 1
+    starts = sizes.cumsum() - sizes
+    for line in range(len(bands)):
+        order[starts[bands[line]] + ranks[line]] = line
+    return order, sizes, starts, ranks
 
 
 @kernel
 def cost_of_set(size: Int, n: Int) -> float:
-    """Return the approximate number of bits that a set of n out of `size` cells takes."""
+    """Return the approximate number of bits that a set of n out of `size` positions takes."""
     if n <= 0 or n >= size:
         return 0.0
     rest = size - n
@@ -181,8 +155,8 @@ def cost_of_set(size: Int, n: Int) -> float:
 
 
 @kernel
-def cost_of_classes(sizes: np.ndarray) -> float:
-    """Return the approximate number of bits that the list of classes takes; `sizes` are the class sizes."""
+def cost_of_bands(sizes: Array) -> float:
+    """Return the approximate number of bits that `put_bands` takes for bands of these sizes."""
     total, bits = sizes.sum(), 16.0
     for size in sizes:
         if size:
@@ -191,51 +165,49 @@ def cost_of_classes(sizes: np.ndarray) -> float:
 
 
 @kernel
-def choose_mode(rows: np.ndarray, columns: np.ndarray, table: np.ndarray, group: Int) -> Int:
-    """Return the mode that takes the fewest bits: BY_ROWS, BY_COLUMNS, their sum, or 0 for no classes.
+def choose_mode(rows: Array, columns: Array, sent: Array, depth: Int) -> Int:
+    """Return the mode that takes the fewest bits: BY_ROWS, BY_COLUMNS, their sum, or 0 for no bands.
 
-    `rows` and `columns` are the sizes of the classes; `table` holds the sent coordinates of each block.
+    `rows` and `columns` hold the number of rows and columns in each band. `sent` holds the number of sent
+    coordinates for each pair of a row band and a column band. A row and a column meet in `depth` coordinates.
     """
-    all_rows, all_columns, n = rows.sum(), columns.sum(), table.sum()
-    by_rows, by_columns = cost_of_classes(rows), cost_of_classes(columns)
+    all_rows, all_columns, n = rows.sum(), columns.sum(), sent.sum()
+    by_rows, by_columns = cost_of_bands(rows), cost_of_bands(columns)
     both = by_rows + by_columns
-    for x in range(1, CLASSES):
+    for x in range(1, BANDS):
         in_rows, in_columns = 0, 0
-        for y in range(1, CLASSES):
-            both += 8 + cost_of_set(rows[x] * columns[y] * group, table[x * CLASSES + y])
-            in_rows += table[x * CLASSES + y]
-            in_columns += table[y * CLASSES + x]
-        by_rows += 8 + cost_of_set(rows[x] * all_columns * group, in_rows)
-        by_columns += 8 + cost_of_set(all_rows * columns[x] * group, in_columns)
-    best = min(cost_of_set(all_rows * all_columns * group, n), by_rows, by_columns, both)
+        for y in range(1, BANDS):
+            both += 8 + cost_of_set(rows[x] * columns[y] * depth, sent[x * BANDS + y])
+            in_rows += sent[x * BANDS + y]
+            in_columns += sent[y * BANDS + x]
+        by_rows += 8 + cost_of_set(rows[x] * all_columns * depth, in_rows)
+        by_columns += 8 + cost_of_set(all_rows * columns[x] * depth, in_columns)
+    best = min(cost_of_set(all_rows * all_columns * depth, n), by_rows, by_columns, both)
     if best == both:
         return BY_ROWS | BY_COLUMNS
     return BY_ROWS if best == by_rows else BY_COLUMNS if best == by_columns else 0
 
 
 @kernel
-def put_classes(words: np.ndarray, coder: Coder, classes: np.ndarray) -> Coder:
-    """Encode each class as bits (is the class 0? 1? 2? 3?), with contexts chosen by the previous class."""
-    contexts = rc.new_contexts(CLASSES * (CLASSES - 1))
-    before = 0
-    for kind in classes:
-        for i in range(min(kind + 1, CLASSES - 1)):
-            coder = rc.put_bit(words, coder, contexts, before * (CLASSES - 1) + i, 1 if i == kind else 0)
-        before = kind
+def put_bands(words: Array, coder: Coder, bands: Array) -> Coder:
+    """Encode each line's band as bits: is it 0? 1? 2? 3? The band of the line before selects the contexts."""
+    contexts, before = np.full(BAND_CONTEXTS, rc.EVEN), 0
+    for band in bands:
+        for i in range(min(band + 1, BANDS - 1)):
+            coder = rc.put_bit(words, coder, contexts, before * (BANDS - 1) + i, 1 if i == band else 0)
+        before = band
     return coder
 
 
 @kernel
-def take_classes(words: np.ndarray, coder: Coder, n: Int) -> tuple[np.ndarray, Coder]:
-    """Decode n classes that `put_classes` encoded; return the classes and the coder."""
-    classes = np.empty(n, np.int64)
-    contexts = rc.new_contexts(CLASSES * (CLASSES - 1))
-    before = 0
-    for i in range(n):
-        kind, bit = -1, 0
-        while not bit and kind < CLASSES - 2:
-            kind += 1
-            bit, coder = rc.take_bit(words, coder, contexts, before * (CLASSES - 1) + kind)
-        before = kind if bit else CLASSES - 1
-        classes[i] = before
-    return classes, coder
+def take_bands(words: Array, coder: Coder, n: Int) -> tuple[Array, Coder]:
+    """Decode the bands of n lines, which `put_bands` encoded; return the bands and the coder."""
+    bands, contexts, before = np.empty(n, np.int64), np.full(BAND_CONTEXTS, rc.EVEN), 0
+    for line in range(n):
+        band, bit = -1, 0
+        while not bit and band < BANDS - 2:
+            band += 1
+            bit, coder = rc.take_bit(words, coder, contexts, before * (BANDS - 1) + band)
+        before = band if bit else BANDS - 1
+        bands[line] = before
+    return bands, coder

@@ -1,0 +1,242 @@
+"""The frame of a message: its header, the lengths of its sections, its checksum, and tables for people."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cfedavg.core.layout import Layout
+from cfedavg.core.payload import Payload, blocks
+
+MAGIC = b"CFAV"
+CHECKSUM = struct.Struct("<I")  # the CRC-32 of everything before it
+# magic, version, then the fields of Header in their order
+_STRUCT = struct.Struct("<4sBBBBQQQQQIQQQ")
+SIZE = _STRUCT.size  # bytes of a header
+LEAST = SIZE + CHECKSUM.size  # bytes of a message whose sections are empty
+KEY_AND_KEEP = struct.Struct("<qQ")  # the section of coordinates that are drawn from a key
+SCALES = struct.Struct("<IH")  # `block` and `top`, which precede the scales of levels
+VALUES_PER_BYTE = 11_354  # at most: a value takes at least one coded bit of probability 65504/65536
+Rows = Sequence[tuple[str, ...]]
+
+
+class WireError(ValueError):
+    """The error of a message that cannot be decoded, or of a payload that cannot be encoded."""
+
+
+class Where(IntEnum):
+    """How a message names its coordinates: all of them, drawn from a key, or listed."""
+
+    ALL = 0
+    DRAWN = 1
+    LISTED = 2
+
+
+class Kind(IntEnum):
+    """The number format of the values: floats, or integer levels with scales."""
+
+    FP32 = 0
+    FP64 = 1
+    BF16 = 2
+    INT8 = 3
+    INT16 = 4
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the values are floats; if not, they are levels."""
+        return self <= Kind.BF16
+
+
+DTYPES: dict[Kind, np.dtype[Any]] = dict(
+    zip(Kind, map(np.dtype, ("<f4", "<f8", "<i2", "<i1", "<i2")), strict=True)
+)
+
+
+class Coding(IntEnum):
+    """How the values are written: uncoded, or entropy-coded."""
+
+    PLAIN = 0
+    CODED = 1
+
+
+def may_be_plain(where: Where, kind: Kind) -> bool:
+    """Return whether values may stay uncoded: only fp32 and fp64 values of all coordinates may."""
+    return where is Where.ALL and kind in (Kind.FP32, Kind.FP64)
+
+
+class Header(NamedTuple):
+    """The fields of a message's header. The last three are the lengths of the sections in bytes."""
+
+    where: Where
+    kind: Kind
+    coding: Coding
+    schema: int
+    d: int
+    k: int
+    client: int
+    sequence: int
+    round: int
+    index_bytes: int
+    value_bytes: int
+    raw_bytes: int
+
+    @property
+    def version(self) -> int:
+        """Return 2 for coded fp32 or fp64 values of all coordinates, 1 for every other message."""
+        return 2 if self.coding is Coding.CODED and may_be_plain(self.where, self.kind) else 1
+
+    def pack(self) -> bytes:
+        """Return the header as bytes."""
+        try:
+            return _STRUCT.pack(MAGIC, self.version, *self)
+        except struct.error:
+            found = f"{self.client}, {self.sequence} and {self.round}"
+            rule = "`client` and `sequence` must be from 0 to 2^64 - 1, `round` from 0 to 2^32 - 1"
+            raise WireError(f"{rule}, got {found}") from None
+
+
+def read_header(data: bytes) -> Header:
+    """Return the header of a message. Only the header is checked.
+
+    >>> from cfedavg import Layout, encode, parse
+    >>> import torch
+    >>> message = encode(parse("topk(0.5)").compress(torch.ones(4), key=0).numpy(), Layout.flat(4), client=7)
+    >>> read_header(message).client, read_header(message).k
+    (7, 2)
+    """
+    if len(data) < SIZE or bytes(data[:4]) != MAGIC:
+        raise WireError(f"not a message: it must begin with {MAGIC.decode()} and a header of {SIZE} bytes")
+    _, version, where, kind, coding, *numbers = _STRUCT.unpack_from(data)
+    if version not in (1, 2):
+        raise WireError(f"the message is of version {version}, this program reads versions 1 and 2")
+    for names, value in ((Where, where), (Kind, kind), (Coding, coding)):
+        if value >= len(names):
+            name = names.__name__.lower()
+            raise WireError(f"the header says {name} = {value}, which version {version} does not know")
+    header = Header(Where(where), Kind(kind), Coding(coding), *numbers)
+    if header.version == version:
+        return header
+    what = f"{header.coding.name} {header.kind.name} values of {header.where.name} coordinates"
+    if version == 1:
+        raise WireError(f"{what} need version 2, the message is of version 1")
+    raise WireError(f"version 2 is for CODED FP32 or FP64 values of ALL coordinates, not for {what}")
+
+
+def check_header(header: Header, layout: Layout, kmax: int) -> None:
+    """Raise WireError unless the header is for this layout, has k of at most `kmax`, and is consistent."""
+    if header.schema != layout.schema_hash or header.d != layout.d:
+        raise WireError(
+            "the message is for another model: names, shapes, dtypes or order of its tensors differ"
+        )
+    if header.k > min(kmax, header.d):
+        raise WireError(f"the message must have k of at most {min(kmax, header.d)}, got {header.k}")
+    if header.where is Where.ALL and header.k != header.d:
+        raise WireError(f"a message of all coordinates must have k = d = {header.d}, got k = {header.k}")
+    if header.coding is Coding.PLAIN and not may_be_plain(header.where, header.kind):
+        what = f"{header.kind.name} values of {header.where.name} coordinates"
+        raise WireError(f"{what} must be CODED, got PLAIN")
+
+
+def split_message(data: bytes, header: Header) -> tuple[memoryview, memoryview, memoryview]:
+    """Return the three sections of a message: coordinates, coded values, copied values.
+
+    Raise WireError if a length or the checksum is wrong.
+    """
+    view, coded = memoryview(data), SIZE + header.index_bytes
+    copied = coded + header.value_bytes
+    needed = copied + header.raw_bytes + CHECKSUM.size
+    if len(data) != needed:
+        fault = "cut short" if len(data) < needed else "too long"
+        raise WireError(f"the message is {fault}: it must have {needed} bytes, got {len(data)}")
+    check_lengths(header, view[copied : -CHECKSUM.size])
+    if zlib.crc32(view[: -CHECKSUM.size]) != CHECKSUM.unpack(view[-CHECKSUM.size :])[0]:
+        raise WireError("the checksum does not fit: the message was damaged on its way")
+    return view[SIZE:coded], view[coded:copied], view[copied : -CHECKSUM.size]
+
+
+def check_lengths(header: Header, copied: memoryview) -> None:
+    """Raise WireError unless the lengths of the three sections fit k coordinates and values."""
+    k, indices, values = header.k, header.index_bytes, header.value_bytes
+    needed = {Where.ALL: 0, Where.DRAWN: KEY_AND_KEEP.size}.get(header.where, indices)
+    if indices != needed:
+        raise WireError(f"the section of the indices must have {needed} bytes, got {indices}")
+    coded = k if header.coding is Coding.CODED else 0
+    if header.kind.is_float:
+        needed = k * DTYPES[header.kind].itemsize - 2 * coded  # coding takes the upper two bytes of a float
+    elif len(copied) < SCALES.size:
+        needed = SCALES.size
+    else:
+        needed = SCALES.size + 4 * blocks(k, SCALES.unpack_from(copied)[0])
+    if len(copied) != needed:
+        raise WireError(f"the copied values must have {needed} bytes for k = {k}, got {len(copied)}")
+    if coded > VALUES_PER_BYTE * (values + 8) or (values and not coded):
+        raise WireError(f"the coded values have {values} bytes, which cannot hold {coded} values")
+
+
+def header_rows(header: Header) -> Rows:
+    """Return a row (field, value) for each part of the header."""
+    where = ("all coordinates", "drawn from a key", "listed")[header.where]
+    bits = 8 * DTYPES[header.kind].itemsize
+    values = f"{bits}-bit floats" if header.kind.is_float else f"levels of {bits} bits, with scales"
+    if header.kind is Kind.BF16:
+        values = "bf16"
+    return [
+        ("version", f"{header.version}"),
+        ("sender", f"client {header.client}, message {header.sequence}, round {header.round}"),
+        ("model", f"schema {header.schema:016x}, d = {header.d:,}"),
+        ("coordinates", f"k = {header.k:,} ({header.k / max(header.d, 1):.3%}), {where}"),
+        ("values", f"{values}, {header.coding.name.lower()}"),
+    ]
+
+
+def entropy_bound(d: int, k: int) -> float:
+    """Return log2 C(d, k) / k: the bits per index that a random set of k out of d indices needs.
+
+    >>> round(entropy_bound(582_026, 5820), 2)
+    8.08
+    """
+    if not 0 < k < d:
+        return 0.0
+    return (math.lgamma(d + 1) - math.lgamma(k + 1) - math.lgamma(d - k + 1)) / math.log(2) / k
+
+
+def section_rows(data: bytes) -> Rows:
+    """Return a row (section, bytes, bits per sent coordinate, remark) for each section of a message.
+
+    Raise WireError if a length or the checksum of the message is wrong.
+    """
+    header = read_header(data)
+    coordinates, coded, copied = map(len, split_message(data, header))
+    k, bound, remark = max(header.k, 1), entropy_bound(header.d, header.k), ""
+    if header.where is Where.LISTED and bound:
+        remark = f"{8 * coordinates / k / bound:.3f} of the entropy bound, {bound:.2f}"
+    if header.where is Where.DRAWN:
+        remark = f"a key; the entropy bound is {bound:.2f}"
+    dense = 4 * header.d
+    rows = [
+        ("header and checksum", LEAST, ""),
+        ("coordinates", coordinates, remark),
+        ("values, coded", coded, ""),
+        ("values, copied", copied, ""),
+        ("message", len(data), f"{dense / len(data):.3g} times shorter than {dense:,} bytes of fp32"),
+    ]
+    return [(name, f"{size:,}", f"{8 * size / k:.2f}", remark) for name, size, remark in rows]
+
+
+def tensor_rows(payload: Payload, layout: Layout) -> Rows:
+    """Return a row (name, shape, sent coordinates, sent share) for each tensor."""
+    rows = []
+    for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
+        sent = size = part.stop - part.start
+        if payload.indices is not None:
+            start, stop = np.searchsorted(payload.indices, [part.start, part.stop])
+            sent = int(stop - start)
+        share = sent / max(size, 1)
+        rows.append((name, " x ".join(map(str, shape)) or "number", f"{sent:,}", f"{share:.2%}"))
+    return rows
