@@ -25,7 +25,7 @@ from cfedavg.federate.server_store import ServerStore
 from cfedavg.federate.state_file import FILE
 from cfedavg.federate.versions import Copy
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.messages import read_reply
+from cfedavg.flower.replies import read_reply
 from tests.grid import (
     MODEL,
     Adding,
