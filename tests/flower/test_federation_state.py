@@ -150,8 +150,11 @@ def test_any_state_comes_back_as_it_was(
         lent={"b": 7},
     )
     mark = make_mark(Stamp(1, 1), 5, b"message")
+    ended = ServerState(state.server).end_round({"a": mark}, np.ones(17), {"a": Note(2, 0, 0.5)})
     later = replace(
-        state.end_round({"a": mark}, np.ones(17), {"a": Note(2, 0, 0.5)}),
+        state,
+        server=ended.server,
+        clients=ended.clients,
         last=RoundRows({"round": 0, "loss": 0.5}, [{"round": 0}]),
     )
     for each in (state, later):

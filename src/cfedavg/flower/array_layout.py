@@ -47,9 +47,7 @@ class Form:
 
     @classmethod
     def of(cls, arrays: Arrays, uncompressed: Sequence[str] = STATISTICS) -> Form:
-        """Return the form of `arrays`: compress float32 arrays whose names match no pattern in
-        `uncompressed`.
-        """
+        """Return the form of `arrays`. Arrays of float32 that match no pattern are compressed."""
         chosen = tuple(
             array.dtype == np.float32 and not _matches(name, uncompressed) for name, array in arrays.items()
         )
@@ -76,7 +74,7 @@ class Form:
 
     @cached_property
     def _apart(self) -> list[tuple[tuple[int, ...], str, bool]]:
-        """Each uncompressed array's shape and dtype, and whether the array is a float32 running statistic."""
+        """Each uncompressed array's shape and dtype, and whether it is a float32 running statistic."""
         rows = zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
         return [
             (shape, dtype, dtype == "float32" and _matches(name, STATISTICS))

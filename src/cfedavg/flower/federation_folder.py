@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -40,23 +40,17 @@ NODES, STATE = "nodes.jsonl", "state"
 HANDOVER = 20.0  # seconds to wait for the lock; a ServerApp may run 9 s longer than its SuperLink
 
 
+@dataclass
 class FederationFolder:
     """The folder of a federation. `hold` locks the folder, so that only one server at a time uses it."""
 
-    def __init__(
-        self,
-        out: Path,
-        config: Config,
-        form: Form,
-        replica: ModelReplica | None,
-        options: FixedOptions,
-        also: Mapping[str, Any],
-    ) -> None:
-        """Set the options; those in `also` are written to config.toml as comments."""
-        self.out, self.config, self.options, self.also = out, config, options, also
-        self.form, self.replica = form, replica
-        self.rows: list[Record] = []
-        self._read: dict[str, list[Record]] = {}  # by file: the rows that `begin` reads and `open` writes
+    out: Path
+    config: Config
+    form: Form
+    replica: ModelReplica | None  # None if broadcasts are not compressed
+    options: FixedOptions
+    also: Mapping[str, Any]  # more options, written to config.toml as comments
+    rows: list[Record] = field(default_factory=list)  # of metrics.jsonl
 
     @contextmanager
     def hold(self) -> Iterator[FederationFolder]:
@@ -130,7 +124,7 @@ class FederationFolder:
                 digest = self.replica.digest(held.w) if self.replica and held else None
                 server = restore_backup(state.server, new_generation(state.server), digest)
                 state = replace(state, server=server)
-        self._read = self._read_rows(state)
+        self._read = self._read_rows(state)  # by file: the rows that `open` writes
         return state
 
     @property
@@ -159,7 +153,7 @@ class FederationFolder:
         self.rows = self._read[METRICS]
         for name, rows in self._read.items():
             write_atomic(self.out / name, "".join(map(format_row, rows)).encode())
-        self._read = {}
+        del self._read
         self.store_state(state)
 
     def _load(self) -> FederationState | None:

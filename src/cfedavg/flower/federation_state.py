@@ -12,7 +12,7 @@ import heapq
 import math
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from cfedavg.algorithm import ServerMemory
 from cfedavg.core.config import renew
 from cfedavg.core.run_files import Record, checksum_rows, is_number
-from cfedavg.federate.protocol import Mark
 from cfedavg.federate.replica import ModelReplica
-from cfedavg.federate.server import Primary, Server, Table
+from cfedavg.federate.server import Server, Table
 from cfedavg.federate.server_store import KnownClient, ServerState
 from cfedavg.federate.state_file import (
     as_array,
@@ -156,20 +155,6 @@ class FederationState:
     inner: StrategyMemory | None = None  # of a wrapped strategy
     memory: ServerMemory = field(default_factory=ServerMemory)  # of the feedback and the server optimiser
     last: RoundRows | None = None  # None before the first round ends
-
-    def end_round(
-        self,
-        taken: Mapping[str, Mark],
-        x_next: NDArray[np.float32],
-        notes: Mapping[str, Note],
-        primary_next: Primary | None = None,
-    ) -> FederationState:
-        """Return the state after a round: `x_next` holds the answers `taken`; `notes` describe the clients.
-
-        If broadcasts are compressed, `primary_next` is the model copy after the next broadcast.
-        """
-        after = ServerState(self.server, self.clients).end_round(taken, x_next, notes, primary_next)
-        return replace(self, server=after.server, clients=after.clients)
 
     def check(self, form: Form, replica: ModelReplica | None, memory: ServerMemory) -> None:
         """Raise ValueError unless the state's arrays fit the model, are finite, and are those it needs.

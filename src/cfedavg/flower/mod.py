@@ -103,9 +103,9 @@ class _Exchange:
         layout = self.form.layout
         self.replica = ModelReplica(layout, rounds=order.copy == "int16")
         self.body = read_body(message.content, order)
-        most, found = self.form.count_bytes(short=self.replica.rounds), len(self.body.uncompressed)
-        if found != most:
-            raise InputError(f"the request is damaged: {most} bytes must be uncompressed arrays, {found} are")
+        size, found = self.form.count_bytes(short=self.replica.rounds), len(self.body.uncompressed)
+        if found != size:
+            raise InputError(f"the request is damaged: {size} bytes must be uncompressed arrays, {found} are")
         if not order.copy and len(self.body.broadcast) != 4 * layout.d:
             raise InputError("the request is damaged: its model has another length")
         folder = state_folder(context)
@@ -246,9 +246,7 @@ class _Exchange:
         return name, arrays
 
     def _read_facts(self, trained: Message) -> dict[str, Any]:
-        """Return the app's metrics, and the local steps K and the loss in them; raise _Refusal if K is wrong
-        or the metrics are too long.
-        """
+        """Return the app's metrics, local steps K and loss; raise _Refusal if the metrics are not valid."""
         records = {name: dict(record) for name, record in trained.content.metric_records.items()}
         merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
         loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)

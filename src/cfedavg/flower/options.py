@@ -39,6 +39,7 @@ _RANGES: dict[str, tuple[Any, float, float, str]] = {
     "min_nodes": (Integral, 1.0, 2.0**63, "an integer of at least 1"),
     "quorum": (Real, 0.0, 1.0, "from 0 to 1"),
 }
+_SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
 
 class Missing(NamedTuple):
@@ -186,8 +187,8 @@ class Parts:
     seed: int  # of all random draws
 
 
-def check_rules(rules: Mapping[str, bool]) -> None:
-    """Raise InputError with the first sentence in `rules` whose rule does not hold."""
+def _check_rules(rules: Mapping[str, bool]) -> None:
+    """Raise InputError with the first sentence whose rule does not hold."""
     for sentence, holds in rules.items():
         if not holds:
             raise InputError(sentence)
@@ -196,34 +197,26 @@ def check_rules(rules: Mapping[str, bool]) -> None:
 def check_values(
     policy: RoundPolicy, max_norm: float | None, eta: Rate | None, uncompressed: Sequence[str]
 ) -> None:
-    """Raise InputError for options of the strategy that `Config` does not check."""
-    is_norm = isinstance(max_norm, Real) and max_norm > 0
-    is_rate = callable(eta) or (isinstance(eta, Real) and 0 < eta <= 1e300)
+    """Raise InputError for a wrong option among those that `Config` does not check."""
+    is_norm = max_norm is None or (isinstance(max_norm, Real) and max_norm > 0)
+    is_rate = eta is None or callable(eta) or (isinstance(eta, Real) and 0 < eta <= 1e300)
     one = f"a list of patterns, as [{uncompressed!r}], got {uncompressed!r}"
-    check_rules(
-        {
-            f"`policy` must be a RoundPolicy, got {policy!r}": isinstance(policy, RoundPolicy),
-            f"`max_norm` must be a number above 0, which may be infinite, got {max_norm!r}": (
-                max_norm is None or is_norm
-            ),
-            f"`eta` must be a number above 0, or a function of the round, got {eta!r}": (
-                eta is None or is_rate
-            ),
-            f"`uncompressed` must be {one}": not isinstance(uncompressed, str),
-        }
-    )
+    _check_rules({
+        f"`policy` must be a RoundPolicy, got {policy!r}": isinstance(policy, RoundPolicy),
+        f"`max_norm` must be a number above 0, which may be infinite, got {max_norm!r}": is_norm,
+        f"`eta` must be a number above 0, or a function of the round, got {eta!r}": is_rate,
+        f"`uncompressed` must be {one}": not isinstance(uncompressed, str),
+    })  # fmt: skip
 
 
 def check_start(*, resume: bool, from_backup: bool, has_out: bool) -> None:
     """Raise InputError unless the options say from which state a server starts."""
-    check_rules(
-        {
-            f"`resume` must be true or false, got {resume!r}": isinstance(resume, bool),
-            f"`from_backup` must be true or false, got {from_backup!r}": isinstance(from_backup, bool),
-            "`resume` needs `out`, the folder of the federation to continue": has_out or not resume,
-            "`from_backup` continues a federation, so it needs `resume`": resume or not from_backup,
-        }
-    )
+    _check_rules({
+        f"`resume` must be true or false, got {resume!r}": isinstance(resume, bool),
+        f"`from_backup` must be true or false, got {from_backup!r}": isinstance(from_backup, bool),
+        "`resume` needs `out`, the folder of the federation to continue": has_out or not resume,
+        "`from_backup` continues a federation, so it needs `resume`": resume or not from_backup,
+    })  # fmt: skip
 
 
 def check_parts(
@@ -236,31 +229,23 @@ def check_parts(
     feedback, optimiser = parts.feedback, str(parts.server_optimiser)
     usual = {"eta": eta is None, "weighting": weighting == "uniform", "server_optimiser": optimiser == "sgd"}
     odd = " and ".join(f"`{name}`" for name, is_usual in usual.items() if not is_usual)
-    sampling = ("participation", "over_selection", "min_nodes")
-    samples = any(getattr(policy, name) != getattr(RoundPolicy, name) for name in sampling)
-    check_rules(
-        {
-            "`update` must be 'sum', or 'mean' if clients report local-steps, got 'auto'": (
-                parts.update != "auto"
-            ),
-            f"{odd} must not be given when CFedAvg wraps a strategy, which averages and steps itself. "
-            "Remove the options or the strategy.": not (wraps and odd),
-            "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg "
-            "wraps a strategy, which samples the nodes itself. Remove these fields.": not (wraps and samples),
-            "`update` must be 'sum' when CFedAvg wraps a strategy, got 'mean'": (
-                not wraps or parts.update == "sum"
-            ),
-            f"`feedback` must not change the broadcast model in a federation, got {feedback}. "
-            "Use ef, ef21 or none.": not (feedback.broadcasts or feedback.moves_start),
-            f"`feedback` must keep no memory on the server when CFedAvg wraps a strategy, got {feedback}. "
-            "Use ef or none.": not (wraps and feedback.keeps_server_memory),
-            f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates "
-            "that the backup lacks. Start another federation from the backup's model.": (
-                not (feedback.mirrors_clients and from_backup)
-            ),
-            f"`weighting` must be uniform with the feedback {feedback}, got {weighting}: the server's sum "
-            "of all clients' updates needs the same weight for a client in every round.": (
-                not feedback.mirrors_clients or weighting == "uniform"
-            ),
-        }
-    )
+    samples = any(getattr(policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING)
+    _check_rules({
+        "`update` must be 'sum', or 'mean' if clients report local-steps, got 'auto'": parts.update != "auto",
+        f"{odd} must not be given when CFedAvg wraps a strategy, which averages and steps itself. "
+        "Remove the options or the strategy.": not (wraps and odd),
+        "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg wraps a "
+        "strategy, which samples the nodes itself. Remove these fields.": not (wraps and samples),
+        f"`update` must be 'sum' when CFedAvg wraps a strategy, got {parts.update!r}":
+            not wraps or parts.update == "sum",
+        f"`feedback` must not change the broadcast model in a federation, got {feedback}. "
+        "Use ef, ef21 or none.": not (feedback.broadcasts or feedback.moves_start),
+        f"`feedback` must keep no memory on the server when CFedAvg wraps a strategy, got {feedback}. "
+        "Use ef or none.": not (wraps and feedback.keeps_server_memory),
+        f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates that "
+        "the backup lacks. Start another federation from the backup's model.":
+            not (from_backup and feedback.mirrors_clients),
+        f"`weighting` must be uniform with the feedback {feedback}, got {weighting}: the server's sum of all "
+        "clients' updates needs the same weight for a client in every round.":
+            weighting == "uniform" or not feedback.mirrors_clients,
+    })  # fmt: skip

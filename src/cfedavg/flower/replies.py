@@ -248,20 +248,20 @@ def read_number(value: Any) -> float | None:
     return float(value) if abs(value) < 2**1000 and math.isfinite(value) else None
 
 
-def read_facts(said: Mapping[str, Any]) -> dict[str, float | None]:
+def read_facts(reported: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the numbers that a client reports, None for a missing one; raise WireError for a wrong one."""
-    found = {name: read_number(said.get(name)) for name in _BOUNDS}
-    for name, value in found.items():
-        low, high = _BOUNDS[name]
-        if said.get(name) is not None and (value is None or not low <= value <= high):
-            raise WireError(f"{name!r} must be a number from {low:g} to {high:g}, got {said[name]!r:.40}")
+    found = {name: read_number(reported.get(name)) for name in _BOUNDS}
+    for name, (low, high) in _BOUNDS.items():
+        said, value = reported.get(name), found[name]
+        if said is not None and (value is None or not low <= value <= high):
+            raise WireError(f"{name!r} must be a number from {low:g} to {high:g}, got {said!r:.40}")
     return found
 
 
-def read_metrics(said: Mapping[str, Any]) -> dict[str, MetricRecord]:
+def read_metrics(reported: Mapping[str, Any]) -> dict[str, MetricRecord]:
     """Return the MetricRecords that an app reports; raise WireError if a record is not valid."""
     try:
-        found = {name: MetricRecord(values) for name, values in said["metrics"].items()}
+        found = {name: MetricRecord(values) for name, values in reported["metrics"].items()}
     except (KeyError, TypeError, AttributeError):
         raise WireError("its metrics are not records of numbers") from None
     check_metrics(found)

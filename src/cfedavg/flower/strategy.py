@@ -26,6 +26,7 @@ from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.run_files import Record
 from cfedavg.federate.replica import ModelReplica, advance
+from cfedavg.federate.server_store import ServerState
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower import options, rounds
 from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
@@ -221,19 +222,13 @@ class Session:
             self._evaluate(0)
         while self.state.server.t < num_rounds:
             self._do_round()
-            log(
-                INFO,
-                "round %d/%d: %s",
-                self.state.server.t,
-                num_rounds,
-                rounds.describe_row(self.folder.rows[-1]),
-            )
+            row = rounds.describe_row(self.folder.rows[-1])
+            log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, row)
         self.folder.close(self.state)
         self.result.arrays = self._arrays(self.folder.held_model(self.state))
         return self.result
 
     def _arrays(self, x: NDArray[np.float32]) -> ArrayRecord:
-        """Return the model with the vector `x` as the ArrayRecord that the app expects."""
         return make_record(self.form.join(x, self.state.uncompressed))
 
     def _evaluate(self, server_round: int) -> Record:
@@ -341,11 +336,14 @@ class Session:
             x, uncompressed = self.wrapped.average(now, x) or (x, uncompressed)
         elif now.taken:
             x, uncompressed, memory = self._average(now) or (x, uncompressed, memory)
-        if primary is not None and self.downlink is not None:
+        if primary and self.downlink:
             primary = advance(primary, x, self.downlink, self.parts.seed)
         marks = {who: taken.mark for who, taken in now.taken.items()}
+        ended = ServerState(state.server, state.clients).end_round(marks, x, self._make_notes(now), primary)
         self.state = replace(
-            state.end_round(marks, x, self._make_notes(now), primary),
+            state,
+            server=ended.server,
+            clients=ended.clients,
             uncompressed=self.folder.round_statistics(uncompressed),
             memory=memory,
             norms=keep_last([taken.norm for taken in now.in_order], state.norms),
@@ -366,15 +364,13 @@ class Session:
 
     def _make_rows(self, now: Round, tested: Record) -> RoundRows:
         """Return the rows of a round that has ended; `tested` holds the evaluation results so far."""
-        state, find = self.state, self.dispatcher.find_version
-        gap2 = None
+        state, residuals, gap2 = self.state, self.residuals.columns(max(1, len(self.numbers))), None
         if state.server.primary is not None:
             gap2 = norm2(state.server.x - self.folder.held_model(state))
-        row = rounds.make_round_row(
-            now, self.form.layout.d, self.residuals.columns(max(1, len(self.numbers))), gap2
-        )
+        row = rounds.make_round_row(now, self.form.layout.d, residuals, gap2)
         row |= {**tested, "seconds": time.monotonic() - now.began}
-        nodes = now.nodes.values()
-        return RoundRows(
-            row, [rounds.make_node_row(each, now, find(state, each.identity), state) for each in nodes]
-        )
+        nodes = [
+            rounds.make_node_row(node, now, self.dispatcher.find_version(state, node.identity), state)
+            for node in now.nodes.values()
+        ]
+        return RoundRows(row, nodes)

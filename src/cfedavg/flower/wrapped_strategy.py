@@ -52,7 +52,7 @@ class WrappedStrategy:
         for path, value in read_attributes(self.inner).items():
             if value and not value.equals(self._at_first.get(path)):
                 memory.codes[path] = value.code
-                memory.arrays.update(value.place_arrays(path))
+                memory.arrays.update(value.arrays)
         return memory
 
     def leave_out_odd_ones(self, now: Round) -> None:
@@ -181,16 +181,16 @@ def _choose_alike(replies: list[tuple[Node, Message]], asked: Round) -> list[Mes
 
 
 class Value(NamedTuple):
-    """The value of an attribute: JSON in `code`, where an index into `arrays` stands for each array."""
+    """The value of an attribute: JSON in `code`, and its arrays by path and index, as in `moments/0`."""
 
-    code: Any
-    arrays: list[NDArray[Any]]
+    code: Any  # the index stands for an array
+    arrays: dict[str, NDArray[Any]]
 
     def equals(self, other: Value | None) -> bool:
         """Return whether both values are equal; NaN equals NaN."""
-        if other is None or repr(self.code) != repr(other.code) or len(self.arrays) != len(other.arrays):
+        if other is None or repr(self.code) != repr(other.code) or self.arrays.keys() != other.arrays.keys():
             return False
-        pairs = zip(self.arrays, other.arrays, strict=True)
+        pairs = ((array, other.arrays[name]) for name, array in self.arrays.items())
         return all(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
     @property
@@ -198,11 +198,7 @@ class Value(NamedTuple):
         """Whether the value is not NaN or Inf, and none of its arrays holds NaN or Inf."""
         if isinstance(self.code, float) and not math.isfinite(self.code):
             return False
-        return all(bool(np.isfinite(each).all()) for each in self.arrays)
-
-    def place_arrays(self, path: str) -> dict[str, NDArray[Any]]:
-        """Return the value's arrays by path and index, as in `moments/0`."""
-        return {f"{path}/{i}": each for i, each in enumerate(self.arrays)}
+        return all(bool(np.isfinite(each).all()) for each in self.arrays.values())
 
 
 Attributes = dict[str, Value | None]
@@ -231,25 +227,26 @@ def read_attributes(strategy: Strategy) -> Attributes:
     found: Attributes = {}
     for path, each in _find_strategies(strategy).items():
         for name, value in vars(each).items():
-            found[path + name], arrays = None, list[NDArray[Any]]()
+            found[path + name], arrays = None, dict[str, NDArray[Any]]()
             with suppress(TypeError, RecursionError):
-                found[path + name] = Value(_encode(value, arrays), arrays)
+                found[path + name] = Value(_encode(value, arrays, path + name), arrays)
     return found
 
 
-def _encode(value: Any, arrays: list[NDArray[Any]]) -> Any:
-    """Return `value` as JSON, and append its arrays to `arrays`; raise TypeError if it cannot be kept."""
+def _encode(value: Any, arrays: dict[str, NDArray[Any]], path: str) -> Any:
+    """Return `value` as JSON, and add its arrays to `arrays`; raise TypeError if it cannot be kept."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray) and value.dtype in _NUMBERS:
-        arrays.append(np.array(value).view(value.dtype.str))  # turns `ulonglong` into `uint64`
-        return {"array": len(arrays) - 1}
+        index = len(arrays)
+        arrays[f"{path}/{index}"] = np.array(value).view(value.dtype.str)  # turns `ulonglong` into `uint64`
+        return {"array": index}
     if isinstance(value, dict):
-        return {"dict": [[_encode(key, arrays), _encode(each, arrays)] for key, each in value.items()]}
+        return {"dict": [_encode(list(item), arrays, path) for item in value.items()]}
     if type(value) is tuple:
-        return {"tuple": [_encode(each, arrays) for each in value]}
+        return {"tuple": _encode(list(value), arrays, path)}
     if isinstance(value, list):
-        return [_encode(each, arrays) for each in value]
+        return [_encode(each, arrays, path) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(type(value))
@@ -283,7 +280,7 @@ def roll_back(strategy: Strategy, before: Attributes) -> None:
     now = read_attributes(strategy)
     for path, value in before.items():
         if value and not value.equals(now.get(path)):
-            _put(*_find_owner(strategy, path), _decode(value.code, value.place_arrays(path), path))
+            _put(*_find_owner(strategy, path), _decode(value.code, value.arrays, path))
     for path in now.keys() - before.keys():
         delattr(*_find_owner(strategy, path))
 
@@ -309,7 +306,6 @@ def restore_memory(strategy: Strategy, memory: StrategyMemory) -> None:
 
 
 def _find_owner(strategy: Strategy, path: str) -> tuple[Any, str]:
-    """Return the object that has the attribute at `path`, and the attribute's name."""
     *through, name = path.split(".")
     return reduce(getattr, through, strategy), name
 
