@@ -15,8 +15,9 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from cfedavg.core.files import replace_file, write_atomic
-from cfedavg.flower.messages import read_order, read_reply
 from cfedavg.flower.mod import compressed
+from cfedavg.flower.replies import read_reply
+from cfedavg.flower.requests import read_order
 from cfedavg.launch.app import client
 
 

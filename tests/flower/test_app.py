@@ -14,8 +14,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError
 from cfedavg.flower import CFedAvg, RoundPolicy, compressed
-from cfedavg.flower.messages import OURS
 from cfedavg.flower.mod import state_folder
+from cfedavg.flower.replies import OURS
 from cfedavg.launch.app import TRUST, config_of
 from tests.compress.test_compress import EveryNth
 from tests.grid import (
@@ -152,7 +152,7 @@ def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"eta": 0.0}, "`eta` must be .*, got 0"),
         ({"eta": math.nan}, "`eta` must be .*, got nan"),
         ({"eta": "fast"}, "`eta` must be .*, got 'fast'"),
-        ({"whole": "*bias"}, "`whole` must be .*, got '\\*bias'"),
+        ({"uncompressed": "*bias"}, "`uncompressed` must be .*, got '\\*bias'"),
         ({"seed": -1}, "`seed` must be .*, got -1"),
         ({"feedback": False}, "`feedback` must be .*, got False"),
         ({"resume": True}, "`resume` needs `out`"),
@@ -282,7 +282,7 @@ def test_steps_must_be_reported(tmp_path: Path) -> None:
     assert "needs the metric 'local-steps'" in it.of_nodes[0]["why"]
 
 
-def test_what_travels_whole(tmp_path: Path) -> None:
+def test_uncompressed_arrays(tmp_path: Path) -> None:
     """It is averaged, by samples if so told, and what is left is compressed."""
     app = Adding()
     for i in range(2):
@@ -291,14 +291,13 @@ def test_what_travels_whole(tmp_path: Path) -> None:
         )
     for weighting, shares in (("uniform", (0.5, 0.5)), ("samples", (0.0, 1.0))):
         it = Federation(tmp_path / weighting, app.app, 2)
-        result = it.start(1, whole=["b*"], weighting=weighting, compressor="topk(0.9)")
+        result = it.start(1, uncompressed=["b*"], weighting=weighting, compressor="topk(0.9)")
         change = sum(share * numbers(i, 1)["b"] for i, share in enumerate(shares))
         np.testing.assert_array_equal(result.arrays["b"].numpy(), MODEL["b"] + change)
         assert {row["coordinates_sent"] for row in it.rows} == {2}
     nobody = Adding(metrics={"num-examples": 0})
-    assert same(
-        Federation(tmp_path / "none", nobody.app).start(1, whole=["b"], weighting="samples").arrays, MODEL
-    )
+    it = Federation(tmp_path / "none", nobody.app)
+    assert same(it.start(1, uncompressed=["b"], weighting="samples").arrays, MODEL)
     it = Federation(tmp_path / "unsaid", Adding(metrics={"a": 1}).app)
     it.start(1, weighting="samples")
     assert it.outcomes == [{"metrics": 3}]

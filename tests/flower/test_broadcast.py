@@ -25,8 +25,10 @@ from cfedavg.federate.protocol import Chain, Copy, Whole, unpack
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.state_file import FILE
 from cfedavg.flower import RoundPolicy
-from cfedavg.flower.array_layout import Form
-from cfedavg.flower.messages import Body, Load, read_body, read_order, read_reply
+from cfedavg.flower.array_layout import Body, Form
+from cfedavg.flower.replies import read_reply
+from cfedavg.flower.requests import read_body, read_order
+from cfedavg.flower.rounds import Load
 from tests.flower.test_federation_folder import refuses
 from tests.flower.test_strategy_state import INNER, Misshapen, sized
 from tests.grid import (
@@ -298,12 +300,12 @@ def test_a_load_is_made_once_for_all_who_need_it(
     short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five nodes have the same gap and one another: two loads, as one array each where they are long."""
-    monkeypatch.setattr("cfedavg.flower.messages.SHORT", short)
-    made, bodies, real = list[Body](), list[Any](), Load.__init__
+    monkeypatch.setattr("cfedavg.flower.rounds.SHORT", short)
+    made, bodies, real = list[Load](), list[Any](), Load.__init__
 
-    def count(load: Load, body: Body) -> None:
-        made.append(body)
-        real(load, body)
+    def count(load: Load, *parts: Any) -> None:
+        made.append(load)
+        real(load, *parts)
 
     it = Watched(tmp_path, Adding(), 6)
     it.run(1)
@@ -426,13 +428,13 @@ def test_statistics_travel_in_bf16_and_counters_exactly(tmp_path: Path) -> None:
     app, sent = Adding(), list[bytes]()
     app.spoil = dict.fromkeys(range(2), count_up)
     it, form = Watched(tmp_path, app, 2, model), Form.of(model)
-    assert (form.whole_bytes, form.short_bytes) == (24 + 8 + 24, 12 + 8 + 24)
+    assert (form.count_bytes(), form.count_bytes(short=True)) == (24 + 8 + 24, 12 + 8 + 24)
 
     def note(node: LocalNode, request: Message, reply: Message) -> Message:
         order = read_order(request)
         assert order is not None
-        assert len(read_body(request.content, order).whole) == form.short_bytes
-        sent.append(read_reply(reply.content).message[-form.short_bytes :])
+        assert len(read_body(request.content, order).uncompressed) == form.count_bytes(short=True)
+        sent.append(read_reply(reply.content).message[-form.count_bytes(short=True) :])
         return reply
 
     it.grid.on_reply = note
@@ -445,7 +447,7 @@ def test_statistics_travel_in_bf16_and_counters_exactly(tmp_path: Path) -> None:
         assert arrays["n.num_batches_tracked"].dtype == np.int64
         rounded = round_to_bf16(rounded + np.float32(0.001))
     assert np.array_equal(seen[0]["half"], model["half"])
-    replies = [form.join(it.disks.zero, form.lengthen(each)) for each in sent]
+    replies = [form.join(it.disks.zero, form.unpack(each, short=True)) for each in sent]
     assert [int(each["n.num_batches_tracked"]) - 2**40 for each in replies] == [4, 4, 7, 7, 10, 10]
     assert np.array_equal(replies[-1]["n.running_mean"], result["n.running_mean"])
 
@@ -592,7 +594,7 @@ def test_a_node_of_version_05(tmp_path: Path) -> None:
 def test_a_damaged_body(short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut anywhere or with any bit changed, in the order or in an array, for a model and for statistics."""
     model = LARGE | {"n.running_mean": np.ones(6, np.float32)}
-    monkeypatch.setattr("cfedavg.flower.messages.SHORT", short)
+    monkeypatch.setattr("cfedavg.flower.rounds.SHORT", short)
     it = Watched(tmp_path, app := Adding(), model=model)
     it.run(1, Summing())
     before, draw, answers = disk(it.nodes[1]), random.Random(0), list[Message]()
@@ -636,18 +638,18 @@ def spoil_body(message: Message, *, cut: bool, draw: random.Random) -> None:
 @pytest.mark.parametrize(
     ("down", "more", "why"),
     [
-        (DOWN, Body(b"", b"12"), "0 bytes must travel whole, 2 do"),
+        (DOWN, Body(b"", b"12"), "0 bytes must be uncompressed arrays, 2 are"),
         ("none", Body(b"1234", b""), "its model has another length"),
     ],
 )
 def test_a_body_of_another_length(down: str, more: Body, why: str, tmp_path: Path) -> None:
-    """It is well formed, but the statistics or the model that travel whole are those of another model."""
+    """It is well formed, but the uncompressed statistics or the model are those of another model."""
     it = Watched(tmp_path, Adding(), dtype="float32" if down == "none" else "int16")
 
     def lengthen(message: Message) -> None:
         config = message.content.config_records["cfedavg"]
         body = Body.unpack(bytes(config["body"]))  # type: ignore[arg-type]
-        config["body"] = Body(body.broadcast + more.broadcast, body.whole + more.whole).pack()
+        config["body"] = Body(body.broadcast + more.broadcast, body.uncompressed + more.uncompressed).pack()
 
     meddle(it, lengthen)
     it.start(2, Summing(), **ROUNDED | {"compressor_down": down})

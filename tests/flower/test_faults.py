@@ -23,7 +23,7 @@ from cfedavg.federate.protocol import Copy, Stamp
 from cfedavg.federate.state_file import FILE
 from cfedavg.federate.stores import ClientStore, ServerStore
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.messages import read_reply
+from cfedavg.flower.replies import read_reply
 from tests.grid import (
     MODEL,
     Adding,

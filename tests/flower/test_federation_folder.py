@@ -25,7 +25,7 @@ from cfedavg.core.config import read_config
 from cfedavg.federate.state_file import FILE, as_array
 from cfedavg.federate.stores import ServerStore
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.reply_validation import FAILED
+from cfedavg.flower.replies import FAILED
 from cfedavg.report import write_report, write_run_pictures
 from tests.federate.test_store import GONE, forge
 from tests.grid import (
@@ -129,8 +129,8 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match="is of another model"):
             Federation(tmp_path, Adding().app, 3, other).start(3, resume=True)
-    with pytest.raises(InputError, match=r"'b' is missing; if the model is the same, `whole` differs"):
-        it.start(3, resume=True, whole=["b"])
+    with pytest.raises(InputError, match=r"'b' is missing; if the model is the same, `uncompressed` differs"):
+        it.start(3, resume=True, uncompressed=["b"])
     before = (it.out / "metrics.jsonl").read_bytes()
     it.start(2, resume=True)
     assert (it.out / "metrics.jsonl").read_bytes() == before

@@ -15,13 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfedavg import InputError
+from cfedavg.algorithm import ServerMemory
 from cfedavg.federate.protocol import Stamp, make_mark
 from cfedavg.federate.server import Server, ServerState
 from cfedavg.federate.stores import ServerStore
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, RoundRows
-from cfedavg.flower.round_policy import Claims
-from cfedavg.flower.strategy_state import Memory
+from cfedavg.flower.federation_state import (
+    FederationState,
+    FixedOptions,
+    Note,
+    RoundRows,
+    StrategyMemory,
+)
+from cfedavg.flower.options import Claims
 from tests.grid import MODEL, Adding, Federation
 
 OLD = Path(__file__).parents[1] / "golden" / "federation"  # two rounds of FedAdam
@@ -69,7 +75,7 @@ def test_an_old_state_is_read_and_written_as_it_is() -> None:
     assert len(state.norms) == 6
     assert list(state.lent.values()) == [3]
     assert [known.note[:2] for known in state.clients.values()] == [(1, 1), (0, 1), (2, 1)]
-    state.check_whole(FORM)
+    state.check(FORM, None, ServerMemory())
     assert state.inner is not None
     assert state.inner.codes.keys() == {"current_arrays", "m_t", "v_t"}
     assert len(state.inner.arrays) == 9
@@ -102,7 +108,7 @@ names = st.text(max_size=8)
 sums = st.dictionaries(names, st.integers(0, 2**32 - 1))
 vectors = st.lists(st.floats(width=32), max_size=4).map(np.float32)
 memories = st.builds(
-    Memory, st.dictionaries(names, vectors), st.dictionaries(names, st.none() | st.integers() | names)
+    StrategyMemory, st.dictionaries(names, vectors), st.dictionaries(names, st.none() | st.integers() | names)
 )
 
 
@@ -111,7 +117,7 @@ def at_first(**more: Any) -> FederationState:
         "server": Server(np.arange(17, dtype=np.float32)),
         "form": "f",
         "options": OPTIONS,
-        "whole": b"",
+        "uncompressed": b"",
         "checksums": {},
     }
     return FederationState(**given | more)
@@ -127,20 +133,28 @@ def stored_and_read(state: FederationState) -> FederationState:
 
 @given(st.binary(), norms, norms, norms, st.none() | memories, sums)
 def test_any_state_comes_back_as_it_was(
-    whole: bytes,
+    uncompressed: bytes,
     sizes: list[float],
     steps: list[float],
     samples: list[float],
-    memory: Memory | None,
+    memory: StrategyMemory | None,
     checksums: dict[str, int],
 ) -> None:
     claims = Claims(steps, samples)
     state = at_first(
-        whole=whole, norms=sizes, claims=claims, inner=memory, checksums=checksums, lent={"b": 7}
+        uncompressed=uncompressed,
+        norms=sizes,
+        claims=claims,
+        inner=memory,
+        checksums=checksums,
+        lent={"b": 7},
     )
     mark = make_mark(Stamp(1, 1), 5, b"message")
+    ended = ServerState(state.server).end_round({"a": mark}, np.ones(17), {"a": Note(2, 0, 0.5)})
     later = replace(
-        state.end_round({"a": mark}, np.ones(17), {"a": Note(2, 0, 0.5)}),
+        state,
+        server=ended.server,
+        clients=ended.clients,
         last=RoundRows({"round": 0, "loss": 0.5}, [{"round": 0}]),
     )
     for each in (state, later):
@@ -205,9 +219,9 @@ def test_forged_options(name: str, value: Any) -> None:
         FederationState.from_stored(replace(stored, facts=stored.facts | {"options": options}))
 
 
-def test_what_travels_whole_is_of_the_model() -> None:
-    at_first(whole=bytes(8)).check_whole(FORM)
+def test_uncompressed_arrays_are_of_the_model() -> None:
+    at_first(uncompressed=bytes(8)).check(FORM, None, ServerMemory())
     with pytest.raises(ValueError, match="must have 8 bytes, got 7"):
-        at_first(whole=bytes(7)).check_whole(FORM)
+        at_first(uncompressed=bytes(7)).check(FORM, None, ServerMemory())
     with pytest.raises(ValueError, match="NaN or Inf"):
-        at_first(whole=b"\xff" * 8).check_whole(FORM)
+        at_first(uncompressed=b"\xff" * 8).check(FORM, None, ServerMemory())

@@ -31,13 +31,21 @@ from cfedavg.federate.protocol import AHEAD, Request, Stamp, find_fault_in_stamp
 from cfedavg.federate.server import Server
 from cfedavg.federate.stores import ServerStore
 from cfedavg.feedback import ErrorFeedback
-from cfedavg.flower import RoundPolicy, round_policy
-from cfedavg.flower import messages as records
+from cfedavg.flower import RoundPolicy, replies
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.dispatch import list_online
 from cfedavg.flower.federation_state import Node, Numbers
-from cfedavg.flower.messages import OURS, REFUSED, ReplyRecord, pack_reply, read_reply
-from cfedavg.flower.reply_validation import Rejected, ReplyValidator, shorten_reason
+from cfedavg.flower.options import bound_norm, cap_claims, keep_last
+from cfedavg.flower.replies import (
+    OURS,
+    REFUSED,
+    Rejected,
+    ReplyRecord,
+    ReplyValidator,
+    pack_reply,
+    read_reply,
+    shorten_reason,
+)
+from cfedavg.flower.requests import list_online
 from cfedavg.wire import encode
 from tests import messages
 from tests.grid import (
@@ -92,11 +100,11 @@ SPOILT: dict[str, tuple[Any, str, str]] = {
     "NaN": (put("w", lambda w: w * math.nan), "not finite", "holds NaN or Inf"),
     "Inf": (put("b", lambda b: b + math.inf), "not finite", "holds NaN or Inf"),
     "too large for its own": (put("b", lambda b: b.astype(float) + 1e300), "not finite", "holds NaN or Inf"),
-    "NaN in what travels whole": (put("bn.running_var", lambda v: v * math.nan), "not finite", "NaN or Inf"),
-    "a large number that travels whole": (
-        put("bn.running_var", lambda v: v * 0 + np.float32(3e38)), "too large", "whole holds 3e.38"
+    "NaN, uncompressed": (put("bn.running_var", lambda v: v * math.nan), "not finite", "NaN or Inf"),
+    "a large number, uncompressed": (
+        put("bn.running_var", lambda v: v * 0 + np.float32(3e38)), "too large", "an uncompressed .* 3e.38"
     ),
-    "a large whole number": (put("n", lambda n: n * 0 + (2**63 - 1)), "too large", "whole holds 9.22"),
+    "a large whole number": (put("n", lambda n: n * 0 + (2**63 - 1)), "too large", "an uncompressed .* 9.22"),
     "an array less": (without("b"), "another model", "'b' is missing"),
     "an array more": (put("c", lambda _: np.ones(1)), "another model", "'c' is unexpected"),
     "another shape": (put("w", lambda w: w.T), "another model", r"'w' is of shape \[3, 4\], not \[4, 3\]"),
@@ -330,7 +338,7 @@ def test_a_client_without_the_mod(
     hint = "has its client app mods=[cfedavg.flower.compressed]?"
     assert it.of_nodes[1]["why"].endswith(f"; {hint}")
     assert f"node1: app failed ({it.of_nodes[1]['why']})" in caplog.text
-    monkeypatch.setattr("cfedavg.flower.messages.SHORT", 0)
+    monkeypatch.setattr("cfedavg.flower.rounds.SHORT", 0)
     it.start(2, resume=True)
     assert it.outcomes[1] == {"not compressed": 1, "replied": 3}
     assert "the client app needs mods=[cfedavg.flower.compressed]" in it.of_nodes[5]["why"]
@@ -359,7 +367,7 @@ def seal(answer: ReplyRecord) -> ConfigRecord:
 def relabelled(reply: Message, **fields: Any) -> Message:
     """With another header of the payload."""
     message = read_reply(reply.content).message
-    parts = unpack_message(message, len(message), FORM_NORMED.whole_bytes)
+    parts = unpack_message(message, len(message), FORM_NORMED.count_bytes())
     payload = messages.forged(parts.payload, **fields)
     return changed(reply, message=pack_message(parts._replace(payload=payload)))
 
@@ -369,7 +377,7 @@ def doubled(reply: Message) -> Message:
     message, layout = read_reply(reply.content).message, FORM_NORMED.layout
     huge = parse("topk(0.7)").compress(np.full(layout.d, 1e300), key=0)
     made = encode(huge.numpy(), layout, client=1, sequence=Stamp(1, 2).sequence)
-    parts = unpack_message(message, len(message), FORM_NORMED.whole_bytes)
+    parts = unpack_message(message, len(message), FORM_NORMED.count_bytes())
     return changed(reply, message=pack_message(parts._replace(payload=made)))
 
 
@@ -416,15 +424,15 @@ FORGED: dict[str, tuple[Callable[[Message, Message], Message], str]] = {
 def test_what_the_network_does_wrong(name: str, tmp_path: Path) -> None:
     """What was sent is void, and is sent again in round 3."""
     forge, cause = FORGED[name]
-    replies: list[Message] = []
+    sent: list[Message] = []
 
     def touch(node: LocalNode, request: Message, reply: Message) -> Message:
         if node.partition != 1:
             return reply
-        replies.append(reply)
+        sent.append(reply)
         if request.metadata.group_id != "2":
             return reply
-        made = forge(reply, replies[0])
+        made = forge(reply, sent[0])
         made.metadata.__dict__["_reply_to_message_id"] = request.metadata.message_id
         return made
 
@@ -457,12 +465,12 @@ def flipped(message: bytes, at: int, bit: int) -> bytes:
 def a_reply(tmp_path: Path) -> tuple[ReplyValidator, Node, Server, Message]:
     """A good reply, and what is needed to judge it."""
     it = Federation(tmp_path, Adding().app, 2, NORMED)
-    replies: list[Message] = []
-    it.grid.on_reply = lambda node, request, reply: replies.append(reply) or reply
+    sent: list[Message] = []
+    it.grid.on_reply = lambda node, request, reply: sent.append(reply) or reply
     it.start(1)
     server = Server(FORM_NORMED.split(NORMED)[0])
     node = list_online(it.grid, Numbers())[0]
-    return ReplyValidator(FORM_NORMED, parse("topk(0.7)"), None), node, server, replies[0]
+    return ReplyValidator(FORM_NORMED, parse("topk(0.7)"), math.inf), node, server, sent[0]
 
 
 def test_every_bit_counts(tmp_path: Path) -> None:
@@ -492,9 +500,9 @@ LIES: list[Any] = [
 def test_a_client_says_something_odd(lie: Any, tmp_path: Path) -> None:
     validator, node, server, reply = a_reply(tmp_path)
     message = message_in(reply)
-    parts = unpack_message(message, len(message), FORM_NORMED.whole_bytes)
+    parts = unpack_message(message, len(message), FORM_NORMED.count_bytes())
     if isinstance(lie, bytes):
-        made = struct.pack("<II", len(parts.payload), len(lie)) + parts.payload + lie + parts.whole
+        made = struct.pack("<II", len(parts.payload), len(lie)) + parts.payload + lie + parts.uncompressed
     else:
         made = pack_message(parts._replace(facts={**parts.facts, **lie}))
     assert validator.take(changed(reply, message=pack_message(parts)), node, server, {node.identity}, {})
@@ -573,9 +581,9 @@ def test_a_step_is_not_made_longer_by_one(tmp_path: Path) -> None:
 
 def test_steps_are_remembered(tmp_path: Path) -> None:
     """One reply a round, and a restart: the third says 2^53 steps, which count as 100 times the median."""
-    assert round_policy.cap_claims([10.0, 2.0**53], []) == [10.0, 1000.0]
-    assert round_policy.cap_claims([2.0**53], [10.0, 10.0, 2.0**53]) == [1000.0]
-    assert round_policy.cap_claims([0.0, 5.0], []) == [0.0, 5.0]
+    assert cap_claims([10.0, 2.0**53], []) == [10.0, 1000.0]
+    assert cap_claims([2.0**53], [10.0, 10.0, 2.0**53]) == [1000.0]
+    assert cap_claims([0.0, 5.0], []) == [0.0, 5.0]
     it = Federation(tmp_path, Adding(metrics={"local-steps": 10}).app, 6)
     it.grid.on_reply = lambda node, request, reply: (
         lying(K=2**53)(reply) if request.metadata.group_id == "3" else reply
@@ -601,7 +609,7 @@ def test_one_is_not_the_model_by_its_examples(inner: Any, tmp_path: Path) -> Non
 def test_the_mean_of_large_whole_numbers_is_one() -> None:
     """As a float, the largest int64 is 2^63, which as an int64 is -2^63."""
     parts = [FORM_NORMED.split({**NORMED, "n": np.array(n)}) for n in (2**63 - 1, 3)]
-    mean = FORM_NORMED.mean_whole([whole for _, whole in parts], [1e9, 1e-9])
+    mean = FORM_NORMED.average([uncompressed for _, uncompressed in parts], [1e9, 1e-9])
     assert FORM_NORMED.join(parts[0][0], mean)["n"] == 2**63 - 1
     assert FORM_NORMED.split({**NORMED, "n": np.array(2.0**63)})[1] == parts[0][1]
 
@@ -641,12 +649,12 @@ def test_who_cannot_get_rid_of_a_spike_starts_again(tmp_path: Path) -> None:
 
 
 def test_the_bound_follows_the_updates() -> None:
-    assert round_policy.bound_norm([]) == round_policy.bound_norm([1e20, 1.0]) == 1e15
-    assert round_policy.bound_norm([1.0, 3.0, 2.0]) == 200.0
-    assert round_policy.bound_norm([1e20] * 3) == 1e15
-    assert round_policy.keep_last([3.0, 0.0], [2.0, 1.0]) == [3.0, 2.0, 1.0]
-    assert round_policy.keep_last([2.0] * 60, [1.0] * 60) == [2.0] * 60 + [1.0] * 40
-    assert round_policy.keep_last([2.0] * 160, [1.0] * 60) == [2.0] * 160
+    assert bound_norm([]) == bound_norm([1e20, 1.0]) == 1e15
+    assert bound_norm([1.0, 3.0, 2.0]) == 200.0
+    assert bound_norm([1e20] * 3) == 1e15
+    assert keep_last([3.0, 0.0], [2.0, 1.0]) == [3.0, 2.0, 1.0]
+    assert keep_last([2.0] * 60, [1.0] * 60) == [2.0] * 60 + [1.0] * 40
+    assert keep_last([2.0] * 160, [1.0] * 60) == [2.0] * 160
 
 
 def test_clients_are_told_the_bound_and_a_restart_finds_the_same(tmp_path: Path) -> None:
@@ -689,7 +697,7 @@ def test_a_forged_stamp_does_not_lock_a_node_out(generation: int, number: int, t
     request.content[OURS] = ConfigRecord(order)
     calls = len(app.calls)
     reply = it.nodes[1].answer(request)
-    assert reply.error.code == records.FORGED
+    assert reply.error.code == replies.FORGED
     assert len(app.calls) == calls
     it.start(3, resume=True)
     assert it.outcomes == [{"replied": 3}] * 3

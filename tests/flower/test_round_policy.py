@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cfedavg import Config, InputError
-from cfedavg.flower.round_policy import LATE, LOST, Node, RoundPolicy
+from cfedavg.flower.options import LATE, LOST, Node, RoundPolicy
 from cfedavg.launch.app import POLICY, policy_of
 from cfedavg.simulate.plan import Plan
 from tests.conftest import quadratic
@@ -151,9 +151,7 @@ def test_from_a_run_config() -> None:
 
 
 def test_it_needs_no_flower() -> None:
-    code = (
-        "import sys, cfedavg.flower.round_policy; sys.exit('flwr' in sys.modules or 'torch' in sys.modules)"
-    )
+    code = "import sys, cfedavg.flower.options; sys.exit('flwr' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

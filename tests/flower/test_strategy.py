@@ -26,8 +26,8 @@ from cfedavg.core.run_files import read_rows, residual_norms
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.stores import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy
-from cfedavg.flower.dispatch import list_online
 from cfedavg.flower.federation_state import FederationState, Numbers
+from cfedavg.flower.requests import list_online
 from cfedavg.flower.rounds import Residuals
 from cfedavg.launch.app import TRUST, client, config_of, run_config_of, server
 from tests.grid import (
@@ -509,7 +509,7 @@ def test_training_diverges(tmp_path: Path) -> None:
     assert all(row["applied"] for row in it.of_nodes[-6:])
 
 
-def test_what_travels_whole_diverges(tmp_path: Path) -> None:
+def test_uncompressed_arrays_diverge(tmp_path: Path) -> None:
     """Each is finite, and so is their mean, though their sum is not."""
     app = Adding()
     app.spoil = dict.fromkeys(
@@ -522,7 +522,7 @@ def test_what_travels_whole_diverges(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, [1.7e308 / 6 * 5, 5 / 6])
     it.start(2, resume=True)
     assert it.outcomes[1] == {"too large": 3}
-    assert it.of_nodes[-1]["why"] == "what travels whole holds 1.7e+308, at most 1e+15 is taken"
+    assert it.of_nodes[-1]["why"] == "an uncompressed array holds 1.7e+308, at most 1e+15 is taken"
 
 
 def test_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_strategy_must_give_the_same_model(made: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w", "d"])
 def test_a_strategy_must_give_numbers(name: str, tmp_path: Path) -> None:
-    """In what is compressed, and in what travels whole."""
+    """In what is compressed, and in uncompressed arrays."""
     it = Federation(tmp_path, Adding().app, 3, {**MODEL, "d": np.zeros(1)})
     found = it.start(2, Misshapen(lambda arrays: {**arrays, name: arrays[name] * np.nan}))
     assert same(found.arrays, it.model)

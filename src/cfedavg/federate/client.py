@@ -19,7 +19,7 @@ from cfedavg.core.keys import Purpose, key, signed
 from cfedavg.federate.protocol import NEVER, Broadcast, Copy, Mark, Replica, Request, Stamp, follow, make_mark
 from cfedavg.wire import WireError, decode, encode
 
-_LENGTHS = struct.Struct("<II")  # lengths of a message's payload and facts; the rest is `whole`
+_LENGTHS = struct.Struct("<II")  # lengths of a message's payload and facts; the rest is `uncompressed`
 MOST_FACTS = 65_536  # bytes
 
 
@@ -198,30 +198,30 @@ class ClientMessage(NamedTuple):
 
     payload: bytes
     facts: dict[str, Any]
-    whole: bytes
+    uncompressed: bytes
 
 
 def pack_message(message: ClientMessage) -> bytes:
     """Return the bytes of a client's message.
 
-    >>> unpack_message(pack_message(ClientMessage(b"abc", {"K": 3}, b"")), most=100, whole=0).facts
+    >>> unpack_message(pack_message(ClientMessage(b"abc", {"K": 3}, b"")), most=100, uncompressed=0).facts
     {'K': 3}
     """
     facts = json.dumps(message.facts, separators=(",", ":")).encode()
-    return _LENGTHS.pack(len(message.payload), len(facts)) + message.payload + facts + message.whole
+    return _LENGTHS.pack(len(message.payload), len(facts)) + message.payload + facts + message.uncompressed
 
 
-def unpack_message(data: bytes, most: int, whole: int) -> ClientMessage:
+def unpack_message(data: bytes, most: int, uncompressed: int) -> ClientMessage:
     """Return the parts of a client's message; raise WireError if the bytes are wrong.
 
-    The payload may have at most `most` bytes. The uncompressed arrays must have `whole` bytes.
+    The payload may have at most `most` bytes. The uncompressed arrays must have `uncompressed` bytes.
     """
     if len(data) < _LENGTHS.size:
         raise WireError(f"a message must have at least {_LENGTHS.size} bytes, got {len(data)}")
     payload, facts = _LENGTHS.unpack_from(data)
     if payload > most:
         raise WireError(f"the payload must have at most {most} bytes, got {payload}")
-    if facts > MOST_FACTS or len(data) != _LENGTHS.size + payload + facts + whole:
+    if facts > MOST_FACTS or len(data) != _LENGTHS.size + payload + facts + uncompressed:
         raise WireError("the parts of the message do not add up to its length")
     at = _LENGTHS.size + payload
     try:
@@ -238,7 +238,7 @@ class Uplink:
     """The `Sender` of a client: it compresses updates and makes messages.
 
     Random draws depend on (seed, round, client), as in a simulation. A payload's norm is at most `max_norm`.
-    `facts` and `whole` are the other parts of a message: see `ClientMessage`.
+    `facts` and `uncompressed` are the other parts of a message: see `ClientMessage`.
     """
 
     channel: Channel
@@ -246,7 +246,7 @@ class Uplink:
     seed: int = 0
     max_norm: float = math.inf
     facts: Mapping[str, Any] = field(default_factory=dict)
-    whole: bytes = b""
+    uncompressed: bytes = b""
 
     def _compress(self, g: Array, memory: Array, t: int) -> Outgoing:
         """Return the result of lines 12 to 15 of Algorithm 1; raise NotFinite if NaN or Inf would be sent."""
@@ -264,7 +264,7 @@ class Uplink:
             facts["memory2"] = norm2(made.memory)
         layout, sequence = self.channel.layout, request.stamp.sequence
         payload = encode(made.payload.numpy(), layout, client=self.client, sequence=sequence, round=request.t)
-        return pack_message(ClientMessage(payload, facts, self.whole)), made.memory
+        return pack_message(ClientMessage(payload, facts, self.uncompressed)), made.memory
 
     def can_send(self, memory: Array, t: int) -> bool:
         """Return whether the memory alone can be sent, at once or in shares over several rounds."""
@@ -279,8 +279,8 @@ class Uplink:
 
         With `ef`, the memory is exact unless a sum was rounded.
         """
-        whole = 0  # `unpack_message` raises an error if the message is cut short
+        uncompressed = 0  # `unpack_message` raises an error if the message is cut short
         if len(message) >= _LENGTHS.size:
-            whole = len(message) - _LENGTHS.size - sum(_LENGTHS.unpack_from(message))
-        payload = unpack_message(message, len(message), whole).payload
+            uncompressed = len(message) - _LENGTHS.size - sum(_LENGTHS.unpack_from(message))
+        payload = unpack_message(message, len(message), uncompressed).payload
         return self.channel.restore(memory, decode(payload, layout=self.channel.layout))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfedavg.flower.mod import compressed
-    from cfedavg.flower.round_policy import RoundPolicy
+    from cfedavg.flower.options import RoundPolicy
     from cfedavg.flower.strategy import CFedAvg
 
-_HOME = {"CFedAvg": "strategy", "RoundPolicy": "round_policy", "compressed": "mod"}
+_HOME = {"CFedAvg": "strategy", "RoundPolicy": "options", "compressed": "mod"}
 
 __all__ = ["CFedAvg", "RoundPolicy", "compressed"]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 # Running statistics are not compressed: each is already an average, and unsent rests would add up.
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
+LARGEST = 1e36  # the largest value of a model: its replicas, and differences of two models, stay finite
+# A packed body: the CRC-32 of the rest, the broadcast's length, the broadcast, the uncompressed arrays.
+_CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,10 @@ class Form:
     """The form of a model: its arrays' names, shapes and dtypes in order, and whether each is compressed.
 
     >>> form = Form.of({"w": np.ones((2, 2), np.float32), "n": np.array(3)})
-    >>> x, whole = form.split({"w": np.full((2, 2), 5, np.float32), "n": np.array(4)})
-    >>> x, len(whole)
+    >>> x, uncompressed = form.split({"w": np.full((2, 2), 5, np.float32), "n": np.array(4)})
+    >>> x, len(uncompressed)
     (array([5., 5., 5., 5.], dtype=float32), 8)
-    >>> form.join(x, whole)["n"]
+    >>> form.join(x, uncompressed)["n"]
     array(4)
     """
 
@@ -41,20 +46,15 @@ class Form:
     compressed: tuple[bool, ...]
 
     @classmethod
-    def of(cls, arrays: Arrays, whole: Sequence[str] = STATISTICS) -> Form:
-        """Return the form of `arrays`: compress float32 arrays whose names match no pattern in `whole`."""
-        chosen = [
-            array.dtype == np.float32 and not any(fnmatchcase(name, pattern) for pattern in whole)
-            for name, array in arrays.items()
-        ]
+    def of(cls, arrays: Arrays, uncompressed: Sequence[str] = STATISTICS) -> Form:
+        """Return the form of `arrays`. Arrays of float32 that match no pattern are compressed."""
+        chosen = tuple(
+            array.dtype == np.float32 and not _matches(name, uncompressed) for name, array in arrays.items()
+        )
         if not any(array.size for array, yes in zip(arrays.values(), chosen, strict=True) if yes):
             raise InputError(f"the model must have a float32 array to compress{_suggest(arrays)}")
-        return cls(
-            tuple(arrays),
-            tuple(array.shape for array in arrays.values()),
-            tuple(array.dtype.name for array in arrays.values()),
-            tuple(chosen),
-        )
+        layout = _layout_of(arrays)
+        return cls(layout.names, layout.shapes, layout.dtypes, chosen)
 
     @property
     def text(self) -> str:
@@ -68,124 +68,155 @@ class Form:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the vector to compress: names, shapes and dtypes of its arrays."""
-        names, shapes, dtypes = zip(*(row for *row, yes in self._rows() if yes), strict=True)
+        rows = zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
+        names, shapes, dtypes = zip(*(row for *row, yes in rows if yes), strict=True)
         return Layout(names, shapes, dtypes)
 
     @cached_property
-    def whole_bytes(self) -> int:
-        """The number of bytes of all uncompressed arrays."""
-        return sum(size for size, _ in self._whole_parts())
+    def _apart(self) -> list[tuple[tuple[int, ...], str, bool]]:
+        """Each uncompressed array's shape and dtype, and whether it is a float32 running statistic."""
+        rows = zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
+        return [
+            (shape, dtype, dtype == "float32" and _matches(name, STATISTICS))
+            for name, shape, dtype, yes in rows
+            if not yes
+        ]
 
-    @cached_property
-    def short_bytes(self) -> int:
-        """The number of bytes of all uncompressed arrays, with float32 running statistics in bf16."""
-        return sum(size // 2 if is_statistic else size for size, is_statistic in self._whole_parts())
-
-    def _rows(self) -> Iterable[tuple[str, tuple[int, ...], str, bool]]:
-        return zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
+    def count_bytes(self, *, short: bool = False) -> int:
+        """Return the number of bytes of all uncompressed arrays; with `short`, of the bytes of `pack`."""
+        return sum(
+            math.prod(shape) * (2 if short and is_statistic else np.dtype(dtype).itemsize)
+            for shape, dtype, is_statistic in self._apart
+        )
 
     def difference(self, arrays: Arrays, *, kinds: bool = True) -> str:
         """Return how `arrays` differ from this form, or an empty string if they do not differ.
 
         Dtypes of one kind, such as float32 and float64, are equal. If `kinds` is false, all dtypes are equal.
         """
-        given = arrays.values()
-        found = Layout(tuple(arrays), tuple(a.shape for a in given), tuple(a.dtype.name for a in given))
         return Layout(self.names, self.shapes, self.dtypes).difference(
-            found, lambda a, b: not kinds or np.dtype(a).kind == np.dtype(b).kind
+            _layout_of(arrays), lambda a, b: not kinds or np.dtype(a).kind == np.dtype(b).kind
         )
 
     def split(self, arrays: Arrays) -> tuple[NDArray[np.float32], bytes]:
         """Return the vector to compress and the bytes of the other arrays, in the dtypes of this form."""
-        parts, whole = [], []
-        for name, _, dtype, yes in self._rows():
-            given = arrays[name]
-            if given.dtype.kind == "f" and np.dtype(dtype).kind in "iu":
-                given = _round(given, dtype)  # the mean of seven tens may be 9.999999999999998
-            array = np.ascontiguousarray(given, dtype)
+        parts, uncompressed = [], []
+        for name, dtype, yes in zip(self.names, self.dtypes, self.compressed, strict=True):
+            array = _convert(arrays[name], dtype)
             if yes:
                 parts.append(array.reshape(-1))
             else:
-                whole.append(array.tobytes())
-        return np.concatenate(parts), b"".join(whole)
+                uncompressed.append(array.tobytes())
+        return np.concatenate(parts), b"".join(uncompressed)
 
-    def join(self, x: NDArray[np.float32], whole: bytes) -> dict[str, NDArray[Any]]:
-        """Return the model's arrays from the vector `x` and the bytes `whole` that `split` made."""
+    def join(self, x: NDArray[np.float32], uncompressed: bytes) -> dict[str, NDArray[Any]]:
+        """Return the model's arrays from the vector `x` and the bytes `uncompressed` that `split` made."""
         arrays: dict[str, NDArray[Any]] = {}
-        at = byte = 0
-        for name, shape, dtype, yes in self._rows():
-            size = math.prod(shape)
-            if yes:
-                arrays[name] = x[at : at + size].reshape(shape)
-                at += size
-            else:
-                arrays[name] = np.frombuffer(whole, dtype, size, byte).reshape(shape)
-                byte += arrays[name].nbytes
+        apart, at = self._read(uncompressed), 0
+        for name, shape, yes in zip(self.names, self.shapes, self.compressed, strict=True):
+            arrays[name] = x[at : at + math.prod(shape)].reshape(shape) if yes else next(apart)
+            at += arrays[name].size if yes else 0
         return arrays
 
-    def shorten(self, whole: bytes) -> bytes:
-        """Return the bytes `whole` with running statistics rounded to bf16; `lengthen` restores the dtypes.
+    def _read(self, uncompressed: bytes, *, short: bool = False) -> Iterator[NDArray[Any]]:
+        """Yield the uncompressed arrays in order; with `short`, from bytes that `pack` made short."""
+        at = 0
+        for shape, dtype, is_statistic in self._apart:
+            is_short = short and is_statistic
+            array = np.frombuffer(uncompressed, "int16" if is_short else dtype, math.prod(shape), at)
+            at += array.nbytes
+            yield (from_bf16(array) if is_short else array).reshape(shape)
+
+    def pack(self, uncompressed: bytes, *, short: bool) -> bytes:
+        """Return the bytes to send; with `short`, running statistics are rounded to bf16.
 
         >>> form = Form.of({"w": np.ones(2, np.float32), "n.running_mean": np.ones(3, np.float32)})
-        >>> _, whole = form.split({"w": np.ones(2), "n.running_mean": np.full(3, 1.001)})
-        >>> len(form.shorten(whole)), np.frombuffer(form.lengthen(form.shorten(whole)), np.float32).tolist()
+        >>> _, kept = form.split({"w": np.ones(2), "n.running_mean": np.full(3, 1.001)})
+        >>> sent = form.pack(kept, short=True)
+        >>> len(sent), np.frombuffer(form.unpack(sent, short=True), np.float32).tolist()
         (6, [1.0, 1.0, 1.0])
         """
-        parts, at = [], 0
-        for size, is_statistic in self._whole_parts():
-            part, at = whole[at : at + size], at + size
-            parts.append(to_bf16(np.frombuffer(part, np.float32)).tobytes() if is_statistic else part)
-        return b"".join(parts)
+        if not short:
+            return uncompressed
+        pairs = zip(self._read(uncompressed), self._apart, strict=True)
+        return b"".join((to_bf16(each) if halves else each).tobytes() for each, (_, _, halves) in pairs)
 
-    def lengthen(self, short: bytes) -> bytes:
-        """Return the bytes that `shorten` made, with running statistics in float32 again."""
-        parts, at = [], 0
-        for size, is_statistic in self._whole_parts():
-            length = size // 2 if is_statistic else size
-            part, at = short[at : at + length], at + length
-            parts.append(from_bf16(np.frombuffer(part, np.int16)).tobytes() if is_statistic else part)
-        return b"".join(parts)
+    def unpack(self, sent: bytes, *, short: bool) -> bytes:
+        """Return the bytes that `pack` made, with running statistics in float32 again."""
+        return b"".join(each.tobytes() for each in self._read(sent, short=True)) if short else sent
 
-    def _whole_parts(self) -> Iterator[tuple[int, bool]]:
-        """Yield each uncompressed array's number of bytes, and whether it is a float32 running statistic."""
-        for name, shape, dtype, yes in self._rows():
-            if not yes:
-                known = any(fnmatchcase(name, pattern) for pattern in STATISTICS)
-                yield math.prod(shape) * np.dtype(dtype).itemsize, known and dtype == "float32"
-
-    def _whole_arrays(self, whole: bytes) -> dict[str, NDArray[Any]]:
-        arrays = self.join(np.zeros(self.layout.d, np.float32), whole)
-        return {name: arrays[name] for name, _, _, yes in self._rows() if not yes}
-
-    def is_finite(self, whole: bytes) -> bool:
-        """Return whether the uncompressed arrays in `whole` hold no NaN or Inf."""
-        arrays = self._whole_arrays(whole).values()
+    def is_finite(self, uncompressed: bytes) -> bool:
+        """Return whether the uncompressed arrays hold no NaN or Inf."""
+        arrays = self._read(uncompressed)
         return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
 
-    def largest(self, whole: bytes, kinds: str = "iuf") -> float:
+    def largest(self, uncompressed: bytes, kinds: str = "iuf") -> float:
         """Return the largest absolute value in the uncompressed arrays whose dtype kinds are in `kinds`."""
-        numbers = [array for array in self._whole_arrays(whole).values() if array.dtype.kind in kinds]
+        numbers = [array for array in self._read(uncompressed) if array.dtype.kind in kinds]
         ends = (end for each in numbers for end in (each.max(initial=0), each.min(initial=0)))
         return max((abs(float(end)) for end in ends), default=0.0)
 
-    def mean_whole(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
+    def average(self, parts: Sequence[bytes], weights: Sequence[float]) -> bytes:
         """Return the weighted mean of the clients' uncompressed arrays; means of integers are rounded."""
         if len(set(parts)) == 1:  # a float64 mean would round large integers
             return parts[0]
-        clients, made = [self._whole_arrays(part) for part in parts], b""
-        for name, array in clients[0].items():
-            mean = _mean([np.asarray(arrays[name], np.float64) for arrays in clients], weights)
-            is_float = array.dtype.kind == "f"
-            made += (mean.astype(array.dtype) if is_float else _round(mean, array.dtype.name)).tobytes()
+        made = b""
+        for (_, dtype, _), *arrays in zip(self._apart, *map(self._read, parts), strict=True):
+            mean = _mean([np.asarray(array, np.float64) for array in arrays], weights)
+            made += _convert(mean if np.dtype(dtype).kind == "f" else np.rint(mean), dtype).tobytes()
         return made
 
+    def find_fault_in_model(self, x: NDArray[np.float32], uncompressed: bytes) -> str:
+        """Return why `x` and `uncompressed` cannot be the next model, or an empty string if they can."""
+        remedy = "lower the rate, or set max_norm"
+        if not np.isfinite(x).all() or not self.is_finite(uncompressed):
+            return f"the model made from the replies is NaN or infinite: {remedy}"
+        if (largest := float(np.abs(x).max(initial=0))) > LARGEST:
+            return f"the model made from the replies holds {largest:.3g}, above {LARGEST:g}: {remedy}"
+        return ""
 
-def _round(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Return `array` rounded to `dtype`. Integers are clipped: the float 2^63 as int64 would become -2^63."""
+
+class Body(NamedTuple):
+    """The bytes that give a client the model: the broadcast or the vector x, and the uncompressed arrays."""
+
+    broadcast: bytes
+    uncompressed: bytes
+
+    def pack(self) -> bytes:
+        """Return the body as bytes, with a checksum and the broadcast's length in front."""
+        data = _LENGTH.pack(len(self.broadcast)) + self.broadcast + self.uncompressed
+        return _CHECKSUM.pack(zlib.crc32(data)) + data
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Body:
+        """Return the body in the bytes `data` of `pack`; raise InputError if `data` is damaged."""
+        at, start = _CHECKSUM.size, _CHECKSUM.size + _LENGTH.size
+        if len(data) < start or _CHECKSUM.unpack_from(data)[0] != zlib.crc32(memoryview(data)[at:]):
+            raise InputError("the request is damaged: the checksum of its body is wrong")
+        end = start + _LENGTH.unpack_from(data, at)[0]
+        if end > len(data):
+            raise InputError("the request is damaged: its body is too short for what it lists")
+        return cls(data[start:end], data[end:])
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _layout_of(arrays: Arrays) -> Layout:
+    given = arrays.values()
+    return Layout(tuple(arrays), tuple(a.shape for a in given), tuple(a.dtype.name for a in given))
+
+
+def _convert(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return `array` in `dtype`. Floats are rounded to integers: the mean of seven tens may be 9.999999999.
+
+    Integers are clipped: the float 2^63 as int64 would become -2^63.
+    """
+    if array.dtype.kind != "f" or np.dtype(dtype).kind not in "iu":
+        return np.ascontiguousarray(array, dtype)
     with np.errstate(invalid="ignore"):
-        made: NDArray[Any] = np.rint(array).astype(dtype)
-    if np.dtype(dtype).kind not in "iu":
-        return made
+        made = np.rint(array).astype(dtype)
     limits = np.iinfo(dtype)
     made = np.where(array >= limits.max, limits.max, made)
     return np.where(array <= limits.min, limits.min, made).astype(dtype)
@@ -207,4 +238,4 @@ def _suggest(arrays: Arrays) -> str:
     for name, array in arrays.items():
         if array.dtype.kind == "f" and array.dtype != np.float32:
             return f": {name!r} is {array.dtype}; convert it, here and on clients, with astype('float32')"
-    return ", whose name matches no pattern in `whole`"
+    return ", whose name matches no pattern in `uncompressed`"

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -40,23 +40,17 @@ NODES, STATE = "nodes.jsonl", "state"
 HANDOVER = 20.0  # seconds to wait for the lock; a ServerApp may run 9 s longer than its SuperLink
 
 
+@dataclass
 class FederationFolder:
     """The folder of a federation. `hold` locks the folder, so that only one server at a time uses it."""
 
-    def __init__(
-        self,
-        out: Path,
-        config: Config,
-        form: Form,
-        replica: ModelReplica | None,
-        options: FixedOptions,
-        also: Mapping[str, Any],
-    ) -> None:
-        """Set the options; those in `also` are written to config.toml as comments."""
-        self.out, self.config, self.options, self.also = out, config, options, also
-        self.form, self.replica = form, replica
-        self.rows: list[Record] = []
-        self._read: dict[str, list[Record]] = {}  # by file: the rows that `begin` reads and `open` writes
+    out: Path
+    config: Config
+    form: Form
+    replica: ModelReplica | None  # None if broadcasts are not compressed
+    options: FixedOptions
+    also: Mapping[str, Any]  # more options, written to config.toml as comments
+    rows: list[Record] = field(default_factory=list)  # of metrics.jsonl
 
     @contextmanager
     def hold(self) -> Iterator[FederationFolder]:
@@ -102,9 +96,15 @@ class FederationFolder:
         return name
 
     def begin(
-        self, x: NDArray[np.float32], whole: bytes, memory: ServerMemory, *, resume: bool, from_backup: bool
+        self,
+        x: NDArray[np.float32],
+        uncompressed: bytes,
+        memory: ServerMemory,
+        *,
+        resume: bool,
+        from_backup: bool,
     ) -> FederationState:
-        """Return the checked state to start from. `x`, `whole` and `memory` are for a new federation.
+        """Return the checked state to start from. A new federation starts with the first three arguments.
 
         `open` writes the files; this method writes none.
         """
@@ -114,7 +114,7 @@ class FederationFolder:
             if self.replica:
                 primary = replicas.begin(x, self.replica, server.stamp.generation, server.t)
                 server = replace(server, primary=primary)
-            state = FederationState(server, self._form_hash, self.options, whole, sums, memory=memory)
+            state = FederationState(server, self._form_hash, self.options, uncompressed, sums, memory=memory)
         elif not resume:
             raise InputError(f"`out`: {self.out} holds a federation. Set `resume`, or give another folder.")
         else:
@@ -124,7 +124,7 @@ class FederationFolder:
                 digest = self.replica.digest(held.w) if self.replica and held else None
                 server = restore_backup(state.server, new_generation(state.server), digest)
                 state = replace(state, server=server)
-        self._read = self._read_rows(state)
+        self._read = self._read_rows(state)  # by file: the rows that `open` writes
         return state
 
     @property
@@ -146,23 +146,21 @@ class FederationFolder:
                 was = reprlib.repr(before)
                 raise InputError(f"`{item.name}` is {now!r}, but the federation in {self.out} has {was}")
         with self.store.naming_damage():
-            state.check_whole(self.form)
-            state.check_memory(memory)
-            state.check_copy(self.replica)
+            state.check(self.form, self.replica, memory)
 
     def open(self, state: FederationState) -> None:
         """Write the rows of `begin` to the files, and store `state` durably, before any request is sent."""
         self.rows = self._read[METRICS]
         for name, rows in self._read.items():
             write_atomic(self.out / name, "".join(map(format_row, rows)).encode())
-        self._read = {}
+        del self._read
         self.store_state(state)
 
     def _load(self) -> FederationState | None:
         try:
             stored = self.store.load()
         except OtherModel as error:
-            raise InputError(f"{error}; if the model is the same, `whole` differs") from None
+            raise InputError(f"{error}; if the model is the same, `uncompressed` differs") from None
         except OtherCopy:
             which = "does not round" if self.replica and self.replica.rounds else "rounds"
             raise InputError(
@@ -233,6 +231,11 @@ class FederationFolder:
         except OSError as error:
             raise InputError(f"`out`: cannot write {self.out / name} ({error.strerror})") from None
 
+    def round_statistics(self, uncompressed: bytes) -> bytes:
+        """Return the uncompressed arrays with running statistics rounded as the model copy is rounded."""
+        short = bool(self.replica and self.replica.rounds)
+        return self.form.unpack(self.form.pack(uncompressed, short=short), short=short)
+
     def held_model(self, state: FederationState) -> NDArray[np.float32]:
         """Return the model that the clients hold: their model copy, or x if they keep no copy."""
         primary = state.server.primary
@@ -246,9 +249,11 @@ class FederationFolder:
         """Write the model and the pictures after the last round."""
         from cfedavg.report import write_run_pictures  # here, as it imports matplotlib
 
-        save_tensors(self.form.join(self.held_model(state), state.whole), self.out / run_files.MODEL)
+        save_tensors(self.form.join(self.held_model(state), state.uncompressed), self.out / run_files.MODEL)
         if state.server.primary:
-            save_tensors(self.form.join(state.server.x, state.whole), self.out / run_files.SERVER_MODEL)
+            save_tensors(
+                self.form.join(state.server.x, state.uncompressed), self.out / run_files.SERVER_MODEL
+            )
         if self.rows:
             write_run_pictures(self.out)
 

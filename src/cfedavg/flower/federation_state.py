@@ -12,7 +12,7 @@ import heapq
 import math
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from cfedavg.algorithm import ServerMemory
 from cfedavg.core.config import renew
 from cfedavg.core.run_files import Record, checksum_rows, is_number
-from cfedavg.federate.protocol import Mark
 from cfedavg.federate.replica import ModelReplica
-from cfedavg.federate.server import KnownClient, Primary, Server, ServerState, Table
+from cfedavg.federate.server import KnownClient, Server, ServerState, Table
 from cfedavg.federate.state_file import (
     as_array,
     check_integer,
@@ -33,11 +32,10 @@ from cfedavg.federate.state_file import (
     check_vector,
 )
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.round_policy import Claims
-from cfedavg.flower.strategy_state import Memory
+from cfedavg.flower.options import Claims, Parts
 
 NODE_NUMBERS = 2**32  # every node number is below this bound; a message has 64 bits for a node number
-_WHOLE = "whole"  # the name of the tensor of uncompressed arrays
+_WHOLE = "whole"  # the name of the stored tensor of uncompressed arrays
 _INNER, _SERVER = "inner/", "server/"  # prefixes of the names of the other tensors
 
 
@@ -104,6 +102,13 @@ class Note(NamedTuple):
     residual2: float | None  # as reported in round `heard`
 
 
+class StrategyMemory(NamedTuple):
+    """The memory of a wrapped strategy: arrays by path and index, other values as JSON by attribute path."""
+
+    arrays: dict[str, NDArray[Any]]
+    codes: dict[str, Any]
+
+
 class RoundRows(NamedTuple):
     """The rows that a round writes: one for the round, and one for each node that the round asked."""
 
@@ -126,6 +131,12 @@ class FixedOptions:
     server_optimiser: str
     seed: int
 
+    @classmethod
+    def of(cls, inner: str | None, parts: Parts) -> FixedOptions:
+        """Return the options of a federation with these parts around the strategy `inner`."""
+        up, down, feedback = str(parts.compressor), str(parts.compressor_down), str(parts.feedback)
+        return cls(inner, up, down, feedback, parts.update, str(parts.server_optimiser), parts.seed)
+
 
 @dataclass(frozen=True)
 class FederationState:
@@ -134,54 +145,37 @@ class FederationState:
     server: Server
     form: str  # the hash of the model's form
     options: FixedOptions
-    whole: bytes  # the bytes of the model's uncompressed arrays
+    uncompressed: bytes  # the bytes of the model's uncompressed arrays
     checksums: Mapping[str, int]  # of the rows in each file
     clients: Table[KnownClient] = field(default_factory=Table)  # those with an update in the model
     lent: Mapping[str, int] = field(default_factory=dict)  # the numbers of all other nodes
     norms: Sequence[float] = ()  # of the last payloads in the model
     claims: Claims = field(default_factory=Claims)  # local steps and examples of the last replies
-    inner: Memory | None = None  # the memory of a wrapped strategy
+    inner: StrategyMemory | None = None  # of a wrapped strategy
     memory: ServerMemory = field(default_factory=ServerMemory)  # of the feedback and the server optimiser
     last: RoundRows | None = None  # None before the first round ends
 
-    def end_round(
-        self,
-        taken: Mapping[str, Mark],
-        x_next: NDArray[np.float32],
-        notes: Mapping[str, Note],
-        primary_next: Primary | None = None,
-    ) -> FederationState:
-        """Return the state after a round: `x_next` holds the answers `taken`; `notes` describe the clients.
+    def check(self, form: Form, replica: ModelReplica | None, memory: ServerMemory) -> None:
+        """Raise ValueError unless the state's arrays fit the model, are finite, and are those it needs.
 
-        If broadcasts are compressed, `primary_next` is the model copy after the next broadcast.
+        `replica` is None if broadcasts are not compressed. `memory` is the server's memory at the start.
         """
-        after = ServerState(self.server, self.clients).end_round(taken, x_next, notes, primary_next)
-        return replace(self, server=after.server, clients=after.clients)
-
-    def check_whole(self, form: Form) -> None:
-        """Raise ValueError unless the uncompressed arrays in `whole` fit `form` and are finite."""
-        if len(self.whole) != form.whole_bytes:
-            raise ValueError(f"`whole` must have {form.whole_bytes} bytes, got {len(self.whole)}")
-        if not form.is_finite(self.whole):
-            raise ValueError("`whole` must be finite, but holds NaN or Inf")
-
-    def check_copy(self, replica: ModelReplica | None) -> None:
-        """Raise ValueError if the model copy is missing, not finite, or not allowed (`replica` is None)."""
-        primary = self.server.primary
-        if (primary is None) != (replica is None):
-            raise ValueError("the state must hold a model copy if broadcasts are compressed, and only then")
-        if primary and replica and not np.isfinite(replica.model(primary.w)).all():
-            raise ValueError("the model copy must be finite, but holds NaN or Inf")
-
-    def check_memory(self, like: ServerMemory) -> None:
-        """Raise ValueError unless the server's memory has the same vectors as `like`, and is finite."""
-        found, wanted = self.memory.vectors(), like.vectors()
+        if len(self.uncompressed) != form.count_bytes():
+            raise ValueError(f"`whole` must have {form.count_bytes()} bytes, got {len(self.uncompressed)}")
+        found, wanted, primary = self.memory.vectors(), memory.vectors(), self.server.primary
         if odd := sorted(found.keys() ^ wanted.keys()):
             raise ValueError(f"the server's memory {reprlib.repr(odd[0])} is missing or unknown")
+        if (primary is None) != (replica is None):
+            raise ValueError("the state must hold a model copy if broadcasts are compressed, and only then")
+        finite = {"`whole`": form.is_finite(self.uncompressed)}
         for name, vector in found.items():
             check_vector(f"the server's memory {name}", vector, "float32", len(wanted[name]))
-            if not np.isfinite(vector).all():
-                raise ValueError(f"the server's memory {name} must be finite, but holds NaN or Inf")
+            finite[f"the server's memory {name}"] = bool(np.isfinite(vector).all())
+        if primary and replica:
+            finite["the model copy"] = bool(np.isfinite(replica.model(primary.w)).all())
+        for name, is_finite in finite.items():
+            if not is_finite:
+                raise ValueError(f"{name} must be finite, but holds NaN or Inf")
 
     def to_stored(self) -> ServerState:
         """Return the state as the store writes it."""
@@ -194,7 +188,7 @@ class FederationState:
             "steps": list(self.claims.steps),
             "samples": list(self.claims.samples),
         }
-        arrays = {_WHOLE: as_array(self.whole)}
+        arrays = {_WHOLE: as_array(self.uncompressed)}
         arrays |= {_SERVER + name: vector for name, vector in self.memory.vectors().items()}
         if self.inner is not None:
             facts["inner"] = self.inner.codes
@@ -211,13 +205,13 @@ class FederationState:
             server=stored.server,
             form=check_text("form", facts.pop("form")),
             options=_read_options(facts.pop("options")),
-            whole=check_vector(_WHOLE, arrays.pop(_WHOLE), "uint8").tobytes(),
+            uncompressed=check_vector(_WHOLE, arrays.pop(_WHOLE), "uint8").tobytes(),
             checksums=_read_integers("the checksum of a file", facts.pop("rows"), 2**32),
             clients=Table({who: _read_client(known, t) for who, known in stored.clients.items()}),
             lent=_read_integers("a node's number", facts.pop("numbers"), NODE_NUMBERS),
             norms=_read_norms("norms", facts.pop("norms")),
             claims=Claims(*(_read_norms(name, facts.pop(name)) for name in ("steps", "samples"))),
-            inner=Memory(_take(arrays, _INNER), check_table("inner", facts.pop("inner")))
+            inner=StrategyMemory(_take(arrays, _INNER), check_table("inner", facts.pop("inner")))
             if "inner" in facts
             else None,
             memory=ServerMemory.from_vectors(_take(arrays, _SERVER)),

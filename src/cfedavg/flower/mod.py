@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.logger import log
 
@@ -34,9 +34,10 @@ from cfedavg.federate.protocol import Broadcast, Request, Stamp, find_fault_in_s
 from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.stores import ClientStore
 from cfedavg.feedback import FEEDBACKS, Feedback
-from cfedavg.flower import messages
+from cfedavg.flower import replies
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.messages import Order, ReplyRecord, read_number, refuse
+from cfedavg.flower.replies import OURS, ReplyRecord, pack_reply, read_number
+from cfedavg.flower.requests import Order, make_record, read_body, read_order
 from cfedavg.wire import WireError
 
 STEPS = "local-steps"  # the metric by which a client reports K_i
@@ -56,17 +57,32 @@ def compressed(
     server names classes of your own, list them: `mods=[partial(compressed, own=[MySelector])]`.
     """
     try:
-        order = messages.read_order(message)
+        order = read_order(message)
     except InputError as error:
-        return refuse(messages.OTHER_VERSION, str(error), message)
+        return _refuse(replies.OTHER_VERSION, error, message)
     if order is None:
         return call_next(message, context)
     try:
         return _Exchange(message, context, order, own).reply(call_next)
+    except _Refusal as refusal:
+        return _refuse(refusal.code, refusal, message)
     except Busy as error:  # a restarted server may ask again while the node still works
-        return refuse(messages.BUSY, str(error), message)
+        return _refuse(replies.BUSY, error, message)
     except InputError as error:
-        return refuse(messages.BAD_STATE, str(error), message)
+        return _refuse(replies.BAD_STATE, error, message)
+
+
+class _Refusal(Exception):
+    """The error of a node that sends no update, with an error code for the server."""
+
+    def __init__(self, code: int, why: object) -> None:
+        super().__init__(str(why))
+        self.code = code
+
+
+def _refuse(code: int, why: Exception, request: Message) -> Message:
+    log(WARNING, "nothing is sent: %s", why)
+    return Message(Error(code, str(why)), reply_to=request)
 
 
 def state_folder(context: Context) -> Path:
@@ -85,11 +101,10 @@ class _Exchange:
         self.form = Form.from_text(order.form)
         layout = self.form.layout
         self.replica = ModelReplica(layout, rounds=order.copy == "int16")
-        self.body = messages.read_body(message.content, order)
-        whole = self.form.short_bytes if self.replica.rounds else self.form.whole_bytes
-        if len(self.body.whole) != whole:
-            found = len(self.body.whole)
-            raise InputError(f"the request is damaged: {whole} bytes must travel whole, {found} do")
+        self.body = read_body(message.content, order)
+        size, found = self.form.count_bytes(short=self.replica.rounds), len(self.body.uncompressed)
+        if found != size:
+            raise InputError(f"the request is damaged: {size} bytes must be uncompressed arrays, {found} are")
         if not order.copy and len(self.body.broadcast) != 4 * layout.d:
             raise InputError("the request is damaged: its model has another length")
         folder = state_folder(context)
@@ -124,11 +139,12 @@ class _Exchange:
     def request(self) -> Request:
         return self.order.request(self.broadcast)
 
-    def _refuse(self, action: Refuse | NeedWhole) -> Message:
+    def _check(self, action: Any) -> None:
+        """Raise _Refusal if the state machine orders the node to send no answer."""
         if isinstance(action, Refuse):
-            return refuse(messages.REFUSED, action.why, self.message)
-        why = "this node's copy of the model cannot follow the broadcast"
-        return refuse(messages.NEED_WHOLE, why, self.message)
+            raise _Refusal(replies.REFUSED, action.why)
+        if isinstance(action, NeedWhole):
+            raise _Refusal(replies.NEED_WHOLE, "this node's copy of the model cannot follow the broadcast")
 
     def _give_model(self, client: Client | None) -> Array:
         """Put the model's arrays into the request for the app, remove the order, and return the vector x."""
@@ -136,10 +152,10 @@ class _Exchange:
             x = np.frombuffer(self.body.broadcast, np.float32)
         else:
             x = self.replica.model(client.copy.w)
-        whole = self.form.lengthen(self.body.whole) if self.replica.rounds else self.body.whole
+        uncompressed = self.form.unpack(self.body.uncompressed, short=self.replica.rounds)
         content = self.message.content
-        content[self.order.arrays] = messages.make_record(self.form.join(x, whole))
-        del content[messages.OURS]
+        content[self.order.arrays] = make_record(self.form.join(x, uncompressed))
+        del content[OURS]
         return x
 
     def _evaluate(self, run_app: Callable[[], Message]) -> Message:
@@ -148,27 +164,26 @@ class _Exchange:
             self._give_model(None)
             return run_app()
         if why := find_fault_in_stamp(Stamp(self.broadcast.version.generation, 1), time.time()):
-            return refuse(messages.FORGED, why, self.message)
+            raise _Refusal(replies.FORGED, why)
         with self.store.lock():
             before = self.store.load()
             client, action = machine.catch_up(before, self.broadcast, self.replica)
             if client.copy is not before.copy:  # so the next request need not carry the copy again
                 self.store.save(client)
-        if client.copy is None or isinstance(action, Refuse | NeedWhole):
-            return self._refuse(action if isinstance(action, Refuse) else NeedWhole())
+        self._check(action)
         self._give_model(client)
         evaluated = run_app()
-        if not evaluated.has_error():
-            evaluated.content[messages.OURS] = ConfigRecord({"version": list(client.copy.version)})
+        if client.copy is not None and not evaluated.has_error():
+            evaluated.content[OURS] = ConfigRecord({"version": list(client.copy.version)})
         return evaluated
 
     def _train(self, run_app: Callable[[], Message]) -> Message:
         try:
             self.uplink = Uplink(self._make_channel(), self.order.number, self.order.seed)
         except InputError as error:
-            return refuse(messages.UNKNOWN_PART, str(error), self.message)
+            raise _Refusal(replies.UNKNOWN_PART, error) from None
         if why := find_fault_in_stamp(self.request.stamp, time.time()):
-            return refuse(messages.FORGED, why, self.message)
+            raise _Refusal(replies.FORGED, why)
         kept = self.store.load()
         client, action = self._receive(kept)
         if client.forgotten > kept.forgotten:
@@ -176,10 +191,9 @@ class _Exchange:
         if isinstance(action, Outdated):
             log(WARNING, "this node's residual is from an old copy of its disk: it starts again without one")
             client, action = self._receive(self.store.fresh(kept.copy))
+        self._check(action)
         if isinstance(action, Resend):
             return self._pack_reply(client, action.message)
-        if isinstance(action, Refuse | NeedWhole):
-            return self._refuse(action)
         x = self._give_model(client)
         trained = run_app()
         return trained if trained.has_error() else self._send(client, x, trained)
@@ -197,27 +211,52 @@ class _Exchange:
 
     def _send(self, client: Client, x: Array, trained: Message) -> Message:
         """Store the client's state after training from `x`; return the reply with the compressed update."""
-        facts = read_facts(trained)
-        if why := object_to_model(trained, self.form):
-            return refuse(messages.OTHER_MODEL, why, self.message)
-        if why := object_to_metrics(facts, self.order.update):
-            return refuse(messages.BAD_METRICS, why, self.message)
-        ((name, record),) = trained.content.array_records.items()
-        x_K, whole = self.form.split({name: array.numpy() for name, array in record.items()})
-        whole = self.form.shorten(whole) if self.uplink.channel.compressor.rounds else whole
+        name, arrays = self._read_model(trained)
+        facts = self._read_facts(trained)
+        x_K, uncompressed = self.form.split(arrays)
         g = local_update(x, x_K, facts["K"], self.order.update)
-        facts |= {"g2": norm2(g), "arrays": name}
-        sender = replace(self.uplink, max_norm=self.order.max_norm, facts=facts, whole=whole)
+        sender = replace(
+            self.uplink,
+            max_norm=self.order.max_norm,
+            facts=facts | {"g2": norm2(g), "arrays": name},
+            uncompressed=self.form.pack(uncompressed, short=self.uplink.channel.compressor.rounds),
+        )
         try:
             client, sent = self._make_answer(client, g, sender)
         except NotFinite:
             why = "the update, with the residual added, holds NaN or Inf"
-            return refuse(messages.NOT_FINITE, why, self.message)
+            raise _Refusal(replies.NOT_FINITE, why) from None
         except TooLarge as error:
             why = f"{error}: the update, with the residual, is too large"
-            return refuse(messages.TOO_LARGE, why, self.message)
+            raise _Refusal(replies.TOO_LARGE, why) from None
         self.store.save(client)
         return self._pack_reply(client, sent)
+
+    def _read_model(self, trained: Message) -> tuple[str, dict[str, Any]]:
+        """Return the name and the arrays of the app's model; raise _Refusal if it is another model."""
+        records = trained.content.array_records
+        if len(records) != 1:
+            why = f"the client app replied with {len(records)} ArrayRecords: exactly one is needed"
+            raise _Refusal(replies.OTHER_MODEL, why)
+        ((name, record),) = records.items()
+        arrays = {name: array.numpy() for name, array in record.items()}
+        if found := self.form.difference(arrays):
+            raise _Refusal(replies.OTHER_MODEL, f"the client app replied with another model: {found}")
+        return name, arrays
+
+    def _read_facts(self, trained: Message) -> dict[str, Any]:
+        """Return the app's metrics, local steps K and loss; raise _Refusal if the metrics are not valid."""
+        records = {name: dict(record) for name, record in trained.content.metric_records.items()}
+        merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
+        loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)
+        K, size = read_number(merged.get(STEPS)), len(json.dumps(records))
+        if self.order.update == "mean" and not (K or 0) > 0:
+            why = f"update = 'mean' needs the metric {STEPS!r}, the number of local steps, above 0"
+            raise _Refusal(replies.BAD_METRICS, why)
+        if size > MOST_METRICS:
+            why = f"the metrics of the client app take {size:,} bytes: at most {MOST_METRICS:,} travel"
+            raise _Refusal(replies.BAD_METRICS, why)
+        return {"metrics": records, "K": K, "loss": read_number(loss)}
 
     def _make_answer(self, client: Client, g: Array, sender: Uplink) -> tuple[Client, bytes]:
         """Return the next state and the message; drop a residual that alone is too large to ever be sent.
@@ -235,31 +274,4 @@ class _Exchange:
         return machine.make_answer(client, self.request, g, sender)
 
     def _pack_reply(self, client: Client, sent: bytes) -> Message:
-        reply = ReplyRecord(self.request.stamp, client.incarnation, sent)
-        return messages.pack_reply(reply, self.message)
-
-
-def read_facts(trained: Message) -> dict[str, Any]:
-    """Return the metrics that the app reports, and the local steps K and the loss found in them."""
-    records = {name: dict(record) for name, record in trained.content.metric_records.items()}
-    merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
-    loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)
-    return {"metrics": records, "K": read_number(merged.get(STEPS)), "loss": read_number(loss)}
-
-
-def object_to_model(trained: Message, form: Form) -> str:
-    """Return why the model in a reply cannot be compressed, or an empty string if it can."""
-    records = list(trained.content.array_records.values())
-    if len(records) != 1:
-        return f"the client app replied with {len(records)} ArrayRecords: exactly one is needed"
-    found = form.difference({name: array.numpy() for name, array in records[0].items()})
-    return f"the client app replied with another model: {found}" if found else ""
-
-
-def object_to_metrics(facts: dict[str, Any], update: str) -> str:
-    """Return what is wrong with the metrics of a reply, or an empty string if nothing is wrong."""
-    if update == "mean" and not (facts["K"] or 0) > 0:
-        return f"update = 'mean' needs the metric {STEPS!r}, the number of local steps, above 0"
-    if (size := len(json.dumps(facts["metrics"]))) > MOST_METRICS:
-        return f"the metrics of the client app take {size:,} bytes: at most {MOST_METRICS:,} travel"
-    return ""
+        return pack_reply(ReplyRecord(self.request.stamp, client.incarnation, sent), self.message)

@@ -7,34 +7,37 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.common.logger import log
 
 from cfedavg.core.run_files import Record, summarise
 from cfedavg.federate.protocol import Version
 from cfedavg.federate.replica import Broadcaster, ModelReplica, PackedBroadcast
-from cfedavg.flower.array_layout import Form
+from cfedavg.flower.array_layout import Body, Form
 from cfedavg.flower.federation_state import FederationState, Node
-from cfedavg.flower.messages import Body, Load, read_number
-from cfedavg.flower.reply_validation import TakenReply
-from cfedavg.flower.round_policy import Claims
+from cfedavg.flower.options import Claims
+from cfedavg.flower.replies import CAUSES, REFUSED, TakenReply, as_list, in_a_line, read_number
 
+SHORT = 32_768  # the most bytes of a body that is a field of the order
 _UNITS = 1074  # every float is an integer times 2^-1074
+Who = TypeVar("Who")
 
 
-class NodeDownload(NamedTuple):
-    """The download of one node: the packed body, the broadcast's kind and messages, and the bytes."""
+class Load:
+    """A packed body, made once for all requests that share it: in `within` if short, else in `arrays`."""
 
-    load: Load
-    kind: str  # "chain", "changes" or "whole"
-    messages: int
-    bytes: int
-    is_first: bool  # whether the server knows of no earlier download
+    def __init__(self, packed: PackedBroadcast, uncompressed: bytes) -> None:
+        self.kind, self.messages = packed.kind, packed.messages
+        data = Body(packed.data, uncompressed).pack()
+        self.size = len(data)
+        self.within = data if len(data) <= SHORT else b""
+        self.arrays = None if self.within else ArrayRecord({"body": Array(np.frombuffer(data, np.uint8))})
 
 
 class Loads:
@@ -42,18 +45,25 @@ class Loads:
 
     def __init__(self, form: Form, replica: ModelReplica | None, state: FederationState) -> None:
         primary = state.server.primary
-        self._whole = form.shorten(state.whole) if replica and replica.rounds else state.whole
+        self._uncompressed = form.pack(state.uncompressed, short=bool(replica and replica.rounds))
         self._broadcaster = Broadcaster(primary, replica) if primary and replica else None
         self._model = PackedBroadcast("whole", 0, b"" if self._broadcaster else state.server.x.tobytes())
         self._made: dict[PackedBroadcast, Load] = {}
 
-    def load_for(self, held: Version | None, *, is_first: bool) -> NodeDownload:
-        """Return the download of a node that holds version `held`; the whole model if `held` is None."""
+    def load_for(self, held: Version | None) -> Load:
+        """Return the load for a node that holds version `held`; the whole model if `held` is None."""
         packed = self._broadcaster.broadcast_to(held) if self._broadcaster else self._model
         if packed not in self._made:
-            self._made[packed] = Load(Body(packed.data, self._whole))
-        load = self._made[packed]
-        return NodeDownload(load, packed.kind, packed.messages, load.size, is_first)
+            self._made[packed] = Load(packed, self._uncompressed)
+        return self._made[packed]
+
+
+class Download(NamedTuple):
+    """The download of one node: the load, and the bytes of the load and the order."""
+
+    load: Load
+    bytes: int
+    is_first: bool  # whether the server knows of no earlier download
 
 
 class Outcome(NamedTuple):
@@ -71,19 +81,18 @@ class Round:
 
     server_round: int  # as Flower counts, from 1
     arrays: ArrayRecord
+    loads: Loads
     began: float
+    max_norm: float
+    before: Claims = field(default_factory=Claims)  # of earlier rounds
+    needed: int = 0
     nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's id
     wanted: dict[int, Message] = field(default_factory=dict)  # the strategy's message to each
     requests: dict[int, Message] = field(default_factory=dict)  # the request sent to each
-    loads: Loads | None = None
-    downloads: dict[int, list[NodeDownload]] = field(default_factory=dict)  # two if a model copy did not fit
-    max_norm: float = math.inf
-    before: Claims = field(default_factory=Claims)  # of earlier rounds
-    needed: int = 0
+    downloads: dict[int, list[Download]] = field(default_factory=dict)  # two if a model copy did not fit
     taken: dict[str, TakenReply] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     online: set[str] = field(default_factory=set)  # the nodes online at the round's end
-    train_metrics: MetricRecord | None = None  # as the inner strategy aggregated them
 
     @property
     def in_order(self) -> list[TakenReply]:
@@ -108,6 +117,29 @@ class Round:
         """Reject the taken reply of node `who` after a comparison with the other replies."""
         log(WARNING, "%s: %s (%s)", self.taken.pop(who).node.name, cause, why)
         self.outcomes[who] = self.outcomes[who]._replace(what=cause, why=why)
+
+
+class ServerAge:
+    """The evidence from nodes, since the start, that the server's state is an older copy."""
+
+    def __init__(self) -> None:
+        self.ahead, self.in_step = set[str](), set[str]()  # nodes that have refused; that have replied
+
+    def is_older(self, now: Round, in_model: Collection[str], everyone: int) -> bool:
+        """Return whether enough nodes have refused the server because they have answered later rounds.
+
+        If the server is an older copy, every node that took part in later rounds refuses; other nodes reply.
+        One node may be wrong, or may lie under a new name in each round. So at least two nodes that are still
+        online must have refused, and more nodes than have replied since the start. If a node in the model
+        has replied, only nodes in the model count. Otherwise, all nodes together may also give the proof.
+        """
+        self.in_step |= {who for who, outcome in now.outcomes.items() if outcome.what == "replied"}
+        refused = {who for who, outcome in now.outcomes.items() if outcome.what == CAUSES[REFUSED]}
+        self.ahead = (refused | self.ahead & now.online) - self.in_step
+        known = {who for who in self.ahead | self.in_step if who in in_model}
+        groups = [known] if known & self.in_step else [known, self.ahead | self.in_step]
+        least = min(2, everyone)
+        return any(len(group & self.ahead) >= max(least, len(group & self.in_step) + 1) for group in groups)
 
 
 class Residuals:
@@ -138,39 +170,35 @@ def _in_units(value: float) -> int:
 
 def make_round_row(now: Round, d: int, residuals: Record, gap2: float | None) -> Record:
     """Return the row of a round; `gap2` is |x - model copy|^2, or None if clients keep no model copy."""
-    taken = now.in_order
+    taken, outcomes = now.in_order, now.outcomes.values()
     found = summarise([each.reply for each in taken], 0 if taken else 1, d, mean_g2=0.0)
     if not all(each.K for each in taken):  # an unchanged client does not report its local steps
         found |= dict.fromkeys(("local_steps_min", "local_steps_mean", "local_steps_max"))
     for name, value in found.items():
         if isinstance(value, float) and not math.isfinite(value):
             found[name] = None
-    up = sum(outcome.bytes for outcome in now.outcomes.values())
-    counted = Counter(outcome.what for outcome in now.outcomes.values())
-    return {
+    downloads = [each for of_node in now.downloads.values() for each in of_node]
+    up, down = sum(each.bytes for each in outcomes), sum(each.bytes for each in downloads)
+    row = {
         "round": now.server_round - 1,
         **found,
         "uplink_bytes": up,
-        "clients": len(now.outcomes),
-        "lost": len(now.outcomes) - len(taken),
+        "clients": len(outcomes),
+        "lost": len(outcomes) - len(taken),
         **residuals,
         "simulated_seconds": None,
-        "outcomes": dict(sorted(counted.items())),
-        **_download_columns([each for of_node in now.downloads.values() for each in of_node], up, gap2),
+        "outcomes": dict(sorted(Counter(each.what for each in outcomes).items())),
+        "downlink_bytes": down,
+        "total_bytes": up + down,
     }
-
-
-def _download_columns(downloads: Sequence[NodeDownload], up_bytes: int, gap2: float | None) -> Record:
-    down = sum(each.bytes for each in downloads)
-    found: Record = {"downlink_bytes": down, "total_bytes": up_bytes + down}
-    if gap2 is None:
-        return found
-    return found | {
-        "first_download_bytes": sum(each.bytes for each in downloads if each.is_first),
-        "downlink_messages": sum(each.messages for each in downloads),
-        "whole_downloads": sum(each.kind == "whole" for each in downloads),
-        "copy_gap_norm2": gap2,
-    }
+    if gap2 is not None:
+        row |= {
+            "first_download_bytes": sum(each.bytes for each in downloads if each.is_first),
+            "downlink_messages": sum(each.load.messages for each in downloads),
+            "whole_downloads": sum(each.load.kind == "whole" for each in downloads),
+            "copy_gap_norm2": gap2,
+        }
+    return row
 
 
 def make_node_row(node: Node, now: Round, version: Version | None, after: FederationState) -> Record:
@@ -189,13 +217,47 @@ def make_node_row(node: Node, now: Round, version: Version | None, after: Federa
         "seconds": outcome.seconds,
         "up_bytes": outcome.bytes,
         "down_bytes": sum(each.bytes for each in downloads),
-        "download": " + ".join(each.kind for each in downloads),
+        "download": " + ".join(each.load.kind for each in downloads),
         "version": None if version is None else str(version),
         "K": reply.K if reply else None,
         "residual_norm": None if residual2 is None else math.sqrt(residual2),
         "age": t - known.note.heard if known else None,
         "incarnation": known.incarnations if known else 0,
     }
+
+
+def describe_kind(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[str]:
+    """Return the kind of a reply: the names of its records and metrics, with the lengths of lists.
+
+    A metric that is not finite changes the kind, since the mean of all replies would not be finite.
+    """
+    found = {f"the ArrayRecord {arrays!r}"} if arrays else set()
+    for name, record in metrics.items():
+        where = "" if name == "metrics" else f" in {name!r}"
+        found.add(f"the MetricRecord {name!r}")
+        for key, value in record.items():
+            values = as_list(value)
+            kind = f"the list {key!r} of {len(values)}" if isinstance(value, list) else f"the number {key!r}"
+            found.add(kind + ("" if all(map(math.isfinite, values)) else " (not finite)") + where)
+    return frozenset(found)
+
+
+def find_odd_ones(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, str]:
+    """Return the nodes whose kind of reply differs from the most common kind, and how each differs.
+
+    A strategy cannot average replies of different kinds. Among equally common kinds, `turn` selects one.
+    """
+    counted = Counter(kinds.values())
+    most = max(counted.values(), default=0)
+    common = sorted((kind for kind, count in counted.items() if count == most), key=sorted)
+    usual = common[turn % len(common)] if common else frozenset()
+    found = {}
+    for who, kind in kinds.items():
+        if kind != usual:
+            parts = [f"lacks {each}" for each in sorted(usual - kind)[:1]]
+            parts += [f"has {each}" for each in sorted(kind - usual)[:1]]
+            found[who] = in_a_line(f"it {' and '.join(parts)}, unlike other nodes")
+    return found
 
 
 def make_columns(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record:
@@ -210,3 +272,13 @@ def make_columns(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record
         for name, value in found.items()
         if value is not None and name.isprintable()
     }
+
+
+def describe_row(row: Record) -> str:
+    """Return a summary of a round's row in words."""
+    parts = [f"{row['clients'] - row['lost']} of {row['clients']} taken"]
+    parts += [f"{cause} {count}" for cause, count in row["outcomes"].items() if cause != "replied"]
+    parts.append(f"{row['uplink_bytes']:,} bytes up, {row['downlink_bytes']:,} down")
+    if "test_accuracy" in row:
+        parts.append(f"accuracy {row['test_accuracy']:.2%}")
+    return ", ".join(parts)

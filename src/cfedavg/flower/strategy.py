@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
-from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,29 +16,31 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import NDArray
 
 from cfedavg.algorithm import Aggregator, ServerMemory
+from cfedavg.channel import Downlink, make_downlink
 from cfedavg.compress import parse
+from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
+from cfedavg.core.run_files import Record
+from cfedavg.federate.replica import ModelReplica, advance
+from cfedavg.federate.server import ServerState
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.flower.array_layout import STATISTICS, Form
-from cfedavg.flower.averaging import LARGEST, Averaging, EvaluateFunction, OwnAverage, Rate, WrappedAverage
-from cfedavg.flower.dispatch import Channels
+from cfedavg.flower import options, rounds
+from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
 from cfedavg.flower.federation_folder import FederationFolder
-from cfedavg.flower.federation_state import FixedOptions
-from cfedavg.flower.round_policy import RoundPolicy
-from cfedavg.flower.session import Session
-from cfedavg.flower.strategy_state import name_strategy
+from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, Numbers, RoundRows
+from cfedavg.flower.options import Parts, Rate, RoundPolicy, bound_norm, keep_last
+from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_norm
+from cfedavg.flower.requests import Dispatcher, make_record
+from cfedavg.flower.rounds import Loads, Residuals, Round, ServerAge, make_columns
+from cfedavg.flower.wrapped_strategy import WrappedStrategy, name_strategy
 from cfedavg.optimise.server import SERVER_OPTIMISERS
 
-_SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
-
-# Fields that Config does not check: the largest value, and the rule in words. All values are above 0.
-_BOUNDS = {
-    "max_norm": (math.inf, "a number above 0, which may be infinite"),
-    "eta": (1e300, "a number above 0, or a function of the round"),
-}
+EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
+Averaged = tuple[NDArray[np.float32], bytes, ServerMemory]  # x, the uncompressed arrays, the memory
 
 
 class CFedAvg(Strategy):
@@ -49,9 +51,10 @@ class CFedAvg(Strategy):
     global rate `eta`: a number, or a function of the round (from 0). The default is the optimiser's own rate.
 
     `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The
-    server tells the clients what they need, so the mod needs no options. `whole`: patterns for the names of
-    arrays that are not compressed. With a `compressor_down`, every client keeps a model copy. The clients
-    train from this copy, and `evaluate_fn` and the result get the same copy. `inner` gets the server's model.
+    server tells the clients what they need, so the mod needs no options. `uncompressed`: patterns for the
+    names of arrays that are sent uncompressed. With a `compressor_down`, every client keeps a model copy. The
+    clients train from this copy, and `evaluate_fn` and the result get the same copy. `inner` gets the
+    server's model.
 
     `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. If `inner`
     is given, only the policy's quorum and deadline have an effect, because `inner` samples the nodes.
@@ -76,115 +79,47 @@ class CFedAvg(Strategy):
         weighting: str = "uniform",
         policy: RoundPolicy | None = None,
         max_norm: float | None = None,
-        whole: Sequence[str] = STATISTICS,
+        uncompressed: Sequence[str] = STATISTICS,
         seed: int = 0,
         out: str | Path | None = None,
         resume: bool = False,
         from_backup: bool = False,
         config: Config | None = None,
     ) -> None:
-        self.inner, self.eta, self.max_norm, self.whole = inner, eta, max_norm, whole
+        self.inner, self.eta, self.max_norm, self.uncompressed = inner, eta, max_norm, uncompressed
         self.policy = RoundPolicy() if policy is None else policy
-        self.resume, self.from_backup = resume, from_backup
+        self.resume, self.from_backup, self.weighting = resume, from_backup, weighting
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
-        self._check(out is not None)
+        if inner is not None and not isinstance(inner, Strategy):
+            raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {inner!r}")
+        options.check_values(self.policy, max_norm, eta, uncompressed)
+        options.check_start(resume=resume, from_backup=from_backup, has_out=out is not None)
         given: dict[str, Any] = {"compressor": compressor, "compressor_down": compressor_down}
         given |= {"feedback": feedback, "update": update, "server_optimiser": server_optimiser}
-        given |= {"weighting": weighting, "seed": seed}
-        self.config = self._make_config(config, given)
-        down = parse(compressor_down, "compressor_down")
-        self.channels = Channels(parse(compressor), down, FEEDBACKS.parse(feedback), update, seed)
-        self.aggregator = Aggregator(self.channels.feedback, SERVER_OPTIMISERS.parse(server_optimiser))
-        self._check_update()
-        self._check_feedback()
-
-    def _check(self, has_out: bool) -> None:
-        """Raise InputError for fields that Config does not check."""
-        if self.inner is not None and not isinstance(self.inner, Strategy):
-            raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {self.inner!r}")
-        if not isinstance(self.policy, RoundPolicy):
-            raise InputError(f"`policy` must be a RoundPolicy, got {self.policy!r}")
-        for name in ("resume", "from_backup"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"`{name}` must be true or false, got {getattr(self, name)!r}")
-        if self.resume and not has_out:
-            raise InputError("`resume` needs `out`, the folder of the federation to continue")
-        if self.from_backup and not self.resume:
-            raise InputError("`from_backup` continues a federation, so it needs `resume`")
-        for name, (most, words) in _BOUNDS.items():
-            value: Any = getattr(self, name)
-            if value is None or (name == "eta" and callable(value)):
-                continue
-            if not isinstance(value, Real) or not 0 < value <= most:  # type: ignore[operator]
-                raise InputError(f"`{name}` must be {words}, got {value!r}")
-        if isinstance(self.whole, str):
-            raise InputError(f"`whole` must be a list of patterns, as [{self.whole!r}], got {self.whole!r}")
-
-    def _make_config(self, config: Config | None, given: dict[str, Any]) -> Config:
-        """Return `config` with the options `given`; if `config` is None, make one for a user's own app."""
-        given = {**given, "participation": float(self.policy.participation)}
-        if config is None:
-            by = f"{APP[:-1]}, averaged by {name_strategy(self.inner)})" if self.inner else APP
-            rate = None if callable(self.eta) else self.eta
-            config, given = Config(dataset=APP), {**given, "model": by, "eta": rate}
-        return config.replace(**given)
-
-    def _check_update(self) -> None:
-        """Raise InputError for `update` 'auto', or for an option without effect around a wrapped strategy."""
-        config = self.config
-        if config.update == "auto":
-            raise InputError("`update` must be 'sum', or 'mean' if clients report local-steps, got 'auto'")
-        if self.inner is None:
-            return
-        usual = {
-            "eta": self.eta is None,
-            "weighting": config.weighting == "uniform",
-            "server_optimiser": str(self.aggregator.optimiser) == "sgd",
-        }
-        if odd := [f"`{name}`" for name, is_usual in usual.items() if not is_usual]:
-            raise InputError(
-                f"{' and '.join(odd)} must not be given when CFedAvg wraps a strategy, which averages and "
-                "steps itself. Remove the options or the strategy."
-            )
-        if any(getattr(self.policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING):
-            raise InputError(
-                "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg "
-                "wraps a strategy, which samples the nodes itself. Remove these fields."
-            )
-        if config.update != "sum":
-            raise InputError("`update` must be 'sum' when CFedAvg wraps a strategy, got 'mean'")
-
-    def _check_feedback(self) -> None:
-        """Raise InputError for a feedback that this federation cannot use."""
-        feedback = self.channels.feedback
-        if feedback.broadcasts or feedback.moves_start:
-            raise InputError(
-                f"`feedback` must not change the broadcast model in a federation, got {feedback}. "
-                "Use ef, ef21 or none."
-            )
-        if feedback.keeps_server_memory and self.inner is not None:
-            raise InputError(
-                f"`feedback` must keep no memory on the server when CFedAvg wraps a strategy, got "
-                f"{feedback}. Use ef or none."
-            )
-        if feedback.mirrors_clients and self.from_backup:
-            raise InputError(
-                f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates "
-                "that the backup lacks. Start another federation from the backup's model."
-            )
-        if feedback.mirrors_clients and self.config.weighting != "uniform":
-            raise InputError(
-                f"`weighting` must be uniform with the feedback {feedback}, got {self.config.weighting}: the "
-                "server's sum of all clients' updates needs the same weight for a client in every round."
-            )
+        given |= {"weighting": weighting, "seed": seed, "participation": float(self.policy.participation)}
+        if config is None:  # for a user's own app
+            by = f"{APP[:-1]}, averaged by {name_strategy(inner)})" if inner else APP
+            config, given = Config(dataset=APP), {**given, "model": by, "eta": None if callable(eta) else eta}
+        self.config = config.replace(**given)
+        self.parts = Parts(
+            parse(compressor),
+            parse(compressor_down, "compressor_down"),
+            FEEDBACKS.parse(feedback),
+            SERVER_OPTIMISERS.parse(server_optimiser),
+            update,
+            seed,
+        )
+        self.aggregator = Aggregator(self.parts.feedback, self.parts.server_optimiser)
+        wraps = inner is not None
+        options.check_parts(self.parts, self.policy, eta, weighting, wraps=wraps, from_backup=from_backup)
 
     def summary(self) -> None:
         """Log what the strategy does, and where its metrics are."""
+        parts = self.parts
+        text = f"{parts.compressor} up, {parts.compressor_down} down, feedback {parts.feedback}"
+        text += "" if self.inner else f", server optimiser {parts.server_optimiser}"
         where = f"{self.out.resolve()} on {socket.gethostname()}"
-        parts = f"{self.channels.compressor} up, {self.channels.compressor_down} down"
-        parts += f", feedback {self.channels.feedback}"
-        parts += "" if self.inner else f", server optimiser {self.aggregator.optimiser}"
-        log(INFO, "CFedAvg: %s, update %s; metrics in %s", parts, self.channels.update, where)
+        log(INFO, "CFedAvg: %s, update %s; metrics in %s", text, parts.update, where)
         if self.inner is not None:
             self.inner.summary()
 
@@ -205,53 +140,32 @@ class CFedAvg(Strategy):
         form = self._make_form(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"`num_rounds` must be an integer of at least 1, got {num_rounds!r}")
+        fixed = FixedOptions.of(name_strategy(self.inner) if self.inner else None, self.parts)
         config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
-        replica = self.channels.replica(form.layout)
-        folder = FederationFolder(self.out, config, form, replica, self._fixed_options(), comments)
+        downlink = make_downlink(self.parts.compressor_down, form.layout)
+        replica = ModelReplica(form.layout, downlink.rounds) if downlink else None
+        folder = FederationFolder(self.out, config, form, replica, fixed, comments)
         with folder.hold():
-            x, whole = form.split(arrays)
-            whole = form.lengthen(form.shorten(whole)) if replica and replica.rounds else whole
+            x, uncompressed = form.split(arrays)
             memory = ServerMemory() if self.inner else self.aggregator.init(x)
-            state = folder.begin(x, whole, memory, resume=self.resume, from_backup=self.from_backup)
-            session = Session(
-                grid,
-                folder,
-                state,
-                policy=policy,
-                channels=self.channels,
-                averaging=self._make_averaging(form),
-                inner=self.inner,
-                max_norm=self.max_norm,
-                train_config=train_config or ConfigRecord(),
-                evaluate_config=evaluate_config or ConfigRecord(),
-                evaluate_fn=evaluate_fn,
-            )
+            first = x, folder.round_statistics(uncompressed), memory
+            state = folder.begin(*first, resume=self.resume, from_backup=self.from_backup)
+            configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+            session = Session(self, grid, folder, state, policy, downlink, *configs, evaluate_fn)
             folder.open(state)  # last: a session that refuses the state changes no file
             return session.run(num_rounds)
 
-    def _make_form(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Form:
+    def _make_form(self, arrays: Arrays) -> Form:
         """Return the form of the initial model; raise InputError if a value is not finite or too large."""
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise InputError(f"`initial_arrays` must be finite, but {name!r} holds NaN or Inf")
             if array.dtype == np.float32 and np.abs(array).max(initial=0) > LARGEST:
                 raise InputError(f"`initial_arrays`: {name!r} must not hold a number above {LARGEST:g}")
-        form = Form.of(arrays, self.whole)
-        if form.whole_bytes > 4 * form.layout.d:
-            log(WARNING, "most of the model travels whole: only float32 arrays are compressed")
+        form = Form.of(arrays, self.uncompressed)
+        if form.count_bytes() > 4 * form.layout.d:
+            log(WARNING, "most of the model is sent uncompressed: only float32 arrays are compressed")
         return form
-
-    def _make_averaging(self, form: Form) -> Averaging:
-        if self.inner is not None:
-            return WrappedAverage(form, self.inner)
-        by_steps, by_samples = self.channels.update == "mean", self.config.weighting == "samples"
-        return OwnAverage(form, self.aggregator, self.eta, by_steps, by_samples)
-
-    def _fixed_options(self) -> FixedOptions:
-        inner, channels = name_strategy(self.inner) if self.inner else None, self.channels
-        up, down = str(channels.compressor), str(channels.compressor_down)
-        feedback, optimiser = str(channels.feedback), str(self.aggregator.optimiser)
-        return FixedOptions(inner, up, down, feedback, channels.update, optimiser, channels.seed)
 
     def _list_more_options(self, policy: RoundPolicy) -> dict[str, Any]:
         """Return the options that config.toml has no fields for."""
@@ -261,30 +175,202 @@ class CFedAvg(Strategy):
             found["policy"] = type(policy).__name__
         if callable(self.eta):
             found["eta"] = "a function of the round"
-        return {**found, "max_norm": self.max_norm, "timeout": policy.deadline, "whole": [*self.whole]}
+        more = {"max_norm": self.max_norm, "timeout": policy.deadline}
+        return {**found, **more, "uncompressed": [*self.uncompressed]}
 
-    # These four methods refuse: the `start` of another strategy would not store the state of a round.
+    def _refuse_wrapping(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InputError: the `start` of another strategy would not store the state of a round."""
+        raise InputError(
+            "CFedAvg cannot be wrapped by another strategy. Pass that strategy as `inner`, and call start()."
+        )
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        _refuse_wrapping()
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        _refuse_wrapping()
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        _refuse_wrapping()
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        _refuse_wrapping()
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse_wrapping
 
 
-def _refuse_wrapping() -> NoReturn:
-    raise InputError(
-        "CFedAvg cannot be wrapped by another strategy. Pass that strategy as `inner`, and call start()."
-    )
+@dataclass
+class Session:
+    """A run of the server from a given state to the last round; the end of every round is stored durably."""
+
+    strategy: CFedAvg
+    grid: Grid
+    folder: FederationFolder
+    state: FederationState
+    policy: RoundPolicy
+    downlink: Downlink | None
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFunction | None
+
+    def __post_init__(self) -> None:
+        folder, self.parts, self.inner = self.folder, self.strategy.parts, self.strategy.inner
+        self.form, self.result, self.age = folder.form, Result(), ServerAge()
+        notes = {who: known.note for who, known in self.state.clients.items()}
+        self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
+        self.residuals = Residuals(note.residual2 for note in notes.values())
+        model = folder.form, folder.replica, folder.federation
+        self.dispatcher = Dispatcher(self.grid, *model, self.numbers, self.policy, self.parts)
+        self.wrapped: WrappedStrategy | None = None
+        if self.inner:
+            self.wrapped = WrappedStrategy(self.inner, self.form, self.result, self.state.inner)
+
+    def run(self, num_rounds: int) -> Result:
+        """Do the remaining rounds up to `num_rounds`, and return Flower's Result."""
+        t = self.state.server.t
+        if t:
+            log(INFO, "resuming after round %d of %d", t, num_rounds)
+        else:
+            self._evaluate(0)
+        while self.state.server.t < num_rounds:
+            self._do_round()
+            row = rounds.describe_row(self.folder.rows[-1])
+            log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, row)
+        self.folder.close(self.state)
+        self.result.arrays = self._arrays(self.folder.held_model(self.state))
+        return self.result
+
+    def _arrays(self, x: NDArray[np.float32]) -> ArrayRecord:
+        return make_record(self.form.join(x, self.state.uncompressed))
+
+    def _evaluate(self, server_round: int) -> Record:
+        """Evaluate the clients' model with the app's own function; return the metrics as columns."""
+        if self.evaluate_fn is None:
+            return {}
+        found = self.evaluate_fn(server_round, self._arrays(self.folder.held_model(self.state)))
+        if found is None:
+            return {}
+        self.result.evaluate_metrics_serverapp[server_round] = found
+        return make_columns(found, "test_", "client_")
+
+    def _do_round(self) -> None:
+        state, bound = self.state, self.strategy.max_norm
+        # The bound is computed from stored state before any request, so a restart finds the same bound.
+        bound = bound_norm(state.norms) if bound is None else bound
+        arrays, loads = self._arrays(state.server.x), Loads(self.form, self.folder.replica, state)
+        now = Round(state.server.t + 1, arrays, loads, time.monotonic(), bound, state.claims)
+        requests = self._make_requests(now)
+        self.dispatcher.collect(now, requests, self.state, self._make_validator(now))
+        self._leave_out(now)
+        if self.age.is_older(now, self.state.clients, len(self.numbers)):
+            # The nodes have seen these round numbers: only a new generation may use them again.
+            raise InputError(
+                f"{self.folder.out} holds {now.server_round - 1} rounds, but nodes have answered later ones. "
+                "The folder is an older copy of the federation: resume with `from_backup`."
+            )
+        if not self.policy.has_quorum(len(now.taken), now.needed):
+            now.make_void(self.policy.explain_void(len(now.taken), now.needed))
+        self._end(now)
+        tested = self._evaluate(now.server_round)
+        state = replace(self.state, lent=dict(self.numbers.lent))
+        if self.wrapped:
+            # Store the model before clients evaluate it: a restart would make another model.
+            self.folder.store_round(state, *self._make_rows(now, tested))
+            arrays, config = self._arrays(self.state.server.x), self.evaluate_config
+            tested |= self.wrapped.evaluate(now, arrays, config, self.dispatcher, self.state)
+        self.state = self.folder.end_round(state, *self._make_rows(now, tested))
+
+    def _make_requests(self, now: Round) -> list[Message]:
+        """Return the requests of a round. The round's number was stored at the end of the round before."""
+        if self.inner is None:
+            wanted: Iterable[Message] = self.dispatcher.sample(now, self.train_config)
+        else:
+            wanted = self.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
+        messages = self.dispatcher.pack(now, wanted, self.state)
+        if self.numbers.lent != self.state.lent:  # numbers key random draws: store them first
+            self.state = replace(self.state, lent=dict(self.numbers.lent))
+            self.folder.store_state(self.state)
+        return messages
+
+    def _make_validator(self, now: Round) -> ReplyValidator:
+        most = math.inf
+        if self.strategy.max_norm != math.inf:  # integers as large as the model's own are allowed
+            most = max(options.LARGEST_NORM, self.form.largest(self.state.uncompressed, "iu"))
+        by_samples = self.strategy.weighting == "samples"
+        return ReplyValidator(self.form, self.parts.compressor, now.max_norm, most, by_samples)
+
+    def _leave_out(self, now: Round) -> None:
+        """Reject replies that are too large compared with the others, or that `inner` cannot average."""
+        if self.strategy.max_norm is None and len(self.state.norms) < options.ENOUGH:
+            most = bound_norm([each.norm for each in now.taken.values() if each.norm > 0])
+            for who, each in list(now.taken.items()):
+                if each.norm > most:
+                    now.leave_out(who, CAUSES[TOO_LARGE], explain_norm(each.norm, most))
+        if self.wrapped:
+            self.wrapped.leave_out_odd_ones(now)
+
+    def _average(self, now: Round) -> Averaged | None:
+        """Return what lines 17 to 19 of Algorithm 1 make; if it is not valid, void the round, return None."""
+        taken, claims, state, t = now.in_order, now.claims, self.state, now.server_round - 1
+        weights = claims.samples if self.strategy.weighting == "samples" else [1.0] * len(taken)
+        if not any(weights):
+            now.make_void("nobody has an example")
+            return None
+        optimiser, eta = self.parts.server_optimiser, self.strategy.eta
+        rate = eta(t) if callable(eta) else eta
+        # With `update` "mean", K is the mean number by which clients divided their updates.
+        steps = [each or 1.0 for each in claims.steps] if self.parts.update == "mean" else [1.0]
+        K = sum(steps) / len(steps)
+        with np.errstate(over="ignore", invalid="ignore"):  # the result is checked below
+            x, memory = self.strategy.aggregator.step(
+                state.server.x,
+                state.memory,
+                ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True)),
+                everyone=float(len(self.numbers)),
+                eta=optimiser.default_rate(K) if rate is None else float(rate),  # so x stays float32
+                scale=optimiser.scale(K),
+                t=t,
+            )
+        uncompressed = self.form.average([each.uncompressed for each in taken], weights)
+        why = self.form.find_fault_in_model(x, uncompressed)
+        if not why and not all(np.isfinite(each).all() for each in memory.vectors().values()):
+            why = "the server optimiser or the feedback would remember NaN or Inf"
+        if why:
+            now.make_void(why)
+            return None
+        return x, uncompressed, memory
+
+    def _end(self, now: Round) -> None:
+        """Set `state` to the state after the round; the caller stores it with the round's rows."""
+        state, primary = self.state, self.state.server.primary
+        x, uncompressed, memory = state.server.x, state.uncompressed, state.memory
+        if now.taken and self.wrapped:
+            x, uncompressed = self.wrapped.average(now, x) or (x, uncompressed)
+        elif now.taken:
+            x, uncompressed, memory = self._average(now) or (x, uncompressed, memory)
+        if primary and self.downlink:
+            primary = advance(primary, x, self.downlink, self.parts.seed)
+        marks = {who: taken.mark for who, taken in now.taken.items()}
+        ended = ServerState(state.server, state.clients).end_round(marks, x, self._make_notes(now), primary)
+        self.state = replace(
+            state,
+            server=ended.server,
+            clients=ended.clients,
+            uncompressed=self.folder.round_statistics(uncompressed),
+            memory=memory,
+            norms=keep_last([taken.norm for taken in now.in_order], state.norms),
+            claims=now.claims.join(now.before),
+            inner=self.wrapped.read_memory() if self.wrapped else None,
+        )
+        self.numbers.settle(now.taken, now.online)
+
+    def _make_notes(self, now: Round) -> dict[str, Note]:
+        """Return a note on each client whose reply goes into the model, and update the residual norms."""
+        notes = {}
+        for who, taken in now.taken.items():
+            known = self.state.clients.get(who)
+            residual2 = taken.memory2 if self.parts.feedback.keeps_client_memory else None
+            self.residuals.change(known.note.residual2 if known else None, residual2)
+            notes[who] = Note(taken.node.number, now.server_round - 1, residual2)
+        return notes
+
+    def _make_rows(self, now: Round, tested: Record) -> RoundRows:
+        """Return the rows of a round that has ended; `tested` holds the evaluation results so far."""
+        state, residuals, gap2 = self.state, self.residuals.columns(max(1, len(self.numbers))), None
+        if state.server.primary is not None:
+            gap2 = norm2(state.server.x - self.folder.held_model(state))
+        row = rounds.make_round_row(now, self.form.layout.d, residuals, gap2)
+        row |= {**tested, "seconds": time.monotonic() - now.began}
+        nodes = [
+            rounds.make_node_row(node, now, self.dispatcher.find_version(state, node.identity), state)
+            for node in now.nodes.values()
+        ]
+        return RoundRows(row, nodes)

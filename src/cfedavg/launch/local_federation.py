@@ -23,7 +23,7 @@ from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import CONFIG, FEDERATION, METRICS, check_same, read_rows
 from cfedavg.data.tasks import build_task
 from cfedavg.flower import MISSING
-from cfedavg.flower.round_policy import RoundPolicy
+from cfedavg.flower.options import RoundPolicy
 from cfedavg.launch.app import TRUST, run_config_of
 from cfedavg.launch.processes import HOST, Ports, Processes
 from cfedavg.launch.services import ONGOING, AppRun, RunFailed, SuperLink, SuperNode, format_toml

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cfedavg.core.config import Config, refuse_code
-from cfedavg.flower.round_policy import RoundPolicy
+from cfedavg.flower.options import RoundPolicy
 
 # Keys of a run configuration that are not fields of Config.
 POLICY = ("quorum", "min-nodes", "over-selection")

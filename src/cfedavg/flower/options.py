@@ -1,6 +1,6 @@
-"""The policy of a round: which nodes it asks, when it ends, and how large an update and a claim may be.
+"""The options of a server: the rules for a strategy's options, the policy of a round, and default bounds.
 
-This module computes with numbers only; it needs neither Flower nor a network.
+This module needs neither Flower nor a network.
 
 If the user sets no bound, an update's norm may be at most 100 times the median norm of the last updates in
 the model. The bound does not stop clients who conspire, but one client that sends 1e20 cannot ruin a model.
@@ -11,30 +11,35 @@ client the bound. A client with a larger update sends a share of it, and the res
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from statistics import median, median_low
 from typing import Any, NamedTuple, Self, TypeVar
 
+from cfedavg.compress import Compressor
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, permutation
+from cfedavg.feedback import Feedback
+from cfedavg.optimise import ServerOptimiser
 
 LATE, LOST = "late", "lost"
 Node = TypeVar("Node")
+Rate = float | Callable[[int], float]  # a number, or a function of the round
 MULTIPLE = 100.0
 ENOUGH = 3  # the fewest norms for a bound: the median of fewer may be the wrong norm
 WINDOW = 100  # norms that are kept: one client that is alone for some rounds cannot raise the bound
 LARGEST_NORM = 1e15  # the largest bound: its square, which Adam computes, is far below float32's maximum
 
-# For each field: its type, its smallest and its largest value, and the range in words.
+# For each field of a policy: its type, its smallest and its largest value, and the range in words.
 _RANGES: dict[str, tuple[Any, float, float, str]] = {
     "participation": (Real, math.ulp(0.0), 1.0, "above 0 and at most 1"),
     "over_selection": (Real, 0.0, 1000.0, "from 0 to 1000"),
     "min_nodes": (Integral, 1.0, 2.0**63, "an integer of at least 1"),
     "quorum": (Real, 0.0, 1.0, "from 0 to 1"),
 }
+_SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a policy that choose nodes
 
 
 class Missing(NamedTuple):
@@ -168,3 +173,79 @@ class Claims:
     def join(self, before: Claims) -> Claims:
         """Return the last claims: these claims, and then the claims `before`."""
         return Claims(keep_last(self.steps, before.steps), keep_last(self.samples, before.samples))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of Algorithm 1 that a federation uses. A request names those that a client needs."""
+
+    compressor: Compressor
+    compressor_down: Compressor
+    feedback: Feedback
+    server_optimiser: ServerOptimiser
+    update: str  # "sum" or "mean": line 10 or line 11 of Algorithm 1
+    seed: int  # of all random draws
+
+
+def _check_rules(rules: Mapping[str, bool]) -> None:
+    """Raise InputError with the first sentence whose rule does not hold."""
+    for sentence, holds in rules.items():
+        if not holds:
+            raise InputError(sentence)
+
+
+def check_values(
+    policy: RoundPolicy, max_norm: float | None, eta: Rate | None, uncompressed: Sequence[str]
+) -> None:
+    """Raise InputError for a wrong option among those that `Config` does not check."""
+    is_norm = max_norm is None or (isinstance(max_norm, Real) and max_norm > 0)
+    is_rate = eta is None or callable(eta) or (isinstance(eta, Real) and 0 < eta <= 1e300)
+    one = f"a list of patterns, as [{uncompressed!r}], got {uncompressed!r}"
+    _check_rules({
+        f"`policy` must be a RoundPolicy, got {policy!r}": isinstance(policy, RoundPolicy),
+        f"`max_norm` must be a number above 0, which may be infinite, got {max_norm!r}": is_norm,
+        f"`eta` must be a number above 0, or a function of the round, got {eta!r}": is_rate,
+        f"`uncompressed` must be {one}": not isinstance(uncompressed, str),
+    })  # fmt: skip
+
+
+def check_start(*, resume: bool, from_backup: bool, has_out: bool) -> None:
+    """Raise InputError unless the options say from which state a server starts."""
+    _check_rules({
+        f"`resume` must be true or false, got {resume!r}": isinstance(resume, bool),
+        f"`from_backup` must be true or false, got {from_backup!r}": isinstance(from_backup, bool),
+        "`resume` needs `out`, the folder of the federation to continue": has_out or not resume,
+        "`from_backup` continues a federation, so it needs `resume`": resume or not from_backup,
+    })  # fmt: skip
+
+
+def check_parts(
+    parts: Parts, policy: RoundPolicy, eta: Rate | None, weighting: str, *, wraps: bool, from_backup: bool
+) -> None:
+    """Raise InputError for options that do not fit together.
+
+    `wraps`: whether CFedAvg wraps a strategy. `from_backup`: whether the server continues from a backup.
+    """
+    feedback, optimiser = parts.feedback, str(parts.server_optimiser)
+    usual = {"eta": eta is None, "weighting": weighting == "uniform", "server_optimiser": optimiser == "sgd"}
+    odd = " and ".join(f"`{name}`" for name, is_usual in usual.items() if not is_usual)
+    samples = any(getattr(policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING)
+    _check_rules({
+        "`update` must be 'sum', or 'mean' if clients report local-steps, got 'auto'": parts.update != "auto",
+        f"{odd} must not be given when CFedAvg wraps a strategy, which averages and steps itself. "
+        "Remove the options or the strategy.": not (wraps and odd),
+        "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg wraps a "
+        "strategy, which samples the nodes itself. Remove these fields.": not (wraps and samples),
+        f"`update` must be 'sum' when CFedAvg wraps a strategy, got {parts.update!r}":
+            not wraps or parts.update == "sum",
+        f"`feedback` must not change the broadcast model in a federation, got {feedback}. "
+        "Use ef, ef21 or none.": not (feedback.broadcasts or feedback.moves_start),
+        f"`feedback` must keep no memory on the server when CFedAvg wraps a strategy, got {feedback}. "
+        "Use ef or none.": not (wraps and feedback.keeps_server_memory),
+        f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates that "
+        "the backup lacks. Start another federation from the backup's model.":
+            not (from_backup and feedback.mirrors_clients),
+        f"`weighting` must be uniform with the feedback {feedback}, got {weighting}: the server's sum of all "
+        "clients' updates needs the same weight for a client in every round.":
+            weighting == "uniform" or not feedback.mirrors_clients,
+    })  # fmt: skip
