@@ -31,7 +31,8 @@ from cfedavg import run as run_and_draw
 from cfedavg.channel import Channel
 from cfedavg.core.keys import Purpose, key, keys, signed
 from cfedavg.optimise.local import SGD
-from cfedavg.simulate.engines import blocks, choose_engine, trainers
+from cfedavg.simulate import engines
+from cfedavg.simulate.engines import blocks, choose_engine
 from cfedavg.simulate.engines.trainers import Batched
 from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
@@ -1090,13 +1091,13 @@ def test_half_precision_on_a_cpu_stays_near_single(engine: str) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 def test_memory_is_kept_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc answers 1 to each setting that it takes; the numbers are those of its malloc.h."""
-    real, answers = trainers.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
+    real, answers = engines.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
 
     def mallopt(setting: int, value: int) -> None:
         answers[setting] = value, real.mallopt(setting, value)
 
-    monkeypatch.setattr(trainers.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    trainers.keep_memory()
+    monkeypatch.setattr(engines.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    engines.keep_memory()
     assert answers == {-3: (1 << 30, 1), -1: (2**31 - 1, 1), -2: (64 << 20, 1)}
 
 
@@ -1112,8 +1113,8 @@ def test_another_c_library_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace()
 
     for library in (missing, without_mallopt):
-        monkeypatch.setattr(trainers.ctypes, "CDLL", library)
-        trainers.keep_memory()
+        monkeypatch.setattr(engines.ctypes, "CDLL", library)
+        engines.keep_memory()
     assert asked == ["libc.so.6"] * 2
 
 

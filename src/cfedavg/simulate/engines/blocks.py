@@ -25,12 +25,12 @@ from cfedavg.core.keys import Purpose
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply
 from cfedavg.simulate.downloads import Count
-from cfedavg.simulate.engines.engine import Broadcast, Engine
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
+from cfedavg.simulate.engines.reference import Broadcast, Engine
 from cfedavg.simulate.engines.traffic import CountingThreads
 from cfedavg.simulate.engines.trainers import Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
-from cfedavg.simulate.evaluate import summarise_batches
+from cfedavg.simulate.evaluate import EvaluatedBatches, summarise_batches
 from cfedavg.simulate.local import Vectors, channels_last
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals
@@ -45,7 +45,6 @@ THREADS = 4  # that count bytes
 class RankRound:
     """The round of one rank's clients: what the clients sent, and what the metrics report."""
 
-    clients: list[int] = field(default_factory=list)
     payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # each with its clients
     buffers: list[Tensor] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)  # with 0 bytes; `counts` has the bytes
@@ -103,7 +102,7 @@ class BlockEngine(Engine):
         plan, t, mine = self.plan, state.t, RankRound()
         if self._threads:
             self._threads.begin()
-        clients = self.ranks.mine(i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
+        clients = self.ranks.own(i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
         kept: dict[int, Tensor] = {}
         for block in self.trainer.train(t, self._start(state), state.b, clients):
             done = 0
@@ -177,7 +176,7 @@ class BlockEngine(Engine):
 
     def _deliver(self, t: int, block: Trained, payload: Payload, mine: RankRound) -> None:
         """Add the block's payloads to this rank's round `mine`; count their bytes here or in threads."""
-        known, travels = self.ledger.known(payload), self.ranks.size > 1
+        known, travels = self.ledger.known_bytes(payload), self.ranks.size > 1
         b_sent = self.buffers_up.transmit(block.b_K)
         each: list[tuple[int, Payload]] = []
         if travels or known is None:
@@ -191,12 +190,11 @@ class BlockEngine(Engine):
             for start in range(0, len(each), share):
                 part = partial(self._count, t, each[start : start + share])
                 mine.counts.append(self._threads.submit(part))
-        mine.clients += block.clients
         mine.payloads += [([client], one) for client, one in each] if travels else [(block.clients, payload)]
         mine.buffers += list(b_sent)
 
     def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
-        return [n for client, one in each for n in self.ledger.replies(t, [client], one)]
+        return [self.ledger.count(t, client, payload) for client, payload in each]
 
     def _aggregate(self, state: State, parts: Sequence[RankRound], residuals: Residuals) -> State:
         """Return the state after the round from all ranks' parts, added up in client order."""
@@ -208,9 +206,10 @@ class BlockEngine(Engine):
             return array if isinstance(array, Tensor) else torch.from_numpy(array).to(state.x.device)
 
         payloads = ((payload.map(here), [weight[i] for i in clients]) for clients, payload in blocks)
-        pairs = (pair for part in parts for pair in zip(part.clients, part.buffers, strict=True))
-        buffers = [(b, weight[i]) for i, b in sorted(pairs, key=lambda pair: pair[0]) if weight[i]]
-        arrived = sorted(reply.client for reply in replies if not reply.lost)
+        pairs = [pair for part in parts for pair in zip(part.replies, part.buffers, strict=True)]
+        pairs = sorted((pair for pair in pairs if not pair[0].lost), key=lambda pair: pair[0].client)
+        buffers = [(b, weight[reply.client]) for reply, b in pairs]
+        arrived = [reply.client for reply, _ in pairs]
         return self._next_state(state, payloads, buffers, arrived, residuals)
 
     def _record_ranks(
@@ -231,12 +230,15 @@ class BlockEngine(Engine):
 
     def evaluate(self, state: State) -> Record:
         self.commands.send("evaluate", state)
-        parts = self.commands.collect(self._evaluate(state, self.ranks.rank, self.ranks.size))
+        parts = self.commands.collect(self._evaluate_share(state))
         _raise_first(state.t, parts)
         return summarise_batches(self.task, parts)
 
+    def _evaluate_share(self, state: State) -> EvaluatedBatches:
+        return self._evaluate(state, self._task_on_device, self.ranks.rank, self.ranks.size)
+
     @cached_property
-    def _judge(self) -> Task:
+    def _task_on_device(self) -> Task:
         """Return the task; on a GPU, with its test set on the device if the test set is fixed."""
         if self.device.type == "cpu" or not getattr(self.task.test, "fixed", False):
             return self.task
@@ -281,7 +283,7 @@ class BlockEngine(Engine):
     def _compute(self, command: str, state: State) -> tuple[Any, Residuals]:
         """Run the command `round` or `evaluate`; return the result for rank 0 and the residuals after it."""
         if command == "evaluate":
-            return self._evaluate(state, self.ranks.rank, self.ranks.size), state.residuals
+            return self._evaluate_share(state), state.residuals
         with self._setting():
             after, mine = self._clients(state)
         mine.counts, mine.buffers = [mine.bytes()], [b.cpu().clone() for b in mine.buffers]

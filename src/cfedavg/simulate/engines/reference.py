@@ -1,23 +1,226 @@
-"""The reference engine: one client after another, as in the pseudocode. Tests compare other engines to it."""
+"""Engine, the server's part of a round, and the reference engine, to which tests compare the other engines.
+
+The reference engine runs one client after another, as in the pseudocode.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
-from functools import cache
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cfedavg.algorithm import local_update
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, NotFinite
+from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.payload import Payload
-from cfedavg.core.run_files import Record, Reply
-from cfedavg.simulate.engines.engine import Engine
+from cfedavg.core.run_files import Record, Reply, finite, residual_norms, summarise
+from cfedavg.simulate.downloads import Count, Download, Downloads, Start
+from cfedavg.simulate.engines.traffic import BufferChannel, Ledger, dense_bytes
 from cfedavg.simulate.engines.trainers import train_client
+from cfedavg.simulate.evaluate import EvaluatedBatches, evaluate_batches, summarise_batches
+from cfedavg.simulate.local import PRECISIONS, Vectors, model_of, reproducible, seed_generators
+from cfedavg.simulate.plan import Plan
+from cfedavg.simulate.residuals import Residuals, stochastic_bf16
 from cfedavg.simulate.state import State
+from cfedavg.task import Batch, Task
+from cfedavg.wire import measure
+
+Broadcast = tuple[Collection[int], float]  # clients that held a model copy before; |x - w|^2 afterwards
+
+
+class Engine(ABC):
+    """An engine runs rounds: a round takes a state and returns a new state and a row of metrics."""
+
+    behind = 0  # how many rounds later a row of metrics may be ready, so that training need not wait
+
+    def __init__(
+        self, plan: Plan, task: Task, device: torch.device, messages: Path | None = None, rank: int = 0
+    ) -> None:
+        self.plan, self.task, self.device = plan, task, device
+        self.dtype = PRECISIONS[plan.config.precision]
+        self._blank = copy.deepcopy(task.model).to(device, self.dtype)  # models for the user are copies of it
+        self.vectors = Vectors(copy.deepcopy(self._blank))
+        self.layout = self.vectors.layout
+        self.identity = self.vectors.identity()  # a checksum of the model, which a checkpoint must match
+        self.ledger = Ledger(self.layout, messages, opened=rank > 0)
+        self.channel, self.downlink = plan.channel(self.layout), plan.downlink(self.layout)
+        self.buffers_up = BufferChannel(self.vectors.buffer_layout, plan.compressor)
+        self.buffers_down = BufferChannel(self.vectors.buffer_layout, plan.compressor_down)
+        self._prepare: Callable[[Batch], Batch] = lambda batch: batch  # converts a batch for the model
+
+    def start(self) -> State:
+        """Return the state before the first round, made from the model's parameters and buffers."""
+        x, b = self.vectors.read()
+        first = State(0, x, self.buffers_down.transmit(b), memory=self.plan.aggregator.init(x))
+        if self.downlink is None:
+            return first
+        w = self.downlink.first(x)
+        return replace(first, w=w, downloads=Downloads.none(w))
+
+    @abstractmethod
+    def round(self, state: State) -> tuple[State, Callable[[], Record]]:
+        """Run a round of Algorithm 1; return the new state and a function that gives the row of metrics.
+
+        The function may wait until all bytes are counted.
+        """
+
+    def evaluate(self, state: State) -> Record:
+        """Return the test columns of the model that clients hold."""
+        return summarise_batches(self.task, [self._evaluate(state, self.task)])
+
+    def begin(self, state: State) -> State:
+        """Prepare for the state that a run starts from; return that state as the engine keeps it."""
+        return state
+
+    def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
+        """Call `save` with the state and the residuals of all ranks."""
+        save(state)
+
+    def close(self) -> None:  # noqa: B027
+        """End the engine's threads and ranks, since the run is over."""
+
+    def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
+        """Return the user's model on the CPU, with parameters `x` and buffers `b`."""
+        return model_of(self._blank, x, b)
+
+    def _setting(self) -> AbstractContextManager[None]:
+        return reproducible(self.device, self.plan.config.precision)
+
+    def _shared(self, state: State) -> Tensor | None:
+        """Return the vector that the feedback broadcasts to all clients; None if there is no such vector."""
+        shared: Tensor | None = self.plan.feedback.broadcast(state.memory.feedback)
+        return shared
+
+    def _kept(self, t: int, clients: list[int], memories: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Return the clients' next memories to store, as copies, which do not keep the block in memory."""
+        if self.plan.config.residual_precision == "full":
+            return {client: row.clone() for client, row in zip(clients, memories, strict=True)}
+        words = self._keys(t, clients, Purpose.RESIDUAL)
+        return {i: stochastic_bf16(row, word) for i, row, word in zip(clients, memories, words, strict=True)}
+
+    def _keys(self, t: int, clients: list[int], purpose: Purpose) -> Tensor:
+        words = keys(self.plan.config.seed, t, np.array(clients, np.int64), int(purpose))
+        return torch.from_numpy(words).to(self.device)
+
+    def _next_state(
+        self,
+        state: State,
+        payloads: Iterable[tuple[Payload, Sequence[float]]],
+        buffers: Sequence[tuple[Tensor, float]],
+        arrived: list[int],
+        residuals: Residuals,
+    ) -> State:
+        """Run lines 17 to 19 of Algorithm 1 and the broadcast; payloads and buffers come with their weights.
+
+        If the model or the server's memory is not finite, raise Diverged with the clients in `arrived`.
+        """
+        plan, t = self.plan, state.t
+        x, memory = plan.aggregator.step(
+            state.x, state.memory, payloads, everyone=plan.everyone, eta=plan.rates.eta,
+            scale=plan.rates.scale, t=t,
+        )  # fmt: skip
+        if not bool(torch.isfinite(x).all()):
+            raise Diverged(t, arrived, "the model made from the updates")
+        if not all(bool(torch.isfinite(each).all()) for each in memory.vectors().values()):
+            raise Diverged(t, arrived, "the memory of the server optimiser or the feedback")
+        z, eta_sum = None, 0.0
+        if plan.config.sample_iterate:  # z of Theorem 2 is a random x_t, drawn with weight eta_L
+            eta_sum = state.eta_sum + plan.rates.eta_local(t)
+            z = (state.x, state.b) if plan.keeps_iterate(t, eta_sum) else state.z
+        b = self.buffers_down.transmit(_mean_buffers(buffers, state.b))
+        after = State(t + 1, x, b, residuals, z, eta_sum, memory)
+        if self.downlink is None:
+            return after
+        assert state.w is not None
+        assert state.downloads is not None
+        try:
+            made = self.downlink.send(x, state.w, plan.broadcast_key(t), t)
+        except NotFinite:  # x and w are finite, but x - w overflows
+            raise Diverged(t, arrived, "the broadcast x - w") from None
+        length, most = measure(made.payload.numpy(), self.layout)[0], self.downlink.size(state.w)
+        downloads = state.downloads.after(t, state.w, made.memory, length, arrived, most)
+        return replace(after, w=made.memory, downloads=downloads)
+
+    def _count_downloads(self, state: State, start: Start) -> dict[int, Count]:
+        """Return for each sampled client a function that counts its download: model, buffers, feedback."""
+        shared, sampled = self._shared(state), self.plan.sampled(state.t)
+        beside = self.buffers_down.bytes(state.b)
+        beside += 0 if shared is None else dense_bytes(shared, self.layout)
+        if self.downlink is None:
+            whole = Download("whole", 0, dense_bytes(state.x, self.layout) + beside)
+            return dict.fromkeys(sampled, lambda: whole)
+        assert state.downloads is not None
+
+        def add(count: Count) -> Download:
+            found = count()
+            return found._replace(bytes=found.bytes + beside)
+
+        counts = state.downloads.count(state.t, sampled, state.w, self.downlink, start)
+        return {i: partial(add, count) for i, count in counts.items()}
+
+    def _measure_broadcast(self, state: State, after: State) -> Broadcast | None:
+        """Return what the metrics report of a compressed broadcast; None if the whole model is broadcast."""
+        if state.downloads is None:
+            return None
+        return state.downloads.held.keys(), norm2(after.x - after.broadcast)
+
+    def _record(
+        self,
+        replies: Sequence[Reply],
+        mean_g2: float,
+        norms2: Iterable[float],
+        broadcast: Broadcast | None,
+        counts: Mapping[int, Count],
+    ) -> Record:
+        """Return a round's row of metrics; `replies` are in client order, `mean_g2` is |mean g_i|^2."""
+        plan, downloads = self.plan, {client: count() for client, count in counts.items()}
+        row = summarise(replies, len(downloads) - len(replies), self.layout.d, mean_g2)
+        row["downlink_bytes"] = sum(each.bytes for each in downloads.values())
+        if broadcast is not None:
+            held, gap2 = broadcast
+            row["first_download_bytes"] = sum(each.bytes for i, each in downloads.items() if i not in held)
+            row["downlink_messages"] = sum(each.messages for each in downloads.values())
+            row["whole_downloads"] = sum(each.kind == "whole" for each in downloads.values())
+            row["copy_gap_norm2"] = finite(gap2)
+        row |= residual_norms(norms2, plan.m)
+        took = {reply.client: (reply.K, reply.up_bytes) for reply in replies}
+        # The round ends when the slowest client's reply arrives.
+        row["simulated_seconds"] = (
+            None
+            if not plan.timed
+            else max(plan.link.seconds(i, *took.get(i, (0, 0)), each.bytes) for i, each in downloads.items())
+        )
+        return row
+
+    def _evaluate(self, state: State, task: Task, first: int = 0, every: int = 1) -> EvaluatedBatches:
+        """Evaluate the model that clients hold, on the task's test batches `first`, `first + every`, ..."""
+        self.vectors.write(state.broadcast, state.b)
+        with self._setting():
+            # The metric may draw random numbers; no client has the number m.
+            seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
+            where = self.device, self.dtype
+            return evaluate_batches(self.vectors.model, task, *where, first, every, self._prepare)
+
+
+def _mean_buffers(buffers: Sequence[tuple[Tensor, float]], otherwise: Tensor) -> Tensor:
+    """Return the weighted mean of buffers, summed in client order; `otherwise` if there are no buffers."""
+    if not buffers or not len(otherwise):
+        return otherwise
+    total = torch.zeros_like(otherwise)
+    for b, weight in buffers:
+        total += b.to(total) * weight
+    return total / sum(weight for _, weight in buffers)
 
 
 class ClientRound(NamedTuple):
@@ -78,7 +281,7 @@ class ReferenceEngine(Engine):
         lost = plan.lost(t, client)
         memory_next = self.channel.restore(made.memory, made.payload) if lost else made.memory
         b_sent = self.buffers_up.transmit(trained.b_K[0])
-        up = self.ledger.replies(t, [client], made.payload)[0] + self.buffers_up.bytes(b_sent)
+        up = self.ledger.count(t, client, made.payload) + self.buffers_up.bytes(b_sent)
         sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())
         return ClientRound(made.payload, b_sent, g, memory_next, Reply(client, K, loss, *sizes, up, lost))
 

@@ -28,57 +28,53 @@ class Ledger:
     The message coders let other threads run, so an engine may count one round while it trains the next.
     """
 
-    def __init__(self, layout: Layout, keep: Path | None = None, *, opened: bool = False) -> None:
-        """Set up the counter; `opened` means that another rank makes the folder `keep`."""
-        self.layout, self.keep, self.opened = layout, keep, opened
+    def __init__(self, layout: Layout, folder: Path | None = None, *, opened: bool = False) -> None:
+        """Set up the counter; `opened` means that another rank makes the folder."""
+        self.layout, self.folder, self.opened = layout, folder, opened
 
-    def replies(self, t: int, clients: list[int], payload: Payload) -> list[int]:
-        """Return the bytes that each of `clients` sends in round `t`; `payload` holds all their updates."""
-        block = payload.numpy()
-        if self.keep is None:
-            return measure(block, self.layout)
-        lengths = []
-        for client, one in zip(clients, block.clients(), strict=True):
-            message = encode(one, self.layout, client=client, sequence=t, round=t)
-            write_atomic(self.keep / f"{t:05}-{client:05}.cfa", message)
-            lengths.append(len(message))
-        return lengths
+    def count(self, t: int, client: int, payload: Payload) -> int:
+        """Return the bytes that the client sends in round `t`; `payload` is the client's update."""
+        if self.folder is None:
+            return measure(payload.numpy(), self.layout)[0]
+        message = encode(payload.numpy(), self.layout, client=client, sequence=t, round=t)
+        write_atomic(self.folder / f"{t:05}-{client:05}.cfa", message)
+        return len(message)
 
-    def known(self, payload: Payload) -> list[int] | None:
+    def known_bytes(self, payload: Payload) -> list[int] | None:
         """Return each client's bytes if they do not depend on the payload's values, else None.
 
         The values stay on their device.
         """
-        length = plain_length(payload) if self.keep is None else None
+        length = plain_length(payload) if self.folder is None else None
         return None if length is None else [length] * len(payload)
 
     def open(self, t: int) -> None:
         """Make the folder in the first round; raise InputError if it holds messages of another run."""
-        if self.keep is None or self.opened:
+        if self.folder is None or self.opened:
             return
-        make_folder(self.keep, "`messages`")
-        beside = self.keep / "layout.json"
+        make_folder(self.folder, "`messages`")
+        path, layout = self.folder / "layout.json", self.layout.text.encode()
         try:
-            known = read_file(beside) if exists(beside) else self.layout.text.encode()
+            known = read_file(path) if exists(path) else layout
         except OSError as error:
-            raise InputError(f"`messages`: cannot read {beside} ({error.strerror})") from None
-        if known != self.layout.text.encode():
-            raise InputError(f"`messages`: {self.keep} holds messages of another model; give another folder")
-        if t == 0 and next(self.keep.glob("*.cfa"), None) is not None:
-            raise InputError(f"`messages`: {self.keep} holds messages of another run; give another folder")
-        write_atomic(beside, self.layout.text.encode())
+            raise InputError(f"`messages`: cannot read {path} ({error.strerror})") from None
+        other = "model" if known != layout else "run" if t == 0 and any(self.folder.glob("*.cfa")) else ""
+        if other:
+            raise InputError(
+                f"`messages`: {self.folder} holds messages of another {other}; give another folder"
+            )
+        write_atomic(path, layout)
         self.opened = True
 
 
-def dense_bytes(vector: Tensor, layout: Layout) -> int:
-    """Return the bytes of a vector that is sent uncompressed; 0 if the vector is empty."""
-    if not len(vector):
+def dense_bytes(values: Tensor, layout: Layout, dtype: str | None = None) -> int:
+    """Return the bytes of a vector that is sent uncompressed; 0 if the vector is empty.
+
+    `dtype` is the wire's name of the values' dtype; None means that of float32 or float64 values.
+    """
+    if not (n := len(values)):
         return 0
-    return _uncompressed_bytes(vector, "fp64" if vector.dtype == torch.float64 else "fp32", layout)
-
-
-def _uncompressed_bytes(values: Tensor, dtype: str, layout: Layout) -> int:
-    n = len(values)
+    dtype = dtype or ("fp64" if values.dtype == torch.float64 else "fp32")
     payload = Payload(n, torch.tensor([0, n]), None, Floats(values, dtype))
     return measure(payload.numpy(), layout)[0]
 
@@ -105,10 +101,8 @@ class BufferChannel:
         if not self.rounds or not len(b):
             return dense_bytes(b, self.layout)
         is_float = self._is_float.to(b.device)
-        floats, integers = b[is_float], b[~is_float]
-        coded = 0
-        if len(floats):
-            coded = _uncompressed_bytes(to_bf16(floats.float()), "bf16", Layout.flat(len(floats)))
+        floats, integers = to_bf16(b[is_float].float()), b[~is_float]
+        coded = dense_bytes(floats, Layout.flat(len(floats)), "bf16")
         return coded + dense_bytes(integers, Layout.flat(len(integers)))
 
 

@@ -6,7 +6,6 @@ On a CPU, one client after another is the fastest for all but the smallest model
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -132,8 +131,6 @@ class Sequential:
     ) -> None:
         self.plan, self.task, self.device, self.prepare = plan, task, device, prepare
         self.vectors = Vectors(copy.deepcopy(vectors.model))
-        if device.type == "cpu":
-            keep_memory()
 
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         for client in clients:
@@ -142,22 +139,6 @@ class Sequential:
 
     def shrink(self) -> None:
         raise too_large(self.device)
-
-
-def keep_memory() -> None:
-    """Tell glibc to keep freed memory; otherwise glibc maps and unmaps every large tensor anew.
-
-    The mapping takes a quarter of the time of a step of the paper's CNN. In exchange, the process's memory
-    stays at its peak.
-    """
-    trim, top, mapped = -1, -2, -3
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mapped, 1 << 30)
-        libc.mallopt(trim, 2**31 - 1)
-        libc.mallopt(top, 64 << 20)
-    except (OSError, AttributeError):
-        pass  # another C library: training is only slower
 
 
 class Batched:
@@ -289,14 +270,13 @@ class Batched:
     def _empty(self, n: int) -> Stack:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         stacked = [_make_room(p, n, last=self.step.conv_precision is not None) for p in parameters]
-        mine = self.vectors.model.parameters()
         state = {
             name: [
                 # A state tensor of its parameter's shape has the parameter's memory layout.
                 torch.empty_like(p) if first.shape == p.shape[1:] else first.new_empty((n, *first.shape))
                 for first, p in zip(each, stacked, strict=True)
             ]
-            for name, each in self.step.optimiser.init([p.detach() for p in mine if p.requires_grad]).items()
+            for name, each in self.step.optimiser.init([p.detach() for p in parameters]).items()
         }
         start = [torch.empty_like(p) for p in stacked] if self.step.optimiser.needs_start else []
         buffers = [_make_room(buffer, n, last=False) for buffer in self.model.buffers()]

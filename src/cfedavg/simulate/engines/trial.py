@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Collection
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -93,20 +94,20 @@ def takes_channels_last(task: Task, dtype: torch.dtype) -> bool:
     return True
 
 
-def find_obstacle(
+def find_fault_in_batching(
     task: Task, config: Config, device: torch.device, conv_precision: str | None, unused: Collection[str]
 ) -> str:
     """Return the reason why clients cannot step together, with the module at fault; "" if they can."""
     try:
         with restore_generators(device):
             small, trial = _two_clients(task, config)
-            if changed := _changes(small, trial, device):
+            changed, draws = _probe(small, trial, device)
+            if changed:
                 return f"a step changes the attribute {changed!r}, which all clients share"
-            compares = not _draws(small, trial, device)
             for precision in dict.fromkeys(("float64", config.precision)):
                 lists, at = precision == config.precision, trial.replace(precision=precision)
                 ours = conv_precision if lists else None
-                if not _agree(small, at, device, ours, unused, lists=lists, compares=compares):
+                if not _agree(small, at, device, ours, unused, lists=lists, compares=not draws):
                     return f"{_name(task.model)} computes other numbers in a step of many clients"
     except (torch.OutOfMemoryError, MemoryError):
         pass  # the run makes smaller blocks
@@ -130,10 +131,7 @@ def _find_culprit(model: nn.Module, error: Exception) -> str:
 
     The traceback may show a copy of `model`.
     """
-    selves, trace = list[Any](), error.__traceback__
-    while trace is not None:
-        selves.append(trace.tb_frame.f_locals.get("self"))
-        trace = trace.tb_next
+    selves: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     root = next((each for each in selves if type(each) is type(model)), model)
     names = {id(module): name for name, module in root.named_modules()}
     inner = [each for each in selves if id(each) in names]
@@ -177,13 +175,24 @@ def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
     return replace(task, clients=parts, loss=loss, test=None, test_parts=None), trial
 
 
-def _changes(task: Task, config: Config, device: torch.device) -> str:
-    """Return the first non-tensor attribute that a step changes: a recorded step would not change it."""
-    model, batch = _model_and_batch(task, config, device)
-    before = _attributes(model)
-    task.loss(model, batch)
-    now = _attributes(model)
-    return next((name for name in now if name not in before or now[name] != before[name]), "")
+def _probe(task: Task, config: Config, device: torch.device) -> tuple[str, bool]:
+    """Return the first non-tensor attribute that a step changes ("" if none), and whether a step draws.
+
+    A recorded step would not change the attribute. Steps that draw random numbers cannot be compared.
+    """
+    dtype, changed, values = PRECISIONS[config.precision], "", []
+    rows = np.arange(min(len(task.clients[0]), config.batch_size))
+    for seed in (0, 1):
+        model = copy.deepcopy(task.model).to(device, dtype).train()
+        batch = to_device(task.clients[0].batch(rows), device, dtype)
+        random.seed(seed)
+        np.random.seed(seed)
+        seed_generators(device, seed, 0, 0)
+        before = _attributes(model)
+        values.append(task.loss(model, batch).detach())
+        now = _attributes(model)
+        changed = changed or next((name for name in now if now[name] != before.get(name)), "")
+    return changed, not torch.equal(*values)
 
 
 def _attributes(model: nn.Module) -> dict[str, str]:
@@ -193,25 +202,6 @@ def _attributes(model: nn.Module) -> dict[str, str]:
         for name, value in vars(module).items()
         if isinstance(value, bool | int | float | str)
     }
-
-
-def _draws(task: Task, config: Config, device: torch.device) -> bool:
-    """Return whether a step without dropout draws random numbers, so that two steps cannot be compared."""
-    values = []
-    for seed in (0, 1):
-        model, batch = _model_and_batch(task, config, device)
-        random.seed(seed)
-        np.random.seed(seed)
-        seed_generators(device, seed, 0, 0)
-        values.append(task.loss(model, batch).detach())
-    return not torch.equal(*values)
-
-
-def _model_and_batch(task: Task, config: Config, device: torch.device) -> tuple[nn.Module, Batch]:
-    dtype = PRECISIONS[config.precision]
-    rows = np.arange(min(len(task.clients[0]), config.batch_size))
-    batch = to_device(task.clients[0].batch(rows), device, dtype)
-    return copy.deepcopy(task.model).to(device, dtype).train(), batch
 
 
 def _agree(
