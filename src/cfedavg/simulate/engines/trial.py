@@ -176,7 +176,7 @@ def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
 
 
 def _probe(task: Task, config: Config, device: torch.device) -> tuple[str, bool]:
-    """Return the first non-tensor attribute that a step changes ("" if none), and whether a step draws.
+    """Return the non-tensor attribute that a step changes ("" if none), and whether it draws at random.
 
     A recorded step would not change the attribute. Steps that draw random numbers cannot be compared.
     """
