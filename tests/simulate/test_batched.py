@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from cfedavg import Config, InputError, Task
@@ -31,18 +31,18 @@ from cfedavg import run as run_and_draw
 from cfedavg.channel import Channel
 from cfedavg.core.keys import Purpose, key, keys, signed
 from cfedavg.optimise.local import SGD
-from cfedavg.simulate.engines import blocks, choose_engine, trainer
-from cfedavg.simulate.engines.batched import Batched
+from cfedavg.simulate import engines
+from cfedavg.simulate.engines import blocks, choose_engine
+from cfedavg.simulate.engines.trainers import Batched
 from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.vectorised import operators, ops, pool, rules
-from cfedavg.simulate.vectorised import recorder as recorder_module
-from cfedavg.simulate.vectorised.ops import DOTS, convolve
-from cfedavg.simulate.vectorised.pool import Hosted, Pool, Resident
-from cfedavg.simulate.vectorised.recorder import Recorder
-from cfedavg.simulate.vectorised.rules import Rules, Steady, masks_hold
-from cfedavg.simulate.vectorised.step import Stack, Step
-from cfedavg.simulate.vectorised.timetable import Rows, Timetable, Turn, rounded_up
+from cfedavg.simulate.vectorised import batches as batches_module
+from cfedavg.simulate.vectorised import convolution, layers, replacements
+from cfedavg.simulate.vectorised import step as step_module
+from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
+from cfedavg.simulate.vectorised.convolution import OPERANDS, convolve
+from cfedavg.simulate.vectorised.replacements import NoDropout, Replacements, masks_hold
+from cfedavg.simulate.vectorised.step import Recorder, Stack, Step
 from cfedavg.task import Tensors
 from tests.conftest import blobs
 from tests.simulate.test_engines import MODELS, Transformer, agree, images, play, seeded
@@ -97,7 +97,7 @@ def timetables(draw: st.DrawFn) -> Timetable:
 def taken(timetable: Timetable, turns: Iterator[Turn], length: int) -> list[list[list[int]]]:
     """The rows that count, of every step of every client."""
     found: list[list[list[int]]] = [[] for _ in timetable.clients]
-    rows = timetable.rows(CPU)
+    rows = Rows(timetable, CPU)
     rows.length = length
     for turn in turns:
         at = rows.at(turn)
@@ -126,14 +126,14 @@ def test_every_client_goes_through_its_own_batches(timetable: Timetable, length:
 def test_rows_are_made_in_stretches_that_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the table of batches nor the orders have more than 2**24 entries, or they are of one step."""
     timetable = Timetable([0, 1], np.array([2**22, 3]), np.array([50, 9]), 4, 0, 0)
-    assert timetable.rows(CPU).length == 2
-    assert Timetable([0], np.array([2**25]), np.array([1]), 4, 0, 0).rows(CPU).length == 2**22
+    assert Rows(timetable, CPU).length == 2
+    assert Rows(Timetable([0], np.array([2**25]), np.array([1]), 4, 0, 0), CPU).length == 2**22
     made = []
     monkeypatch.setattr(
         Rows, "_table", lambda self, start, stop: made.append((start, stop)) or torch.zeros(4, 2, 4)
     )
     small = Timetable([0, 1], np.array([2**21, 4]), np.array([9, 9]), 4, 0, 0)
-    rows = small.rows(CPU)
+    rows = Rows(small, CPU)
     for turn in small.together():
         rows.at(turn)
     assert made == [(0, 4), (4, 8), (8, 9)]
@@ -142,11 +142,11 @@ def test_rows_are_made_in_stretches_that_fit_into_memory(monkeypatch: pytest.Mon
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_few_sizes_of_blocks(active: int, n: int) -> None:
     n = max(active, n)
-    found = rounded_up(active, n)
+    found = round_up(active, n)
     assert active <= found <= n
     assert found < 2 * active
-    assert rounded_up(n, n) == n
-    sizes = {rounded_up(each, n) for each in range(1, n + 1)}
+    assert round_up(n, n) == n
+    sizes = {round_up(each, n) for each in range(1, n + 1)}
     assert len(sizes) <= n.bit_length() + 1
 
 
@@ -161,7 +161,7 @@ def test_keys_of_arrays_are_keys(seed: int, t: int, clients: list[int], purpose:
     assert found.tolist() == [signed(key(seed, t, client, purpose)) for client in clients]
 
 
-# Rules: the same values and gradients as torch's own functions
+# Replacements: the same values and gradients as torch's own functions
 
 
 def differentiated(function: Any, tensors: tuple[Tensor, ...], mode: Any) -> list[Tensor]:
@@ -181,9 +181,9 @@ def check_rule(function: Any, *shapes: tuple[int, ...]) -> None:
     """A function of tensors: alone, and for three clients at once with tensors of their own."""
     tensors = tuple(draws(3, *shape, seed=i) for i, shape in enumerate(shapes))
     each = [differentiated(function, one, nullcontext) for one in zip(*tensors, strict=True)]
-    mine = differentiated(function, tuple(t[0] for t in tensors), Rules)
+    mine = differentiated(function, tuple(t[0] for t in tensors), Replacements)
     torch.testing.assert_close(mine, each[0], **EXACT)
-    at_once = vmap(lambda *one: tuple(differentiated(function, one, Rules)))(*tensors)
+    at_once = vmap(lambda *one: tuple(differentiated(function, one, Replacements)))(*tensors)
     for found, expected in zip(at_once, zip(*each, strict=True), strict=True):
         torch.testing.assert_close(found, torch.stack(expected), **EXACT)
 
@@ -198,8 +198,8 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(out is not NotImplemented)
         return out
 
-    for function, rule in rules.RULES.items():
-        monkeypatch.setitem(rules.RULES, function, partial(watched, rule))
+    for function, rule in replacements.LAYERS.items():
+        monkeypatch.setitem(replacements.LAYERS, function, partial(watched, rule))
     return found
 
 
@@ -234,17 +234,17 @@ def test_running_statistics(momentum: float) -> None:
     mine, its = (nn.BatchNorm2d(3, momentum=momentum).double() for _ in range(2))
     for seed in range(2):
         x = 2 * draws(4, 3, 2, 2, seed=seed) + 1
-        with Rules():
+        with Replacements():
             mine(x)
         its(x)
     torch.testing.assert_close(dict(mine.named_buffers()), dict(its.named_buffers()), **EXACT)
-    with Rules():
+    with Replacements():
         found = mine.eval()(x)
     torch.testing.assert_close(found, its.eval()(x), **EXACT)
 
 
 def test_a_batch_of_one_value_has_no_variance() -> None:
-    with Rules(), pytest.raises(ValueError, match="more than 1 value per channel"):
+    with Replacements(), pytest.raises(ValueError, match="more than 1 value per channel"):
         nn.BatchNorm1d(3)(torch.zeros(1, 3))
 
 
@@ -274,16 +274,16 @@ def test_max_pool_takes_the_first_among_equals_and_nan(k: int) -> None:
     """Few different values, so that most windows have ties; gradients show which one was taken."""
     x = draws(2, 3, 7, 8).sign() * (draws(2, 3, 7, 8, seed=1) > 0)
     check = partial(differentiated, lambda x: F.max_pool2d(x, k))
-    torch.testing.assert_close(check((x,), Rules), check((x,), nullcontext), **EXACT)
+    torch.testing.assert_close(check((x,), Replacements), check((x,), nullcontext), **EXACT)
     x[0, 0, 0, 0] = x[0, 1, 1, 1] = x[1, 2, 0, 1] = x[1, 2, 1, 0] = torch.nan
-    mine, its = check((x,), Rules), check((x,), nullcontext)
+    mine, its = check((x,), Replacements), check((x,), nullcontext)
     assert its[0].isnan().any()
     torch.testing.assert_close(mine, its, **EXACT, equal_nan=True)
 
 
 def test_max_pool_with_indices_is_left_to_torch() -> None:
     x = draws(1, 1, 4, 4)
-    with Rules():
+    with Replacements():
         found = F.max_pool2d(x, 2, return_indices=True)
     torch.testing.assert_close(found, F.max_pool2d(x, 2, return_indices=True))
 
@@ -313,7 +313,7 @@ def test_attention(name: str, caught: list[bool]) -> None:
 
 
 def test_attention_of_groups_of_heads_is_left_to_torch() -> None:
-    assert operators.attention(*[torch.zeros(1, 2, 3, 4)] * 3, enable_gqa=True) is NotImplemented
+    assert layers.attention(*[torch.zeros(1, 2, 3, 4)] * 3, enable_gqa=True) is NotImplemented
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -335,14 +335,14 @@ def test_steady_attention_drops_nothing() -> None:
     module = seeded(lambda: nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)).double()
     x = draws(2, 3, 4)
     for need_weights in (True, False):
-        with Steady(), Rules():
+        with NoDropout(), Replacements():
             found = module.train()(x, x, x, need_weights=need_weights)[0]
             dropped = F.scaled_dot_product_attention(x, x, x, None, 0.5)
         torch.testing.assert_close(found, module.eval()(x, x, x)[0], **EXACT)
         torch.testing.assert_close(dropped, F.scaled_dot_product_attention(x, x, x), **EXACT)
 
 
-# Rules: means over the rows that count
+# Replacements: means over the rows that count
 
 N, C, L = 6, 4, 3
 VALID = torch.tensor([True, False, True, True, False, True])
@@ -392,7 +392,7 @@ def check_mean(function: Any, x: Tensor, *targets: Tensor) -> None:
 
     def graded(x: Tensor, valid: Tensor | None, *targets: Tensor) -> tuple[Tensor, Tensor]:
         def loss(x: Tensor) -> Tensor:
-            with Rules(valid) if valid is not None else nullcontext():
+            with Replacements(valid) if valid is not None else nullcontext():
                 return function(x, *targets)  # type: ignore[no-any-return]
 
         grad, value = grad_and_value(loss)(x)
@@ -457,7 +457,7 @@ UNTOUCHED: dict[str, Any] = {
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_what_is_no_mean_over_the_batch_is_left_alone(name: str) -> None:
     x = draws(N, C)
-    with Rules(VALID):
+    with Replacements(VALID):
         found = UNTOUCHED[name](x)
     torch.testing.assert_close(found, UNTOUCHED[name](x), rtol=0, atol=0)
 
@@ -595,7 +595,7 @@ def test_the_first_layer_needs_no_gradient_of_its_input(monkeypatch: pytest.Monk
     def refused(*_: Any) -> Tensor:
         raise AssertionError
 
-    monkeypatch.setattr(ops, "input_grad", refused)
+    monkeypatch.setattr(convolution.InputGrad, "operator", refused)
     x, w = draws(3, 2, 3, 6, 6), draws(3, 4, 3, 3, 3, seed=1)
     found = vmap(grad_and_value(lambda w, x: convolve("float64", x, w).sum()))(w, x)
     expected = [grad_and_value(lambda w, x=x: torch.conv2d(x, w).sum())(w) for x, w in zip(x, w, strict=True)]
@@ -610,13 +610,19 @@ def test_a_kernel_that_clients_share() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"groups": 2}, {"padding": "same"}, {"stride": 2, "dilation": 2}, {"dots": None}, {"shape": (2, 8, 8)}],
+    [
+        {"groups": 2},
+        {"padding": "same"},
+        {"stride": 2, "dilation": 2},
+        {"precision": None},
+        {"shape": (2, 8, 8)},
+    ],
 )
 def test_what_convolutions_are_left_to_torch(options: dict[str, Any]) -> None:
-    moves = {name: value for name, value in options.items() if name not in ("dots", "shape")}
+    moves = {name: value for name, value in options.items() if name not in ("precision", "shape")}
     x = draws(*options.get("shape", (3, 2, 8, 8)))
     w = draws(4, 2 // options.get("groups", 1), 3, 3)
-    assert convolve(options.get("dots", "float64"), x, w, None, **moves) is NotImplemented
+    assert convolve(options.get("precision", "float64"), x, w, None, **moves) is NotImplemented
 
 
 @pytest.mark.parametrize("name", ["cnn", "batch norm"])
@@ -625,10 +631,12 @@ def test_steps_with_our_convolutions(name: str) -> None:
     task = images(seeded(MODELS[name]).double(), m=3)
     batch = tree_stack([client.batch(np.arange(4)) for client in task.clients])
     after_step = []
-    for dots in (None, "float64"):
+    for precision in (None, "float64"):
         stack = stacked(task.model, 3, momentum=True)
-        Recorder(Step(task.model, task.loss, SGD(0.9), dots=dots), CPU, print)(stack, batch, None, None, ETA)
-        after_step.append(stack.tensors())
+        Recorder(Step(task.model, task.loss, SGD(0.9), conv_precision=precision), CPU, print)(
+            stack, batch, None, None, ETA
+        )
+        after_step.append(tree_leaves(stack))
     torch.testing.assert_close(*after_step, **EXACT)
 
 
@@ -665,9 +673,9 @@ SIZES = [  # m, N, C, CO, size, kernel, stride, padding, dilation
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dots", ["bf16", "tf32", "float32"])
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "float32"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_kernels(sizes: tuple[Any, ...], dots: str) -> None:
+def test_kernels(sizes: tuple[Any, ...], precision: str) -> None:
     """Each kernel against the CPU in float64, with the operands rounded as the kernel rounds them.
 
     Products of bf16 and TF32 numbers are exact in float32. A sum of n of them, in any order, is off by less
@@ -676,20 +684,25 @@ def test_kernels(sizes: tuple[Any, ...], dots: str) -> None:
     """
     m, n, c, co, *moves = sizes
     shape = [number for pair in moves for number in pair]
-    dtype, how = DOTS[dots]
-    h, w = ops.out_size(shape)
+    dtype, how = OPERANDS[precision]
+    h, w = convolution.output_size(shape)
     x = draws(m, n, *moves[0], c).to(dtype)
     k = draws(m, *moves[1], c, co, seed=1).to(dtype)
     dy = draws(m, n, h, w, co, seed=2).to(dtype)
-    for operator, a, b in ((ops.forward, x, k), (ops.input_grad, dy, k), (ops.weight_grad, x, dy)):
+    for operator, a, b in (
+        (convolution.forward, x, k),
+        (convolution.input_grad, dy, k),
+        (convolution.weight_grad, x, dy),
+    ):
         found = operator(a.cuda(), b.cuda(), shape, how)
         exact = operator(a.double(), b.double(), shape, how)
         mass = operator(a.double().abs(), b.double().abs(), shape, how)
-        assert found.dtype == (torch.float32 if operator is ops.weight_grad else dtype)
-        terms = {ops.forward: k[0, ..., 0].numel(), ops.input_grad: k[0, :, :, 0].numel()}.get(
-            operator, n * h * w
-        )
-        share = terms * 2**-22 + {"bf16": 0.0, "tf32": 2**-9 + 2**-19, "float32": 2**-20}[dots]
+        assert found.dtype == (torch.float32 if operator is convolution.weight_grad else dtype)
+        terms = {
+            convolution.forward: k[0, ..., 0].numel(),
+            convolution.input_grad: k[0, :, :, 0].numel(),
+        }.get(operator, n * h * w)
+        share = terms * 2**-22 + {"bf16": 0.0, "tf32": 2**-9 + 2**-19, "float32": 2**-20}[precision]
         rounding = 2**-8 if found.dtype == torch.bfloat16 else 0.0
         bound = share * mass + rounding * exact.abs() + 1e-30
         assert ((found.cpu().double() - exact).abs() <= bound).all(), operator
@@ -700,9 +713,9 @@ def test_weight_grad_splits_long_sums() -> None:
     """Few tiles and many rows: the sums are taken in parts; as on the CPU, and the same bits every time."""
     shape = [32, 32, 3, 3, 1, 1, 1, 1, 1, 1]
     x, dy = draws(1, 128, 32, 32, 3).float(), draws(1, 128, 32, 32, 16, seed=1).float()
-    found = [ops.weight_grad(x.cuda(), dy.cuda(), shape, "tf32x3").cpu() for _ in range(2)]
+    found = [convolution.weight_grad(x.cuda(), dy.cuda(), shape, "tf32x3").cpu() for _ in range(2)]
     assert torch.equal(*found)
-    exact = ops.weight_grad(x.double(), dy.double(), shape, "ieee")
+    exact = convolution.weight_grad(x.double(), dy.double(), shape, "ieee")
     assert (found[0] - exact).abs().max() < 2**-16 * exact.abs().max()
 
 
@@ -875,7 +888,7 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is(compiler: Any, monkeypatch
     for _ in range(2):
         one_step(recorder, task, found)
         one_step(Recorder(step, CPU, print), task, expected)
-    torch.testing.assert_close(found.tensors(), expected.tensors(), **EXACT)
+    torch.testing.assert_close(tree_leaves(found), tree_leaves(expected), **EXACT)
     assert said == [
         "compiling the step of 2 clients on batches of 4, once: half a minute or more",
         "the step cannot be compiled (RuntimeError: the tools are broken): it runs as it is, slower",
@@ -886,7 +899,7 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is(compiler: Any, monkeypatch
 def test_a_step_is_compiled_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that differ in what is sent, or in their data, share it; other steps, and constants, do not."""
     compiled: list[Any] = []
-    monkeypatch.setattr(recorder_module, "_COMPILED", {})
+    monkeypatch.setattr(step_module, "_COMPILED", {})
     monkeypatch.setattr(torch, "compile", lambda listed, **_: compiled.append(listed) or listed)
 
     def play(model: nn.Module, sgd: SGD, n: int = 2) -> Stack:
@@ -898,7 +911,7 @@ def test_a_step_is_compiled_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -
 
     found = [play(seeded(mlp), SGD()) for _ in range(3)]
     assert len(compiled) == 1
-    torch.testing.assert_close(found[2].tensors(), found[0].tensors(), **EXACT)
+    torch.testing.assert_close(tree_leaves(found[2]), tree_leaves(found[0]), **EXACT)
     play(seeded(mlp), SGD(weight_decay=0.1))
     play(seeded(mlp), SGD(), n=3)
     assert len(compiled) == 3
@@ -923,7 +936,7 @@ def test_a_step_that_cannot_be_recorded_is_launched_piece_by_piece(monkeypatch: 
         for n in (2, 1):  # two kinds of steps: it is said once
             one_step(recorder, Task(task.model, task.clients[:n]), found.part(n))
             one_step(Recorder(step, CPU, print), Task(task.model, task.clients[:n]), expected.part(n))
-    torch.testing.assert_close(found.tensors(), expected.tensors(), **EXACT)
+    torch.testing.assert_close(tree_leaves(found), tree_leaves(expected), **EXACT)
     told = "the step cannot be recorded (RuntimeError: the tools are broken): it is launched piece by piece"
     assert said == [told]
 
@@ -931,7 +944,7 @@ def test_a_step_that_cannot_be_recorded_is_launched_piece_by_piece(monkeypatch: 
 def test_a_step_that_cannot_be_written_down_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     expected = trained(Config(precision="float64"), blobs(), [])
-    monkeypatch.setattr(recorder_module, "make_fx", broken)
+    monkeypatch.setattr(step_module, "make_fx", broken)
     torch.testing.assert_close(trained(Config(precision="float64"), blobs(), said), expected, **EXACT)
     assert "the step cannot be listed (RuntimeError: the tools are broken)" in said[1]
 
@@ -952,7 +965,7 @@ def test_resident_samples_are_the_samples() -> None:
     for some in (None, np.array([2, 0])):
         order = [2, 0, 1] if some is None else [1, 2]
         at = rows if some is None else rows[[2, 0]]
-        found = block.gather(torch.from_numpy(at), some)
+        found = block.gather(torch.from_numpy(at), len(at) if some is None else some)
         expected = tree_stack([clients[i].batch(each) for i, each in zip(order, at, strict=True)])
         assert found["x"].dtype == DOUBLE
         assert found["more"][0].dtype == torch.int64
@@ -979,7 +992,7 @@ def test_augmented_samples_are_made_anew_for_every_batch() -> None:
     source = Pool(Task(nn.Linear(2, 3), data).clients, CPU, DOUBLE).block([1, 2])
     assert isinstance(source, Hosted)
     rows = torch.tensor([[0, 3, 2], [1, 1, 0]])
-    first, second = source.gather(rows), source.gather(rows)
+    first, second = source.gather(rows, 2), source.gather(rows, 2)
     assert first[0].dtype == DOUBLE
     assert first[0].shape == (2, 3, 2)
     assert first[1].tolist() == [[10, 13, 12], [21, 21, 20]]
@@ -1014,10 +1027,10 @@ def test_samples_leave_the_device_if_memory_is_short(monkeypatch: pytest.MonkeyP
             return super().batch(rows)  # type: ignore[no-any-return]
 
     clients = [Watched(i) for i in range(4)]
-    monkeypatch.setattr(pool, "free_memory", lambda device: 4 * 128)  # room for two clients
+    monkeypatch.setattr(batches_module, "free_memory", lambda device: 4 * 128)  # room for two clients
     short = Pool(clients, CPU, DOUBLE)
     for block in ([0, 1], [0, 1], [1, 2], [1], [0], [2, 3]):
-        found = short.block(block).gather(torch.zeros(len(block), 1, dtype=torch.int64))
+        found = short.block(block).gather(torch.zeros(len(block), 1, dtype=torch.int64), len(block))
         assert found[:, 0, 0].tolist() == block
     # 0 and 1 are read; 2 drives 0 out; 1 is used again; 0 drives 2 out; 2 and 3 drive the others out.
     assert read == [0, 1, 2, 0, 2, 3]
@@ -1078,13 +1091,13 @@ def test_half_precision_on_a_cpu_stays_near_single(engine: str) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
 def test_memory_is_kept_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc answers 1 to each setting that it takes; the numbers are those of its malloc.h."""
-    real, answers = trainer.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
+    real, answers = engines.ctypes.CDLL("libc.so.6"), dict[int, tuple[int, int]]()
 
     def mallopt(setting: int, value: int) -> None:
         answers[setting] = value, real.mallopt(setting, value)
 
-    monkeypatch.setattr(trainer.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    trainer.keep_memory()
+    monkeypatch.setattr(engines.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    engines.keep_memory()
     assert answers == {-3: (1 << 30, 1), -1: (2**31 - 1, 1), -2: (64 << 20, 1)}
 
 
@@ -1100,8 +1113,8 @@ def test_another_c_library_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace()
 
     for library in (missing, without_mallopt):
-        monkeypatch.setattr(trainer.ctypes, "CDLL", library)
-        trainer.keep_memory()
+        monkeypatch.setattr(engines.ctypes, "CDLL", library)
+        engines.keep_memory()
     assert asked == ["libc.so.6"] * 2
 
 

@@ -16,10 +16,10 @@ from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.core.errors import Diverged
 from cfedavg.simulate.engines import choose_engine
-from cfedavg.simulate.engines.traffic import Counters
+from cfedavg.simulate.engines.traffic import CountingThreads
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
-from cfedavg.simulate.vectorised.recorder import Recorder
+from cfedavg.simulate.vectorised.step import Recorder
 from tests.conftest import blobs, half_square, quadratic
 
 ROUNDS = 3
@@ -348,17 +348,17 @@ def test_compressors(compressor: str, feedback: str, engine: str, device: str) -
     agree(blobs(), engine, device, compressor=compressor, feedback=feedback, batch_size=8)
 
 
-def test_counters_begin_when_told_or_when_asked() -> None:
-    counters, begun = Counters(2), threading.Event()
+def test_threads_begin_when_told_or_when_asked() -> None:
+    threads, begun = CountingThreads(2), threading.Event()
 
     def fail() -> int:
         begun.set()
         raise ValueError("no length")
 
-    length = counters.hand_in(lambda: 7)
-    failing = counters.hand_in(fail)
+    length = threads.submit(lambda: 7)
+    failing = threads.submit(fail)
     assert not begun.is_set()
     assert length() == 7
     with pytest.raises(ValueError, match="no length"):
         failing()
-    counters.close()
+    threads.close()

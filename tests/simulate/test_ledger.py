@@ -41,7 +41,7 @@ def test_what_travels_as_it_is_need_not_move(engine: str, monkeypatch: pytest.Mo
     config = Config(rounds=2, compressor="none", compressor_down="none", local_steps="2", engine=engine)
     wanted = run(config, blobs()).rows
     monkeypatch.setattr(Payload, "numpy", moved)
-    for room in ("traffic", "server"):
+    for room in ("traffic", "reference"):
         monkeypatch.setattr(f"cfedavg.simulate.engines.{room}.dense_bytes", lambda vector, layout: 0)
     found = run(config, blobs()).rows
     assert [row["uplink_bytes"] for row in found] == [row["uplink_bytes"] for row in wanted]

@@ -14,7 +14,7 @@ from cfedavg import Config, Layout, Task, parse
 from cfedavg.core.arrays import round_to_bf16, to_bf16
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.simulate.engines import ReferenceEngine, choose_engine
-from cfedavg.simulate.engines.traffic import Statistics
+from cfedavg.simulate.engines.traffic import BufferChannel
 from cfedavg.simulate.plan import Plan
 from cfedavg.wire import encode
 from tests.conftest import blobs
@@ -37,37 +37,37 @@ def message(values: Tensor, kind: str) -> bytes:
 
 @pytest.mark.parametrize("text", ["none", "topk(0.9)", "rd(0.5)", "fp32"])
 def test_where_nothing_is_rounded_they_travel_as_they_are(text: str) -> None:
-    statistics = Statistics(LAYOUT, parse(text))
-    assert statistics.travel(B) is B
-    assert statistics.bytes(B) == len(message(B, "fp32"))
+    channel = BufferChannel(LAYOUT, parse(text))
+    assert channel.transmit(B) is B
+    assert channel.bytes(B) == len(message(B, "fp32"))
 
 
 @pytest.mark.parametrize("text", ["topk(0.9) >> bf16", "topk(0.97, least=9) >> int3(256)", "sign", "qsgd(4)"])
 def test_where_values_are_rounded_they_are_bf16_and_counters_exact(text: str) -> None:
-    statistics = Statistics(LAYOUT, parse(text))
-    found = statistics.travel(B)
+    channel = BufferChannel(LAYOUT, parse(text))
+    found = channel.transmit(B)
     assert torch.equal(found[COUNTERS], B[COUNTERS])
     assert torch.equal(found[~COUNTERS], round_to_bf16(B[~COUNTERS]))
     assert not torch.equal(found, B)
-    assert torch.equal(statistics.travel(found), found)
-    assert torch.equal(statistics.travel(torch.stack([B, 2 * B]))[1], statistics.travel(2 * B))
+    assert torch.equal(channel.transmit(found), found)
+    assert torch.equal(channel.transmit(torch.stack([B, 2 * B]))[1], channel.transmit(2 * B))
     wanted = len(message(found[~COUNTERS], "bf16")) + len(message(found[COUNTERS], "fp32"))
-    assert statistics.bytes(found) == wanted
+    assert channel.bytes(found) == wanted
 
 
 @pytest.mark.parametrize("text", ["none", "sign"])
 def test_a_model_without_statistics_sends_none(text: str) -> None:
-    statistics, nothing = Statistics(Layout.flat(0), parse(text)), torch.empty(0)
-    assert statistics.travel(nothing) is nothing
-    assert statistics.bytes(nothing) == 0
+    channel, nothing = BufferChannel(Layout.flat(0), parse(text)), torch.empty(0)
+    assert channel.transmit(nothing) is nothing
+    assert channel.bytes(nothing) == 0
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("int64", "fp32"), ("float32", "bf16")])
 def test_counters_alone_and_values_alone_are_one_message(dtype: str, kind: str) -> None:
     """Nothing is sent of the kind that is not there."""
-    statistics = Statistics(Layout(("a",), ((3,),), (dtype,)), parse("sign"))
+    channel = BufferChannel(Layout(("a",), ((3,),), (dtype,)), parse("sign"))
     b = torch.tensor([1.0, 2.0, 3.0])
-    assert statistics.bytes(b) == len(message(b, kind))
+    assert channel.bytes(b) == len(message(b, kind))
 
 
 def normed() -> Task:

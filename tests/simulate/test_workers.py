@@ -39,7 +39,7 @@ from cfedavg.core.config import read_config
 from cfedavg.core.errors import Diverged
 from cfedavg.launch.processes import Ports
 from cfedavg.simulate import workers
-from cfedavg.simulate.engines import RankLost, Ranks, check_same, facts
+from cfedavg.simulate.engines import RankLost, Ranks, check_same, describe_run
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.run import Observer
 from tests.conftest import blobs
@@ -881,10 +881,10 @@ def test_ranks_with_other_options_refuse_to_train(tmp_path: Path) -> None:
 )
 def test_what_ranks_must_agree_on(config: Config, other: Task, words: str) -> None:
     """Not on where their data lie, nor on the weights: all start from those of rank 0."""
-    mine = facts(Config(), blobs())
+    mine = describe_run(Config(), blobs())
     group: Any = SimpleNamespace(gather=lambda fact: [mine, mine, fact], share=lambda thing: thing)
     with pytest.raises(InputError, match=f"^rank 2 differs from rank 0: {words}") if words else nullcontext():
-        check_same(group, facts(config, other))
+        check_same(group, describe_run(config, other))
 
 
 def test_sweep_and_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | 
     if ranks is None:
         return None
     try:
-        own = engines.facts(config, task) | {"`messages`": "given" if messages else "none"}
+        own = engines.describe_run(config, task) | {"`messages`": "given" if messages else "none"}
         engines.check_same(ranks, own)
         if config.workers > 1:
             raise InputError("`workers` must be left out under torchrun, which sets the number of processes")

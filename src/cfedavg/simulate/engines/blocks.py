@@ -6,50 +6,60 @@ A round computes what a round of the reference engine computes, by the same func
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cfedavg.algorithm import ServerMemory, local_update
-from cfedavg.core.arrays import norms2
+from cfedavg.algorithm import local_update
+from cfedavg.core.arrays import norm2, norms2
 from cfedavg.core.errors import Diverged, NotFinite
-from cfedavg.core.keys import Purpose, keys
+from cfedavg.core.keys import Purpose
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply
-from cfedavg.simulate.engines import server
+from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
-from cfedavg.simulate.engines.server import RankRound
-from cfedavg.simulate.engines.traffic import Counters, Ledger, Statistics
-from cfedavg.simulate.engines.trainer import Start, Trained, Trainer
+from cfedavg.simulate.engines.reference import Broadcast, Engine
+from cfedavg.simulate.engines.traffic import CountingThreads
+from cfedavg.simulate.engines.trainers import Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
-from cfedavg.simulate.evaluate import EvaluatedBatches, evaluate_batches, summarise_batches
-from cfedavg.simulate.local import (
-    PRECISIONS,
-    Vectors,
-    channels_last,
-    model_of,
-    reproducible,
-    seed_generators,
-)  # fmt: skip
+from cfedavg.simulate.evaluate import EvaluatedBatches, summarise_batches
+from cfedavg.simulate.local import Vectors, channels_last
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.residuals import Residuals, stochastic_bf16
+from cfedavg.simulate.residuals import Residuals
 from cfedavg.simulate.state import State
-from cfedavg.simulate.vectorised.pool import whole
+from cfedavg.simulate.vectorised.batches import read_all
 from cfedavg.task import Batch, Task
 
-COUNTERS = 4  # threads that count bytes
+THREADS = 4  # that count bytes
 
 
-class BlockEngine:
+@dataclass
+class RankRound:
+    """The round of one rank's clients: what the clients sent, and what the metrics report."""
+
+    payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # each with its clients
+    buffers: list[Tensor] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)  # with 0 bytes; `counts` has the bytes
+    counts: list[Callable[[], list[int]] | list[int]] = field(default_factory=list)
+    g_sum: Tensor | None = None
+    norms2: list[float] = field(default_factory=list)  # squared norms of this rank's residuals
+    diverged: list[int] = field(default_factory=list)
+
+    def bytes(self) -> list[int]:
+        """Return the bytes that each client sent, in order; wait until all bytes are counted."""
+        found = [each() if callable(each) else each for each in self.counts]
+        return [n for block in found for n in block]
+
+
+class BlockEngine(Engine):
     """An engine that runs rounds with a trainer. Rank 0 runs the rounds; other ranks run `serve`."""
 
     def __init__(
@@ -61,52 +71,38 @@ class BlockEngine:
         messages: Path | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.plan, self.task, self.device, self.ranks = plan, task, device, ranks or Ranks()
-        self.dtype = PRECISIONS[plan.config.precision]
-        model: Any = copy.deepcopy(task.model).to(device, self.dtype)
-        self._blank = copy.deepcopy(model)  # untrained; models for the user are copies of this model
-        last = takes_channels_last(task, self.dtype)
-        self.vectors = Vectors(model.to(memory_format=torch.channels_last) if last else model)
-        self._prepare: Callable[[Batch], Batch] = channels_last if last else lambda batch: batch
-        self.layout, self.identity = self.vectors.layout, self.vectors.identity()
-        self.ledger = Ledger(self.layout, messages, owner=self.ranks.rank == 0)
+        self.ranks = ranks or Ranks()
+        super().__init__(plan, task, device, messages, self.ranks.rank)
+        if takes_channels_last(task, self.dtype):
+            model: Any = self.vectors.model
+            model.to(memory_format=torch.channels_last)
+            self._prepare = channels_last
         self.trainer = make_trainer(self.vectors, self._prepare)
         # A GPU leaves the processor free to count; on a CPU, counting threads would slow training down.
-        self._counters = Counters(COUNTERS) if device.type == "cuda" else None
-        self.behind = 1 if self._counters else 0
+        self._threads = CountingThreads(THREADS) if device.type == "cuda" else None
+        self.behind = 1 if self._threads else 0
         self.commands = RankCommands(self.ranks)
-        self.channel = plan.channel(self.layout)
-        self.up = Statistics(self.vectors.buffer_layout, plan.compressor)
         self._together = plan.m  # how many clients' updates are compressed at once
-
-    def start(self) -> State:
-        return server.first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         """Run a round on all ranks; the returned function waits for threads that count bytes."""
-        plan, t = self.plan, state.t
         with self._setting():
-            self.ledger.open(t)
+            self.ledger.open(state.t)
             self.commands.send("round", state)
             residuals, mine = self._clients(state)
             parts = self.commands.collect(mine)
-            _raise_first(t, parts)
-            arrived = sorted(reply.client for part in parts for reply in part.replies if not reply.lost)
-            average = self._average(state, parts)
-            state_next = server.next_state(plan, self.vectors, state, average, arrived, residuals)
-        begin = cache if self._counters is None else self._counters.hand_in
-        counts = server.count_downloads(plan, self.vectors, state, begin)
-        broadcast = server.measure_broadcast(state, state_next)
-        return state_next, partial(
-            server.record_ranks, plan, self.up, self.layout.d, parts, broadcast, counts
-        )
+            _raise_first(state.t, parts)
+            state_next = self._aggregate(state, parts, residuals)
+        counts = self._count_downloads(state, self._threads.submit if self._threads else cache)
+        broadcast = self._measure_broadcast(state, state_next)
+        return state_next, partial(self._record_ranks, parts, broadcast, counts)
 
     def _clients(self, state: State) -> tuple[Residuals, RankRound]:
         """Run the round of this rank's clients; return the residuals afterwards and what clients sent."""
         plan, t, mine = self.plan, state.t, RankRound()
-        if self._counters:
-            self._counters.begin()
-        clients = self.ranks.mine(i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
+        if self._threads:
+            self._threads.begin()
+        clients = self.ranks.own(i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
         kept: dict[int, Tensor] = {}
         for block in self.trainer.train(t, self._start(state), state.b, clients):
             done = 0
@@ -140,9 +136,6 @@ class BlockEngine:
         if not self.plan.feedback.keeps_client_memory:
             return None
         return torch.stack([state.residuals.get(i, state.x) for i in clients])
-
-    def _shared(self, state: State) -> Tensor | None:
-        return self.plan.feedback.broadcast(state.memory.feedback)
 
     def _compress(self, state: State, block: Trained, mine: RankRound) -> dict[int, Tensor]:
         """Run lines 10 to 15 of Algorithm 1 for a block, and return the clients' next memories.
@@ -183,87 +176,79 @@ class BlockEngine:
 
     def _deliver(self, t: int, block: Trained, payload: Payload, mine: RankRound) -> None:
         """Add the block's payloads to this rank's round `mine`; count their bytes here or in threads."""
-        known, travels = self.ledger.known(payload), self.ranks.size > 1
-        b_sent = self.up.travel(block.b_K)
+        known, travels = self.ledger.known_bytes(payload), self.ranks.size > 1
+        b_sent = self.buffers_up.transmit(block.b_K)
         each: list[tuple[int, Payload]] = []
         if travels or known is None:
             each += zip(block.clients, payload.numpy().clients(), strict=True)
         if known is not None:
             mine.counts.append(known)
-        elif self._counters is None:
+        elif self._threads is None:
             mine.counts.append(self._count(t, each))
         else:
-            share = -(-len(each) // self._counters.threads)
+            share = -(-len(each) // self._threads.size)
             for start in range(0, len(each), share):
                 part = partial(self._count, t, each[start : start + share])
-                mine.counts.append(self._counters.hand_in(part))
-        mine.clients += block.clients
+                mine.counts.append(self._threads.submit(part))
         mine.payloads += [([client], one) for client, one in each] if travels else [(block.clients, payload)]
         mine.buffers += list(b_sent)
 
     def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
-        return [n for client, one in each for n in self.ledger.replies(t, [client], one)]
+        return [self.ledger.count(t, client, payload) for client, payload in each]
 
-    def _average(self, state: State, parts: Sequence[RankRound]) -> tuple[Tensor, Tensor, ServerMemory]:
-        """Run lines 17 to 19 of Algorithm 1 in client order; return the next x, b and server memory."""
-        plan, rates, t = self.plan, self.plan.rates, state.t
+    def _aggregate(self, state: State, parts: Sequence[RankRound], residuals: Residuals) -> State:
+        """Return the state after the round from all ranks' parts, added up in client order."""
         replies = [reply for part in parts for reply in part.replies]
-        weight = {r.client: 0.0 if r.lost else plan.weight(r.client) for r in replies}
+        weight = {r.client: 0.0 if r.lost else self.plan.weight(r.client) for r in replies}
         blocks = sorted((block for part in parts for block in part.payloads), key=lambda block: block[0])
 
         def here(array: Tensor | np.ndarray) -> Tensor:
             return array if isinstance(array, Tensor) else torch.from_numpy(array).to(state.x.device)
 
         payloads = ((payload.map(here), [weight[i] for i in clients]) for clients, payload in blocks)
-        x_next, memory = plan.aggregator.step(
-            state.x, state.memory, payloads, everyone=plan.everyone, eta=rates.eta, scale=rates.scale, t=t
-        )
-        pairs = (pair for part in parts for pair in zip(part.clients, part.buffers, strict=True))
-        arrived = [(b, weight[i]) for i, b in sorted(pairs, key=lambda pair: pair[0]) if weight[i]]
-        b_next = server.weighted_mean([b for b, _ in arrived], [w for _, w in arrived], state.b)
-        return x_next, b_next, memory
+        pairs = [pair for part in parts for pair in zip(part.replies, part.buffers, strict=True)]
+        pairs = sorted((pair for pair in pairs if not pair[0].lost), key=lambda pair: pair[0].client)
+        buffers = [(b, weight[reply.client]) for reply, b in pairs]
+        arrived = [reply.client for reply, _ in pairs]
+        return self._next_state(state, payloads, buffers, arrived, residuals)
 
-    def _kept(self, t: int, clients: list[int], memory: Tensor) -> dict[int, Tensor]:
-        """Return the clients' next memories to store, as copies, which do not keep the block in memory."""
-        if self.plan.config.residual_precision == "full":
-            return {client: row.clone() for client, row in zip(clients, memory, strict=True)}
-        words = self._keys(t, clients, Purpose.RESIDUAL)
-        return {i: stochastic_bf16(row, word) for i, row, word in zip(clients, memory, words, strict=True)}
-
-    def _keys(self, t: int, clients: list[int], purpose: Purpose) -> Tensor:
-        words = keys(self.plan.config.seed, t, np.array(clients, np.int64), int(purpose))
-        return torch.from_numpy(words).to(self.device)
+    def _record_ranks(
+        self, parts: Sequence[RankRound], broadcast: Broadcast | None, counts: Mapping[int, Count]
+    ) -> Record:
+        """Return the round's row of metrics from all ranks' parts; wait until all bytes are counted."""
+        replies = [
+            replace(reply, up_bytes=up + self.buffers_up.bytes(b))
+            for part in parts
+            for reply, up, b in zip(part.replies, part.bytes(), part.buffers, strict=True)
+        ]
+        replies.sort(key=lambda reply: reply.client)
+        sums = [part.g_sum for part in parts if part.g_sum is not None]
+        total = sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
+        mean_g2 = norm2(total / len(replies)) if total is not None else 0.0
+        norms2 = (n for part in parts for n in part.norms2)
+        return self._record(replies, mean_g2, norms2, broadcast, counts)
 
     def evaluate(self, state: State) -> Record:
         self.commands.send("evaluate", state)
-        parts = self.commands.collect(self._evaluate(state))
+        parts = self.commands.collect(self._evaluate_share(state))
         _raise_first(state.t, parts)
         return summarise_batches(self.task, parts)
 
-    def _evaluate(self, state: State) -> EvaluatedBatches:
-        """Evaluate this rank's batches of the test set."""
-        self.vectors.write(state.broadcast, state.b)
-        with self._setting():
-            # The metric may draw random numbers; no client has the number m.
-            seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
-            where, share = (self.device, self.dtype), (self.ranks.rank, self.ranks.size)
-            return evaluate_batches(self.vectors.model, self._judge, *where, *share, self._prepare)
+    def _evaluate_share(self, state: State) -> EvaluatedBatches:
+        return self._evaluate(state, self._task_on_device, self.ranks.rank, self.ranks.size)
 
     @cached_property
-    def _judge(self) -> Task:
+    def _task_on_device(self) -> Task:
         """Return the task; on a GPU, with its test set on the device if the test set is fixed."""
         if self.device.type == "cpu" or not getattr(self.task.test, "fixed", False):
             return self.task
-        return replace(self.task, test=whole(self.task.test, self.device, self.dtype))
-
-    def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
-        return model_of(self._blank, x, b)
+        return replace(self.task, test=read_all(self.task.test, self.device, self.dtype))
 
     @contextmanager
     def _setting(self) -> Iterator[None]:
         """Inside `with`, compute the same bits every time; on a CPU with one thread for each rank."""
         threads = torch.get_num_threads()
-        with reproducible(self.device, self.plan.config.precision):
+        with super()._setting():
             if self.device.type == "cpu":
                 torch.set_num_threads(1)
             try:
@@ -288,8 +273,8 @@ class BlockEngine:
         try:
             self.commands.dismiss()
         finally:
-            if self._counters:
-                self._counters.close()
+            if self._threads:
+                self._threads.close()
 
     def serve(self) -> State:
         """Carry out rank 0's commands until rank 0 ends this rank; return the last state received."""
@@ -298,7 +283,7 @@ class BlockEngine:
     def _compute(self, command: str, state: State) -> tuple[Any, Residuals]:
         """Run the command `round` or `evaluate`; return the result for rank 0 and the residuals after it."""
         if command == "evaluate":
-            return self._evaluate(state), state.residuals
+            return self._evaluate_share(state), state.residuals
         with self._setting():
             after, mine = self._clients(state)
         mine.counts, mine.buffers = [mine.bytes()], [b.cpu().clone() for b in mine.buffers]

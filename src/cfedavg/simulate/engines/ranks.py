@@ -10,7 +10,7 @@ import dataclasses
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -52,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 
 
 class Ranks:
-    """The group of ranks as one rank sees it. With one process, every exchange does nothing."""
+    """The group of ranks as one rank sees it."""
 
     under_torchrun: ClassVar[bool] = False  # whether this process has joined torchrun's group
 
@@ -61,7 +61,7 @@ class Ranks:
         if size > 1:
             init = {"init_method": "env://"} if store is None else {"store": store}
             join = _JOIN_TORCHRUN if store is None else JOIN
-            with self.together():
+            with self.uninterrupted():
                 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=join, **init)
                 _set_pg_timeout(_FOREVER)
 
@@ -74,7 +74,7 @@ class Ranks:
         Ranks.under_torchrun = True
         return cls(int(os.environ["RANK"]), size)
 
-    def mine(self, clients: Iterable[int]) -> list[int]:
+    def own(self, clients: Iterable[int]) -> list[int]:
         """Return the clients that belong to this rank."""
         return [i for i in clients if i % self.size == self.rank]
 
@@ -87,29 +87,25 @@ class Ranks:
             self._nccl = dist.new_group(backend="nccl", timeout=_FOREVER)
         return torch.device("cuda", here)
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return on rank 0 the values of all ranks, in order of rank; on other ranks an empty list."""
         if self.size == 1:
-            return [mine]
+            return [value]
         found = [None] * self.size if self.rank == 0 else None
-        with _whole():
-            dist.gather_object(mine, found, dst=0)
+        with _exchange():
+            dist.gather_object(value, found, dst=0)
         return found or []
 
-    def share(self, thing: Any = None) -> Any:
-        """Return the value of rank 0 on every rank."""
-        if self.size == 1:
-            return thing
-        box = [thing]
-        with _whole():
+    def share(self, value: Any = None) -> Any:
+        """Return the value of rank 0 on every rank; there must be two ranks or more."""
+        box = [value]
+        with _exchange():
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor on every rank; the other ranks pass a tensor of the same shape."""
-        if self.size == 1:
-            return tensor
-        with _whole():
+        """Return rank 0's tensor on every rank, of two or more; the others pass one of the same shape."""
+        with _exchange():
             if self._nccl is not None:
                 dist.broadcast(tensor, src=0, group=self._nccl)
                 return tensor
@@ -117,19 +113,16 @@ class Ranks:
             dist.broadcast(plain, src=0)
             return plain.to(tensor.device)
 
-    def deal(self, things: Sequence[Any] | None = None) -> Any:
-        """Return `things[i]` on rank i; only rank 0 passes `things`."""
-        if self.size == 1:
-            assert things is not None
-            return things[0]
+    def scatter(self, values: list[Any] | None = None) -> Any:
+        """Return `values[i]` on rank i, of two or more; only rank 0 passes `values`."""
         box = [None]
-        with _whole():
-            dist.scatter_object_list(box, list(things) if things else None, src=0)
+        with _exchange():
+            dist.scatter_object_list(box, values, src=0)
         return box[0]
 
-    def together(self) -> AbstractContextManager[None]:
-        """Delay interrupts during several exchanges: an interrupt between would put ranks out of step."""
-        return nullcontext() if self.size == 1 else _whole()
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        """Delay interrupts during several exchanges: an interrupt between two would put ranks out of step."""
+        return nullcontext() if self.size == 1 else _exchange()
 
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
@@ -137,7 +130,7 @@ class Ranks:
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
+def _exchange() -> Iterator[None]:
     """Delay interrupts during an exchange, and turn a lost connection into RankLost."""
     with defer_stops():
         try:
@@ -161,35 +154,35 @@ class RankCommands:
         if size == 1:
             return state
         parts = [state.residuals.select(range(rank, m, size)) for rank in range(size)]
-        with self.ranks.together():
+        with self.ranks.uninterrupted():
             self.send("begin", state)
-            self.ranks.deal(parts)
+            self.ranks.scatter(parts)
         return dataclasses.replace(state, residuals=parts[0])
 
     def send(self, command: str, state: State | None) -> None:
         """Send a command; after `round`, `evaluate` or `residuals`, the caller must call `collect`."""
         if self.ranks.size == 1:
             return
-        with self.ranks.together():
+        with self.ranks.uninterrupted():
             if self._waiting:  # a round was interrupted: receive and drop its results
                 self.collect(None)
             self.ranks.share((command, state and state.t))
             if command in ("round", "evaluate"):
                 assert state is not None
-                for tensor in _travelling(state):
+                for tensor in _shared_tensors(state):
                     self.ranks.share_tensor(tensor)
             self._waiting = command in ("round", "evaluate", "residuals")
 
     def collect(self, mine: Any) -> list[Any]:
         """Return the results of all ranks; `mine`, the result of rank 0, is first."""
-        with self.ranks.together():
+        with self.ranks.uninterrupted():
             found = self.ranks.gather(None)  # not `mine`, which pickle may be unable to send
             self._waiting = False
         return [mine, *found[1:]]
 
     def dismiss(self) -> None:
         """End the other ranks."""
-        with self.ranks.together():
+        with self.ranks.uninterrupted():
             self.send("stop", None)
             self.collect(None)  # then all ranks have received the command, and connections may be closed
 
@@ -207,13 +200,13 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
             ranks.gather(None)
             return state
         if command == "begin":
-            residuals = {t: ranks.deal()}
+            residuals = {t: ranks.scatter()}
         elif command == "residuals":
             ranks.gather(residuals[t])
         elif command == "settle":
             residuals[t].settle()
         else:
-            x, b, *feedback = [ranks.share_tensor(tensor.clone()) for tensor in _travelling(state)]
+            x, b, *feedback = [ranks.share_tensor(tensor.clone()) for tensor in _shared_tensors(state)]
             memory = ServerMemory(feedback[0] if feedback else None)
             state = State(t, x, b, residuals.get(t, InMemory()), memory=memory)
             try:
@@ -222,16 +215,16 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
                     residuals[t + 1] = after
                     residuals.pop(t - 1, None)
             except Exception as error:  # rank 0 raises it
-                found = _portable(error)
+                found = _make_portable(error)
             ranks.gather(found)
 
 
-def _travelling(state: State) -> list[Tensor]:
+def _shared_tensors(state: State) -> list[Tensor]:
     """Return the tensors of a state that every rank needs: broadcast model, buffers, shared feedback."""
     return [state.broadcast, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
 
 
-def _portable(error: Exception) -> Exception:
+def _make_portable(error: Exception) -> Exception:
     """Return `error`, or an error with its text if pickle cannot send `error`; add a bug's traceback."""
     if not isinstance(error, InputError) or error.__cause__:  # in the user's code, for example
         error.add_note("on another rank: " + "".join(traceback.format_exception(error)))
@@ -243,7 +236,7 @@ def _portable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def facts(config: Config, task: Task) -> dict[str, str]:
+def describe_run(config: Config, task: Task) -> dict[str, str]:
     """Return the named values that must be equal on every rank of torchrun.
 
     Machines may differ in data folder and GPU number, but must not mix GPUs and CPUs. Trainable parameters

@@ -1,45 +1,229 @@
-"""The reference engine: one client after another, as in the pseudocode. Tests compare other engines to it."""
+"""Engine, the server's part of a round, and the reference engine, to which tests compare the other engines.
+
+The reference engine runs one client after another, as in the pseudocode.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cfedavg.algorithm import local_update
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, NotFinite
-from cfedavg.core.keys import Purpose, key, signed
+from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.payload import Payload
-from cfedavg.core.run_files import Record, Reply
-from cfedavg.simulate.engines import server, trainer
-from cfedavg.simulate.engines.traffic import Ledger, Statistics
-from cfedavg.simulate.evaluate import evaluate
-from cfedavg.simulate.local import (
-    PRECISIONS,
-    Vectors,
-    after,
-    batches,
-    local_steps,
-    model_of,
-    reproducible,
-    seed_generators,
-    to_device,
-)  # fmt: skip
+from cfedavg.core.run_files import Record, Reply, finite, residual_norms, summarise
+from cfedavg.simulate.downloads import Count, Download, Downloads, Start
+from cfedavg.simulate.engines.traffic import BufferChannel, Ledger, dense_bytes
+from cfedavg.simulate.engines.trainers import train_client
+from cfedavg.simulate.evaluate import EvaluatedBatches, evaluate_batches, summarise_batches
+from cfedavg.simulate.local import PRECISIONS, Vectors, model_of, reproducible, seed_generators
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.residuals import stochastic_bf16
+from cfedavg.simulate.residuals import Residuals, stochastic_bf16
 from cfedavg.simulate.state import State
-from cfedavg.task import Task
+from cfedavg.task import Batch, Task
+from cfedavg.wire import measure
+
+Broadcast = tuple[Collection[int], float]  # clients that held a model copy before; |x - w|^2 afterwards
 
 
-@dataclass(frozen=True)
-class ClientRound:
+class Engine(ABC):
+    """An engine runs rounds: a round takes a state and returns a new state and a row of metrics."""
+
+    behind = 0  # how many rounds later a row of metrics may be ready, so that training need not wait
+
+    def __init__(
+        self, plan: Plan, task: Task, device: torch.device, messages: Path | None = None, rank: int = 0
+    ) -> None:
+        self.plan, self.task, self.device = plan, task, device
+        self.dtype = PRECISIONS[plan.config.precision]
+        self._blank = copy.deepcopy(task.model).to(device, self.dtype)  # models for the user are copies of it
+        self.vectors = Vectors(copy.deepcopy(self._blank))
+        self.layout = self.vectors.layout
+        self.identity = self.vectors.identity()  # a checksum of the model, which a checkpoint must match
+        self.ledger = Ledger(self.layout, messages, opened=rank > 0)
+        self.channel, self.downlink = plan.channel(self.layout), plan.downlink(self.layout)
+        self.buffers_up = BufferChannel(self.vectors.buffer_layout, plan.compressor)
+        self.buffers_down = BufferChannel(self.vectors.buffer_layout, plan.compressor_down)
+        self._prepare: Callable[[Batch], Batch] = lambda batch: batch  # converts a batch for the model
+
+    def start(self) -> State:
+        """Return the state before the first round, made from the model's parameters and buffers."""
+        x, b = self.vectors.read()
+        first = State(0, x, self.buffers_down.transmit(b), memory=self.plan.aggregator.init(x))
+        if self.downlink is None:
+            return first
+        w = self.downlink.first(x)
+        return replace(first, w=w, downloads=Downloads.none(w))
+
+    @abstractmethod
+    def round(self, state: State) -> tuple[State, Callable[[], Record]]:
+        """Run a round of Algorithm 1; return the new state and a function that gives the row of metrics.
+
+        The function may wait until all bytes are counted.
+        """
+
+    def evaluate(self, state: State) -> Record:
+        """Return the test columns of the model that clients hold."""
+        return summarise_batches(self.task, [self._evaluate(state, self.task)])
+
+    def begin(self, state: State) -> State:
+        """Prepare for the state that a run starts from; return that state as the engine keeps it."""
+        return state
+
+    def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
+        """Call `save` with the state and the residuals of all ranks."""
+        save(state)
+
+    def close(self) -> None:  # noqa: B027
+        """End the engine's threads and ranks, since the run is over."""
+
+    def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
+        """Return the user's model on the CPU, with parameters `x` and buffers `b`."""
+        return model_of(self._blank, x, b)
+
+    def _setting(self) -> AbstractContextManager[None]:
+        return reproducible(self.device, self.plan.config.precision)
+
+    def _shared(self, state: State) -> Tensor | None:
+        """Return the vector that the feedback broadcasts to all clients; None if there is no such vector."""
+        shared: Tensor | None = self.plan.feedback.broadcast(state.memory.feedback)
+        return shared
+
+    def _kept(self, t: int, clients: list[int], memories: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Return the clients' next memories to store, as copies, which do not keep the block in memory."""
+        if self.plan.config.residual_precision == "full":
+            return {client: row.clone() for client, row in zip(clients, memories, strict=True)}
+        words = self._keys(t, clients, Purpose.RESIDUAL)
+        return {i: stochastic_bf16(row, word) for i, row, word in zip(clients, memories, words, strict=True)}
+
+    def _keys(self, t: int, clients: list[int], purpose: Purpose) -> Tensor:
+        words = keys(self.plan.config.seed, t, np.array(clients, np.int64), int(purpose))
+        return torch.from_numpy(words).to(self.device)
+
+    def _next_state(
+        self,
+        state: State,
+        payloads: Iterable[tuple[Payload, Sequence[float]]],
+        buffers: Sequence[tuple[Tensor, float]],
+        arrived: list[int],
+        residuals: Residuals,
+    ) -> State:
+        """Run lines 17 to 19 of Algorithm 1 and the broadcast; payloads and buffers come with their weights.
+
+        If the model or the server's memory is not finite, raise Diverged with the clients in `arrived`.
+        """
+        plan, t = self.plan, state.t
+        x, memory = plan.aggregator.step(
+            state.x, state.memory, payloads, everyone=plan.everyone, eta=plan.rates.eta,
+            scale=plan.rates.scale, t=t,
+        )  # fmt: skip
+        if not bool(torch.isfinite(x).all()):
+            raise Diverged(t, arrived, "the model made from the updates")
+        if not all(bool(torch.isfinite(each).all()) for each in memory.vectors().values()):
+            raise Diverged(t, arrived, "the memory of the server optimiser or the feedback")
+        z, eta_sum = None, 0.0
+        if plan.config.sample_iterate:  # z of Theorem 2 is a random x_t, drawn with weight eta_L
+            eta_sum = state.eta_sum + plan.rates.eta_local(t)
+            z = (state.x, state.b) if plan.keeps_iterate(t, eta_sum) else state.z
+        b = self.buffers_down.transmit(_mean_buffers(buffers, state.b))
+        after = State(t + 1, x, b, residuals, z, eta_sum, memory)
+        if self.downlink is None:
+            return after
+        assert state.w is not None
+        assert state.downloads is not None
+        try:
+            made = self.downlink.send(x, state.w, plan.broadcast_key(t), t)
+        except NotFinite:  # x and w are finite, but x - w overflows
+            raise Diverged(t, arrived, "the broadcast x - w") from None
+        length, most = measure(made.payload.numpy(), self.layout)[0], self.downlink.size(state.w)
+        downloads = state.downloads.after(t, state.w, made.memory, length, arrived, most)
+        return replace(after, w=made.memory, downloads=downloads)
+
+    def _count_downloads(self, state: State, start: Start) -> dict[int, Count]:
+        """Return for each sampled client a function that counts its download: model, buffers, feedback."""
+        shared, sampled = self._shared(state), self.plan.sampled(state.t)
+        beside = self.buffers_down.bytes(state.b)
+        beside += 0 if shared is None else dense_bytes(shared, self.layout)
+        if self.downlink is None:
+            whole = Download("whole", 0, dense_bytes(state.x, self.layout) + beside)
+            return dict.fromkeys(sampled, lambda: whole)
+        assert state.downloads is not None
+
+        def add(count: Count) -> Download:
+            found = count()
+            return found._replace(bytes=found.bytes + beside)
+
+        counts = state.downloads.count(state.t, sampled, state.w, self.downlink, start)
+        return {i: partial(add, count) for i, count in counts.items()}
+
+    def _measure_broadcast(self, state: State, after: State) -> Broadcast | None:
+        """Return what the metrics report of a compressed broadcast; None if the whole model is broadcast."""
+        if state.downloads is None:
+            return None
+        return state.downloads.held.keys(), norm2(after.x - after.broadcast)
+
+    def _record(
+        self,
+        replies: Sequence[Reply],
+        mean_g2: float,
+        norms2: Iterable[float],
+        broadcast: Broadcast | None,
+        counts: Mapping[int, Count],
+    ) -> Record:
+        """Return a round's row of metrics; `replies` are in client order, `mean_g2` is |mean g_i|^2."""
+        plan, downloads = self.plan, {client: count() for client, count in counts.items()}
+        row = summarise(replies, len(downloads) - len(replies), self.layout.d, mean_g2)
+        row["downlink_bytes"] = sum(each.bytes for each in downloads.values())
+        if broadcast is not None:
+            held, gap2 = broadcast
+            row["first_download_bytes"] = sum(each.bytes for i, each in downloads.items() if i not in held)
+            row["downlink_messages"] = sum(each.messages for each in downloads.values())
+            row["whole_downloads"] = sum(each.kind == "whole" for each in downloads.values())
+            row["copy_gap_norm2"] = finite(gap2)
+        row |= residual_norms(norms2, plan.m)
+        took = {reply.client: (reply.K, reply.up_bytes) for reply in replies}
+        # The round ends when the slowest client's reply arrives.
+        row["simulated_seconds"] = (
+            None
+            if not plan.timed
+            else max(plan.link.seconds(i, *took.get(i, (0, 0)), each.bytes) for i, each in downloads.items())
+        )
+        return row
+
+    def _evaluate(self, state: State, task: Task, first: int = 0, every: int = 1) -> EvaluatedBatches:
+        """Evaluate the model that clients hold, on the task's test batches `first`, `first + every`, ..."""
+        self.vectors.write(state.broadcast, state.b)
+        with self._setting():
+            # The metric may draw random numbers; no client has the number m.
+            seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
+            where = self.device, self.dtype
+            return evaluate_batches(self.vectors.model, task, *where, first, every, self._prepare)
+
+
+def _mean_buffers(buffers: Sequence[tuple[Tensor, float]], otherwise: Tensor) -> Tensor:
+    """Return the weighted mean of buffers, summed in client order; `otherwise` if there are no buffers."""
+    if not buffers or not len(otherwise):
+        return otherwise
+    total = torch.zeros_like(otherwise)
+    for b, weight in buffers:
+        total += b.to(total) * weight
+    return total / sum(weight for _, weight in buffers)
+
+
+class ClientRound(NamedTuple):
     """One client's round: what the client sent and kept, and what the metrics report."""
 
     payload: Payload
@@ -49,50 +233,26 @@ class ClientRound:
     reply: Reply
 
 
-class ReferenceEngine:
+class ReferenceEngine(Engine):
     """An engine that runs the clients of a round one after another on one device."""
-
-    behind = 0
-
-    def __init__(self, plan: Plan, task: Task, device: torch.device, messages: Path | None = None) -> None:
-        self.plan, self.task, self.device = plan, task, device
-        self.dtype = PRECISIONS[plan.config.precision]
-        self.vectors = Vectors(copy.deepcopy(task.model).to(device, self.dtype))
-        self._blank = copy.deepcopy(self.vectors.model)  # models for the user are copies of this
-        self.layout, self.identity = self.vectors.layout, self.vectors.identity()
-        self.ledger = Ledger(self.layout, messages)
-        self.channel = plan.channel(self.layout)
-        self.up = Statistics(self.vectors.buffer_layout, plan.compressor)
-
-    def start(self) -> State:
-        return server.first_state(self.plan, self.vectors)
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         """Run lines 3 to 19 of Algorithm 1 in the order of the pseudocode."""
-        plan, rates, t = self.plan, self.plan.rates, state.t
+        plan, t = self.plan, state.t
         self.ledger.open(t)
-        with reproducible(self.device, plan.config.precision):
+        with self._setting():
             sent = self._clients(state, [i for i in plan.sampled(t) if plan.steps.at(t, i) > 0])
-            arrived = [each for each in sent if not each.reply.lost]
-            weights = [plan.weight(each.reply.client) for each in arrived]
-            payloads = ((each.payload, [weight]) for each, weight in zip(arrived, weights, strict=True))
-            x_next, memory = plan.aggregator.step(
-                state.x, state.memory, payloads, everyone=plan.everyone, eta=rates.eta, scale=rates.scale, t=t
-            )
             residuals = state.residuals
             if plan.feedback.keeps_client_memory:
-                kept = {each.reply.client: each.memory for each in sent if each.memory is not None}
-                residuals = residuals.update({i: self._kept(t, i, memory) for i, memory in kept.items()})
-            b_next = server.weighted_mean([each.b for each in arrived], weights, state.b)
-            names = [each.reply.client for each in arrived]
-            state_next = server.next_state(
-                plan, self.vectors, state, (x_next, b_next, memory), names, residuals
-            )
-        counts = server.count_downloads(plan, self.vectors, state, cache)
-        downloads = {i: count() for i, count in counts.items()}
+                memories = {each.reply.client: each.memory for each in sent if each.memory is not None}
+                residuals = residuals.update(self._kept(t, list(memories), memories.values()))
+            arrived = {each.reply.client: each for each in sent if not each.reply.lost}
+            payloads = [(each.payload, [plan.weight(i)]) for i, each in arrived.items()]
+            buffers = [(each.b, plan.weight(i)) for i, each in arrived.items()]
+            state_next = self._next_state(state, payloads, buffers, list(arrived), residuals)
+        counts, broadcast = self._count_downloads(state, cache), self._measure_broadcast(state, state_next)
         replies, mean_g2 = [each.reply for each in sent], _mean_norm2([each.g for each in sent])
-        broadcast, norms2 = server.measure_broadcast(state, state_next), residuals.norms2.values()
-        row = server.record_round(plan, self.layout.d, replies, mean_g2, norms2, broadcast, downloads)
+        row = self._record(replies, mean_g2, residuals.norms2.values(), broadcast, counts)
         return state_next, lambda: row
 
     def _clients(self, state: State, clients: list[int]) -> list[ClientRound]:
@@ -103,68 +263,27 @@ class ReferenceEngine:
                 sent.append(self._client(state, client))
             except NotFinite:
                 diverged.append(client)
-            except ValueError as error:
-                raise trainer.explain_one_sample(error, client) from error.__cause__
         if diverged:
             raise Diverged(state.t, diverged, "the loss or the update")
         return sent
 
     def _client(self, state: State, client: int) -> ClientRound:
         """Run lines 5 to 15 of Algorithm 1 for a client; a lost reply goes back into the client's memory."""
-        plan, t = self.plan, state.t
-        config, shared = plan.config, plan.feedback.broadcast(state.memory.feedback)
+        plan, t, shared = self.plan, state.t, self._shared(state)
         memory = state.residuals.get(client, state.x) if plan.feedback.keeps_client_memory else None
         x_0 = plan.feedback.start(state.broadcast, memory, shared)
-        self.vectors.write(x_0, state.b)
-        seed_generators(self.device, config.seed, t, client)
-        data = batches(self.task.clients[client], config.batch_size, config.seed, t, client)
-        work = local_steps(
-            self.vectors.model,
-            trainer.guard_loss(self.task, client),
-            (to_device(batch, self.device, self.dtype) for batch in trainer.guard_batches(data, client)),
-            plan.local_optimiser,
-            plan.rates.eta_local(t),
-            after(plan.steps.at(t, client)),
-        )
-        x_K, b_K = self.vectors.read()
-        g = local_update(x_0, x_K, work.K, plan.rates.update)
+        trained = train_client(plan, self.task, self.vectors, t, x_0, state.b, client)
+        (K,), x_K, loss = trained.K, trained.x_K[0], float(trained.loss)
+        g = local_update(x_0, x_K, K, plan.rates.update)
         made = self.channel.send(g, memory, plan.key(t, client), t, shared=shared)
-        loss = float(work.loss)
         if not math.isfinite(loss):
             raise NotFinite([client])
         lost = plan.lost(t, client)
-        after_loss = self.channel.restore(made.memory, made.payload) if lost else made.memory
-        b_sent = self.up.travel(b_K)
-        up = self.ledger.replies(t, [client], made.payload)[0] + self.up.bytes(b_sent)
+        memory_next = self.channel.restore(made.memory, made.payload) if lost else made.memory
+        b_sent = self.buffers_up.transmit(trained.b_K[0])
+        up = self.ledger.count(t, client, made.payload) + self.buffers_up.bytes(b_sent)
         sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())
-        reply = Reply(client, work.K, loss, *sizes, up, lost)
-        return ClientRound(made.payload, b_sent, g, after_loss, reply)
-
-    def _kept(self, t: int, client: int, memory: Tensor) -> Tensor:
-        """Return the client's next memory in the precision of stored residuals."""
-        if self.plan.config.residual_precision == "full":
-            return memory
-        word = signed(key(self.plan.config.seed, t, client, Purpose.RESIDUAL))
-        return stochastic_bf16(memory, torch.tensor(word, device=self.device))
-
-    def evaluate(self, state: State) -> Record:
-        self.vectors.write(state.broadcast, state.b)
-        with reproducible(self.device, self.plan.config.precision):
-            # The metric may draw random numbers; no client has the number m.
-            seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
-            return evaluate(self.vectors.model, self.task, self.device, self.dtype)
-
-    def begin(self, state: State) -> State:
-        return state
-
-    def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
-        save(state)
-
-    def close(self) -> None:
-        """Do nothing: this engine has no threads or ranks."""
-
-    def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
-        return model_of(self._blank, x, b)
+        return ClientRound(made.payload, b_sent, g, memory_next, Reply(client, K, loss, *sizes, up, lost))
 
 
 def _mean_norm2(g: list[Tensor]) -> float:

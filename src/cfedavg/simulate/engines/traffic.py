@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,62 +28,59 @@ class Ledger:
     The message coders let other threads run, so an engine may count one round while it trains the next.
     """
 
-    def __init__(self, layout: Layout, keep: Path | None = None, *, owner: bool = True) -> None:
-        self.layout, self.keep, self.opened = layout, keep, not owner
+    def __init__(self, layout: Layout, folder: Path | None = None, *, opened: bool = False) -> None:
+        """Set up the counter; `opened` means that another rank makes the folder."""
+        self.layout, self.folder, self.opened = layout, folder, opened
 
-    def replies(self, t: int, clients: list[int], payload: Payload) -> list[int]:
-        """Return the bytes that each of `clients` sends in round `t`; `payload` holds all their updates."""
-        block = payload.numpy()
-        if self.keep is None:
-            return measure(block, self.layout)
-        lengths = []
-        for client, one in zip(clients, block.clients(), strict=True):
-            message = encode(one, self.layout, client=client, sequence=t, round=t)
-            write_atomic(self.keep / f"{t:05}-{client:05}.cfa", message)
-            lengths.append(len(message))
-        return lengths
+    def count(self, t: int, client: int, payload: Payload) -> int:
+        """Return the bytes that the client sends in round `t`; `payload` is the client's update."""
+        if self.folder is None:
+            return measure(payload.numpy(), self.layout)[0]
+        message = encode(payload.numpy(), self.layout, client=client, sequence=t, round=t)
+        write_atomic(self.folder / f"{t:05}-{client:05}.cfa", message)
+        return len(message)
 
-    def known(self, payload: Payload) -> list[int] | None:
+    def known_bytes(self, payload: Payload) -> list[int] | None:
         """Return each client's bytes if they do not depend on the payload's values, else None.
 
         The values stay on their device.
         """
-        length = plain_length(payload) if self.keep is None else None
+        length = plain_length(payload) if self.folder is None else None
         return None if length is None else [length] * len(payload)
 
     def open(self, t: int) -> None:
         """Make the folder in the first round; raise InputError if it holds messages of another run."""
-        if self.keep is None or self.opened:
+        if self.folder is None or self.opened:
             return
-        make_folder(self.keep, "`messages`")
-        beside = self.keep / "layout.json"
+        make_folder(self.folder, "`messages`")
+        path, layout = self.folder / "layout.json", self.layout.text.encode()
         try:
-            known = read_file(beside) if exists(beside) else self.layout.text.encode()
+            known = read_file(path) if exists(path) else layout
         except OSError as error:
-            raise InputError(f"`messages`: cannot read {beside} ({error.strerror})") from None
-        if known != self.layout.text.encode():
-            raise InputError(f"`messages`: {self.keep} holds messages of another model; give another folder")
-        if t == 0 and next(self.keep.glob("*.cfa"), None) is not None:
-            raise InputError(f"`messages`: {self.keep} holds messages of another run; give another folder")
-        write_atomic(beside, self.layout.text.encode())
+            raise InputError(f"`messages`: cannot read {path} ({error.strerror})") from None
+        other = "model" if known != layout else "run" if t == 0 and any(self.folder.glob("*.cfa")) else ""
+        if other:
+            raise InputError(
+                f"`messages`: {self.folder} holds messages of another {other}; give another folder"
+            )
+        write_atomic(path, layout)
         self.opened = True
 
 
-def dense_bytes(vector: Tensor, layout: Layout) -> int:
-    """Return the bytes of a vector that is sent uncompressed; 0 if the vector is empty."""
-    if not len(vector):
+def dense_bytes(values: Tensor, layout: Layout, dtype: str | None = None) -> int:
+    """Return the bytes of a vector that is sent uncompressed; 0 if the vector is empty.
+
+    `dtype` is the wire's name of the values' dtype; None means that of float32 or float64 values.
+    """
+    if not (n := len(values)):
         return 0
-    return _whole_bytes(vector, "fp64" if vector.dtype == torch.float64 else "fp32", layout)
+    dtype = dtype or ("fp64" if values.dtype == torch.float64 else "fp32")
+    payload = Payload(n, torch.tensor([0, n]), None, Floats(values, dtype))
+    return measure(payload.numpy(), layout)[0]
 
 
-def _whole_bytes(values: Tensor, dtype: str, layout: Layout) -> int:
-    n = len(values)
-    whole = Payload(n, torch.tensor([0, n]), None, Floats(values, dtype))
-    return measure(whole.numpy(), layout)[0]
-
-
-class Statistics:
-    """How buffers are sent up or down: rounded to bf16 if the compressor of that direction rounds values.
+class BufferChannel:
+    """The way of a model's buffers up or down: rounded to bf16 if that direction's compressor rounds values.
 
     Buffers of integers are never rounded.
     """
@@ -90,11 +88,9 @@ class Statistics:
     def __init__(self, layout: Layout, compressor: Compressor) -> None:
         self.layout, self.rounds = layout, compressor.rounds
         floats = [dtype.startswith(("float", "bfloat")) for dtype in layout.dtypes]
-        self._is_float = torch.tensor(
-            [yes for yes, n in zip(floats, layout.sizes, strict=True) for _ in range(n)]
-        )
+        self._is_float = torch.from_numpy(np.repeat(np.array(floats, bool), layout.sizes))
 
-    def travel(self, b: Tensor) -> Tensor:
+    def transmit(self, b: Tensor) -> Tensor:
         """Return the buffers as the receiver gets them; `b` may have a row for each client."""
         if not self.rounds or not b.shape[-1]:
             return b
@@ -105,56 +101,47 @@ class Statistics:
         if not self.rounds or not len(b):
             return dense_bytes(b, self.layout)
         is_float = self._is_float.to(b.device)
-        floats, whole_numbers = b[is_float], b[~is_float]
-        coded = 0
-        if len(floats):
-            coded = _whole_bytes(to_bf16(floats.float()), "bf16", Layout.flat(len(floats)))
-        return coded + dense_bytes(whole_numbers, Layout.flat(len(whole_numbers)))
+        floats, integers = to_bf16(b[is_float].float()), b[~is_float]
+        coded = dense_bytes(floats, Layout.flat(len(floats)), "bf16")
+        return coded + dense_bytes(integers, Layout.flat(len(integers)))
 
 
-class Counters:
-    """Threads whose work begins when the next round trains.
+class CountingThreads:
+    """Threads that count bytes; their work begins when the next round trains.
 
     During training, Python only waits for the GPU. Averaging, broadcast and evaluation run Python code, which
     the threads would slow down: each thread holds the interpreter for a while.
 
-    >>> counters = Counters(1)
-    >>> length = counters.hand_in(lambda: len("abc"))
-    >>> counters.begin()
+    >>> threads = CountingThreads(1)
+    >>> length = threads.submit(lambda: len("abc"))
+    >>> threads.begin()
     >>> length()
     3
-    >>> counters.close()
+    >>> threads.close()
     """
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._pool = ThreadPoolExecutor(threads)
-        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pool = ThreadPoolExecutor(size)
+        self._waiting: list[Callable[[], None]] = []
 
-    def hand_in(self, work: Callable[[], T]) -> Callable[[], T]:
+    def submit(self, work: Callable[[], T]) -> Callable[[], T]:
         """Queue `work`; return a function that starts the work if needed and waits for the result."""
-        future: Future[T] = Future()
-        self._waiting.append((future, work))
+        begun: list[Future[T]] = []
+        self._waiting.append(lambda: begun.append(self._pool.submit(work)))
 
         def result() -> T:
-            if not future.done():
+            if not begun:
                 self.begin()
-            return future.result()
+            return begun[0].result()
 
         return result
 
     def begin(self) -> None:
         """Start all queued work."""
         waiting, self._waiting = self._waiting, []
-
-        def finish(future: Future[Any], work: Callable[[], Any]) -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        for future, work in waiting:
-            self._pool.submit(finish, future, work)
+        for start in waiting:
+            start()
 
     def close(self) -> None:
         """End the threads; queued work is not done."""

@@ -1,1 +1,1 @@
-"""Clients that train at once: their common step, its operators, and who steps when on which samples."""
+"""Many clients that train at once: their common step, the functions it replaces, and their batches."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from cfedavg.simulate.vectorised.ops import out_size
+from cfedavg.simulate.vectorised.convolution import output_size
 
 
 @triton.jit
@@ -190,20 +190,20 @@ def _weight_grad(
     )
 
 
-def forward(x: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
+def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
     """Return the convolution y of x with w."""
     m, N, _, _, C = x.shape
-    h, v = out_size(shape)
+    h, v = output_size(shape)
     CO, rows = w.shape[-1], N * h * v
     y = x.new_empty(m, N, h, v, CO)
     flat = C < 16
     tile = _tile(rows, CO, 32 if flat else C, x)
     grid = (triton.cdiv(rows, tile["BM"]) * triton.cdiv(CO, tile["BN"]), m)
-    _forward[grid](x, w, y, rows, **_sizes(shape, C, CO), FLAT=flat, PRECISION=dots, **tile)
+    _forward[grid](x, w, y, rows, **_sizes(shape, C, CO), FLAT=flat, PRECISION=input_precision, **tile)
     return y
 
 
-def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor:
+def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
     """Return dx, the gradient of the loss by x, from dy and w."""
     m, N, _, _, CO = dy.shape
     C, (SH, SW) = w.shape[3], shape[4:6]
@@ -211,11 +211,11 @@ def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], dots: str) -> Tensor
     rows = N * triton.cdiv(shape[0], SH) * triton.cdiv(shape[1], SW)
     tile = _tile(rows, C, CO, dy)
     grid = (triton.cdiv(rows, tile["BM"]) * triton.cdiv(C, tile["BN"]), m, SH * SW)
-    _input_grad[grid](dy, w, dx, N, **_sizes(shape, C, CO), PRECISION=dots, **tile)
+    _input_grad[grid](dy, w, dx, N, **_sizes(shape, C, CO), PRECISION=input_precision, **tile)
     return dx
 
 
-def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], dots: str) -> Tensor:
+def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
     """Return dw, the gradient of the loss by w, from x and dy, in float32."""
     m, N, _, _, C = x.shape
     CO, rows, taps = dy.shape[-1], N * dy.shape[2] * dy.shape[3], shape[2] * shape[3]
@@ -228,7 +228,7 @@ def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], dots: str) -> Tenso
     chunk = triton.cdiv(triton.cdiv(rows, splits), tile["BK"]) * tile["BK"]
     dw = x.new_empty(splits, m, shape[2], shape[3], C, CO, dtype=torch.float32)
     _weight_grad[(blocks, m, splits)](
-        x, dy, dw, rows, chunk, **_sizes(shape, C, CO), FLAT=flat, PRECISION=dots, **tile
+        x, dy, dw, rows, chunk, **_sizes(shape, C, CO), FLAT=flat, PRECISION=input_precision, **tile
     )
     return dw[0] if splits == 1 else dw.sum(0)
 
@@ -246,6 +246,6 @@ def _tile(M: int, N: int, K: int, operand: Tensor) -> dict[str, int]:
 
 
 def _sizes(shape: Sequence[int], C: int, CO: int) -> dict[str, int]:
-    OH, OW = out_size(shape)
+    OH, OW = output_size(shape)
     names = ("H", "W", "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW")
     return dict(zip(names, shape, strict=True)) | {"OH": OH, "OW": OW, "C": C, "CO": CO}

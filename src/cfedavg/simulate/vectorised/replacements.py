@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from cfedavg.simulate.local import to_device
-from cfedavg.simulate.vectorised.operators import (
+from cfedavg.simulate.vectorised.convolution import convolve
+from cfedavg.simulate.vectorised.layers import (
     attention,
     batch_norm,
     group_norm,
@@ -28,7 +29,6 @@ from cfedavg.simulate.vectorised.operators import (
     mean_pool,
     multi_head,
 )  # fmt: skip
-from cfedavg.simulate.vectorised.ops import convolve
 from cfedavg.task import Batch, Loss
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
@@ -37,13 +37,10 @@ ELEMENTWISE = {
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits,
     F.binary_cross_entropy, F.soft_margin_loss, F.poisson_nll_loss,
 }  # fmt: skip
+ENTROPIES = {F.cross_entropy, F.nll_loss}  # in these, a class may have a weight
 MEANS = {torch.mean, Tensor.mean}
 
-ATTENTION: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: attention,
-    F.multi_head_attention_forward: F.multi_head_attention_forward,
-}
-RULES: dict[Any, Callable[..., Any]] = {
+LAYERS: dict[Any, Callable[..., Any]] = {
     F.batch_norm: batch_norm,
     F.group_norm: group_norm,
     F.max_pool2d: max_pool,
@@ -53,16 +50,16 @@ RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Rules(TorchFunctionMode):
+class Replacements(TorchFunctionMode):
     """A mode that replaces torch functions while one client's loss is computed.
 
-    `valid` marks the rows of the batch that count; None means all rows. `dots` is the precision of our
-    convolutions on a GPU; None means torch's convolutions.
+    `valid` marks the rows of the batch that count; None means all rows. `conv_precision` is the precision of
+    our convolutions on a GPU; None means torch's convolutions.
     """
 
-    def __init__(self, valid: Tensor | None = None, dots: str | None = None) -> None:
+    def __init__(self, valid: Tensor | None = None, conv_precision: str | None = None) -> None:
         super().__init__()
-        self.valid, self.dots = valid, dots
+        self.valid, self.conv_precision = valid, conv_precision
         self.means = 0  # number of means taken over the valid rows
 
     def __torch_function__(
@@ -71,46 +68,36 @@ class Rules(TorchFunctionMode):
         kwargs = kwargs or {}
         found: Any = NotImplemented
         if func is torch.conv2d:
-            found = convolve(self.dots, *args, **kwargs)
-        elif func in RULES:
-            found = RULES[func](*args, **kwargs)
+            found = convolve(self.conv_precision, *args, **kwargs)
+        elif func in LAYERS:
+            found = LAYERS[func](*args, **kwargs)
         elif self.valid is not None:
-            found = self._mean(func, args, kwargs)
+            found = self._mean(self.valid, func, args, kwargs)
         return func(*args, **kwargs) if found is NotImplemented else found
 
-    def _mean(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _mean(self, valid: Tensor, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the mean over the valid rows if `func` is a mean over all rows, else NotImplemented."""
-        assert self.valid is not None
-        if func in MEANS:
-            plain = len(args) == 1 and not kwargs and self._spans(args[0])
-            return self._mean_of(args[0]) if plain else NotImplemented
-        if func not in ELEMENTWISE and func not in (F.cross_entropy, F.nll_loss):
+        given: dict[str, Any] = {}
+        if func in ELEMENTWISE or func in ENTROPIES:
+            given = _bound(func, args, kwargs)
+        elif func in MEANS and len(args) == 1 and not kwargs:
+            given = {"input": args[0], "reduction": "mean"}
+        if given.get("reduction") != "mean" or given["input"].shape[:1] != valid.shape:
             return NotImplemented
-        given = _bound(func, args, kwargs)
-        if given["reduction"] != "mean" or not self._spans(given["input"]):
-            return NotImplemented
-        legacy = dict.fromkeys({"size_average", "reduce"} & given.keys())
-        each = func(**given | legacy | {"reduction": "none"})
-        if func in ELEMENTWISE:
-            return self._mean_of(each)
-        return self._mean_of(each, _class_weights(given))
-
-    def _spans(self, x: Tensor) -> bool:
-        """Return whether x has a row for each sample of the batch."""
-        assert self.valid is not None
-        return x.dim() > 0 and len(x) == len(self.valid)
-
-    def _mean_of(self, each: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return sum(each) / sum(weights) over the valid rows; without `weights`, each weight is 1."""
-        assert self.valid is not None
         self.means += 1
-        counts = self.valid.view(-1, *[1] * (each.dim() - 1)).expand(each.shape)
+        each, weights = given["input"], None
+        if func not in MEANS:
+            legacy = dict.fromkeys({"size_average", "reduce"} & given.keys())
+            each = func(**given | legacy | {"reduction": "none"})
+        if func in ENTROPIES:
+            weights = _class_weights(given)
+        counts = valid.view(-1, *[1] * (each.dim() - 1)).expand(each.shape)
         terms = torch.where(counts, each, 0.0)
         shares = counts.to(each.dtype) if weights is None else torch.where(counts, weights, 0.0)
         return terms.sum() / shares.sum()
 
 
-class Steady(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """A mode that switches dropout off, so that two ways to compute a step can be compared."""
 
     def __torch_function__(
@@ -119,8 +106,10 @@ class Steady(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func in ATTENTION:
-            args, kwargs = (), _bound(ATTENTION[func], args, kwargs) | {"dropout_p": 0.0}
+        if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
+            # torch's attention is written in C++ and has no signature; ours takes the same arguments.
+            signed = attention if func is F.scaled_dot_product_attention else func
+            args, kwargs = (), _bound(signed, args, kwargs) | {"dropout_p": 0.0}
         return func(*args, **kwargs)
 
 
@@ -142,6 +131,28 @@ def _class_weights(given: dict[str, Any]) -> Tensor | None:
     return torch.where(kept, weight[torch.where(kept, target, 0)], 0.0)
 
 
+def can_mask(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
+    """Return whether rows that do not count may fill up batches of n samples; try it on the given batch.
+
+    Rows that do not count change a step if a layer mixes the samples of a batch (BatchNorm), if the loss is
+    no known mean, or if the step averages another tensor with as many rows as the batch (weights, say).
+    """
+    few, like = min(4, n), next(p for p in model.parameters() if p.requires_grad)
+    try:
+        small = tree_map(lambda leaf: leaf[:few], batch)
+    except (IndexError, TypeError):  # the batch has no rows
+        return False
+    if not masks_hold(model, loss, small, few):
+        return False
+    means = []
+    for each, k in ((small, few), (batch, n)):
+        mode = Replacements(torch.ones(k, dtype=torch.bool, device=like.device))
+        with NoDropout(), mode, torch.no_grad():
+            loss(copy.deepcopy(model), to_device(each, like.device, like.dtype))
+        means.append(mode.means)
+    return means[0] == means[1]
+
+
 def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
     """Return whether a batch of n samples with masked rows trains like a batch without those rows.
 
@@ -153,7 +164,10 @@ def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
     try:
         fewer = tree_map(lambda leaf: leaf[:kept], batch)
         for noise in (0.0, 0.1, 1.0):
-            noisy = _with_noise(model, noise)
+            noisy, generator = copy.deepcopy(model).double().cpu(), torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for p in noisy.parameters():
+                    p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=noise)
             after = [_after(noisy, loss, fewer, None), _after(noisy, loss, batch, torch.arange(n) < kept)]
             if not all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(*after, strict=True)):
                 return False
@@ -162,26 +176,10 @@ def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
     return True
 
 
-def count_means(model: nn.Module, loss: Loss, batch: Batch, n: int) -> int:
-    """Return how many means over n rows the loss of a batch takes."""
-    rules = Rules(torch.ones(n, dtype=torch.bool, device=next(model.parameters()).device))
-    with Steady(), rules, torch.no_grad():
-        loss(copy.deepcopy(model), batch)
-    return rules.means
-
-
-def _with_noise(model: nn.Module, scale: float) -> nn.Module:
-    noisy, generator = copy.deepcopy(model).double().cpu(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in noisy.parameters():
-            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=scale)
-    return noisy
-
-
 def _after(model: nn.Module, loss: Loss, batch: Batch, valid: Tensor | None) -> list[Tensor]:
     """Return the loss, the gradients and the buffers after a step without dropout."""
     trained = copy.deepcopy(model)
-    with Steady(), Rules(valid):
+    with NoDropout(), Replacements(valid):
         value = loss(trained, batch)
     value.backward()  # type: ignore[no-untyped-call]
     grads = [p.grad for p in trained.parameters() if p.grad is not None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MUCH = 256  # if each channel of a sample has at least so many numbers, each sample is summed first
+LARGE_CHANNEL = 256  # numbers; if a sample's channel has at least so many, each sample is summed first
 
 
 def batch_norm(
@@ -26,7 +26,7 @@ def batch_norm(
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        return _scaled(input, running_mean, running_var, weight, bias, eps)
+        return _normalise(input, running_mean, running_var, weight, bias, eps)
     n = input.numel() // input.shape[1]
     if n == 1:
         raise ValueError("Expected more than 1 value per channel when training")
@@ -45,8 +45,8 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        var, mean = _moments(_wide(x))
-        return _scaled(x, mean, var, weight, bias, eps), mean, var
+        var, mean = _variance_and_mean(_widen(x))
+        return _normalise(x, mean, var, weight, bias, eps), mean, var
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -59,8 +59,8 @@ class BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, weight, mean, var = ctx.saved_tensors
         n = x.numel() // x.shape[1]
-        dy, scale = _wide(dy), torch.rsqrt(var + ctx.eps)
-        normal = (_wide(x) - _channel(mean, x)) * _channel(scale, x)
+        dy, scale = _widen(dy), torch.rsqrt(var + ctx.eps)
+        normal = (_widen(x) - _channel(mean, x)) * _channel(scale, x)
         db, dw = _channel_sums(dy), _channel_sums(dy * normal)
         dx = (dy - _channel(db / n, x) - normal * _channel(dw / n, x)) * _channel(scale, x)
         if weight is None:
@@ -127,16 +127,16 @@ def group_norm(
 ) -> Tensor:
     """Compute F.group_norm: normalise each sample over the channels of a group and all axes after axis 1."""
     n, channels, *rest = input.shape
-    grouped = _wide(input).reshape(n, num_groups, channels // num_groups, *rest)
+    grouped = _widen(input).reshape(n, num_groups, channels // num_groups, *rest)
     var, mean = torch.var_mean(grouped, list(range(2, grouped.dim())), correction=0, keepdim=True)
     normal = ((grouped - mean) * torch.rsqrt(var + eps)).flatten(1, 2)
     return _affine(normal, weight, bias).to(input.dtype)
 
 
-def _scaled(
+def _normalise(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    normal = (_wide(x) - _channel(mean, x)) * torch.rsqrt(_channel(var, x) + eps)
+    normal = (_widen(x) - _channel(mean, x)) * torch.rsqrt(_channel(var, x) + eps)
     return _affine(normal, weight, bias).to(x.dtype)
 
 
@@ -152,21 +152,21 @@ def _channel(values: Tensor, x: Tensor) -> Tensor:
 
 def _channel_sums(x: Tensor) -> Tensor:
     """Return the sum over all axes but 1; large samples are summed first, as many parallel sums."""
-    if x.dim() > 2 and x[0, 0].numel() >= MUCH:
+    if x.dim() > 2 and x[0, 0].numel() >= LARGE_CHANNEL:
         return x.flatten(2).sum(2).sum(0)
     return x.sum([0, *range(2, x.dim())])
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _variance_and_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return variance and mean over all axes but 1; for large samples, from each sample's moments."""
-    if x.dim() == 2 or x[0, 0].numel() < MUCH:
+    if x.dim() == 2 or x[0, 0].numel() < LARGE_CHANNEL:
         return torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     within, means = torch.var_mean(x.flatten(2), 2, correction=0)
     between, mean = torch.var_mean(means, 0, correction=0)
     return within.mean(0) + between, mean
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     """Return bf16 and float16 numbers as float32, for accurate sums; other numbers unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 

@@ -1,27 +1,144 @@
-"""The batched trainer: the clients of a block take each step together, each with its own weights."""
+"""Trainers, which do the local work of blocks of clients: one client after another, or many at once.
+
+On a CPU, one client after another is the fastest for all but the smallest models.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from cfedavg.simulate.engines.trainer import Start, Trained, explain_one_sample, too_large
-from cfedavg.simulate.local import Vectors, seed_generators, to_device
+from cfedavg.core.errors import InputError
+from cfedavg.simulate.local import Vectors, after, batches, local_steps, seed_generators, to_device
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.vectorised.pool import Pool
-from cfedavg.simulate.vectorised.recorder import Recorder
-from cfedavg.simulate.vectorised.rules import count_means, masks_hold
-from cfedavg.simulate.vectorised.step import Stack, Step
-from cfedavg.simulate.vectorised.timetable import Timetable, Turn, rounded_up
-from cfedavg.task import Batch, Task
+from cfedavg.simulate.vectorised.batches import Pool, Rows, Timetable, Turn, round_up
+from cfedavg.simulate.vectorised.replacements import can_mask
+from cfedavg.simulate.vectorised.step import Recorder, Stack, Step
+from cfedavg.task import Batch, Task, wrap_errors
 
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
+
+Start = Callable[[list[int]], Tensor]  # gives starting points: one x (d,) for all clients, or a row for each
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of the local work of a block of n clients."""
+
+    clients: list[int]
+    K: list[int]
+    x_0: Tensor  # starting point: (d,), or (n, d) if clients differ
+    x_K: Tensor  # (n, d)
+    b_K: Tensor  # (n, buffers)
+    loss: Tensor  # (n,): each client's mean loss over its steps
+
+    def part(self, start: int, stop: int) -> Trained:
+        """Return the results of clients `start` to `stop - 1` of the block."""
+        rows = slice(start, stop)
+        x_0 = self.x_0 if self.x_0.dim() == 1 else self.x_0[rows]
+        return Trained(self.clients[rows], self.K[rows], x_0, self.x_K[rows], self.b_K[rows], self.loss[rows])
+
+
+class Trainer(Protocol):
+    """A trainer does the local work of clients, block after block."""
+
+    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+        """Yield trained blocks of clients in order; client i takes K_i steps from `start` and buffers `b`."""
+
+    def shrink(self) -> None:
+        """Train fewer clients at once to save memory; raise InputError if a block is already one client."""
+
+
+def too_large(device: torch.device) -> InputError:
+    """Return the error for a model so large that not even one client can be trained."""
+    return InputError(
+        f"`device` {device}: not even one client fits into its memory; "
+        "lower `batch_size`, keep `residuals` on disk, or take a smaller model"
+    )
+
+
+def is_one_sample(error: Exception) -> bool:
+    """Return whether the error is that BatchNorm refuses a batch of one sample."""
+    return "more than 1 value per channel" in str(error)
+
+
+def explain_one_sample(error: ValueError, client: int) -> ValueError:
+    """Return a clear error if BatchNorm refuses a batch of one sample, else the same error."""
+    if not is_one_sample(error):
+        return error
+    return InputError(
+        f"`batch_size` leaves client {client} a last batch of one sample, from which BatchNorm "
+        "cannot compute a variance: choose another size, or a model with GroupNorm"
+    )
+
+
+def train_client(
+    plan: Plan,
+    task: Task,
+    vectors: Vectors,
+    t: int,
+    x: Tensor,
+    b: Tensor,
+    client: int,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Trained:
+    """Run lines 5 to 9 of Algorithm 1 for one client in the model of `vectors`, from x and buffers b.
+
+    `prepare` converts a batch for the model. An error in the user's loss or data names the client.
+    """
+    config, like = plan.config, next(p for p in vectors.model.parameters() if p.requires_grad)
+    vectors.write(x, b)
+    seed_generators(like.device, config.seed, t, client)
+    data = batches(task.clients[client], config.batch_size, config.seed, t, client)
+    take = wrap_errors(lambda: next(data), f"Task.clients[{client}] gives no batch")
+    half = config.precision == "bf16"
+    try:
+        # Autocast's cache would reuse the bf16 weights of the first step in all steps.
+        with torch.autocast(like.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+            work = local_steps(
+                vectors.model,
+                wrap_errors(task.loss, f"Task.loss fails on a batch of client {client}"),
+                (prepare(to_device(take(), like.device, like.dtype)) for _ in count()),
+                plan.local_optimiser,
+                plan.rates.eta_local(t),
+                after(plan.steps.at(t, client)),
+            )
+    except ValueError as error:
+        raise explain_one_sample(error, client) from error.__cause__
+    x_K, b_K = vectors.read()
+    return Trained([client], [work.K], x, x_K[None], b_K[None], work.loss[None])
+
+
+class Sequential:
+    """A trainer of one client after another in one model; `prepare` converts a batch for the model."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        task: Task,
+        vectors: Vectors,
+        device: torch.device,
+        prepare: Callable[[Batch], Batch],
+    ) -> None:
+        self.plan, self.task, self.device, self.prepare = plan, task, device, prepare
+        self.vectors = Vectors(copy.deepcopy(vectors.model))
+
+    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+        for client in clients:
+            x = start([client]).reshape(-1)
+            yield train_client(self.plan, self.task, self.vectors, t, x, b, client, self.prepare)
+
+    def shrink(self) -> None:
+        raise too_large(self.device)
 
 
 class Batched:
@@ -35,18 +152,19 @@ class Batched:
         device: torch.device,
         say: Callable[[str], None],
         *,
-        dots: str | None = None,
+        conv_precision: str | None = None,
         unused: Collection[str] = (),
     ) -> None:
         """Set up the trainer; `unused` are parameters that the loss does not use.
 
-        `dots` is the precision of our convolutions on a GPU; None means torch's convolutions.
+        `conv_precision` is the precision of our convolutions on a GPU; None means torch's convolutions.
         """
         self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
-        config = plan.config
         self.model = copy.deepcopy(vectors.model).train()
-        half, optimiser = config.precision == "bf16", plan.local_optimiser
-        self.step = Step(self.model, task.loss, optimiser, dots=dots, autocast=half, unused=unused)
+        half, optimiser = plan.config.precision == "bf16", plan.local_optimiser
+        self.step = Step(
+            self.model, task.loss, optimiser, conv_precision=conv_precision, autocast=half, unused=unused
+        )
         self.recorder = Recorder(self.step, device, say)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
         self.pool = Pool(task.clients, device, self.dtype)
@@ -88,7 +206,7 @@ class Batched:
         steps = np.array([self.plan.steps.at(t, i) for i in clients])
         order = np.argsort(-steps, kind="stable")  # clients with few steps come last
         # Idle clients fill the block up, so that only few block sizes are compiled.
-        ordered = [clients[i] for i in order] + [clients[0]] * (rounded_up(n, self.block) - n)
+        ordered = [clients[i] for i in order] + [clients[0]] * (round_up(n, self.block) - n)
         samples = np.array([self.plan.samples[i] for i in ordered])
         some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
         timetable = Timetable(ordered, samples, some, config.batch_size, config.seed, t)
@@ -105,36 +223,29 @@ class Batched:
 
     def _steps(self, stack: Stack, timetable: Timetable) -> None:
         source = self.pool.block(list(timetable.clients))
-        rows = timetable.rows(self.device)
+        rows = Rows(timetable, self.device)
         together = timetable.uniform or self._can_mask(timetable.clients)
         for turn in timetable.together() if together else timetable.apart():
-            at = rows.at(turn)
             try:
-                if isinstance(turn.clients, int):
-                    self._play(stack.part(turn.clients), source.gather(at), turn)
-                else:
-                    self._some(stack, source.gather(at, turn.clients), turn)
+                self._step(stack, source.gather(rows.at(turn), turn.clients), turn)
             except ValueError as error:
                 first = 0 if isinstance(turn.clients, int) else int(turn.clients[0])
                 raise explain_one_sample(error, timetable.clients[first]) from None
 
-    def _play(self, stack: Stack, batch: Batch, turn: Turn) -> None:
-        """Run a turn of the first clients of the block."""
-        n = len(stack.losses)
+    def _step(self, stack: Stack, batch: Batch, turn: Turn) -> None:
+        if not isinstance(turn.clients, int):  # copied out of the block and back; sizes vary, so not recorded
+            rows = torch.as_tensor(turn.clients, device=self.device)
+            part = stack.at(rows)
+            self.step(part, batch, None, None, self.eta)
+            stack.put(rows, part)
+            return
         valid = active = None
         if turn.sizes is not None:
             sizes = torch.from_numpy(turn.sizes).to(self.device)
             valid = torch.arange(turn.width, device=self.device) < sizes[:, None]
-        if turn.active < n:
-            active = torch.arange(n, device=self.device) < turn.active
-        self.recorder(stack, batch, valid, active, self.eta)
-
-    def _some(self, stack: Stack, batch: Batch, turn: Turn) -> None:
-        """Run a turn of some clients, copied out of the block and back; record nothing, since sizes vary."""
-        rows = torch.as_tensor(turn.clients, device=self.device)
-        part = stack.at(rows)
-        self.step(part, batch, None, None, self.eta)
-        stack.put(rows, part)
+        if turn.active < turn.clients:
+            active = torch.arange(turn.clients, device=self.device) < turn.active
+        self.recorder(stack.part(turn.clients), batch, valid, active, self.eta)
 
     def _fill(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
         """Return the stack of n clients, with each client at its starting point."""
@@ -158,15 +269,14 @@ class Batched:
 
     def _empty(self, n: int) -> Stack:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        stacked = [_make_room(p, n, last=self.step.dots is not None) for p in parameters]
-        mine = self.vectors.model.parameters()
+        stacked = [_make_room(p, n, last=self.step.conv_precision is not None) for p in parameters]
         state = {
             name: [
                 # A state tensor of its parameter's shape has the parameter's memory layout.
                 torch.empty_like(p) if first.shape == p.shape[1:] else first.new_empty((n, *first.shape))
                 for first, p in zip(each, stacked, strict=True)
             ]
-            for name, each in self.step.optimiser.init([p.detach() for p in mine if p.requires_grad]).items()
+            for name, each in self.step.optimiser.init([p.detach() for p in parameters]).items()
         }
         start = [torch.empty_like(p) for p in stacked] if self.step.optimiser.needs_start else []
         buffers = [_make_room(buffer, n, last=False) for buffer in self.model.buffers()]
@@ -182,32 +292,14 @@ class Batched:
         return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
 
     def _can_mask(self, clients: Sequence[int]) -> bool:
-        """Return whether masked rows leave a step unchanged; try this once, in float64, on real samples.
-
-        Masked rows change a step if a layer mixes the samples of a batch (BatchNorm), if the loss is no known
-        mean, or if the step averages another tensor with as many rows as the batch (weights, for example).
-        """
+        """Return whether rows that do not count may fill up batches; try this once for each batch size."""
         largest = max(clients, key=lambda i: self.plan.samples[i])
         n = min(self.plan.config.batch_size, self.plan.samples[largest])
         if n not in self._masks:
             with torch.random.fork_rng(devices=[]):  # the trial must not change what a round draws
                 batch = self.task.clients[largest].batch(np.arange(n))
-                self._masks[n] = n == 1 or self._try_masks(batch, n)
+                self._masks[n] = n == 1 or can_mask(self.model, self.task.loss, batch, n)
         return self._masks[n]
-
-    def _try_masks(self, batch: Batch, n: int) -> bool:
-        few, loss = min(4, n), self.task.loss
-        try:
-            small = tree_map(lambda leaf: leaf[:few], batch)
-        except (IndexError, TypeError):  # the batch has no rows
-            return False
-        if not masks_hold(self.model, loss, small, few):
-            return False
-        found = {
-            count_means(self.model, loss, to_device(each, self.device, self.dtype), k)
-            for each, k in ((small, few), (batch, n))
-        }
-        return len(found) == 1
 
 
 def _make_room(tensor: Tensor, n: int, *, last: bool) -> Tensor:

@@ -1,22 +1,31 @@
-"""The timetable of a block: which clients step together, and with which samples.
+"""The batches of a block of clients: which clients step together, on which samples, and the samples.
 
 Each client goes through its own batches in the order of `local.batches`. Clients are independent within a
 round, so a client may wait for others: a turn is one step of clients whose next batches fit together.
+Samples are copied to the device once, then read in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
+from cfedavg.core.errors import ShapesDiffer, summarise_error
 from cfedavg.core.keys import Purpose, bits, keys
+from cfedavg.core.tensors import free_memory
+from cfedavg.simulate.local import to_device
+from cfedavg.task import Batch, Samples
 
 _LAST = torch.iinfo(torch.int64).max
+_SHARE = 4  # samples may take a quarter of the free memory
 
 
 @dataclass(frozen=True)
@@ -62,23 +71,17 @@ class Timetable:
 
     def together(self) -> Iterator[Turn]:
         """Yield turns of all clients; shorter batches are filled up with rows that do not count."""
-        n = len(self.clients)
-        for k in range(int(self.steps[0])):
-            active = int((self.steps > k).sum())
-            running = rounded_up(active, n)
-            sizes = self.size(np.full(running, k), slice(running))
-            if self.uniform:
-                yield Turn(running, np.full(running, k), int(sizes[0]), None, active)
-            else:
-                width = min(self.batch_size, int(self.samples.max()))
-                full = bool((sizes[:active] == width).all())
-                yield Turn(running, np.full(running, k), width, None if full else sizes, active)
+        for step in range(int(self.steps[0])):
+            active = int((self.steps > step).sum())
+            running = round_up(active, len(self.clients))
+            k = np.full(running, step)
+            sizes = self.size(k, slice(running))
+            width = int(sizes[0]) if self.uniform else min(self.batch_size, int(self.samples.max()))
+            full = bool((sizes[:active] == width).all())
+            yield Turn(running, k, width, None if full else sizes, active)
 
     def apart(self) -> Iterator[Turn]:
         """Yield turns of clients whose next batches have the same size; the other clients wait."""
-        if self.uniform:
-            yield from self.together()
-            return
         done = np.zeros(len(self.clients), np.int64)
         while (left := np.flatnonzero(done < self.steps)).size:
             sizes = self.size(done[left], left)
@@ -86,9 +89,6 @@ class Timetable:
             group = left[sizes == width]
             yield Turn(group, done[group], int(width), None, len(group))
             done[group] += 1
-
-    def rows(self, device: torch.device) -> Rows:
-        return Rows(self, device)
 
 
 class Rows:
@@ -157,8 +157,100 @@ class Rows:
         return torch.from_numpy(array).to(self.device)
 
 
-def rounded_up(active: int, n: int) -> int:
+def round_up(active: int, n: int) -> int:
     """Return the least of n, n/2, n/4, ... that is at least `active`, so that few sizes are compiled."""
     while active <= -(-n // 2) < n:
         n = -(-n // 2)
     return n
+
+
+class Resident:
+    """A source of samples on the device; the samples of all clients are concatenated."""
+
+    def __init__(self, tree: Any, starts: Tensor) -> None:
+        self.tree, self.starts = tree, starts
+
+    def gather(self, rows: Tensor, clients: np.ndarray | int) -> Batch:
+        """Return a batch of b samples for each of n clients; `rows` (n, b) are numbers of samples.
+
+        `clients` are places in the block; an integer n means the first n clients of the block.
+        """
+        some = slice(clients) if isinstance(clients, int) else torch.from_numpy(clients)
+        at = (rows + self.starts[some][:, None]).reshape(-1)
+        return tree_map(lambda leaf: leaf.index_select(0, at).unflatten(0, tuple(rows.shape)), self.tree)
+
+
+class Hosted:
+    """A source that reads samples anew for every batch, as augmented samples need."""
+
+    def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
+        self.clients, self.device, self.dtype = clients, device, dtype
+
+    def gather(self, rows: Tensor, clients: np.ndarray | int) -> Batch:
+        """Return a batch of b samples for each of n clients, as `Resident.gather` does."""
+        some = range(clients) if isinstance(clients, int) else clients
+        each = [self.clients[c].batch(at) for c, at in zip(some, rows.cpu().numpy(), strict=True)]
+        return to_device(_join(torch.stack, each), self.device, self.dtype)
+
+
+class Pool:
+    """The samples of all clients. Samples with the attribute `fixed` stay on the device.
+
+    If memory is short, the least recently used samples are dropped from the device.
+    """
+
+    def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
+        self.clients, self.device, self.dtype = clients, device, dtype
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._bytes, self._room = 0, free_memory(device) // _SHARE
+        self._last: tuple[list[int], Resident | Hosted] | None = None
+
+    def block(self, clients: list[int]) -> Resident | Hosted:
+        """Return a source of the samples of `clients`, in this order."""
+        if self._last is not None and self._last[0] == clients:
+            return self._last[1]
+        self._last = None  # frees the last block first
+        source: Resident | Hosted
+        if all(getattr(self.clients[i], "fixed", False) for i in clients):
+            trees = [self._resident(i) for i in clients]
+            sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
+            source = Resident(_join(torch.cat, trees), torch.from_numpy(np.cumsum(sizes)).to(self.device))
+        else:
+            source = Hosted([self.clients[i] for i in clients], self.device, self.dtype)
+        self._last = (clients, source)
+        return source
+
+    def _resident(self, client: int) -> Any:
+        if client in self._kept:
+            self._kept.move_to_end(client)
+            return self._kept[client]
+        tree = read_all(self.clients[client], self.device, self.dtype)
+        self._kept[client] = tree
+        self._bytes += _size(tree)
+        while self._bytes > self._room and len(self._kept) > 1:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+        return tree
+
+    def clear(self) -> None:
+        """Drop all samples from the device."""
+        self._kept.clear()
+        self._bytes, self._last = 0, None
+
+
+def _join(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
+    """Return the data of several clients joined into one tree; raise ShapesDiffer if shapes do not fit."""
+    try:
+        return tree_map(lambda *leaves: join(list(leaves)), *trees)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ShapesDiffer(f"the clients' batches differ in shape ({summarise_error(error)})") from None
+
+
+def read_all(samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return all of `samples` as one batch on the device."""
+    return to_device(samples.batch(np.arange(len(samples))), device, dtype)
+
+
+def _size(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree))

@@ -1,0 +1,188 @@
+"""Convolution of a block of clients at once, each with its own weights: our vmap rule for conv2d.
+
+vmap's own rule makes a grouped convolution, for which cuDNN has no fast kernels. Our kernels read images and
+weights in channels-last order and multiply on the tensor cores; the matrix of patches is never written.
+
+Three torch operators do the work. Channels come last: x is (m, N, H, W, C), w is (m, KH, KW, C, O), y is
+(m, N, OH, OW, O). On a GPU the operators are Triton kernels. On a CPU the operators convolve one client after
+another; tests compare the kernels with these operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+# For each precision: the dtype of the operands, and Triton's `input_precision`.
+OPERANDS = {
+    "bf16": (torch.bfloat16, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "float32": (torch.float32, "tf32x3"),  # three TF32 products: as exact as float32
+    "float64": (torch.float64, "ieee"),
+}
+# Orders of axes: images (m, N, H, W, C) to torch's (m, N, C, H, W), and weights (m, KH, KW, C, O) to torch's
+# (m, O, C, KH, KW); below, the ways back.
+IMAGES, WEIGHTS = (0, 1, 4, 2, 3), (0, 4, 3, 1, 2)
+LAST_IMAGES, LAST_WEIGHTS = (0, 1, 3, 4, 2), (0, 3, 4, 2, 1)
+# `shape` below is ten numbers: height and width of input, kernel, stride, padding and dilation.
+
+
+def output_size(shape: Sequence[int]) -> tuple[int, int]:
+    """Return height and width of a convolution's output."""
+    size, kernel, stride, padding, dilation = (shape[i : i + 2] for i in range(0, 10, 2))
+    h, w = ((size[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1))
+    return h, w
+
+
+@torch.library.custom_op("cfedavg::convolve", mutates_args=())
+def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
+    """Return the convolution y of x with w."""
+    if x.is_cuda:
+        y: Tensor = _kernels().forward(x, w, shape, input_precision)
+        return y
+    return _each_client(torch.conv2d, x.permute(IMAGES), w.permute(WEIGHTS), shape, LAST_IMAGES)
+
+
+@forward.register_fake
+def _(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
+    return x.new_empty(*x.shape[:2], *output_size(shape), w.shape[-1])
+
+
+@torch.library.custom_op("cfedavg::convolve_input_grad", mutates_args=())
+def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
+    """Return dx, the gradient of the loss by x, from dy and w."""
+    if dy.is_cuda:
+        dx: Tensor = _kernels().input_grad(dy, w, shape, input_precision)
+        return dx
+    grad = partial(conv2d_input, (dy.shape[1], w.shape[3], shape[0], shape[1]))
+    return _each_client(grad, w.permute(WEIGHTS), dy.permute(IMAGES), shape, LAST_IMAGES)
+
+
+@input_grad.register_fake
+def _(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
+    return dy.new_empty(*dy.shape[:2], shape[0], shape[1], w.shape[3])
+
+
+@torch.library.custom_op("cfedavg::convolve_weight_grad", mutates_args=())
+def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
+    """Return dw, the gradient of the loss by w, from x and dy, in float32 or float64."""
+    if x.is_cuda:
+        dw: Tensor = _kernels().weight_grad(x, dy, shape, input_precision)
+        return dw
+    size = (dy.shape[-1], x.shape[-1], shape[2], shape[3])
+    grad = lambda a, b, **moves: conv2d_weight(a, size, b, **moves)  # type: ignore[no-untyped-call] # noqa: E731
+    dw = _each_client(grad, x.permute(IMAGES), dy.permute(IMAGES), shape, LAST_WEIGHTS)
+    return dw.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@weight_grad.register_fake
+def _(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
+    size = (len(x), shape[2], shape[3], x.shape[-1], dy.shape[-1])
+    return x.new_empty(size, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _kernels() -> Any:
+    from cfedavg.simulate.vectorised import kernels  # Triton comes with torch's CUDA builds only
+
+    return kernels
+
+
+def _each_client(
+    function: Callable[..., Tensor], a: Tensor, b: Tensor, shape: Sequence[int], order: tuple[int, ...]
+) -> Tensor:
+    moves = {"stride": list(shape[4:6]), "padding": list(shape[6:8]), "dilation": list(shape[8:10])}
+    each = [function(first, second, **moves) for first, second in zip(a, b, strict=True)]
+    return torch.stack(each).permute(order).contiguous()
+
+
+def convolve(
+    precision: str | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Compute conv2d by our kernels in `precision`; return NotImplemented if torch must compute it."""
+    if precision is None or groups != 1 or isinstance(padding, str) or input.dim() != 4:
+        return NotImplemented
+    if _pair(stride) != (1, 1) != _pair(dilation):
+        return NotImplemented
+    pairs = (input.shape[2:], weight.shape[2:], stride, padding, dilation)
+    shape = tuple(number for each in pairs for number in _pair(each))
+    y = _apply(Convolution)(input, weight, shape, precision)
+    return y if bias is None else y + bias.view(-1, 1, 1).to(y.dtype)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+class OfClients(torch.autograd.Function):
+    """An autograd function of tensors whose first axis is the client; without vmap, there is one client."""
+
+    operator: Any  # one of the three operators above
+    orders: tuple[tuple[int, ...], ...]  # of the axes of both arguments and of the result
+
+    @classmethod
+    def block(cls, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Tensor:
+        """Return the function's value for a block of clients, whose tensors have torch's order of axes."""
+        dtype, input_precision = OPERANDS[precision]
+        order_a, order_b, order = cls.orders
+        a, b = a.to(dtype).permute(order_a).contiguous(), b.to(dtype).permute(order_b).contiguous()
+        value: Tensor = cls.operator(a, b, shape, input_precision).permute(order)
+        return value
+
+    @classmethod
+    def forward(cls, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Tensor:
+        return cls.block(a[None], b[None], shape, precision)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.shape, ctx.precision = inputs[2:]
+        ctx.save_for_backward(*inputs[:2])
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Any:
+        return cls.block(_front(a, in_dims[0], info), _front(b, in_dims[1], info), shape, precision), 0
+
+
+def _front(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
+    """Return the tensor with the clients' axis in front; a tensor that clients share is repeated."""
+    return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+class InputGrad(OfClients):
+    """The gradient dx of each client, from dy and w."""
+
+    operator, orders = input_grad, (LAST_IMAGES, LAST_WEIGHTS, IMAGES)
+
+
+class WeightGrad(OfClients):
+    """The gradient dw of each client, from x and dy, in the precision of the weights."""
+
+    operator, orders = weight_grad, (LAST_IMAGES, LAST_IMAGES, WEIGHTS)
+
+
+class Convolution(OfClients):
+    """The convolution y = conv2d(x, w) of each client."""
+
+    operator, orders = forward, (LAST_IMAGES, LAST_WEIGHTS, IMAGES)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        dx = _apply(InputGrad)(dy, w, ctx.shape, ctx.precision) if ctx.needs_input_grad[0] else None
+        dw = _apply(WeightGrad)(x, dy, ctx.shape, ctx.precision) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None
+
+
+def _apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return function.apply
