@@ -31,14 +31,16 @@ from cfedavg.simulate.engines.server import RankRound
 from cfedavg.simulate.engines.traffic import Counters, Ledger, Statistics
 from cfedavg.simulate.engines.trainer import Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
-from cfedavg.simulate.evaluate import EvaluatedBatches, evaluate_batches, summarise_batches
 from cfedavg.simulate.local import (
     PRECISIONS,
+    EvaluatedBatches,
     Vectors,
     channels_last,
+    evaluate_batches,
     model_of,
     reproducible,
     seed_generators,
+    summarise_batches,
 )  # fmt: skip
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals, stochastic_bf16

@@ -20,12 +20,12 @@ from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply
 from cfedavg.simulate.engines import server, trainer
 from cfedavg.simulate.engines.traffic import Ledger, Statistics
-from cfedavg.simulate.evaluate import evaluate
 from cfedavg.simulate.local import (
     PRECISIONS,
     Vectors,
     after,
     batches,
+    evaluate,
     local_steps,
     model_of,
     reproducible,

@@ -21,13 +21,13 @@ from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.engines.trainer import Trained, is_one_sample
-from cfedavg.simulate.evaluate import evaluate_first
 from cfedavg.simulate.local import (
     PRECISIONS,
     Vectors,
     after,
     batches,
     channels_last,
+    evaluate_first,
     local_steps,
     reproducible,
     seed_generators,
