@@ -139,7 +139,7 @@ class Folder:
             sweep(self.residuals, state.residuals)  # delete files if residuals were on disk before a resume
 
     def add_engines(self, lines: str) -> None:
-        """Write to engine.txt these lines after the lines from before a resume."""
+        """Append lines to engine.txt; a run that starts with its first round replaces the file."""
         self._engines += lines
         write_atomic(self.path / ENGINE, self._engines.encode())
 

@@ -24,7 +24,7 @@ from cfedavg.theory import rate_conditions
 
 
 def parse_parts(config: Config) -> tuple[Compressor, Compressor, Feedback, LocalOptimiser, ServerOptimiser]:
-    """Return the exchangeable parts of the algorithm: compressors up and down, feedback, optimisers."""
+    """Return the parts that `config` names: compressors up and down, feedback, local and server optimiser."""
     return (
         parse(config.compressor),
         parse(config.compressor_down, "compressor_down"),
@@ -153,7 +153,7 @@ class Plan:
         return bool(draw * eta_sum < self.rates.eta_local(t))
 
     def rate_conditions(self, t: int, row: Record) -> Record:
-        """Return for each rate condition, at measured gamma and alpha, whether it holds and value / limit."""
+        """Return whether each rate condition holds at the measured gamma and alpha, and its value / limit."""
         assert self.config.smoothness is not None
         gamma, alpha = or_infinite(row["snr_min"]), or_infinite(row["alpha"]) if row["delta_norm2"] else 1.0
         rates, K, L = self.rates, self.steps.bounds[1], self.config.smoothness

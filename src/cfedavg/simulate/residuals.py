@@ -46,7 +46,7 @@ class Residuals(ABC):
 
     @abstractmethod
     def stored(self, client: int, shape: torch.Size) -> Tensor:
-        """Return the residual of a client that took part, in the stored dtype."""
+        """Return the residual of a client that took part, of this shape, in the stored dtype."""
 
     def update(self, new: Mapping[int, Tensor]) -> Self:
         """Return a new store in which the residuals of `new` replace the old residuals."""
@@ -92,12 +92,10 @@ class Residuals(ABC):
         """Return the paths of the residual files that this store refers to."""
         return set()
 
-    @abstractmethod
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - the checkpoint itself holds residuals in memory
         """Make the residuals durable, before a checkpoint refers to this store."""
 
-    @abstractmethod
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - Python frees older residuals in memory
         """Drop older versions, once a checkpoint that refers to this store is durable."""
 
 
@@ -113,12 +111,6 @@ class InMemory(Residuals):
     def _store(self, new: Mapping[int, Tensor]) -> dict[str, Any]:
         return {"vectors": {**self.vectors, **new}}
 
-    def flush(self) -> None:
-        """Do nothing: the checkpoint itself holds the residuals."""
-
-    def settle(self) -> None:
-        """Do nothing: Python frees older versions."""
-
 
 @dataclass(eq=False)
 class OnDisk(Residuals):
@@ -126,7 +118,7 @@ class OnDisk(Residuals):
 
     folder: Path
     versions: Mapping[int, int] = field(default_factory=dict)
-    # Of each client whose version is newer than in the last checkpoint: the version there, 0 if none.
+    # For each client with a newer version than in the last checkpoint: the version there, 0 if none.
     checkpointed: Mapping[int, int] = field(default_factory=dict)
     replaced: Mapping[int, int] = field(default_factory=dict)  # versions that only the old store needs
 

@@ -33,7 +33,7 @@ SERVER = "server."  # prefix of the names of the server's memory vectors
 class State:
     """A run after t rounds: the model x, its buffers b, and the clients' residuals.
 
-    Also the iterate z of Theorem 2, the server's memory, and the model copy w that clients hold.
+    The state also holds the iterate z of Theorem 2, the server's memory, and the clients' model copy w.
     """
 
     t: int
@@ -54,7 +54,11 @@ class State:
 
 
 def save(state: State, path: Path, about: dict[str, Any]) -> None:
-    """Write a checkpoint atomically; `about` is a table of what the checkpoint requires of other files."""
+    """Write a checkpoint atomically.
+
+    `about` holds what a resume checks: `identity` (see `Vectors.identity`), a checksum of the `rows` of
+    metrics, and the `options` that must not change.
+    """
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _as_tensors(state).items()}
     about = {"format": FORMAT, "t": state.t, "eta_sum": state.eta_sum.hex(), **about}
     save_tensors(tensors, path, {**about, "checksum": checksum(tensors, about)})
@@ -87,11 +91,11 @@ def _integers(numbers: Iterable[int]) -> Tensor:
 
 
 def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, dict[str, Any]]:
-    """Return the state in a checkpoint, and the table of what the checkpoint requires of other files.
+    """Return the state in a checkpoint, and the table `about` that `save` got.
 
     Raise InputError if the checkpoint does not fit. The state gets the shapes and the device of `like`.
-    `folder` holds residual files; the run has `clients` clients. A checkpoint of version 0.5 requires nothing
-    of other files.
+    `folder` holds residual files; the run has `clients` clients. A checkpoint of version 0.5 has neither
+    `rows` nor `options`.
     """
     try:
         tensors, about = read_tensors(path)

@@ -102,7 +102,7 @@ def start_workers(
     """Start the other ranks, yield the group as rank 0 sees it, and end the other ranks.
 
     A second Ctrl-C kills the workers, so that rank 0 does not wait for a stopped worker. `say` is told of
-    silent workers. Workers build a task that was not made in Python (`own`) themselves.
+    silent workers. A task made in Python (`own`) is sent to the workers; else each worker builds the task.
     """
     size = choose_size(config, Plan(config, task), task, own=own)
     if size == 1:
