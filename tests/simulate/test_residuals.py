@@ -27,7 +27,7 @@ from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
 from cfedavg.core.keys import Purpose, key, signed
 from cfedavg.simulate.folder import Folder
-from cfedavg.simulate.residuals import InMemory, OnDisk, choose, free_memory, stochastic_bf16
+from cfedavg.simulate.residuals import InMemory, OnDisk, free_memory, open_store, stochastic_bf16
 from cfedavg.simulate.run import Observer
 from cfedavg.simulate.state import State, load
 from tests.conftest import blobs, quadratic
@@ -153,7 +153,7 @@ def test_disk_equals_memory(updates: list[tuple[dict[int, np.ndarray], str]], dt
             if then == "checkpoint":
                 disk.flush()
                 disk.settle()
-                known, reread = memory, OnDisk(folder, disk.versions, disk.norms2)
+                known, reread = memory, OnDisk(folder, disk.versions, norms2=disk.norms2)
                 assert files(folder) == disk.paths(), number
             assert_same_residuals(disk, memory)
             assert_same_residuals(reread, known)
@@ -238,12 +238,16 @@ def test_any_flipped_bit_is_recognised(tmp_path: Path) -> None:
             continue
 
 
-def test_where_residuals_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_residuals_live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def choose(where: str, size: int, device: torch.device) -> type:
+        with open_store(where, size, device, tmp_path) as store:
+            return type(store)
+
     cpu = torch.device("cpu")
     assert 2**20 < free_memory(cpu) < 2**50
     monkeypatch.setattr("cfedavg.simulate.residuals.free_memory", lambda device: 300)
-    assert [choose("auto", size, cpu) for size in (100, 101)] == ["memory", "disk"]
-    assert [choose(where, 1, cpu) for where in ("memory", "disk")] == ["memory", "disk"]
+    assert [choose("auto", size, cpu) for size in (100, 101)] == [InMemory, OnDisk]
+    assert [choose(where, 1, cpu) for where in ("memory", "disk")] == [InMemory, OnDisk]
     with pytest.raises(InputError, match="`residuals` must be auto, memory or disk, got 'here'"):
         Config(residuals="here")
     with pytest.raises(InputError, match="`residual_precision` must be full or bf16, got 'int8'"):

@@ -369,7 +369,7 @@ def test_a_refused_resume_changes_nothing(whole: Path) -> None:
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    with Folder(tmp_path / "r"), pytest.raises(InputError, match="another run is writing to"):
+    with Folder.open(tmp_path / "r"), pytest.raises(InputError, match="another run is writing to"):
         run(BASE, blobs(), out=tmp_path / "r")
     run(BASE, blobs(), out=tmp_path / "r")
 
@@ -505,7 +505,7 @@ def test_pictures_are_drawn_while_the_folder_is_locked(
     drawn: list[Path] = []
 
     def draw(path: Path) -> None:
-        with pytest.raises(Busy, match="another run is writing to"), Folder(path):
+        with pytest.raises(Busy, match="another run is writing to"), Folder.open(path):
             pass
         drawn.append(path)
 

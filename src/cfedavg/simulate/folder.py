@@ -6,159 +6,146 @@ A crash at any moment leaves these files consistent.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from cfedavg.core import run_files
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import CannotResume, InputError
-from cfedavg.core.files import lock_folder, make_folder, read_file, sync, write_atomic
-from cfedavg.core.run_files import (
-    CHECKPOINT,
-    CONFIG,
-    FEDERATION,
-    METRICS,
-    MODEL,
-    RESIDUALS,
-    SERVER_MODEL,
-    Record,
-    are_usable,
-    check_options,
-    check_same,
-    checksum_rows,
-    fixed_options,
-    format_row,
-    read_rows,
-)  # fmt: skip
+from cfedavg.core.files import exists, lock_folder, make_folder, read_file, sync, write_atomic
+from cfedavg.core.run_files import Record
 from cfedavg.core.tensors import save_tensors
-from cfedavg.simulate.residuals import InMemory, OnDisk, sweep
-from cfedavg.simulate.state import State, Vouched, load, save
+from cfedavg.simulate.residuals import InMemory, sweep
+from cfedavg.simulate.state import State, load, save
 
 ENGINE = "engine.txt"  # which engine ran, and why
 
 
 class Folder:
-    """The folder of a run. Inside `with`, the folder is locked, so that only one run writes to the folder.
+    """The folder of a run.
 
     Each round appends a row of metrics. A checkpoint holds a checksum of the rows before the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.residuals = path, path / RESIDUALS
-        self._lock = ExitStack()
-        self._rows, self._options = 0, dict[str, Any]()
+        self.path, self.residuals = path, path / run_files.RESIDUALS
+        self._metrics, self._checkpoint = path / run_files.METRICS, path / run_files.CHECKPOINT
+        self._rows, self._options, self._engines = 0, dict[str, Any](), ""
 
-    def __enter__(self) -> Folder:
-        make_folder(self.path, "`out`")
-        self._lock.enter_context(
-            lock_folder(self.path, f"`out`: another run is writing to {self.path} right now")
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[Folder]:
+        """Create the folder and lock it inside `with`, so that only one run writes to the folder."""
+        make_folder(path, "`out`")
+        with lock_folder(path, f"`out`: another run is writing to {path} right now"):
+            yield cls(path)
 
     def begin(
         self, config: Config, identity: int, start: State, *, resume: bool
     ) -> tuple[State, list[Record]]:
         """Return the first state and rows: those of the checkpoint to resume, else `start` and no rows."""
-        begun = (self.path / CHECKPOINT).exists() or bool(read_rows(self.path / METRICS))
-        if (self.path / FEDERATION).exists():
+        begun = self._checkpoint.exists() or bool(run_files.read_rows(self._metrics))
+        if (self.path / run_files.FEDERATION).exists():
             raise InputError(f"`out`: {self.path} holds a federation: choose another folder for a simulation")
         if begun and not resume:
             raise InputError(f"`out`: {self.path} holds a run already; set `resume` or choose another folder")
         state, rows = start, list[Record]()
         if begun:
-            if not (self.path / CONFIG).exists():
-                raise CannotResume(f"{self.path / CONFIG} is missing; put the file back, or start again")
-            try:
-                old = read_config(self.path / CONFIG)
-            except InputError as error:
-                raise CannotResume(str(error)) from None
-            check_same(old, config, self.path)
-            self._check_checkpoint(old)
-        if begun and (self.path / CHECKPOINT).exists():
+            self._check_files(config)
+        if self._checkpoint.exists():
             state, rows = self._restore(config, identity, start)
-            if state.t > config.rounds:
-                raise InputError(
-                    f"cannot resume: `rounds` is {config.rounds}, "
-                    f"but the run in {self.path} has done {state.t} rounds"
-                )
         # The code above changes no file, so a refused resume leaves the folder unchanged.
         sweep(self.residuals, state.residuals)
         residuals = start.residuals.adopt(state.residuals, start.x)
-        write_atomic(self.path / CONFIG, config.to_toml().encode())
+        write_atomic(self.path / run_files.CONFIG, config.to_toml().encode())
         self.rewrite(rows)
-        self._options = fixed_options(config)
+        if state.t:
+            with suppress(OSError):  # no run depends on this file
+                self._engines = read_file(self.path / ENGINE).decode(errors="replace")
+        self._options = run_files.fixed_options(config)
         return dataclasses.replace(state, residuals=residuals), rows
 
-    def _check_checkpoint(self, config: Config) -> None:
-        """Raise CannotResume if the checkpoint is missing although the run must have written one."""
-        done, every = len(read_rows(self.path / METRICS)), config.checkpoint_every
-        far = (self.path / MODEL).exists() or 0 < every < done
-        if far and not (self.path / CHECKPOINT).exists():
+    def _check_files(self, config: Config) -> None:
+        """Raise InputError if a file is missing that the run has written, or if `config` does not fit."""
+        file, done = self.path / run_files.CONFIG, len(run_files.read_rows(self._metrics))
+        if not file.exists():
+            raise CannotResume(f"{file} is missing; put the file back, or start again")
+        try:
+            old = read_config(file)
+        except InputError as error:
+            raise CannotResume(str(error)) from None
+        run_files.check_same(old, config, self.path)
+        saved = (self.path / run_files.MODEL).exists() or 0 < old.checkpoint_every < done
+        if saved and not self._checkpoint.exists():
             raise CannotResume(
-                f"{self.path / CHECKPOINT} is missing, so the run of {done} rounds cannot go on; "
+                f"{self._checkpoint} is missing, so the run of {done} rounds cannot go on; "
                 "choose another folder to start again"
             )
 
     def _restore(self, config: Config, identity: int, like: State) -> tuple[State, list[Record]]:
         """Return the last checkpoint's state and rows; the rounds of later rows will run again."""
-        state, vouched = load(self.path / CHECKPOINT, identity, like, self.residuals, config.clients)
-        if vouched:
-            check_options(vouched.options, config, self.path / CONFIG)
-        if isinstance(state.residuals, OnDisk):
-            state.residuals.check()
-        rows = read_rows(self.path / METRICS)[: state.t]
+        state, about = load(self._checkpoint, identity, like, self.residuals, config.clients)
+        run_files.check_options(about.get("options", {}), config, self.path / run_files.CONFIG)
+        for path in sorted(state.residuals.paths()):
+            if not exists(path):
+                raise CannotResume(f"the residual file {path} is missing; start the run again")
+        rows = run_files.read_rows(self._metrics)[: state.t]
         if len(rows) != state.t or any(row.get("round") != t for t, row in enumerate(rows)):
             raise CannotResume(
-                f"{self.path / METRICS} does not hold rounds 0 to {state.t - 1}, "
+                f"{self._metrics} does not hold rounds 0 to {state.t - 1}, "
                 "which the checkpoint needs; start again in another folder"
             )
-        if not are_usable(rows) or (vouched and vouched.rows != checksum_rows(rows)):
+        if not run_files.are_usable(rows) or about.get("rows") not in (None, run_files.checksum_rows(rows)):
             raise CannotResume(
-                f"{self.path / METRICS} was changed after the checkpoint was written; "
+                f"{self._metrics} was changed after the checkpoint was written; "
                 "restore the file, or start again in another folder"
+            )
+        if state.t > config.rounds:
+            raise InputError(
+                f"cannot resume: `rounds` is {config.rounds}, "
+                f"but the run in {self.path} has done {state.t} rounds"
             )
         return state, rows
 
     def append(self, row: Record) -> None:
         """Append a row to metrics.jsonl."""
         try:
-            with (self.path / METRICS).open("a", encoding="utf-8") as file:
-                file.write(format_row(row))
-            self._rows = checksum_rows([row], self._rows)
+            with self._metrics.open("a", encoding="utf-8") as file:
+                file.write(run_files.format_row(row))
+            self._rows = run_files.checksum_rows([row], self._rows)
         except OSError as error:
-            raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
+            raise InputError(f"`out`: cannot write {self._metrics} ({error.strerror})") from None
 
     def rewrite(self, rows: list[Record]) -> None:
         """Replace the content of metrics.jsonl by these rows."""
-        write_atomic(self.path / METRICS, "".join(map(format_row, rows)).encode())
-        self._rows = checksum_rows(rows)
+        write_atomic(self._metrics, "".join(map(run_files.format_row, rows)).encode())
+        self._rows = run_files.checksum_rows(rows)
 
     def checkpoint(self, state: State, identity: int) -> None:
         """Save a state: first sync rows and residuals to disk, then write the checkpoint that needs both."""
         try:
-            sync(self.path / METRICS)
+            sync(self._metrics)
         except OSError as error:
-            raise InputError(f"`out`: cannot write {self.path / METRICS} ({error.strerror})") from None
+            raise InputError(f"`out`: cannot write {self._metrics} ({error.strerror})") from None
         state.residuals.flush()
-        save(state, self.path / CHECKPOINT, identity, Vouched(self._rows, self._options))
+        about = {"identity": identity, "rows": self._rows, "options": self._options}
+        save(state, self._checkpoint, about)
         state.residuals.settle()
         if isinstance(state.residuals, InMemory):
             sweep(self.residuals, state.residuals)  # delete files if residuals were on disk before a resume
 
-    def read_engines(self) -> str:
-        """Return the text of engine.txt, empty if the file is unreadable: no run depends on the file."""
-        with suppress(OSError):
-            return read_file(self.path / ENGINE).decode(errors="replace")
-        return ""
+    def add_engines(self, lines: str) -> None:
+        """Append lines to engine.txt; a run that starts with its first round replaces the file."""
+        self._engines += lines
+        write_atomic(self.path / ENGINE, self._engines.encode())
 
     def save_models(self, model: nn.Module, server: nn.Module | None, iterate: nn.Module | None) -> None:
         """Write the state_dict of each given model; a tied parameter is written under each of its names."""
-        models = {MODEL: model, SERVER_MODEL: server, "iterate.safetensors": iterate}
+        models = {run_files.MODEL: model, run_files.SERVER_MODEL: server, "iterate.safetensors": iterate}
         for name, each in models.items():
             if each is not None:
                 tensors = {key: tensor.detach().clone() for key, tensor in each.state_dict().items()}

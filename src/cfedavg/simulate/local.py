@@ -1,26 +1,31 @@
-"""A client's local work: the model as flat vectors, batches in an order drawn by key, local steps."""
+"""Work on one model: its flat vectors, a client's batches and local steps, evaluation on the test set."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
+from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, permutation, signed
 from cfedavg.core.layout import Layout
+from cfedavg.core.run_files import Record
 from cfedavg.optimise.local import LocalOptimiser
 from cfedavg.optimise.local import State as OptimiserState
-from cfedavg.task import Batch, Loss, Samples
+from cfedavg.task import Batch, Loss, Samples, Task, accuracy, check_number, cross_entropy, wrap_errors
 
 # The dtype of the model for each `precision`; tf32 and bf16 concern only products of tensors.
 PRECISIONS = dict.fromkeys(("float32", "tf32", "bf16"), torch.float32) | {"float64": torch.float64}
+EVALUATION_BATCH = {"cpu": 512, "cuda": 2500}  # samples in a batch of the test set
 
 
 class Vectors:
@@ -35,14 +40,13 @@ class Vectors:
         self.model = model
         self.layout = Layout.of(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        travelling = list(_travelling_buffers(model))
-        found = [model.get_buffer(name) for name in travelling]
-        known = {id(buffer) for buffer in found}
-        self._still = [(name, b.clone()) for name, b in model.named_buffers() if id(b) not in known]
+        sent = dict(_sent_buffers(model))
+        known = set(map(id, sent.values()))
+        self._unsent = [(name, b.clone()) for name, b in model.named_buffers() if id(b) not in known]
         self.buffer_layout = Layout(
-            tuple(travelling),
-            tuple(tuple(buffer.shape) for buffer in found),
-            tuple(str(buffer.dtype).removeprefix("torch.") for buffer in found),
+            tuple(sent),
+            tuple(tuple(buffer.shape) for buffer in sent.values()),
+            tuple(str(buffer.dtype).removeprefix("torch.") for buffer in sent.values()),
         )
 
     @property
@@ -54,7 +58,7 @@ class Vectors:
         """Return a checksum of the model's names, shapes, dtypes and frozen values."""
         found = zlib.crc32(f"{self.layout.schema_hash} {self.buffer_layout.schema_hash}".encode())
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
-        for tensor in [*frozen, *(original for _, original in self._still)]:
+        for tensor in [*frozen, *(original for _, original in self._unsent)]:
             found = zlib.crc32(tensor.contiguous().cpu().numpy().data, found)
         return found
 
@@ -71,7 +75,7 @@ class Vectors:
         for buffer, part in zip(self._buffers, self.buffer_layout.slices(), strict=True):
             values = b[part].view_as(buffer)
             buffer.copy_(values if buffer.is_floating_point() else values.round())
-        for name, original in self._still:
+        for name, original in self._unsent:
             self.model.get_buffer(name).copy_(original)
 
 
@@ -82,8 +86,8 @@ def model_of(blank: nn.Module, x: Tensor, b: Tensor) -> nn.Module:
     return vectors.model.cpu()
 
 
-def _travelling_buffers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the buffers that are sent; a shared buffer is named once, by its first name."""
+def _sent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that are sent, with their names; a shared buffer comes once, with its first name."""
     saved, seen = set(model.state_dict()), set[int]()
     for prefix, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -92,7 +96,7 @@ def _travelling_buffers(model: nn.Module) -> Iterator[str]:
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
             if name in saved and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield name
+                yield name, buffer
 
 
 @contextmanager
@@ -135,22 +139,19 @@ def batches(samples: Samples, batch_size: int, seed: int, t: int, client: int) -
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """Return the batch on `device`, with floating-point tensors converted to `dtype`."""
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def move(leaf: Tensor) -> Tensor:
         return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype)
 
-    return tree_map(move, batch)
+    return tree_map_only(Tensor, move, batch)
 
 
 def channels_last(batch: Batch) -> Batch:
     """Return the batch with its images in channels-last order, which CPUs convolve fastest."""
 
-    def move(leaf: Any) -> Any:
-        images = isinstance(leaf, Tensor) and leaf.dim() == 4
-        return leaf.contiguous(memory_format=torch.channels_last) if images else leaf
+    def move(leaf: Tensor) -> Tensor:
+        return leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf
 
-    return tree_map(move, batch)
+    return tree_map_only(Tensor, move, batch)
 
 
 class LocalWork(NamedTuple):
@@ -235,3 +236,94 @@ def clock(seconds: float) -> Callable[[int], bool]:
     """Return a function for `enough` that is true once `seconds` have passed from now."""
     end = time.monotonic() + seconds
     return lambda k: time.monotonic() >= end
+
+
+class EvaluatedBatches(NamedTuple):
+    """Results of test batches: each batch's first row, its loss times its size, and its samples' metrics."""
+
+    starts: Sequence[int]
+    losses: list[float]
+    values: list[np.ndarray]
+
+
+def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> Record:
+    """Return `test_loss`, the metric, and the metric's mean and minimum over the clients' test sets."""
+    return summarise_batches(task, [evaluate_batches(model, task, device, dtype)])
+
+
+@torch.no_grad()
+def evaluate_batches(
+    model: nn.Module,
+    task: Task,
+    device: torch.device,
+    dtype: torch.dtype,
+    first: int = 0,
+    every: int = 1,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+) -> EvaluatedBatches:
+    """Evaluate test batches `first`, `first + every`, ...; `prepare` converts each batch for the model."""
+    n, size = 0 if task.test is None else len(task.test), EVALUATION_BATCH.get(device.type, 512)
+    starts = range(first * size, n, every * size)
+    if task.test is None or not starts:
+        return EvaluatedBatches([], [], [])
+    model.eval()
+    losses, metrics = [], []
+    for start in starts:
+        rows = np.arange(start, min(start + size, n))
+        batch = wrap_errors(task.test.batch, "Task.test gives no batch")(rows)
+        loss, metric = _loss_and_metric(model, task, prepare(to_device(batch, device, dtype)), len(rows))
+        losses.append(loss.double() * len(rows))
+        metrics.append(metric)
+    values = torch.cat(metrics).cpu().numpy()
+    each = np.split(values, np.cumsum([len(m) for m in metrics])[:-1])
+    return EvaluatedBatches(starts, torch.stack(losses).tolist(), each)
+
+
+def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> None:
+    """Evaluate the first batch of the test set, so that errors show before the run."""
+    evaluate_batches(model, task, device, dtype, every=sys.maxsize)
+
+
+def summarise_batches(task: Task, parts: Sequence[EvaluatedBatches]) -> Record:
+    """Return the test columns of a metrics row, from batches summed in the order of the test set."""
+    batches = sorted(
+        (batch for part in parts for batch in zip(*part, strict=True)), key=lambda batch: batch[0]
+    )
+    if not batches:
+        return {}
+    _, losses, each = zip(*batches, strict=True)
+    values = np.concatenate(each)
+    record: Record = {"test_loss": float(torch.tensor(losses, dtype=torch.float64).sum()) / len(values)}
+    record[f"test_{task.metric_name}"] = float(values.mean())
+    if task.test_parts is not None:
+        means = [float(values[rows].mean()) for rows in task.test_parts if len(rows)]
+        if means:
+            record[f"client_{task.metric_name}_mean"] = float(np.mean(means))
+            record[f"client_{task.metric_name}_min"] = min(means)
+    return record
+
+
+def _loss_and_metric(model: nn.Module, task: Task, batch: Batch, n: int) -> tuple[Tensor, Tensor]:
+    """Return the loss of a batch of n samples, and the metric of each sample."""
+    loss: Loss = wrap_errors(task.loss, "Task.loss fails on a batch of Task.test")
+    metric = wrap_errors(task.metric, "Task.metric fails on a batch of Task.test")
+    if task.loss is cross_entropy and task.metric is accuracy:
+        # One forward pass serves both loss and metric.
+        output = wrap_errors(lambda: model(batch[0]), "Task.model fails on a batch of Task.test")()
+        known: Any = lambda _: output  # noqa: E731
+        return loss(known, batch), _per_sample(metric(known, batch), n)
+    value = loss(model, batch)
+    check_number(value)
+    return value, _per_sample(metric(model, batch), n)
+
+
+def _per_sample(found: Any, n: int) -> Tensor:
+    """Return a metric as n numbers, one for each sample; a single number for the batch is repeated."""
+    try:
+        return torch.as_tensor(found).double().expand(n)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
+        raise InputError(
+            f"Task.metric must return {n} numbers, one for each sample, or one number for the batch, "
+            f"got {type(found).__name__}{shape}"
+        ) from None

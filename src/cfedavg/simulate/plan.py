@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,24 +23,14 @@ from cfedavg.task import Task
 from cfedavg.theory import rate_conditions
 
 
-class Parts(NamedTuple):
-    """The exchangeable parts of the algorithm that a configuration names."""
-
-    compressor: Compressor
-    compressor_down: Compressor
-    feedback: Feedback
-    local_optimiser: LocalOptimiser
-    server_optimiser: ServerOptimiser
-
-
-def parse_parts(config: Config, *, trust: bool = True) -> Parts:
-    """Return the parts that the texts of `config` name; without `trust`, no text may name a Python module."""
-    return Parts(
-        parse(config.compressor, trust=trust),
-        parse(config.compressor_down, "compressor_down", trust=trust),
-        FEEDBACKS.parse(config.feedback, trust=trust),
-        parse_local_optimiser(config.local_optimiser, trust=trust),
-        SERVER_OPTIMISERS.parse(config.server_optimiser, trust=trust),
+def parse_parts(config: Config) -> tuple[Compressor, Compressor, Feedback, LocalOptimiser, ServerOptimiser]:
+    """Return the parts that `config` names: compressors up and down, feedback, local and server optimiser."""
+    return (
+        parse(config.compressor),
+        parse(config.compressor_down, "compressor_down"),
+        FEEDBACKS.parse(config.feedback),
+        parse_local_optimiser(config.local_optimiser),
+        SERVER_OPTIMISERS.parse(config.server_optimiser),
     )
 
 
@@ -70,9 +59,8 @@ class Plan:
         self.m = len(self.samples)
         self.clients_per_round = max(1, round(config.participation * self.m))
         parts = parse_parts(config)
-        self.compressor, self.compressor_down = parts.compressor, parts.compressor_down
-        self.feedback, self.local_optimiser = parts.feedback, parts.local_optimiser
-        self.aggregator = Aggregator(self.feedback, parts.server_optimiser)
+        self.compressor, self.compressor_down, self.feedback, self.local_optimiser, server = parts
+        self.aggregator = Aggregator(self.feedback, server)
         self._check()
         self.link = Speeds(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
@@ -118,18 +106,17 @@ class Plan:
     def in_words(self, layout: Layout) -> str:
         """Return a sentence that describes the run, with the rates that follow from options and defaults."""
         low, high = self.steps.bounds
-        both = (self.compressor, self.compressor_down)
-        up, down = (f"{each} (gamma {each.gamma(layout):.5g})" for each in both)
+        compressors = (self.compressor, self.compressor_down)
+        up, down = (f"{each} (gamma {each.gamma(layout):.5g})" for each in compressors)
         sent = f"{up} both ways" if up == down else f"{up} up, {down} down"
         steps = f"{low}" if low == high else f"{low} to {high}"
         names = ("feedback", "local_optimiser", "server_optimiser")
-        parts = {name: getattr(self.config, name) for name in names}
-        unusual = {name: text for name, text in parts.items() if text != getattr(Config, name)}
+        unusual = [name for name in names if getattr(self.config, name) != getattr(Config, name)]
         return (
             f"{self.clients_per_round} of {self.m} clients a round, {steps} local steps, "
             f"update {self.rates.update}, eta_local {self.rates.eta_local(0):.4g}, eta {self.rates.eta:.4g}; "
             f"{layout.d:,} parameters, {sent}"
-            + "".join(f", {name.replace('_', ' ')} {part}" for name, part in unusual.items())
+            + "".join(f", {name.replace('_', ' ')} {getattr(self.config, name)}" for name in unusual)
         )
 
     @property
@@ -145,10 +132,8 @@ class Plan:
 
     def lost(self, t: int, client: int) -> bool:
         """Return whether the client's reply in round `t` is lost."""
-        if not self.config.drop_rate:
-            return False
-        draw = uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0]
-        return bool(draw < self.config.drop_rate)
+        rate = self.config.drop_rate
+        return bool(rate and uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0] < rate)
 
     def weight(self, client: int) -> float:
         """Return the client's weight in the average."""
@@ -168,7 +153,7 @@ class Plan:
         return bool(draw * eta_sum < self.rates.eta_local(t))
 
     def rate_conditions(self, t: int, row: Record) -> Record:
-        """Return for each rate condition, at measured gamma and alpha, whether it holds and value / limit."""
+        """Return whether each rate condition holds at the measured gamma and alpha, and its value / limit."""
         assert self.config.smoothness is not None
         gamma, alpha = or_infinite(row["snr_min"]), or_infinite(row["alpha"]) if row["delta_norm2"] else 1.0
         rates, K, L = self.rates, self.steps.bounds[1], self.config.smoothness

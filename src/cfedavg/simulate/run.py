@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,16 @@ from torch import nn
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import Diverged, InputError
-from cfedavg.core.files import check_no_file, write_atomic
+from cfedavg.core.files import check_no_file
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
 from cfedavg.simulate.engines import RankLost, Ranks, choose_engine
-from cfedavg.simulate.folder import ENGINE, Folder
+from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
 from cfedavg.simulate.residuals import OnDisk, open_store
 from cfedavg.simulate.state import State
-from cfedavg.simulate.workers import choose_size, join_torchrun, serve, start_workers
+from cfedavg.simulate.workers import join_torchrun, serve, start_workers
 from cfedavg.task import Task
 from cfedavg.wire import is_ready
 
@@ -96,34 +96,27 @@ def run(
         task = build_task(config)
     else:
         config = config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients))
-    observer, kept = observer or Observer(), Path(messages) if messages else None
-    if kept:
-        check_no_file(kept, "`messages`")
-    ranks = join_torchrun(config, task, kept)
+    observer, messages = observer or Observer(), Path(messages) if messages else None
+    if messages:
+        check_no_file(messages, "`messages`")
+    ranks = join_torchrun(config, task, messages)
     if ranks and ranks.rank > 0:
         with mute_stops():  # rank 0 gets the same interrupts, and decides whether to stop
-            engine, last = serve(config, task, ranks, kept)
+            engine, last = serve(config, task, ranks, messages)
         model = engine.model_at(last.x, last.b)
         return Result(config, [], model, model, None, None)
     with ExitStack() as lock:  # locks the folder until the pictures are drawn, which writes temporary files
-        with closing(ranks) if ranks else _start_ranks(config, task, own, kept, observer) as ranks:
-            loop = Loop(config, task, observer, kept, ranks)
+        started = closing(ranks) if ranks else start_workers(config, task, messages, observer.say, own=own)
+        with started as ranks:
+            loop = Loop(config, task, observer, messages, ranks)
             # The folder is opened only now: a run that cannot start must not create its folder.
-            folder = lock.enter_context(Folder(Path(out))) if out is not None else None
+            folder = lock.enter_context(Folder.open(Path(out))) if out is not None else None
             result = loop.run(folder, resume=resume)
         if draw and folder:
             from cfedavg.report import write_run_pictures  # imports matplotlib only if needed
 
             write_run_pictures(folder.path)
     return result
-
-
-def _start_ranks(
-    config: Config, task: Task, own: bool, messages: Path | None, observer: Observer
-) -> AbstractContextManager[Ranks]:
-    """Start as many worker processes as `config` asks for; the `with` block ends them."""
-    size = choose_size(config, Plan(config, task), task, own=own)
-    return start_workers(config, task if own else None, size, messages, observer.say)
 
 
 def _check_arguments(config: object, task: object, out: object, resume: bool) -> None:
@@ -149,8 +142,8 @@ class Loop:
         self.config, self.observer, self.note = config, observer, task.note
         self.plan = Plan(config, task)
         self.rows: list[Record] = []
-        self._unbooked: list[Callable[[], Record]] = []  # functions that give rows
-        self._engines = ""  # the lines of engine.txt
+        self._pending: list[Callable[[], Record]] = []  # functions that give the rows not yet written
+        self._engines: list[str] = []  # sentences about the engine that are not yet in engine.txt
         self._done = 0  # number of finished rounds
         self._folder: Folder | None = None
         self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say)
@@ -159,13 +152,14 @@ class Loop:
         """Pass a sentence to the observer; write a sentence about the engine also to engine.txt."""
         self.observer.say(text)
         if text.startswith("engine: "):
-            since = f"after round {self._done}: " if self._done else ""
-            self._engines += since + text.removeprefix("engine: ") + "\n"
+            self._engines.append(text.removeprefix("engine: "))
             self._write_engines()
 
     def _write_engines(self) -> None:
         if self._folder:
-            write_atomic(self._folder.path / ENGINE, self._engines.encode())
+            since = f"after round {self._done}: " if self._done else ""
+            self._folder.add_engines("".join(f"{since}{line}\n" for line in self._engines))
+            self._engines.clear()
 
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
         """Run all remaining rounds; return the rows and models."""
@@ -175,24 +169,22 @@ class Loop:
         path = folder.residuals if folder else None
         with open_store(where, self.plan.m * each, start.x.device, path) as residuals:
             try:
-                state = self._begin(folder, resume, replace(start, residuals=residuals), each)
+                state = replace(start, residuals=residuals)
+                if folder:
+                    state, self.rows = folder.begin(self.config, self.engine.identity, state, resume=resume)
+                    self._folder, self._done = folder, state.t
+                    if state.t < self.config.rounds:
+                        self._write_engines()
+                self._announce(state, resume, each)
                 self._ended = time.perf_counter()
-                state = self._rounds(folder, self.engine.begin(state))
+                state = self._rounds(self.engine.begin(state))
             finally:
                 with suppress(RankLost):  # a lost rank cannot be told to end
                     self.engine.close()
-        return self._end(folder, state)
+        return self._end(state)
 
-    def _begin(self, folder: Folder | None, resume: bool, state: State, residual_bytes: int) -> State:
-        """Return the state to start from; tell the observer what the run is about to do."""
-        if folder:
-            state, self.rows = folder.begin(self.config, self.engine.identity, state, resume=resume)
-            self._folder, self._done = folder, state.t
-            if state.t:  # lines from before the resume stay in engine.txt
-                added = [f"after round {state.t}: {line}" for line in self._engines.splitlines(keepends=True)]
-                self._engines = folder.read_engines() + "".join(added)
-            if state.t < self.config.rounds:
-                self._write_engines()
+    def _announce(self, state: State, resume: bool, residual_bytes: int) -> None:
+        """Tell the observer what the run is about to do."""
         say = self.observer.say
         self.observer.begin(self.rows)
         if self.note:
@@ -202,7 +194,7 @@ class Loop:
             # Residuals of all clients, residuals being replaced, residuals that only the checkpoint needs.
             m, sampled = self.plan.m, self.plan.clients_per_round
             between = min(m, sampled * (self.config.checkpoint_every or self.config.rounds))
-            most = (m + sampled + between * (folder is not None)) * residual_bytes
+            most = (m + sampled + between * (self._folder is not None)) * residual_bytes
             say(f"residuals live on disk, in {state.residuals.folder}, and can grow to {format_bytes(most)}")
         if not is_ready():
             say("compiling the coders of messages, once: the first round takes 15 s longer")
@@ -210,9 +202,8 @@ class Loop:
             say(f"resuming after round {state.t} of {self.config.rounds}")
         elif resume:
             say("nothing to resume: starting with the first round")
-        return state
 
-    def _rounds(self, folder: Folder | None, state: State) -> State:
+    def _rounds(self, state: State) -> State:
         """Run the remaining rounds, add a row for each round, and return the last state."""
         every, rounds = self.config.checkpoint_every, self.config.rounds
         try:
@@ -224,45 +215,47 @@ class Loop:
                 began, self._ended = self._ended, time.perf_counter()
                 row = partial(self._row, state.t, finish, tested, self._ended - began)
                 state = state_next
-                self._unbooked.append(row)
-                due = bool(folder and every and state.t % every == 0) or state.t == rounds
-                self._book(folder, 0 if due else self.engine.behind)
-                if folder and due:
-                    self._save(folder, state)
+                self._pending.append(row)
+                due = bool(self._folder and every and state.t % every == 0) or state.t == rounds
+                self._write_rows(0 if due else self.engine.behind)
+                if due:
+                    self._save(state)
         except Exception:
             with suppress(KeyboardInterrupt):
-                self._book(folder, 0)  # the rounds before the error are valid
+                self._write_rows(0)  # the rounds before the error are valid
             raise
         except KeyboardInterrupt:
-            if folder:
-                with mute_stops():
-                    self._save_at_stop(folder, state)
+            with mute_stops():
+                self._save_at_stop(state)
             raise
         return state
 
-    def _save_at_stop(self, folder: Folder, state: State) -> None:
+    def _save_at_stop(self, state: State) -> None:
         """Save the state after the last whole round, if every rank can still send its residuals."""
+        if not self._folder:
+            return
         self.observer.say(f"stopping after {state.t} rounds: saving, `resume` goes on from here")
         left = state.t - len(self.rows)
-        self.rows += [row() for row in self._unbooked[len(self._unbooked) - left :]]
-        folder.rewrite(self.rows)  # the interrupt may have come before a row was written
+        self.rows += [row() for row in self._pending[len(self._pending) - left :]]
+        self._folder.rewrite(self.rows)  # the interrupt may have come before a row was written
         try:
-            self._save(folder, state)
+            self._save(state)
         except RankLost as error:
             self.observer.say(f"not saved, {error}: `resume` goes on from the last checkpoint")
 
-    def _book(self, folder: Folder | None, behind: int) -> None:
+    def _write_rows(self, behind: int) -> None:
         """Write the rows of finished rounds, except the last `behind` rows."""
-        while len(self._unbooked) > behind:
-            row = self._unbooked[0]()
+        while len(self._pending) > behind:
+            row = self._pending[0]()
             self.rows.append(row)
-            self._unbooked.pop(0)
-            if folder:
-                folder.append(row)
+            self._pending.pop(0)
+            if self._folder:
+                self._folder.append(row)
             self.observer.row(row)
 
-    def _save(self, folder: Folder, state: State) -> None:
-        self.engine.checkpoint(state, lambda whole: folder.checkpoint(whole, self.engine.identity))
+    def _save(self, state: State) -> None:
+        if folder := self._folder:
+            self.engine.checkpoint(state, lambda whole: folder.checkpoint(whole, self.engine.identity))
 
     def _evaluate(self, state: State) -> Record:
         """Return the test columns of the clients' model and, with a compressed broadcast, of the server's."""
@@ -285,13 +278,13 @@ class Loop:
             row["rate_conditions"] = self.plan.rate_conditions(t, row)
         return {"round": t, **row, "seconds": seconds}
 
-    def _end(self, folder: Folder | None, state: State) -> Result:
+    def _end(self, state: State) -> Result:
         """Write the models, report broken rate conditions, and return the result."""
         model, server_model = (self.engine.model_at(x, state.b) for x in (state.broadcast, state.x))
         iterate = None if state.z is None else self.engine.model_at(*state.z)
-        if folder:
-            folder.save_models(model, None if state.w is None else server_model, iterate)
+        if self._folder:
+            self._folder.save_models(model, None if state.w is None else server_model, iterate)
         for sentence in broken_conditions(self.rows):
             self.observer.say(sentence)
-        path = folder.path if folder else None
+        path = self._folder.path if self._folder else None
         return Result(self.config, self.rows, model, server_model, iterate, path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ SERVER = "server."  # prefix of the names of the server's memory vectors
 class State:
     """A run after t rounds: the model x, its buffers b, and the clients' residuals.
 
-    Also the iterate z of Theorem 2, the server's memory, and the model copy w that clients hold.
+    The state also holds the iterate z of Theorem 2, the server's memory, and the clients' model copy w.
     """
 
     t: int
@@ -52,69 +53,49 @@ class State:
         return self.x if self.w is None else self.w
 
 
-@dataclass(frozen=True)
-class Vouched:
-    """What a checkpoint requires of the other files of a run.
+def save(state: State, path: Path, about: dict[str, Any]) -> None:
+    """Write a checkpoint atomically.
 
-    `rows` is a checksum of the rows of the checkpoint's rounds. `options` are options that must not change.
+    `about` holds what a resume checks: `identity` (see `Vectors.identity`), a checksum of the `rows` of
+    metrics, and the `options` that must not change.
     """
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in _as_tensors(state).items()}
+    about = {"format": FORMAT, "t": state.t, "eta_sum": state.eta_sum.hex(), **about}
+    save_tensors(tensors, path, {**about, "checksum": checksum(tensors, about)})
 
-    rows: int
-    options: dict[str, Any]
 
-
-def save(state: State, path: Path, identity: int, vouched: Vouched) -> None:
-    """Write a checkpoint atomically; `identity` is the model's checksum (see `Vectors.identity`)."""
-    clients = sorted(state.residuals.norms2)
-    tensors = {
-        "x": state.x,
-        "b": state.b,
-        "residuals.client": torch.tensor(clients, dtype=torch.int64),
-        # Norms are stored: another device might compute other bits.
-        "residuals.norm2": torch.tensor([state.residuals.norms2[i] for i in clients], dtype=torch.float64),
-    }
-    if isinstance(state.residuals, OnDisk):
-        versions = [state.residuals.versions[i] for i in clients]
-        tensors["residuals.version"] = torch.tensor(versions, dtype=torch.int64)
+def _as_tensors(state: State) -> dict[str, Tensor]:
+    """Return the vectors and tables of a state by their names in a checkpoint."""
+    known, clients = state.residuals, sorted(state.residuals.norms2)
+    found = {"x": state.x, "b": state.b, "residuals.client": _integers(clients)}
+    # Norms are stored: another device might compute other bits.
+    found["residuals.norm2"] = torch.tensor([known.norms2[i] for i in clients], dtype=torch.float64)
+    if isinstance(known, OnDisk):
+        found["residuals.version"] = _integers(known.versions[i] for i in clients)
     else:
-        assert isinstance(state.residuals, InMemory)
-        tensors |= {f"e.{client}": e for client, e in state.residuals.vectors.items()}
-    tensors |= {SERVER + name: vector for name, vector in state.memory.vectors().items()}
+        assert isinstance(known, InMemory)
+        found |= {f"e.{client}": e for client, e in known.vectors.items()}
+    found |= {SERVER + name: vector for name, vector in state.memory.vectors().items()}
     if state.z is not None:
-        tensors["z.x"], tensors["z.b"] = state.z
-    tensors |= _copy_as_tensors(state)
-    plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    about: dict[str, Any] = {
-        "format": FORMAT,
-        "t": state.t,
-        "eta_sum": state.eta_sum.hex(),
-        "identity": identity,
-        "rows": vouched.rows,
-        "options": vouched.options,
-    }
-    save_tensors(plain, path, {**about, "checksum": checksum(plain, about)})
+        found["z.x"], found["z.b"] = state.z
+    if state.w is not None and state.downloads is not None:
+        found |= {"w": state.w, "downloads.changed": state.downloads.changed}
+        found["downloads.length"] = _integers(state.downloads.lengths)
+        found["downloads.client"] = _integers(state.downloads.held.keys())
+        found["downloads.version"] = _integers(state.downloads.held.values())
+    return found
 
 
-def _copy_as_tensors(state: State) -> dict[str, Tensor]:
-    """Return the clients' model copy and the tables of their downloads as named tensors."""
-    if state.w is None or state.downloads is None:
-        return {}
-    known = state.downloads
-    return {
-        "w": state.w,
-        "downloads.changed": known.changed,
-        "downloads.length": torch.tensor(known.lengths, dtype=torch.int64),
-        "downloads.client": torch.tensor(list(known.held.keys()), dtype=torch.int64),
-        "downloads.version": torch.tensor(list(known.held.values()), dtype=torch.int64),
-    }
+def _integers(numbers: Iterable[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int64)
 
 
-def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, Vouched | None]:
-    """Return the state in a checkpoint and what the checkpoint requires of other files.
+def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, dict[str, Any]]:
+    """Return the state in a checkpoint, and the table `about` that `save` got.
 
     Raise InputError if the checkpoint does not fit. The state gets the shapes and the device of `like`.
-    `folder` holds residual files; the run has `clients` clients. A checkpoint of version 0.5 requires nothing
-    of other files (None).
+    `folder` holds residual files; the run has `clients` clients. A checkpoint of version 0.5 has neither
+    `rows` nor `options`.
     """
     try:
         tensors, about = read_tensors(path)
@@ -129,15 +110,18 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
                 f"cannot resume: {path} is from a run {kind} a compressed broadcast; "
                 "`compressor_down` must be the same as in that run"
             )
-        if about["identity"] != identity or not _fits(tensors, like):
+        expected = _as_tensors(replace(like, residuals=InMemory()))
+        if about["identity"] != identity or not _fits(tensors, expected):
             raise InputError(
                 f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
             )
         if about.pop("checksum") != checksum(tensors, about):
             raise ValueError("the checksum is wrong")
-        _check_numbers(about, tensors, clients, like)
-        vouched = Vouched(about["rows"], about["options"]) if "rows" in about else None
-        return _state(about, tensors, like.x.device, folder), vouched
+        # A forged checksum may be right.
+        for holds, rule in _rules(about, tensors, clients, set(expected)):
+            if not holds:
+                raise ValueError(rule)
+        return _state(about, tensors, like.x.device, folder), about
     except InputError:
         raise
     except UNREADABLE as error:
@@ -145,68 +129,71 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
         raise CannotResume(f"the checkpoint {path} is damaged ({why}); start again") from None
 
 
-def _fits(tensors: dict[str, Tensor], like: State) -> bool:
-    """Return whether every vector has the length and dtype of x or b; a residual may also be bf16."""
+def _fits(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Return whether every vector has its expected length and dtype; a residual may also be bf16."""
+    x, b = expected["x"], expected["b"]
     for name, tensor in tensors.items():
-        wanted: Tensor = like.b if name in ("b", "z.b") else like.x
-        if name == "downloads.changed" and like.downloads is not None:
-            wanted = like.downloads.changed
-        elif name.startswith(("residuals.", "downloads.")) and name != "downloads.changed":
-            continue
+        if name.startswith(("residuals.", "downloads.")) and name != "downloads.changed":
+            continue  # a table, whose length varies
+        wanted = b if name == "z.b" else expected.get(name, x)
         dtypes = {wanted.dtype, torch.bfloat16} if name.startswith("e.") else {wanted.dtype}
         if tensor.shape != wanted.shape or tensor.dtype not in dtypes:
             return False
     return True
 
 
-def _check_numbers(about: dict[str, Any], tensors: dict[str, Tensor], m: int, like: State) -> None:
-    """Raise ValueError for a number that `save` cannot have written; a forged checksum may be right."""
+def _rules(
+    about: dict[str, Any], tensors: dict[str, Tensor], m: int, names: set[str]
+) -> Iterator[tuple[bool, str]]:
+    """Yield the rules that a checkpoint of m clients keeps: whether the rule holds, and its sentence.
+
+    A rule may be computed only if the rules before it hold.
+    """
     t, eta_sum = about["t"], float.fromhex(about["eta_sum"])
-    if type(t) is not int or not 0 <= t < 2**53:
-        raise ValueError(f"t must be an integer of at least 0 and below 2^53, got {reprlib.repr(t)}")
-    if not 0 <= eta_sum < math.inf:
-        raise ValueError(f"eta_sum must be finite and at least 0, got {eta_sum}")
-    if type(about.get("rows", 0)) is not int or not isinstance(about.get("options", {}), dict):
-        raise ValueError("rows must be an integer and options a table")
+    whole = type(t) is int and 0 <= t < 2**53
+    yield whole, f"t must be an integer of at least 0 and below 2^53, got {reprlib.repr(t)}"
+    yield 0 <= eta_sum < math.inf, f"eta_sum must be finite and at least 0, got {eta_sum}"
+    typed = type(about.get("rows", 0)) is int and isinstance(about.get("options", {}), dict)
+    yield typed, "rows must be an integer and options a table"
     clients, norm2 = tensors["residuals.client"], tensors["residuals.norm2"]
     version = tensors.get("residuals.version", torch.ones_like(clients))
-    if [each.dtype for each in (clients, norm2, version)] != [torch.int64, torch.float64, torch.int64]:
-        raise ValueError("residuals.client and residuals.version must be int64, residuals.norm2 float64")
-    if clients.dim() != 1 or not clients.shape == norm2.shape == version.shape:
-        raise ValueError("the tables of residuals must be 1-D tensors of equal length")
-    if not _increase_below(clients.tolist(), m):
-        raise ValueError(f"residuals.client must hold increasing numbers from 0 to {m - 1}")
-    if not bool((norm2.isfinite() & (norm2 >= 0) & (version > 0) & (version < 2**53)).all()):
-        raise ValueError("residuals.norm2 must be finite and at least 0, residuals.version 1 to 2^53 - 1")
-    if like.w is not None:
-        _check_downloads(t, tensors, m)
-    known = {"x", "b", "residuals.client", "residuals.norm2", *_copy_as_tensors(like)}
-    known |= {SERVER + name for name in like.memory.vectors()}
-    known |= {"residuals.version"} if "residuals.version" in tensors else {f"e.{i}" for i in clients.tolist()}
-    known |= {"z.x", "z.b"} if "z.x" in tensors else set()
-    if tensors.keys() != known:
-        raise ValueError(f"the tensor {min(tensors.keys() ^ known)!r} is missing or unknown")
+    typed = [each.dtype for each in (clients, norm2, version)] == [torch.int64, torch.float64, torch.int64]
+    yield typed, "residuals.client and residuals.version must be int64, residuals.norm2 float64"
+    equal = clients.dim() == 1 and clients.shape == norm2.shape == version.shape
+    yield equal, "the tables of residuals must be 1-D tensors of equal length"
+    numbers = clients.tolist()
+    yield _increase_below(numbers, m), f"residuals.client must hold increasing numbers from 0 to {m - 1}"
+    right = norm2.isfinite() & (norm2 >= 0) & (version > 0) & (version < 2**53)
+    rule = "residuals.norm2 must be finite and at least 0, residuals.version 1 to 2^53 - 1"
+    yield bool(right.all()), rule
+    if "w" in names:
+        yield from _download_rules(t, tensors, m)
+    names |= {"residuals.version"} if "residuals.version" in tensors else {f"e.{i}" for i in numbers}
+    names |= {"z.x", "z.b"} if "z.x" in tensors else set()
+    odd = min(tensors.keys() ^ names, default=None)
+    yield odd is None, f"the tensor {odd!r} is missing or unknown"
 
 
-def _check_downloads(t: int, tensors: dict[str, Tensor], m: int) -> None:
-    """Raise ValueError if t rounds with m clients cannot produce these tables of downloads."""
-    if not bool(tensors["w"].isfinite().all()):
-        raise ValueError("w holds NaN or Inf")
+def _download_rules(t: int, tensors: dict[str, Tensor], m: int) -> Iterator[tuple[bool, str]]:
+    """Yield the rules that the tables of downloads keep after t rounds with m clients."""
+    yield bool(tensors["w"].isfinite().all()), "w holds NaN or Inf"
     clients, versions = tensors["downloads.client"], tensors["downloads.version"]
     lengths, changed = tensors["downloads.length"], tensors["downloads.changed"]
-    if {each.dtype for each in (clients, versions, lengths)} != {torch.int64} or clients.dim() != 1:
-        raise ValueError("the tables of downloads must be 1-D tensors of int64")
-    if clients.shape != versions.shape or lengths.dim() != 1 or not min(t, 1) <= len(lengths) <= min(t, KEPT):
-        raise ValueError(
-            "downloads.client and downloads.version must have equal lengths, "
-            f"and downloads.length {min(t, 1)} to {min(t, KEPT)} entries"
-        )
-    if not _increase_below(sorted(clients.tolist()), m):
-        raise ValueError(f"downloads.client must hold different numbers from 0 to {m - 1}")
-    least = [int(each.min()) if len(each) else 0 for each in (versions, changed, lengths)]
-    most = [int(each.max()) if len(each) else 0 for each in (versions, changed, lengths)]
-    if min(least) < 0 or most[0] >= max(t, 1) or most[1] > t or most[2] >= 2**53:
-        raise ValueError(f"a version or length in the tables of downloads is impossible after {t} rounds")
+    typed = {each.dtype for each in (clients, versions, lengths)} == {torch.int64}
+    yield typed and clients.dim() == 1, "the tables of downloads must be 1-D tensors of int64"
+    least, most = min(t, 1), min(t, KEPT)
+    yield (
+        clients.shape == versions.shape and lengths.dim() == 1 and least <= len(lengths) <= most,
+        "downloads.client and downloads.version must have equal lengths, "
+        f"and downloads.length {least} to {most} entries",
+    )
+    different = _increase_below(sorted(clients.tolist()), m)
+    yield different, f"downloads.client must hold different numbers from 0 to {m - 1}"
+    bounds = ((versions, max(t, 1)), (changed, t + 1), (lengths, 2**53))
+    yield (
+        all(not len(each) or 0 <= int(each.min()) <= int(each.max()) < below for each, below in bounds),
+        f"a version or length in the tables of downloads is impossible after {t} rounds",
+    )
 
 
 def _increase_below(numbers: list[int], m: int) -> bool:
@@ -215,22 +202,30 @@ def _increase_below(numbers: list[int], m: int) -> bool:
 
 
 def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, folder: Path) -> State:
-    """Return the state in a checkpoint whose numbers were checked before."""
-    there = {name: tensor.to(device) for name, tensor in tensors.items() if "residuals." not in name}
-    z = (there["z.x"], there["z.b"]) if "z.x" in there else None
-    clients = tensors["residuals.client"].tolist()
-    norms2 = dict(zip(clients, tensors["residuals.norm2"].tolist(), strict=True))
+    """Return the state in a checkpoint that keeps all rules."""
+
+    def table(keys: str, values: str) -> dict[int, Any]:
+        return dict(zip(tensors[keys].tolist(), tensors[values].tolist(), strict=True))
+
+    vectors = {name: tensor.to(device) for name, tensor in tensors.items() if "residuals." not in name}
+    norms2, downloads = table("residuals.client", "residuals.norm2"), None
     residuals: Residuals
     if "residuals.version" in tensors:
-        versions = dict(zip(clients, tensors["residuals.version"].tolist(), strict=True))
-        residuals = OnDisk(folder, versions, norms2)
+        residuals = OnDisk(folder, table("residuals.client", "residuals.version"), norms2=norms2)
     else:
-        residuals = InMemory({client: there[f"e.{client}"] for client in clients}, norms2)
-    server = {name.removeprefix(SERVER): vector for name, vector in there.items() if name.startswith(SERVER)}
-    memory, eta_sum = ServerMemory.from_vectors(server), float.fromhex(about["eta_sum"])
-    state = State(about["t"], there["x"], there["b"], residuals, z, eta_sum, memory)
-    if "w" not in there:
-        return state
-    lengths = tuple(there["downloads.length"].tolist())
-    pairs = zip(there["downloads.client"].tolist(), there["downloads.version"].tolist(), strict=True)
-    return replace(state, w=there["w"], downloads=Downloads(there["downloads.changed"], lengths, dict(pairs)))
+        residuals = InMemory({client: vectors[f"e.{client}"] for client in norms2}, norms2=norms2)
+    if "w" in vectors:
+        lengths, held = tensors["downloads.length"].tolist(), table("downloads.client", "downloads.version")
+        downloads = Downloads(vectors["downloads.changed"], tuple(lengths), held)
+    server = {name.removeprefix(SERVER): each for name, each in vectors.items() if name.startswith(SERVER)}
+    return State(
+        about["t"],
+        vectors["x"],
+        vectors["b"],
+        residuals,
+        z=(vectors["z.x"], vectors["z.b"]) if "z.x" in vectors else None,
+        eta_sum=float.fromhex(about["eta_sum"]),
+        memory=ServerMemory.from_vectors(server),
+        w=vectors.get("w"),
+        downloads=downloads,
+    )

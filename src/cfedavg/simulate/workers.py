@@ -11,14 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -43,6 +43,7 @@ PULSE = 1.0  # seconds between two signs of life of a worker
 # thread of its own, also while it computes. So a silent worker is stopped, hung, or on a very busy machine.
 SILENCE = 30.0
 FOLLOWED = 75  # exit status of a worker that ends because another process has ended
+T = TypeVar("T")
 
 
 def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
@@ -96,25 +97,36 @@ def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | 
 
 @contextmanager
 def start_workers(
-    config: Config, task: Task | None, size: int, messages: Path | None, say: Callable[[str], None]
+    config: Config, task: Task, messages: Path | None, say: Callable[[str], None], *, own: bool
 ) -> Iterator[Ranks]:
     """Start the other ranks, yield the group as rank 0 sees it, and end the other ranks.
 
     A second Ctrl-C kills the workers, so that rank 0 does not wait for a stopped worker. `say` is told of
-    silent workers.
+    silent workers. A task made in Python (`own`) is sent to the workers; else each worker builds the task.
     """
+    size = choose_size(config, Plan(config, task), task, own=own)
     if size == 1:
         yield Ranks()
         return
+    try:  # pickled by value: multiprocessing would keep a file open for every client's tensors
+        job = pickle.dumps((config, task if own else None, messages))
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"`workers`: the task cannot be sent to another process ({error})") from None
     with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
         folder, processes = Path(path), list[BaseProcess]()
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
         stack.enter_context(watch_second_stop(lambda _: _kill(processes)))
-        job = _pack(config, task, messages)
+        # A worker must not run the user's script again: a script that calls `run` at its top level would
+        # start processes without end. A worker needs the script only to read a task made there.
+        script = sys.modules["__main__"] if own else ModuleType("__main__")
         for rank in range(1, size):
-            with nullcontext() if task else _no_script():
+            with _entry(sys.modules, "__main__", script):
                 _start(processes, rank, size, folder, job)
-        stack.enter_context(_name_silent(processes, folder, say))
+        over = threading.Event()
+        listener = threading.Thread(target=_listen, args=(processes, folder, say, over), daemon=True)
+        listener.start()
+        stack.callback(listener.join)
+        stack.callback(over.set)
         try:
             _await(processes, folder)
             ranks = _join(0, size, folder)
@@ -124,82 +136,44 @@ def start_workers(
             raise _name_lost(error, processes) from None
 
 
-def _pack(*job: Any) -> bytes:
-    """Return the job pickled by value: multiprocessing would keep a file open for every client's tensors."""
-    try:
-        return pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"`workers`: the task cannot be sent to another process ({error})") from None
-
-
 def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job: bytes) -> None:
     """Start a worker and add it to `processes`, uninterrupted: an interrupt ends the listed workers."""
     process = multiprocessing.get_context("spawn").Process(
         target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"
     )
     # Without this variable, a new process would import modules from the current folder first.
-    with _variable("PYTHONSAFEPATH", "1"), _interrupts_held():
-        process.start()
-        processes.append(process)
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside `with`."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
-@contextmanager
-def _no_script() -> Iterator[None]:
-    """Keep processes started inside `with` from running the user's script again.
-
-    Otherwise a script that calls `run` at its top level would start processes without end.
-    """
-    script = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = script
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Inside `with`, delay stop signals for this process, and block them for a new process (see `_work`)."""
-    with defer_stops():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    with _entry(os.environ, "PYTHONSAFEPATH", "1"), defer_stops():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # a new process inherits it (see `_work`)
         try:
             resource_tracker.ensure_running()  # unblocks some signals
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-            yield
+            process.start()
+            processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
-def _name_silent(processes: list[BaseProcess], folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside `with`, tell the user when a worker shows no sign of life, and when the worker is back."""
-    over = threading.Event()
-    listener = threading.Thread(target=_listen, args=(processes, folder, say, over), daemon=True)
-    listener.start()
+def _entry(table: MutableMapping[str, T], name: str, value: T) -> Iterator[None]:
+    """Set an entry of `table` inside `with`, and restore the old entry afterwards."""
+    before = table.get(name)
+    table[name] = value
     try:
         yield
     finally:
-        over.set()
-        listener.join()
+        if before is None:
+            del table[name]
+        else:
+            table[name] = before
 
 
 def _listen(
     processes: list[BaseProcess], folder: Path, say: Callable[[str], None], over: threading.Event
 ) -> None:
-    """Watch workers' signs of life. Count checks, not seconds: a laptop's sleep makes no worker silent."""
+    """Tell the user when a worker shows no sign of life, and when the worker is back.
+
+    Count checks, not seconds: a laptop's sleep makes no worker silent.
+    """
     pulses, missed = dict[str, float](), dict[str, int]()
     limit = SILENCE / PULSE
     while not over.wait(PULSE):
@@ -232,7 +206,7 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
 
 def _join(rank: int, size: int, folder: Path) -> Ranks:
     """Join the group of ranks on this machine; no other machine can reach the group."""
-    with _variable("GLOO_SOCKET_IFNAME", "lo"):
+    with _entry(os.environ, "GLOO_SOCKET_IFNAME", "lo"):
         return Ranks(rank, size, FileStore(str(folder / "store"), size))
 
 

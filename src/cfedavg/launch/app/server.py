@@ -12,8 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.strategy import CFedAvg
 from cfedavg.launch.app import config_of, policy_of
-from cfedavg.simulate.evaluate import evaluate
-from cfedavg.simulate.local import reproducible
+from cfedavg.simulate.local import evaluate, reproducible
 from cfedavg.simulate.plan import Plan
 from cfedavg.task import Task
 

@@ -30,8 +30,7 @@ from cfedavg.simulate.engines.reference import Broadcast, Engine
 from cfedavg.simulate.engines.traffic import CountingThreads
 from cfedavg.simulate.engines.trainers import Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
-from cfedavg.simulate.evaluate import EvaluatedBatches, summarise_batches
-from cfedavg.simulate.local import Vectors, channels_last
+from cfedavg.simulate.local import EvaluatedBatches, Vectors, channels_last, summarise_batches
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals
 from cfedavg.simulate.state import State

@@ -28,8 +28,16 @@ from cfedavg.core.run_files import Record, Reply, finite, residual_norms, summar
 from cfedavg.simulate.downloads import Count, Download, Downloads, Start
 from cfedavg.simulate.engines.traffic import BufferChannel, Ledger, dense_bytes
 from cfedavg.simulate.engines.trainers import train_client
-from cfedavg.simulate.evaluate import EvaluatedBatches, evaluate_batches, summarise_batches
-from cfedavg.simulate.local import PRECISIONS, Vectors, model_of, reproducible, seed_generators
+from cfedavg.simulate.local import (
+    PRECISIONS,
+    EvaluatedBatches,
+    Vectors,
+    evaluate_batches,
+    model_of,
+    reproducible,
+    seed_generators,
+    summarise_batches,
+)
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals, stochastic_bf16
 from cfedavg.simulate.state import State

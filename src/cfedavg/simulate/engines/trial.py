@@ -21,12 +21,12 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.engines.trainers import Batched, is_one_sample, train_client
-from cfedavg.simulate.evaluate import evaluate_first
 from cfedavg.simulate.local import (
     PRECISIONS,
     Vectors,
     batches,
     channels_last,
+    evaluate_first,
     reproducible,
     seed_generators,
     to_device,
