@@ -107,36 +107,36 @@ class Channel:
 
 @dataclass(frozen=True)
 class _CopyFeedback(EF21):
-    """EF21 whose memory is the model copy; with `rounds`, the model copy is rounded to bf16 numbers."""
+    """EF21 whose memory is the model copy; with `rounds_values`, the copy is rounded to bf16 numbers."""
 
-    rounds: bool = False
+    rounds_values: bool = False
 
     def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
-        return _to_grid(plus(memory, sent), self.rounds)
+        return _to_grid(plus(memory, sent), self.rounds_values)
 
 
-def _to_grid(w: Array, rounds: bool) -> Array:
-    """Return w with 0 in the place of -0; with `rounds`, rounded to bf16 numbers."""
-    return (arrays.round_to_bf16(w) if rounds else w) + 0
+def _to_grid(w: Array, rounds_values: bool) -> Array:
+    """Return w with 0 in the place of -0; with `rounds_values`, rounded to bf16 numbers."""
+    return (arrays.round_to_bf16(w) if rounds_values else w) + 0
 
 
 class Copies:
-    """The operations on a model copy, for server and clients; with `rounds`, results are bf16 numbers."""
+    """The operations on a model copy, for server and clients; with `rounds_values`, in bf16 numbers."""
 
-    def __init__(self, rounds: bool) -> None:
-        self.rounds = rounds
+    def __init__(self, rounds_values: bool) -> None:
+        self.rounds_values = rounds_values
 
     def first(self, x: Array) -> Array:
         """Return the first copy of model x, which every client downloads whole."""
-        return _to_grid(x, self.rounds)
+        return _to_grid(x, self.rounds_values)
 
     def size(self, w: Array) -> int:
         """Return how many bytes model copy w takes on disk."""
-        return len(w) * (2 if self.rounds else w.dtype.itemsize)
+        return len(w) * (2 if self.rounds_values else w.dtype.itemsize)
 
     def receive(self, w: Array, payload: Payload) -> Array:
         """Return the model copy after w, given the payload of a broadcast."""
-        return cast_like(_to_grid(plus(w, payload), self.rounds), w)
+        return cast_like(_to_grid(plus(w, payload), self.rounds_values), w)
 
     def whole(self, w: Array) -> Payload:
         """Return a payload with all coordinates of model copy w."""
@@ -147,7 +147,7 @@ class Copies:
         return Payload(len(w), len(at) * arange(2, w), at, self._values(w[at]))
 
     def _values(self, w: Array) -> Floats:
-        if self.rounds:
+        if self.rounds_values:
             return Floats(arrays.to_bf16(arrays.cast(w, "float32")), "bf16")
         return Floats(w, FLOATS[dtype_of(w)])
 
@@ -177,13 +177,13 @@ class Downlink(Copies):
     layout: Layout
 
     @property
-    def rounds(self) -> bool:  # type: ignore[override]
+    def rounds_values(self) -> bool:  # type: ignore[override]
         """Whether the compressor rounds values; if so, model copies are rounded to bf16 numbers."""
-        return self.compressor.rounds
+        return self.compressor.rounds_values
 
     def send(self, x: Array, w: Array, key: int | Array, t: int = 0) -> Outgoing:
         """Return the broadcast of model x minus model copy w; its `memory` is the next model copy."""
-        return Channel(self.compressor, _CopyFeedback(self.rounds), self.layout).send(x, w, key, t)
+        return Channel(self.compressor, _CopyFeedback(self.rounds_values), self.layout).send(x, w, key, t)
 
 
 def make_downlink(compressor: Compressor, layout: Layout) -> Downlink | None:

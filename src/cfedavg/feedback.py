@@ -36,7 +36,7 @@ class Weights(NamedTuple):
     everyone: float
 
 
-class Books(NamedTuple):
+class LawTerms(NamedTuple):
     """The terms of a feedback's law for one client: sums over all rounds, and the client's present memory."""
 
     computed: Array  # the sum of the updates g
@@ -101,7 +101,7 @@ class Feedback(Part):
         """Return the part of `left`, p - C(p), that is never sent later."""
         return 0 * left
 
-    def imbalance(self, books: Books) -> Array:
+    def imbalance(self, terms: LawTerms) -> Array:
         """Return the vector that is zero by this feedback's law."""
         raise NotImplementedError
 
@@ -116,8 +116,8 @@ class NoFeedback(Feedback):
     def forgone(self, left: Array) -> Array:
         return left
 
-    def imbalance(self, books: Books) -> Array:
-        return books.memory
+    def imbalance(self, terms: LawTerms) -> Array:
+        return terms.memory
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class ErrorFeedback(Feedback):
     def forgone(self, left: Array) -> Array:
         return (1 - self.decay) * left
 
-    def imbalance(self, books: Books) -> Array:
-        return books.computed - books.applied - books.pending - books.forgone - books.memory
+    def imbalance(self, terms: LawTerms) -> Array:
+        return terms.computed - terms.applied - terms.pending - terms.forgone - terms.memory
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ class EF21(Feedback):
         total = total if memory is None else memory + total
         return total / weights.everyone, total
 
-    def imbalance(self, books: Books) -> Array:
-        return books.memory - books.applied - books.pending
+    def imbalance(self, terms: LawTerms) -> Array:
+        return terms.memory - terms.applied - terms.pending
 
 
 _ALL = (ErrorFeedback, EF21, NoFeedback)

@@ -122,7 +122,7 @@ def test_numpy_and_torch_keep_the_same_copy(text: str, xs: list[np.ndarray], dty
         mine = downlink.send(x.astype(dtype), mine, key=t, t=t).memory
         theirs = downlink.send(torch.from_numpy(x.astype(dtype)), theirs, key=t, t=t).memory
         assert mine.tobytes() == theirs.numpy().tobytes()
-        if downlink.rounds:
+        if downlink.rounds_values:
             assert not (mine.astype(np.float32).view(np.uint32) & 0xFFFF).any()
             assert np.array_equal(mine.astype(np.float32), mine)
 
@@ -169,7 +169,7 @@ def test_the_copy_takes_what_is_broadcast_and_nothing_else(down: str) -> None:
         p = following.x - now.w
         payload = compressor.compress(p, plan.broadcast_key(now.t), Layout.of(blobs().model), now.t)
         w_next = now.w + decompress(payload)[0].double()
-        assert torch.equal(following.w, round_to_bf16(w_next) if compressor.rounds else w_next)
+        assert torch.equal(following.w, round_to_bf16(w_next) if compressor.rounds_values else w_next)
         assert 0 < (following.x - following.w).norm() < p.norm()
 
 

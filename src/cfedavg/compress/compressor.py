@@ -78,7 +78,7 @@ class Selector(Stage):
 class Quantiser(Stage):
     """The base class of quantisers, which encode values. A subclass must define `quantise` and `gamma`."""
 
-    rounds: ClassVar[bool] = True  # whether quantising changes float32 values
+    rounds_values: ClassVar[bool] = True  # whether quantising changes float32 values
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         """Return the encoded values. The values of client c are values[offsets[c]:offsets[c+1]]."""
@@ -127,9 +127,9 @@ class Compressor:
         return 1 / lost if lost else math.inf
 
     @property
-    def rounds(self) -> bool:
+    def rounds_values(self) -> bool:
         """Whether the quantiser rounds float32 values, that is, changes them."""
-        return self.quantiser is not None and self.quantiser.rounds
+        return self.quantiser is not None and self.quantiser.rounds_values
 
     @property
     def stages(self) -> list[Stage]:

@@ -24,7 +24,7 @@ class FP32(Quantiser):
     """32-bit floating point: exact for a float32 model, correctly rounded for a float64 model."""
 
     name: ClassVar[str] = "fp32"
-    rounds: ClassVar[bool] = False
+    rounds_values: ClassVar[bool] = False
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         return Floats(_single(values), "fp32")

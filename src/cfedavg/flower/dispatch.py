@@ -72,7 +72,7 @@ class Channels:
 
     def replica(self, layout: Layout) -> ModelReplica | None:
         """Return the operations on clients' model copies, or None if the whole model is broadcast."""
-        return ModelReplica(layout, down.rounds) if (down := self.downlink(layout)) else None
+        return ModelReplica(layout, down.rounds_values) if (down := self.downlink(layout)) else None
 
 
 @dataclass

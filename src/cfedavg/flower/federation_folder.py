@@ -164,7 +164,7 @@ class FederationFolder:
         except OtherModel as error:
             raise InputError(f"{error}; if the model is the same, `whole` differs") from None
         except OtherCopy:
-            which = "does not round" if self.replica and self.replica.rounds else "rounds"
+            which = "does not round" if self.replica and self.replica.rounds_values else "rounds"
             raise InputError(
                 f"`compressor_down` is {self.options.compressor_down!r}, but the federation in {self.out} "
                 f"began with a compressor that {which} values"

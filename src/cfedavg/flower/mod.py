@@ -85,9 +85,9 @@ class _Exchange:
         self.message, self.context, self.order, self.own = message, context, order, own
         self.form = Form.from_text(order.form)
         layout = self.form.layout
-        self.replica = ModelReplica(layout, rounds=order.copy == "int16")
+        self.replica = ModelReplica(layout, rounds_values=order.copy == "int16")
         self.body = messages.read_body(message.content, order)
-        whole = self.form.short_bytes if self.replica.rounds else self.form.whole_bytes
+        whole = self.form.short_bytes if self.replica.rounds_values else self.form.whole_bytes
         if len(self.body.whole) != whole:
             found = len(self.body.whole)
             raise InputError(f"the request is damaged: {whole} bytes must travel whole, {found} do")
@@ -137,7 +137,7 @@ class _Exchange:
             x = np.frombuffer(self.body.broadcast, np.float32)
         else:
             x = self.replica.model(client.copy.w)
-        whole = self.form.lengthen(self.body.whole) if self.replica.rounds else self.body.whole
+        whole = self.form.lengthen(self.body.whole) if self.replica.rounds_values else self.body.whole
         content = self.message.content
         content[self.order.arrays] = messages.make_record(self.form.join(x, whole))
         del content[messages.OURS]
@@ -205,7 +205,7 @@ class _Exchange:
             return refuse(messages.BAD_METRICS, why, self.message)
         ((name, record),) = trained.content.array_records.items()
         x_K, whole = self.form.split({name: array.numpy() for name, array in record.items()})
-        whole = self.form.shorten(whole) if self.uplink.channel.compressor.rounds else whole
+        whole = self.form.shorten(whole) if self.uplink.channel.compressor.rounds_values else whole
         g = local_update(x, x_K, facts["K"], self.order.update)
         facts |= {"g2": norm2(g), "arrays": name}
         sender = replace(self.uplink, max_norm=self.order.max_norm, facts=facts, whole=whole)

@@ -108,7 +108,7 @@ class ReplyValidator:
         record = self._read(reply, most)
         if found := object_to_reply(server, asked, taken, node.identity, record.stamp):
             raise Rejected(found, f"its stamp is {record.stamp}, the round's {server.stamp}")
-        form, rounds = self.form, self.compressor.rounds
+        form, rounds = self.form, self.compressor.rounds_values
         try:
             message = unpack_message(record.message, most, form.short_bytes if rounds else form.whole_bytes)
             payload = self._decode(message.payload, node, record)

@@ -195,7 +195,7 @@ class Session:
         primary, whole = None, model.whole
         if server.primary is not None and self.downlink is not None:
             primary = advance(server.primary, model.x, self.downlink, self.channels.seed)
-        if self.downlink is not None and self.downlink.rounds:  # round statistics like the model copy
+        if self.downlink is not None and self.downlink.rounds_values:  # round statistics like the model copy
             whole = self.form.lengthen(self.form.shorten(whole))
         self.state = replace(
             self.state.end_round(marks, model.x, self._make_notes(now), primary),

@@ -210,7 +210,7 @@ class CFedAvg(Strategy):
         folder = FederationFolder(self.out, config, form, replica, self._fixed_options(), comments)
         with folder.hold():
             x, whole = form.split(arrays)
-            whole = form.lengthen(form.shorten(whole)) if replica and replica.rounds else whole
+            whole = form.lengthen(form.shorten(whole)) if replica and replica.rounds_values else whole
             memory = ServerMemory() if self.inner else self.aggregator.init(x)
             state = folder.begin(x, whole, memory, resume=self.resume, from_backup=self.from_backup)
             session = Session(
