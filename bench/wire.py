@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from cfedavg import Config, Layout, decode, decompress, encode, parse
-from cfedavg.compress.largest import largest
+from cfedavg.compress.numerics import largest
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.replica import ModelReplica

@@ -67,7 +67,7 @@ class Sender:
         return pack(made.payload), made.memory
 
     def restore(self, memory: np.ndarray, message: bytes) -> np.ndarray:
-        return self.channel.restore(memory, unpack(message))
+        return self.channel.feedback.restore(memory, unpack(message))
 
 
 class FeedbackWorld(World):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cfedavg.compress.largest import largest
+from cfedavg.compress.numerics import largest
 
 
 def oracle(values: np.ndarray, k: int) -> np.ndarray:

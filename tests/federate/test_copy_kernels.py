@@ -36,7 +36,7 @@ TEXTS = [
 @example(np.zeros(D, np.float32), np.full(D, -1e-45, np.float32))
 def test_the_kernels_add_as_copies_do(text: str, rounds_values: bool, x: np.ndarray, p: np.ndarray) -> None:
     replica, copies = ModelReplica(LAYOUT, rounds_values), Copies(rounds_values)
-    w, payload = copies.first(x), parse(text).compress(p, key=3, layout=LAYOUT)
+    w, payload = copies.make(x), parse(text).compress(p, key=3, layout=LAYOUT)
     kept = replica.keep(w)
     before = kept.copy()
     found = replica.apply(kept, [encode(payload, LAYOUT)])
@@ -60,7 +60,7 @@ def test_a_chain_is_added_tile_by_tile(monkeypatch: pytest.MonkeyPatch, rounds_v
         parse(texts[i % 3 if i < 6 else 0]).compress(rng.normal(size=100).astype(np.float32), i, layout)
         for i in range(TOGETHER + 5)
     ]
-    w = expected = copies.first(rng.normal(size=100).astype(np.float32))
+    w = expected = copies.make(rng.normal(size=100).astype(np.float32))
     for payload in payloads:
         expected = copies.receive(expected, payload)
     found = replica.apply(replica.keep(w), [encode(payload, layout) for payload in payloads])

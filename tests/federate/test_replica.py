@@ -118,7 +118,7 @@ def expected(it: Trajectory, held: int) -> PackedBroadcast:
     def message(payload: Any) -> bytes:
         return it.replica.encode(payload, version)
 
-    whole = PackedBroadcast("whole", 0, pack(Whole(message(copies.whole(w)), version, digest)))
+    whole = PackedBroadcast("whole", 0, pack(Whole(message(copies.pack(w)), version, digest)))
     start = it.copies[held].version
     if start not in last.versions:
         return whole
@@ -131,9 +131,7 @@ def expected(it: Trajectory, held: int) -> PackedBroadcast:
     if len(at) <= 0.75 * layout.d:
         since = tuple(copy.version for copy in it.copies[held:-1])
         kinds.append(
-            PackedBroadcast(
-                "changes", 0, pack(Changes(since, message(copies.changed(w, at)), version, digest))
-            )
+            PackedBroadcast("changes", 0, pack(Changes(since, message(copies.pack(w, at)), version, digest)))
         )
     return min(kinds, key=lambda packed: len(packed.data))
 

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -31,6 +31,12 @@ class Part:
     name: ClassVar[str] = ""
     examples: ClassVar[tuple[str, ...]] = ()  # texts for a list of parts, if the name alone is no valid text
 
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if "argument" in each.metadata and value is not each.default:
+                check_argument(each.name, value, **each.metadata["argument"])
+
     @classmethod
     def written_name(cls) -> str:
         """Return the name of the class in a text: its own `name`, not an inherited one, or `module:Class`."""
@@ -38,12 +44,12 @@ class Part:
 
     def __str__(self) -> str:
         shown, arguments = self.written_name(), []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.default is MISSING or value != field.default:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.default is MISSING or value != each.default:
                 value = value.item() if hasattr(value, "item") else value  # NumPy's repr is not a literal
                 text = str(value).lower() if isinstance(value, bool) else repr(value)
-                arguments.append(text if field.default is MISSING else f"{field.name}={text}")
+                arguments.append(text if each.default is MISSING else f"{each.name}={text}")
         return shown + (f"({', '.join(arguments)})" if arguments else "")
 
 
@@ -83,6 +89,15 @@ class Registry(Generic[P]):
                     "above the class"
                 )
         return parts
+
+
+def argument(rule: str, holds: Callable[[Any], bool], default: Any = MISSING, *, whole: bool = False) -> Any:
+    """Return the dataclass field of a part's argument, which `check_argument` checks.
+
+    A default of None is not checked.
+    """
+    known = {"rule": rule, "holds": holds, "whole": whole}
+    return field(default=default, metadata={"argument": known})
 
 
 def check_argument(

@@ -80,7 +80,7 @@ class ModelReplica:
     def change(self, w: Array, message: bytes) -> Array:
         """Return model copy `w` with some values replaced by those in the message."""
         payload = decode(message, layout=self.layout)
-        return self.keep(Copies(self.rounds_values).change(self.model(w), payload))
+        return self.keep(Copies(self.rounds_values).unpack(self.model(w), payload))
 
     def replace(self, message: bytes) -> Array:
         """Return the model copy that a message of all coordinates holds."""
@@ -88,7 +88,7 @@ class ModelReplica:
         if payload.indices is not None:
             n = len(payload.indices)
             raise WireError(f"a whole model must hold all {self.layout.d} coordinates, got {n}")
-        return self.keep(Copies(self.rounds_values).change(np.zeros(self.layout.d, np.float32), payload))
+        return self.keep(Copies(self.rounds_values).unpack(np.zeros(self.layout.d, np.float32), payload))
 
     def digest(self, w: Array) -> int:
         """Return a 64-bit hash of model copy `w`."""
@@ -101,7 +101,7 @@ class ModelReplica:
 
     def whole(self, primary: Primary) -> Whole:
         """Return a broadcast of the server's whole model copy."""
-        payload = Copies(self.rounds_values).whole(self.model(primary.w))
+        payload = Copies(self.rounds_values).pack(self.model(primary.w))
         return primary.whole(self.encode(payload, primary.version), self.digest(primary.w))
 
     def changes(self, primary: Primary, chain: Chain) -> Changes | None:
@@ -114,13 +114,13 @@ class ModelReplica:
         at = np.flatnonzero(changed)
         if not may_be_shorter(len(at), self.layout.d):
             return None
-        payload = Copies(self.rounds_values).changed(self.model(primary.w), at)
+        payload = Copies(self.rounds_values).pack(self.model(primary.w), at)
         return primary.changes(chain.start, self.encode(payload, primary.version), self.digest(primary.w))
 
 
 def begin(x: Array, replica: ModelReplica, generation: int, t: int) -> Primary:
     """Return the server's first model copy, made from model `x`, without a history."""
-    w = replica.keep(Copies(replica.rounds_values).first(x))
+    w = replica.keep(Copies(replica.rounds_values).make(x))
     return Primary.begin(w, generation, t, replica.digest(w))
 
 
@@ -131,10 +131,10 @@ def advance(primary: Primary, x_next: Array, downlink: Downlink, seed: int) -> P
     """
     replica = ModelReplica(downlink.layout, downlink.rounds_values)
     t = primary.version.round
-    made = downlink.send(x_next, replica.model(primary.w), key(seed, t, 0, Purpose.BROADCAST), t)
+    payload, w_next = downlink.send(x_next, replica.model(primary.w), key(seed, t, 0, Purpose.BROADCAST), t)
     sequence = Stamp(primary.version.generation, t + 1).sequence
-    message = encode(made.payload.numpy(), downlink.layout, sequence=sequence, round=t)
-    return primary.advance(message, replica.keep(made.memory), most_bytes=replica.size)
+    message = encode(payload.numpy(), downlink.layout, sequence=sequence, round=t)
+    return primary.advance(message, replica.keep(w_next), most_bytes=replica.size)
 
 
 class PackedBroadcast(NamedTuple):

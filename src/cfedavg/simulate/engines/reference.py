@@ -133,7 +133,7 @@ class ReferenceEngine:
         if not math.isfinite(loss):
             raise NotFinite([client])
         lost = plan.lost(t, client)
-        after_loss = self.channel.restore(made.memory, made.payload) if lost else made.memory
+        after_loss = self.channel.feedback.restore(made.memory, made.payload) if lost else made.memory
         b_sent = self.up.travel(b_K)
         up = self.ledger.replies(t, [client], made.payload)[0] + self.up.bytes(b_sent)
         sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())

@@ -47,7 +47,7 @@ def first_state(plan: Plan, vectors: Vectors) -> State:
     b = _statistics(plan, vectors).travel(b)
     if downlink is None:
         return State(0, x, b, memory=memory)
-    w = downlink.first(x)
+    w = downlink.make(x)
     return State(0, x, b, memory=memory, w=w, downloads=Downloads.none(w))
 
 
@@ -76,12 +76,12 @@ def next_state(
     assert state.w is not None
     assert state.downloads is not None
     try:
-        made = downlink.send(x, state.w, plan.broadcast_key(state.t), state.t)
+        payload, w_next = downlink.send(x, state.w, plan.broadcast_key(state.t), state.t)
     except NotFinite:  # x and w are finite, but x - w overflows
         raise Diverged(state.t, arrived, "the broadcast x - w") from None
-    length, most = measure(made.payload.numpy(), vectors.layout)[0], downlink.size(state.w)
-    downloads = state.downloads.after(state.t, state.w, made.memory, length, arrived, most)
-    return replace(after, w=made.memory, downloads=downloads)
+    length, most = measure(payload.numpy(), vectors.layout)[0], downlink.size(state.w)
+    downloads = state.downloads.after(state.t, state.w, w_next, length, arrived, most)
+    return replace(after, w=w_next, downloads=downloads)
 
 
 def _next_iterate(plan: Plan, state: State) -> tuple[tuple[Tensor, Tensor] | None, float]:
