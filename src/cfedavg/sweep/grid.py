@@ -15,7 +15,7 @@ from typing import Any, Self
 from cfedavg.core.config import EXCLUSIVE, OPTIONS, Config, field_types, parse_toml, refuse_code
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
-from cfedavg.schedule import build_schedule
+from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
 from cfedavg.simulate.run import Observer
 from cfedavg.sweep.cells import COLUMNS, SealedCell, Settings, Study, config_settings, train_cell
@@ -98,7 +98,7 @@ class Grid(Study):
         try:
             for config in self._configs.values():
                 parse_parts(config)
-                build_schedule(config.schedule)
+                SCHEDULES.parse(config.schedule)
             for seed in self.seeds:
                 config.replace(seed=seed)
         except InputError as error:
