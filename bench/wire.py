@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from cfedavg import Config, Layout, decode, decompress, encode, parse
-from cfedavg.compress.numerics import largest
+from cfedavg.compress.numerics import find_largest
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.replica import ModelReplica
@@ -263,7 +263,7 @@ def speeds(layout: Layout, vectors: list[torch.Tensor], comp: float) -> list[str
     messages = [encode(payload, layout) for payload in payloads]
     t = measure({
         "copy": (target.copy_, vectors),
-        "select": (lambda p: largest(p.numpy(), k), vectors),
+        "select": (lambda p: find_largest(p.numpy(), k), vectors),
         "encode": (lambda payload: encode(payload, layout), payloads),
         "decode": (lambda message: decode(message, layout=layout), messages),
         "whole": (lambda p: encode(compressor.compress(p, 1, layout).numpy(), layout), vectors),

@@ -171,22 +171,18 @@ def make_downlink(compressor: Compressor, layout: Layout) -> Downlink | None:
 
 
 def choose_download(
-    d: int,
-    chain: T | None,
-    whole: Callable[[], T],
-    changes: Callable[[], T | None],
-    length: Callable[[T], int],
+    d: int, chain: T | None, whole: Callable[[], T], changes: Callable[[], T | None], size: Callable[[T], int]
 ) -> T:
     """Return the shortest of three downloads of a model of d numbers: chain, whole model or changed values.
 
     `chain` holds the broadcasts that the client missed; None if the server no longer has all of them. The
-    whole model and the changed values are made only if the chain takes more than 2 bits a number. `length`
+    whole model and the changed values are made only if the chain takes more than 2 bits a number. `size`
     gives the bytes of a download.
     """
-    if chain is not None and 4 * length(chain) <= d:
+    if chain is not None and 4 * size(chain) <= d:
         return chain
     found = (chain, whole(), changes())
-    return min((each for each in found if each is not None), key=length)
+    return min((each for each in found if each is not None), key=size)
 
 
 def may_be_shorter(changed: int, d: int) -> bool:

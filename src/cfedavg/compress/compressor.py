@@ -221,8 +221,8 @@ class Blocks:
             if missing := -self.each % self.width:
                 rows = module_of(rows).concatenate([rows, zeros((len(rows), missing), rows)], -1)
             return rows.reshape(self.total, self.width)
-        matrix = zeros((self.total, self.width), values)
-        matrix[self._of_value, self._position % self.width] = values
+        matrix, (_, position, block) = zeros((self.total, self.width), values), self._places
+        matrix[block, position % self.width] = values
         return matrix
 
     def spread(self, of_block: Array) -> Array:
@@ -232,24 +232,20 @@ class Blocks:
             shape = (*rows.shape[:2], self.width)
             spread = module_of(rows).broadcast_to(rows, shape).reshape(len(rows), -1)
             return spread[:, : self.each].reshape(-1)
-        return of_block[self._of_value]
+        return of_block[self._places[2]]
 
     def draws(self, keys: Array) -> Array:
         """Return a pseudo-random number in [0, 1) for each value, drawn from its client's key."""
         if self.each is not None:
             drawn = keyed.bits53(keys[:, None], arange(self.each, keys)).reshape(-1)
         else:
-            drawn = keyed.bits53(keys[self._client], self._position)
+            client, position, _ = self._places
+            drawn = keyed.bits53(keys[client], position)
         return cast(drawn, "float64") / 2.0**53
 
     @cached_property
-    def _client(self) -> Array:
-        return client_of_value(self.offsets)
-
-    @cached_property
-    def _position(self) -> Array:
-        return arange(len(self._client), self.offsets) - self.offsets[self._client]
-
-    @cached_property
-    def _of_value(self) -> Array:
-        return offsets_of(self.per_client)[self._client] + self._position // self.width
+    def _places(self) -> tuple[Array, Array, Array]:
+        """The client of each value, the value's position among its client's values, and its block."""
+        client = client_of_value(self.offsets)
+        position = arange(len(client), client) - self.offsets[client]
+        return client, position, offsets_of(self.per_client)[client] + position // self.width

@@ -1,11 +1,11 @@
 """Sums and the k largest entries, with the same bits for NumPy and torch, on a CPU and on a GPU.
 
-`largest` finds the k entries of largest magnitude on one core: what torch.topk does, many times as fast. Read
-as integers, the bits of magnitudes have the order of the magnitudes. `find_bound` counts a sample of the
-entries in bins by their leading bits. From the counts follows a bound that about k entries reach. `collect`
-finds the entries that reach the bound; if there are fewer than k, all entries are counted for a safe bound.
-`pick` selects the k largest of these entries by a radix select. The bits of NaN and infinity are larger than
-those of all finite numbers, so `pick` finds them too.
+`find_largest` does on one core what torch.topk does, many times as fast. Read as integers, the bits of
+magnitudes have the order of the magnitudes. `find_bound` counts a sample of the entries in bins by their
+leading bits. From the counts follows a bound that about k entries reach. `collect` finds the entries that
+reach the bound; if there are fewer than k, all entries are counted for a safe bound. `pick` selects the k
+largest of these entries by a radix select. The bits of NaN and infinity are larger than those of all finite
+numbers, so `pick` finds them too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS: dict[Any, Any] = {np.dtype(np.float32): np.uint32, np.dtype(np.float64): 
 _INFINITY = {dtype: int(np.array(np.inf, dtype).view(bits)) for dtype, bits in _BITS.items()}
 
 
-def unit_of(magnitude: Array) -> Array:
+def normalise_rows(magnitude: Array) -> Array:
     """Return magnitudes in float64, divided by the largest of their row so that squares do not overflow."""
     xp = module_of(magnitude)
     top = cast(xp.amax(magnitude, axis=-1, keepdims=True), "float64")
@@ -59,12 +59,12 @@ def prefix_sums(values: Array) -> Array:
     return sums
 
 
-def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
+def find_largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
     """Return the increasing indices of the k largest magnitudes, and whether all values are finite.
 
     Of equal magnitudes, the lowest index is taken.
 
-    >>> largest(np.array([3.0, -1.0, 4.0, 1.0, -4.0], np.float32), 2)
+    >>> find_largest(np.array([3.0, -1.0, 4.0, 1.0, -4.0], np.float32), 2)
     (array([2, 4]), True)
     """
     d, bits = len(values), values.view(_BITS[values.dtype])

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from cfedavg.compress.compressor import LARGEST, Blocks, Quantiser
-from cfedavg.compress.numerics import row_sums, unit_of
+from cfedavg.compress.numerics import normalise_rows, row_sums
 from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
 from cfedavg.core.parts import argument
 from cfedavg.core.payload import Floats, Levels
@@ -111,7 +111,7 @@ class QSGD(Quantiser):
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid, magnitude, xp = Blocks(offsets, self.block), abs(cast(values, "float64")), module_of(values)
         packed = grid.pack(magnitude)
-        norm = xp.amax(packed, axis=-1) * sqrt(row_sums(xp.square(unit_of(packed))))
+        norm = xp.amax(packed, axis=-1) * sqrt(row_sums(xp.square(normalise_rows(packed))))
         ratio = _ratio(self.s * magnitude, grid.spread(norm)).clip(max=self.s)
         levels = xp.floor(ratio + grid.draws(keys)).clip(max=self.s)
         fraction = ratio - xp.floor(ratio)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from cfedavg.compress.compressor import Selection, Selector, check_finite
-from cfedavg.compress.numerics import largest, prefix_sums, row_sums, unit_of
+from cfedavg.compress.numerics import find_largest, normalise_rows, prefix_sums, row_sums
 from cfedavg.core import arrays
 from cfedavg.core.arrays import Array, arange, cast, module_of, place
 from cfedavg.core.errors import InputError, NotFinite
@@ -86,7 +86,7 @@ class TopK(Selector):
         if self.comp is None or not _on_cpu(p):
             return super().select(p, keys, layout, t)
         parts = [(part, self._k(part)) for part in self._parts(layout)]
-        found = [[(part.start, *largest(row[part], k)) for part, k in parts] for row in _rows(p)]
+        found = [[(part.start, *find_largest(row[part], k)) for part, k in parts] for row in _rows(p)]
         if bad := [i for i, of_row in enumerate(found) if not all(finite for _, _, finite in of_row)]:
             raise NotFinite(bad)
         return _pick(p, [_join([start + indices for start, indices, _ in of_row]) for of_row in found])
@@ -100,7 +100,7 @@ class TopK(Selector):
             k = self._k(part)
             return _keep_largest(magnitude, arrays.kth_largest(magnitude, k), k)
         ascending = arrays.sort_rows(magnitude)
-        lost = prefix_sums(module_of(p).square(unit_of(ascending)))
+        lost = prefix_sums(module_of(p).square(normalise_rows(ascending)))
         drop = (lost * self.snr <= lost[:, -1:]).sum(-1)[:, None]
         smallest = arrays.gather(ascending, drop.clip(max=p.shape[1] - 1))
         return _keep_largest(magnitude, smallest, p.shape[1] - drop)
@@ -152,7 +152,7 @@ class Threshold(Selector):
     lam: float = argument(f"from {1 / _LARGE:g} to below 1", lambda lam: 1 / _LARGE <= lam < 1)
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        square = module_of(p).square(unit_of(abs(p)))
+        square = module_of(p).square(normalise_rows(abs(p)))
         return (square * p.shape[1] >= self.lam**2 * row_sums(square)[:, None]) & (p != 0)
 
     def gamma(self, layout: Layout) -> float:
@@ -173,7 +173,7 @@ class Proportional(Selector):
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
         draws = bits53(keys[:, None], arange(p.shape[1], p))
-        return draws < self.probabilities(unit_of(abs(p))) * 2.0**53
+        return draws < self.probabilities(normalise_rows(abs(p))) * 2.0**53
 
     def probabilities(self, magnitude: Array) -> Array:
         """Return the probabilities q for magnitudes of shape (n, d).
