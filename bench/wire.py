@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from cfedavg import Config, Layout, decode, decompress, encode, parse
-from cfedavg.compress.largest import largest
+from cfedavg.compress.numerics import find_largest
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.replica import ModelReplica
@@ -227,7 +227,7 @@ def chain_columns(layout: Layout, x: torch.Tensor) -> list[str]:
     compressor, noise = parse("topk(0.97) >> int3(256)"), torch.Generator().manual_seed(1)
     made = [compressor.compress(torch.randn(layout.d, generator=noise), 1, layout).numpy() for _ in range(10)]
     messages = [encode(payload, layout) for payload in made]
-    replica = ModelReplica(layout, rounds=True)
+    replica = ModelReplica(layout, rounds_values=True)
     vectors = [x.numpy().copy() for _ in range(math.ceil(MEMORY / (4 * layout.d)))]
     copies = [replica.keep(vector) for vector in vectors]
     target = np.empty_like(vectors[0])
@@ -262,7 +262,7 @@ def speeds(layout: Layout, vectors: list[torch.Tensor], comp: float) -> list[str
     messages = [encode(payload, layout) for payload in payloads]
     t = measure({
         "copy": (target.copy_, vectors),
-        "select": (lambda p: largest(p.numpy(), k), vectors),
+        "select": (lambda p: find_largest(p.numpy(), k), vectors),
         "encode": (lambda payload: encode(payload, layout), payloads),
         "decode": (lambda message: decode(message, layout=layout), messages),
         "whole": (lambda p: encode(compressor.compress(p, 1, layout).numpy(), layout), vectors),

@@ -18,7 +18,7 @@ from cfedavg.core.payload import Floats, Payload
 from cfedavg.federate.client import Client
 from cfedavg.federate.protocol import Request
 from cfedavg.federate.server import Server
-from cfedavg.feedback import Books, Feedback
+from cfedavg.feedback import Feedback, LawTerms
 from cfedavg.optimise.server import ServerSGD
 from tests.faults import CLIENTS, KEPT, RATES, Broken, D, Fate, Model, World
 
@@ -67,7 +67,7 @@ class Sender:
         return pack(made.payload), made.memory
 
     def restore(self, memory: np.ndarray, message: bytes) -> np.ndarray:
-        return self.channel.restore(memory, unpack(message))
+        return self.channel.feedback.restore(memory, unpack(message))
 
 
 class FeedbackWorld(World):
@@ -115,14 +115,14 @@ class FeedbackWorld(World):
             raise Broken(f"seed {self.seed}: something is still on the way")
 
     def check(self, name: str) -> None:
-        books = Books(
+        terms = LawTerms(
             self.fates[name].made,
             self.disk.x.sums[name],
             self.on_the_way(name),
             self.forgone[name],
             self.clients[name].memory,
         )
-        if abs(self.feedback.imbalance(books)).max() > self.tolerance:
+        if abs(self.feedback.imbalance(terms)).max() > self.tolerance:
             raise Broken(f"seed {self.seed}, round {self.now}: {name}")
         if self.feedback.mirrors_clients:
             applied = sum(self.disk.x.sums.values())

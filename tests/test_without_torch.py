@@ -107,18 +107,18 @@ from cfedavg.wire import decode, encode
 layout, draw = Layout.flat(300), np.random.default_rng(0).standard_normal
 for text in ("topk(0.9)", "topk(0.9) >> int3(64)", "rd(0.9) >> bf16"):
     downlink = Downlink(parse(text), layout)
-    w = downlink.first(draw(300).astype(np.float32))
-    made = downlink.send(w + draw(300).astype(np.float32), w, key=7)
-    message = encode(made.payload, layout)
-    known = Downloads.none(w).after(0, w, made.memory, len(message), [0], 100)
+    w = downlink.make(draw(300).astype(np.float32))
+    payload, w_next = downlink.send(w + draw(300).astype(np.float32), w, key=7)
+    message = encode(payload, layout)
+    known = Downloads.none(w).after(0, w, w_next, len(message), [0], 100)
     at = np.flatnonzero(known.changed)
     ways = [
         downlink.receive(w, decode(message, layout=layout)),
-        downlink.change(w, decode(encode(downlink.changed(made.memory, at), layout), layout=layout)),
-        downlink.change(0 * w, decode(encode(downlink.whole(made.memory), layout), layout=layout)),
+        downlink.unpack(w, decode(encode(downlink.pack(w_next, at), layout), layout=layout)),
+        downlink.unpack(0 * w, decode(encode(downlink.pack(w_next), layout), layout=layout)),
     ]
-    assert {each.tobytes() for each in ways} == {made.memory.tobytes()} != {w.tobytes()}, text
-    counted = known.count(1, [0, 1], made.memory, downlink, lambda count: count)
+    assert {each.tobytes() for each in ways} == {w_next.tobytes()} != {w.tobytes()}, text
+    counted = known.count(1, [0, 1], w_next, downlink, lambda count: count)
     assert counted[1]().kind == "whole" and 0 < counted[0]().bytes <= len(message)
 assert "torch" not in sys.modules
 print("done")

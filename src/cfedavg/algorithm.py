@@ -1,19 +1,33 @@
 """Algorithm 1 (CFedAvg) on one page. Read this module first, then `channel.py`.
 
-In round t the server sends the model x to the clients. Client i does K_i local steps from x (lines 5 to 9,
-`optimise/local.py`) and ends at x_K. Then:
+In round t the server broadcasts the model x. Client i does K_i local steps from x and ends at x_K (lines 5
+to 9, `optimise/local.py`). Then:
 
-    g           = x_K - x   or   (x_K - x) / K_i               lines 10, 11   local_update
-    p           = g + e                                        line 12        Channel.send
-    payload     = C(p)                                         lines 13, 14   Channel.send
-    e_next      = p - C(p)                                     line 15        Channel.send
-    delta_tilde = mean of C(p) over the clients                lines 17, 18   average
-    x_next      = x + eta * delta_tilde                        line 19        Aggregator.step
+    g           = x_K - x   or   (x_K - x) / K_i          lines 10, 11   local_update
+    p           = g + e                                   line 12        Channel.send
+    payload     = C(p)                                    lines 13, 14   Channel.send
+    e_next      = p - C(p)                                line 15        Channel.send
+    delta_tilde = mean of C(p) over the clients           lines 17, 18   average
+    x_next      = x + eta * delta_tilde                   line 19        Aggregator.step
 
 What the compressor C drops stays in the client's residual e and is sent later. So x + eta * mean(e), the
 model with all residuals added, moves as it would without compression (the paper's Iterative Step lemma).
 
-Four parts can be exchanged: the compressor C, the feedback (lines 12 and 15), the local optimiser (line 7)
+One round of two clients, in which C sends one of two numbers:
+
+    >>> from cfedavg import Channel, Layout, parse
+    >>> from cfedavg.feedback import ErrorFeedback
+    >>> from cfedavg.optimise.server import ServerSGD
+    >>> channel = Channel(parse("topk(0.5)"), ErrorFeedback(), Layout.flat(2))
+    >>> server = Aggregator(ErrorFeedback(), ServerSGD())
+    >>> x, e = np.zeros(2), np.zeros((2, 2))  # the model, and a residual for each client
+    >>> x_K = np.array([[2.0, 4.0], [6.0, 0.0]])  # the model of each client after its local steps
+    >>> sent = channel.send(local_update(x, x_K, K=1, update="sum"), e, key=np.arange(2))
+    >>> x_next, _ = server.step(x, server.init(x), [(sent.payload, [1.0, 1.0])], everyone=2.0, eta=1.0)
+    >>> x_next.tolist(), sent.memory.tolist()
+    ([3.0, 2.0], [[2.0, 0.0], [0.0, 0.0]])
+
+Four parts can be exchanged: the compressor C, the feedback (lines 12 and 15), the local optimiser (line 8)
 and the server optimiser (line 19). A simulation uses torch tensors; a client without torch uses NumPy arrays.
 """
 
@@ -30,6 +44,8 @@ from cfedavg.core.payload import Payload
 from cfedavg.feedback import Feedback, Weights
 from cfedavg.optimise import ServerOptimiser
 
+Weighted = tuple[Payload, Sequence[float]]  # the payload of a block of clients, and a weight for each client
+
 
 def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
     """Return g, a client's update: x_K - x if `update` is "sum" (line 10), else (x_K - x) / K (line 11).
@@ -41,13 +57,12 @@ def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
         return x_K - x if update == "sum" else (x_K - x) / K
 
 
-def average(like: Array, payloads: Iterable[tuple[Payload, Sequence[float]]]) -> tuple[Array, float]:
+def average(like: Array, payloads: Iterable[Weighted]) -> tuple[Array, float]:
     """Return delta_tilde, the weighted mean of the payloads (lines 17 and 18), and the sum of the weights.
 
-    Each payload, of a client or of a block of clients, comes with a weight for each client; a weight of 0
-    leaves the client out. The cost grows with the number of coordinates received. Payloads are added in the
-    order given, so equal payloads give an equal mean, bit for bit. The mean has the length, dtype and device
-    of `like`.
+    A weight of 0 leaves a client out. The time grows with the number of coordinates received. Payloads are
+    added in the order given, so equal payloads give an equal mean, bit for bit. The mean has the length,
+    dtype and device of `like`.
     """
     total, weight = zeros(like.shape, like), 0.0
     for payload, weights in payloads:
@@ -60,6 +75,44 @@ def average(like: Array, payloads: Iterable[tuple[Payload, Sequence[float]]]) ->
             add_in_order(total, payload.indices, values * shares[client_of_value(payload.offsets)])
         weight += sum(weights)
     return total / weight if weight else total, weight
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """The server's part of Algorithm 1, lines 17 to 19: from the payloads of a round to the next model."""
+
+    feedback: Feedback
+    optimiser: ServerOptimiser
+
+    def init(self, x: Array) -> ServerMemory:
+        """Return the server's memory before the first round."""
+        return ServerMemory(0 * x if self.feedback.keeps_server_memory else None, self.optimiser.init(x))
+
+    def step(
+        self,
+        x: Array,
+        memory: ServerMemory,
+        payloads: Iterable[Weighted],
+        *,
+        everyone: float,
+        eta: float,
+        scale: float = 1.0,
+        t: int = 0,
+    ) -> tuple[Array, ServerMemory]:
+        """Return the next model and the next memory; return `x` and `memory` if no payload has a weight.
+
+        `everyone` is the sum of the weights of all clients. `scale` multiplies the mean update; it undoes the
+        division by K_i in line 11.
+        """
+        delta_tilde, arrived = average(x, payloads)
+        if not arrived:
+            return x, memory
+        delta, feedback = self.feedback.receive(delta_tilde, memory.feedback, Weights(arrived, everyone))
+        delta = delta if scale == 1 else scale * delta
+        x_next, state = self.optimiser.step(x, delta, memory.optimiser, eta, t)
+        # A user's feedback or optimiser may compute in another dtype; clients and files need the dtype of x.
+        state = {name: cast_like(vector, x) for name, vector in state.items()}
+        return cast_like(x_next, x), ServerMemory(None if feedback is None else cast_like(feedback, x), state)
 
 
 @dataclass(frozen=True)
@@ -79,50 +132,3 @@ class ServerMemory:
         """Return the memory with these vectors, named as `vectors()` names them."""
         rest = {name.removeprefix("optimiser."): each for name, each in vectors.items() if name != "feedback"}
         return cls(vectors.get("feedback"), rest)
-
-
-@dataclass(frozen=True)
-class Aggregator:
-    """The server's part of Algorithm 1, lines 17 to 19: from the payloads of a round to the next model."""
-
-    feedback: Feedback
-    optimiser: ServerOptimiser
-
-    def init(self, x: Array) -> ServerMemory:
-        """Return the server's memory before the first round."""
-        return ServerMemory(0 * x if self.feedback.keeps_server_memory else None, self.optimiser.init(x))
-
-    def step(
-        self,
-        x: Array,
-        memory: ServerMemory,
-        payloads: Iterable[tuple[Payload, Sequence[float]]],
-        *,
-        everyone: float,
-        eta: float,
-        scale: float = 1.0,
-        t: int = 0,
-    ) -> tuple[Array, ServerMemory]:
-        """Return the next model and the next memory; return `x` and `memory` if no payload has a weight.
-
-        `everyone` is the sum of the weights of all clients. `scale` multiplies the mean update; it undoes the
-        division by K_i in line 11.
-
-        >>> from cfedavg.compress import parse
-        >>> from cfedavg.feedback import NoFeedback
-        >>> from cfedavg.optimise.server import ServerSGD
-        >>> aggregator = Aggregator(NoFeedback(), ServerSGD())
-        >>> payload = parse("none").compress(np.array([2.0, 4.0]), key=0)
-        >>> x, _ = aggregator.step(np.zeros(2), ServerMemory(), [(payload, [1.0])], everyone=1.0, eta=0.5)
-        >>> x.tolist()
-        [1.0, 2.0]
-        """
-        delta_tilde, arrived = average(x, payloads)
-        if not arrived:
-            return x, memory
-        delta, feedback = self.feedback.receive(delta_tilde, memory.feedback, Weights(arrived, everyone))
-        delta = delta if scale == 1 else scale * delta
-        x_next, state = self.optimiser.step(x, delta, memory.optimiser, eta, t)
-        # A user's feedback or optimiser may compute in another dtype; clients and files need the dtype of x.
-        state = {name: cast_like(vector, x) for name, vector in state.items()}
-        return cast_like(x_next, x), ServerMemory(None if feedback is None else cast_like(feedback, x), state)

@@ -22,17 +22,15 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from cfedavg.compress import Compressor, Everything, minus, plus, values_of
-from cfedavg.core import arrays
-from cfedavg.core.arrays import Array, arange, cast_like, dtype_of, norm2
+from cfedavg.compress import FLOATS, Compressor, Everything, minus, plus, values_of
+from cfedavg.core.arrays import Array, arange, cast, cast_like, copy, dtype_of, norm2, round_to_bf16, to_bf16
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Payload
-from cfedavg.feedback import EF21, Feedback
+from cfedavg.feedback import Feedback
 
 T = TypeVar("T")
 SPIKE = 1024  # the largest norm / `max_norm`; float32 is too coarse to send a larger vector in shares
 KEPT = 1024  # the most broadcasts that a server keeps; a client that missed an older one gets the whole model
-FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
 
 
 class TooLarge(ArithmeticError):
@@ -100,63 +98,39 @@ class Channel:
             sent = math.sqrt(norm2(values_of(payload)))
         return payload
 
-    def restore(self, memory: Array, payload: Payload) -> Array:
-        """Return the client's memory after `payload` was sent and got lost."""
-        return self.feedback.restore(memory, payload)
-
-
-@dataclass(frozen=True)
-class _CopyFeedback(EF21):
-    """EF21 whose memory is the model copy; with `rounds`, the model copy is rounded to bf16 numbers."""
-
-    rounds: bool = False
-
-    def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
-        return _to_grid(plus(memory, sent), self.rounds)
-
-
-def _to_grid(w: Array, rounds: bool) -> Array:
-    """Return w with 0 in the place of -0; with `rounds`, rounded to bf16 numbers."""
-    return (arrays.round_to_bf16(w) if rounds else w) + 0
-
 
 class Copies:
-    """The operations on a model copy, for server and clients; with `rounds`, results are bf16 numbers."""
+    """The operations on model copies, for server and clients; with `rounds_values`, in bf16 numbers."""
 
-    def __init__(self, rounds: bool) -> None:
-        self.rounds = rounds
+    def __init__(self, rounds_values: bool) -> None:
+        self.rounds_values = rounds_values
 
-    def first(self, x: Array) -> Array:
-        """Return the first copy of model x, which every client downloads whole."""
-        return _to_grid(x, self.rounds)
-
-    def size(self, w: Array) -> int:
-        """Return how many bytes model copy w takes on disk."""
-        return len(w) * (2 if self.rounds else w.dtype.itemsize)
+    def make(self, x: Array) -> Array:
+        """Return a copy of model x: with 0 for -0 and, with `rounds_values`, rounded to bf16 numbers."""
+        return (round_to_bf16(x) if self.rounds_values else x) + 0
 
     def receive(self, w: Array, payload: Payload) -> Array:
         """Return the model copy after w, given the payload of a broadcast."""
-        return cast_like(_to_grid(plus(w, payload), self.rounds), w)
+        return cast_like(self.make(plus(w, payload)), w)
 
-    def whole(self, w: Array) -> Payload:
-        """Return a payload with all coordinates of model copy w."""
-        return Payload(len(w), len(w) * arange(2, w), None, self._values(w))
+    def size(self, w: Array) -> int:
+        """Return how many bytes model copy w takes on disk."""
+        return len(w) * (2 if self.rounds_values else w.dtype.itemsize)
 
-    def changed(self, w: Array, at: Array) -> Payload:
-        """Return a payload with the values of model copy w at the coordinates `at`."""
-        return Payload(len(w), len(at) * arange(2, w), at, self._values(w[at]))
+    def pack(self, w: Array, at: Array | None = None) -> Payload:
+        """Return a payload with the values of model copy w at the coordinates `at`; of all, if None."""
+        values = w if at is None else w[at]
+        floats = Floats(values, FLOATS[dtype_of(w)])
+        if self.rounds_values:
+            floats = Floats(to_bf16(cast(values, "float32")), "bf16")
+        return Payload(len(w), len(values) * arange(2, w), at, floats)
 
-    def _values(self, w: Array) -> Floats:
-        if self.rounds:
-            return Floats(arrays.to_bf16(arrays.cast(w, "float32")), "bf16")
-        return Floats(w, FLOATS[dtype_of(w)])
-
-    def change(self, w: Array, payload: Payload) -> Array:
-        """Return model copy w with the values of `payload`, which `whole` or `changed` made."""
+    def unpack(self, w: Array, payload: Payload) -> Array:
+        """Return model copy w with the values of `payload`, which `pack` made, in the place of its own."""
         values = cast_like(values_of(payload), w)
         if payload.indices is None:
             return values
-        w_next = arrays.copy(w)
+        w_next = copy(w)
         w_next[payload.indices] = values
         return w_next
 
@@ -168,8 +142,8 @@ class Downlink(Copies):
     >>> import numpy as np
     >>> from cfedavg.compress import parse
     >>> downlink = Downlink(parse("topk(0.5)"), Layout.flat(2))
-    >>> made = downlink.send(np.array([1.0, 3.0]), np.array([0.5, 1.0]), key=0)
-    >>> made.memory.tolist(), downlink.receive(np.array([0.5, 1.0]), made.payload).tolist()
+    >>> payload, w_next = downlink.send(np.array([1.0, 3.0]), np.array([0.5, 1.0]), key=0)
+    >>> w_next.tolist(), downlink.receive(np.array([0.5, 1.0]), payload).tolist()
     ([0.5, 3.0], [0.5, 3.0])
     """
 
@@ -177,13 +151,16 @@ class Downlink(Copies):
     layout: Layout
 
     @property
-    def rounds(self) -> bool:  # type: ignore[override]
+    def rounds_values(self) -> bool:  # type: ignore[override]
         """Whether the compressor rounds values; if so, model copies are rounded to bf16 numbers."""
-        return self.compressor.rounds
+        return self.compressor.rounds_values
 
-    def send(self, x: Array, w: Array, key: int | Array, t: int = 0) -> Outgoing:
-        """Return the broadcast of model x minus model copy w; its `memory` is the next model copy."""
-        return Channel(self.compressor, _CopyFeedback(self.rounds), self.layout).send(x, w, key, t)
+    def send(self, x: Array, w: Array, key: int | Array, t: int = 0) -> tuple[Payload, Array]:
+        """Return C(x - w), the payload that moves model copy w towards model x, and the next model copy."""
+        with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses NaN and Inf
+            p = x - w
+        payload = self.compressor.compress(p, key, self.layout, t)
+        return payload, self.receive(w, payload)
 
 
 def make_downlink(compressor: Compressor, layout: Layout) -> Downlink | None:
@@ -194,22 +171,18 @@ def make_downlink(compressor: Compressor, layout: Layout) -> Downlink | None:
 
 
 def choose_download(
-    d: int,
-    chain: T | None,
-    whole: Callable[[], T],
-    changes: Callable[[], T | None],
-    length: Callable[[T], int],
+    d: int, chain: T | None, whole: Callable[[], T], changes: Callable[[], T | None], size: Callable[[T], int]
 ) -> T:
     """Return the shortest of three downloads of a model of d numbers: chain, whole model or changed values.
 
     `chain` holds the broadcasts that the client missed; None if the server no longer has all of them. The
-    whole model and the changed values are made only if the chain takes more than 2 bits a number. `length`
+    whole model and the changed values are made only if the chain takes more than 2 bits a number. `size`
     gives the bytes of a download.
     """
-    if chain is not None and 4 * length(chain) <= d:
+    if chain is not None and 4 * size(chain) <= d:
         return chain
     found = (chain, whole(), changes())
-    return min((each for each in found if each is not None), key=length)
+    return min((each for each in found if each is not None), key=size)
 
 
 def may_be_shorter(changed: int, d: int) -> bool:

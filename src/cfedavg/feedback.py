@@ -2,20 +2,20 @@
 
 A feedback is a set of pure functions. The client calls these around the compressor C:
 
-    x_0    = start(x, memory, shared)              the point where local steps begin
-    p      = outgoing(g, memory, shared)           line 12: the vector to compress
-    left   = p - C(p)                              what the compressor did not send
+    x_0         = start(x, memory, shared)         the model where local steps begin
+    p           = outgoing(g, memory, shared)      line 12: the vector to compress
+    left        = p - C(p)                         what the compressor did not send
     memory_next = remember(left, C(p), memory)     line 15
-    memory = restore(memory, C(p))                 if the reply got lost
+    memory      = restore(memory, C(p))            if the reply got lost
 
 The server calls these around the average:
 
     delta, memory_next = receive(mean of C(p), memory, weights)
-    shared = broadcast(memory)                     what the server broadcasts beside the model
+    shared             = broadcast(memory)         what the server broadcasts beside the model
 
 `memory` is a vector (d,), or a block (n, d) of n clients; None if the feedback keeps no memory.
 Arrays may be NumPy arrays or torch tensors. Each feedback states its law: an equation that holds even if
-replies get lost. `imbalance` is the vector that is zero by the law; tests with lost replies compute it.
+replies get lost. `imbalance` returns a vector that is zero if the law holds, which tests check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import ClassVar, NamedTuple
 
 from cfedavg.compress import minus, plus
 from cfedavg.core.arrays import Array
-from cfedavg.core.parts import Part, Registry, check_argument
+from cfedavg.core.parts import Part, Registry, argument
 from cfedavg.core.payload import Payload
 
 
@@ -36,12 +36,12 @@ class Weights(NamedTuple):
     everyone: float
 
 
-class Books(NamedTuple):
+class LawTerms(NamedTuple):
     """The terms of a feedback's law for one client: sums over all rounds, and the client's present memory."""
 
     computed: Array  # the sum of the updates g
     applied: Array  # the sum of the decompressed payloads that are in the server's model
-    pending: Array  # the last payload, if the client does not know whether it is in the model
+    pending: Array  # the last payload, if the client does not know whether the server applied it
     forgone: Array  # the sum of what `remember` dropped for good
     memory: Array
 
@@ -74,7 +74,7 @@ class Feedback(Part):
         return type(self).broadcast is not Feedback.broadcast
 
     def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
-        """Return the point where a client's local steps begin, given the broadcast model x."""
+        """Return the model where a client's local steps begin, given the broadcast model x."""
         return x
 
     def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
@@ -101,8 +101,8 @@ class Feedback(Part):
         """Return the part of `left`, p - C(p), that is never sent later."""
         return 0 * left
 
-    def imbalance(self, books: Books) -> Array:
-        """Return the vector that is zero by this feedback's law."""
+    def imbalance(self, terms: LawTerms) -> Array:
+        """Return a vector that is zero if this feedback's law holds."""
         raise NotImplementedError
 
 
@@ -116,8 +116,8 @@ class NoFeedback(Feedback):
     def forgone(self, left: Array) -> Array:
         return left
 
-    def imbalance(self, books: Books) -> Array:
-        return books.memory
+    def imbalance(self, terms: LawTerms) -> Array:
+        return terms.memory
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,12 @@ class ErrorFeedback(Feedback):
 
     p = g + e and e_next = decay * (p - C(p)). With decay = 1 these are lines 12 and 15 of Algorithm 1. A
     decay below 1 keeps the residual e from growing, and drops (1 - decay) (p - C(p)) for good in every round.
-    Channel has an example.
     """
 
     name: ClassVar[str] = "ef"
     examples: ClassVar[tuple[str, ...]] = ("ef", "ef(decay=0.95)")
     law: ClassVar[str] = "updates = applied + pending + residual + forgone, bitwise for decay = 1"
-    decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_argument("decay", self.decay, "above 0 and at most 1", lambda decay: 0 < decay <= 1)
+    decay: float = argument("above 0 and at most 1", lambda decay: 0 < decay <= 1, 1.0)
 
     def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
         return g + memory
@@ -149,8 +145,8 @@ class ErrorFeedback(Feedback):
     def forgone(self, left: Array) -> Array:
         return (1 - self.decay) * left
 
-    def imbalance(self, books: Books) -> Array:
-        return books.computed - books.applied - books.pending - books.forgone - books.memory
+    def imbalance(self, terms: LawTerms) -> Array:
+        return terms.computed - terms.applied - terms.pending - terms.forgone - terms.memory
 
 
 @dataclass(frozen=True)
@@ -189,8 +185,8 @@ class EF21(Feedback):
         total = total if memory is None else memory + total
         return total / weights.everyone, total
 
-    def imbalance(self, books: Books) -> Array:
-        return books.memory - books.applied - books.pending
+    def imbalance(self, terms: LawTerms) -> Array:
+        return terms.memory - terms.applied - terms.pending
 
 
 _ALL = (ErrorFeedback, EF21, NoFeedback)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import ClassVar, TypeVar
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, uniform
-from cfedavg.core.parts import Range, build, check_argument
+from cfedavg.core.parts import Part, Range, Registry, argument
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
+
+Fact = TypeVar("Fact")
+UNKNOWN = 2**53  # stands for K_i of a real client with a deadline: its speed is not known before the run
+_above_0 = partial(argument, "a finite number above 0", lambda number: 0 < number < math.inf)
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,10 @@ class Setting:
     L: float | None
 
 
-class Schedule:
+class Schedule(Part):
     """The base class of schedules. A subclass must define `eta_local`."""
 
-    update: str | None = None  # the value of the option `update` that the schedule's rates assume
+    update: ClassVar[str | None] = None  # the value of the option `update` that the schedule's rates assume
 
     def eta_local(self, t: int, s: Setting) -> float:
         """Return eta_L, the local rate, in round t."""
@@ -42,10 +47,20 @@ class Schedule:
         """Return the global rate that the schedule prescribes, or None."""
         return None
 
+    def _need(self, fact: Fact | None, what: str) -> Fact:
+        if fact is None:
+            raise InputError(f"`schedule` {self} needs {what}")
+        return fact
+
+    def _L(self, s: Setting) -> float:
+        return self._need(s.L, "`smoothness`, the constant L")
+
 
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The same local rate eta_L in every round."""
+
+    name: ClassVar[str] = "constant"
 
     def eta_local(self, t: int, s: Setting) -> float:
         return s.eta_local
@@ -55,10 +70,8 @@ class Constant(Schedule):
 class Decaying(Schedule):
     """A local rate that falls with round t: eta_L / sqrt(1 + t/a)."""
 
-    a: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_offset(self.a)
+    name: ClassVar[str] = "decaying"
+    a: float = _above_0(1.0)
 
     def eta_local(self, t: int, s: Setting) -> float:
         return s.eta_local / math.sqrt(1 + t / self.a)
@@ -68,26 +81,29 @@ class Decaying(Schedule):
 class Corollary1(Schedule):
     """The rates of Corollary 1, equal in all T rounds: eta_L = 1/(sqrt(T) K L), eta = sqrt(K m)."""
 
-    update = "sum"
+    name: ClassVar[str] = "corollary1"
+    update: ClassVar[str | None] = "sum"
+
+    def _K(self, s: Setting) -> int:
+        words = "the same number of local steps for all clients; if clients differ, use corollary3"
+        return self._need(s.K, words)
 
     def eta_local(self, t: int, s: Setting) -> float:
-        return 1 / (math.sqrt(s.T) * _equal_K(s, self) * _smoothness(s, self))
+        return 1 / (math.sqrt(s.T) * self._K(s) * self._L(s))
 
     def eta(self, s: Setting) -> float | None:
-        return math.sqrt(_equal_K(s, self) * s.m)
+        return math.sqrt(self._K(s) * s.m)
 
 
 @dataclass(frozen=True)
 class Corollary2(Corollary1):
     """The rates of Corollary 2 for any number of rounds: eta_L = 1/(sqrt(t + a) K L), eta = sqrt(K m)."""
 
-    a: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_offset(self.a)
+    name: ClassVar[str] = "corollary2"
+    a: float = _above_0(1.0)
 
     def eta_local(self, t: int, s: Setting) -> float:
-        return 1 / (math.sqrt(t + self.a) * _equal_K(s, self) * _smoothness(s, self))
+        return 1 / (math.sqrt(t + self.a) * self._K(s) * self._L(s))
 
 
 @dataclass(frozen=True)
@@ -98,15 +114,12 @@ class Corollary3(Schedule):
     run, and must be at most K_min.
     """
 
-    update = "mean"
-    k_min: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.k_min is not None:
-            check_argument("k_min", self.k_min, "of 1 or more", lambda k_min: k_min >= 1, integer=True)
+    name: ClassVar[str] = "corollary3"
+    update: ClassVar[str | None] = "mean"
+    k_min: int | None = argument("of 1 or more", lambda k_min: k_min >= 1, None, integer=True)
 
     def eta_local(self, t: int, s: Setting) -> float:
-        return 1 / (math.sqrt(s.T) * _smoothness(s, self))
+        return 1 / (math.sqrt(s.T) * self._L(s))
 
     def eta(self, s: Setting) -> float | None:
         k_min = self.k_min or s.K_min
@@ -124,35 +137,7 @@ class Corollary3(Schedule):
 
 
 _ALL = (Constant, Decaying, Corollary1, Corollary2, Corollary3)
-SCHEDULES: dict[str, Any] = {each.__name__.lower(): each for each in _ALL}
-
-
-def build_schedule(text: str) -> Schedule:
-    """Return the schedule that a text such as `decaying(a=10)` names."""
-    made: Schedule = build(text, SCHEDULES, Schedule, "schedule", trust=True)
-    return made
-
-
-def _check_offset(a: float) -> None:
-    check_argument("a", a, "a finite number above 0", lambda a: 0 < a < math.inf)
-
-
-def _smoothness(s: Setting, schedule: Schedule) -> float:
-    if s.L is None:
-        raise InputError(f"`schedule` {type(schedule).__name__.lower()} needs `smoothness`, the constant L")
-    return s.L
-
-
-def _equal_K(s: Setting, schedule: Schedule) -> int:
-    if s.K is None:
-        raise InputError(
-            f"`schedule` {type(schedule).__name__.lower()} needs the same number of local steps for all "
-            "clients; if clients differ, use corollary3"
-        )
-    return s.K
-
-
-UNKNOWN = 2**53  # stands for K_i of a real client with a deadline: its speed is not known before the run
+SCHEDULES: Registry[Schedule] = Registry("schedule", Schedule, {each.name: each for each in _ALL})
 
 
 class Steps:
@@ -164,24 +149,26 @@ class Steps:
 
     def __init__(self, config: Config, samples: list[int], speed: list[float]) -> None:
         self._seed = config.seed
-        self._range: Range | None = config.per_client("local_steps")
-        self._fixed: list[int] = []
         if config.local_epochs is not None:
-            per_epoch = [math.ceil(n / config.batch_size) for n in samples]
-            self._fixed = [config.local_epochs * steps for steps in per_epoch]
+            each = [config.local_epochs * math.ceil(n / config.batch_size) for n in samples]
         elif config.deadline is not None:
             # The factor makes up for rounding: 0.29 s at 100 steps a second is 28.999999999999996 steps.
-            self._fixed = [math.floor(min(config.deadline * s * (1 + 1e-12), UNKNOWN)) for s in speed]
-        elif self._range is not None and self._range.each:
-            self._fixed = [int(k) for k in self._range.each]
+            each = [math.floor(min(config.deadline * s * (1 + 1e-12), UNKNOWN)) for s in speed]
+        else:
+            each = []
+        given = Range(min(each), max(each), tuple(each)) if each else config.per_client("local_steps")
+        assert given is not None  # Config sees to it that one of the three options is given
+        self._range: Range = given
 
     def at(self, t: int, client: int) -> int:
         """Return the number of local steps that a client does in round t."""
-        if self._fixed:
-            return self._fixed[client]
-        assert self._range is not None
-        u = float(uniform(key(self._seed, t, client, Purpose.STEPS), 1)[0])
-        return int(self._range.at(client, u))
+        drawn = 0.0 if self._range.each else uniform(key(self._seed, t, client, Purpose.STEPS), 1)[0]
+        return int(self._range.at(client, float(drawn)))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest number of local steps that any client can do in any round."""
+        return int(self._range.low), int(self._range.high)
 
     @property
     def equal(self) -> int | None:
@@ -190,27 +177,21 @@ class Steps:
         return low if low == high < UNKNOWN else None
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        """The least and the largest number of local steps that any client can do in any round."""
-        if self._fixed:
-            return min(self._fixed), max(self._fixed)
-        assert self._range is not None
-        return int(self._range.low), int(self._range.high)
+    def _busy(self) -> list[int]:
+        """K_i of each client with at least one step; empty if K_i is not given per client."""
+        return [int(K) for K in self._range.each if K > 0]
 
     @property
     def least(self) -> int | None:
         """The least K_i among clients with at least one step; None if it is not known before the run."""
-        low = min((K for K in self._fixed if K > 0), default=self.bounds[0])
+        low = min(self._busy, default=self.bounds[0])
         return low if low < UNKNOWN else None
 
     @property
     def mean(self) -> float:
         """The mean K_i over clients with at least one step."""
-        if self._fixed:
-            busy = [K for K in self._fixed if K > 0]
-            return sum(busy) / len(busy)
-        assert self._range is not None
-        return self._range.mean()
+        busy = self._busy
+        return sum(busy) / len(busy) if busy else self._range.mean()
 
 
 @dataclass(frozen=True)
@@ -238,7 +219,7 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
     default eta or `scale` undoes the division by K_i.
     """
     optimiser = SERVER_OPTIMISERS.parse(config.server_optimiser)
-    schedule = build_schedule(config.schedule)
+    schedule = SCHEDULES.parse(config.schedule)
     if steps.bounds[1] == 0:
         raise InputError("`deadline` must give at least one client time for one local step; make it longer")
     setting = Setting(

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from cfedavg.core.arrays import dtype_of
 from cfedavg.core.errors import InputError, NotFinite, summarise_error
 from cfedavg.core.fingerprint import fingerprint_data, fingerprint_model
 
@@ -89,11 +90,9 @@ class Task:
         for name, function in (("loss", self.loss), ("metric", self.metric)):
             if not callable(function):
                 raise InputError(f"Task.{name} must be a function of (model, batch), got {_kind(function)}")
-        object.__setattr__(self, "clients", _client_samples(self.clients))
+        object.__setattr__(self, "clients", _read_clients(self.clients))
         if self.test is not None:
             object.__setattr__(self, "test", as_samples(self.test, "Task.test"))
-            if not len(self.test):
-                raise InputError("Task.test has no samples: leave it out or give at least one")
         if self.test_parts is not None:
             _check_parts(self.test_parts, self.test)
         for name, text in (("name", self.name), ("version", self.version)):
@@ -125,7 +124,7 @@ class Tensors:
     fixed = True
 
     def __init__(self, tree: Any, where: str = "a data set") -> None:
-        self.tree = tree
+        self.given = tree
         leaves = tree_flatten(tree)[0]
         for leaf in leaves:
             if not isinstance(leaf, Tensor | np.ndarray) or not leaf.ndim:
@@ -142,45 +141,44 @@ class Tensors:
 
     def batch(self, rows: np.ndarray) -> Batch:
         index = torch.from_numpy(np.ascontiguousarray(rows))
-        return tree_map(lambda leaf: torch.as_tensor(leaf)[index], self.tree)
+        return tree_map(lambda leaf: torch.as_tensor(leaf)[index], self.given)
 
 
 class Collated:
     """A data set over a map-style torch Dataset; batches are collated as torch's DataLoader does."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
+        self.given = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.given)  # type: ignore[arg-type]
 
     def batch(self, rows: np.ndarray) -> Batch:
-        return default_collate([self.dataset[int(row)] for row in rows])
+        return default_collate([self.given[int(row)] for row in rows])
 
 
-def as_samples(data: Any, where: str = "a data set") -> Samples:
+def as_samples(data: Any, where: str) -> Samples:
     """Return a data set with `__len__` and `batch(rows)`, made from data in any form that Task accepts.
 
-    `where` names the data in an error.
+    Raise InputError if there are no samples. `where` names the data in an error.
     """
     if hasattr(data, "batch") and hasattr(data, "__len__"):
         samples: Samples = data
-        return samples
-    sized = hasattr(data, "__len__") and not isinstance(data, IterableDataset)
-    if isinstance(data, Dataset) and sized:
-        return Collated(data)
-    if isinstance(data, Dataset | DataLoader):
+    elif isinstance(data, Dataset) and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+        samples = Collated(data)
+    elif isinstance(data, Dataset | DataLoader):
         raise InputError(f"{where} must be {_FORMS}, got {_kind(data)}")
-    return Tensors(data, where)
+    else:
+        samples = Tensors(data, where)
+    if not len(samples):
+        raise InputError(f"{where} has no samples: give at least one")
+    return samples
 
 
 def fingerprint_content(task: Task, version: str = "") -> str:
     """Return the fingerprint of a task's data; `version`, if given, is hashed in their place."""
-    samples = [*task.clients, *([task.test] if task.test is not None else [])]
-    given = [
-        each.dataset if isinstance(each, Collated) else each.tree if isinstance(each, Tensors) else each
-        for each in samples
-    ]
+    samples = [*task.clients, *([] if task.test is None else [task.test])]
+    given = [each.given if isinstance(each, Tensors | Collated) else each for each in samples]
     return wrap_errors(fingerprint_data, "Task.clients: the data cannot be read")(given, version)
 
 
@@ -228,12 +226,11 @@ def check_labels(task: Task, batch: Batch) -> None:
             "give such data, or your own loss as Task.loss"
         )
     labels = batch[1]
-    shares = labels.is_floating_point() and labels.dim() > 1  # probabilities of the classes
-    if labels.dtype not in (torch.int64, torch.uint8) and not shares:
-        kind = str(labels.dtype).removeprefix("torch.")
+    probabilities = labels.is_floating_point() and labels.dim() > 1
+    if labels.dtype not in (torch.int64, torch.uint8) and not probabilities:
         raise InputError(
             "Task.clients must hold class numbers (int64) as labels for the default loss, cross_entropy, "
-            f"got {kind}; give `labels.long()`"
+            f"got {dtype_of(labels)}; give `labels.long()`"
         )
 
 
@@ -241,11 +238,11 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         hint = "; call it and give the result" if callable(model) else ""
         raise InputError(f"Task.model must be a torch.nn.Module, got {_kind(model)}{hint}")
-    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
-        raise InputError(f"Task.model has a lazy parameter {lazy[0]!r}; call the model on a batch first")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("Task.model must have at least one trainable parameter, got none")
     for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise InputError(f"Task.model has a lazy parameter {name!r}; call the model on a batch first")
         if p.is_complex():
             raise InputError(
                 f"Task.model must have real parameters, got complex {name!r}; use torch.view_as_real"
@@ -254,17 +251,13 @@ def _check_model(model: Any) -> None:
             raise InputError(f"Task.model must have values in all parameters; {name!r} is on the meta device")
 
 
-def _client_samples(clients: Any) -> list[Samples]:
+def _read_clients(clients: Any) -> list[Samples]:
     is_one = isinstance(clients, Dataset | DataLoader | dict | str)
     if is_one or not hasattr(clients, "__len__"):
         raise InputError(f"Task.clients must be a list with one data set per client, got {_kind(clients)}")
     if not len(clients):
         raise InputError("Task.clients is empty: give one data set per client")
-    samples = [as_samples(data, f"Task.clients[{i}]") for i, data in enumerate(clients)]
-    for i, data in enumerate(samples):
-        if not len(data):
-            raise InputError(f"Task.clients[{i}] has no samples: every client needs at least one")
-    return samples
+    return [as_samples(data, f"Task.clients[{i}]") for i, data in enumerate(clients)]
 
 
 def _check_parts(parts: Sequence[Any], test: Samples | None) -> None:

@@ -40,27 +40,26 @@ COMPRESSORS = ["topk(0.8)", "topk(0.8) >> int3(4)", "rd(0.6) >> bf16", "rd(0.6)"
 def test_two_broadcasts_by_hand(array: Any) -> None:
     """Two of four: of x - w = (1, -4, 0, 3), -4 and 3; of (3, 1, 0, -1), 3 and the 1 of the lower index."""
     downlink = Downlink(parse("topk(0.5)"), Layout.flat(4))
-    w = downlink.first(array([1.0, 2.0, 3.0, 4.0]))
-    made = downlink.send(array([2.0, -2.0, 3.0, 7.0]), w, key=0)
-    assert made.p.tolist() == [1, -4, 0, 3]
-    assert made.payload.indices.tolist() == [1, 3]
-    assert made.payload.values.data.tolist() == [-4, 3]
-    assert made.left.tolist() == [1, 0, 0, 0]
-    assert made.memory.tolist() == [1, -2, 3, 7]
-    made = downlink.send(array([4.0, -1.0, 3.0, 6.0]), made.memory, key=0)
-    assert made.payload.indices.tolist() == [0, 1]
-    assert made.memory.tolist() == [4, -1, 3, 7]
+    w = downlink.make(array([1.0, 2.0, 3.0, 4.0]))
+    payload, w_next = downlink.send(array([2.0, -2.0, 3.0, 7.0]), w, key=0)
+    assert payload.indices.tolist() == [1, 3]
+    assert payload.values.data.tolist() == [-4, 3]
+    assert w_next.tolist() == [1, -2, 3, 7]
+    payload, w_next = downlink.send(array([4.0, -1.0, 3.0, 6.0]), w_next, key=0)
+    assert payload.indices.tolist() == [0, 1]
+    assert payload.values.data.tolist() == [3, 1]
+    assert w_next.tolist() == [4, -1, 3, 7]
     assert w.tolist() == [1, 2, 3, 4]
 
 
 def test_what_the_grid_cuts_off_is_sent_later() -> None:
     """Next to 1, bf16 has steps of 2^-7: a change by 2^-9 waits in x - w until it is large enough."""
     downlink = Downlink(parse("bf16"), Layout.flat(1))
-    w = downlink.first(np.array([1 + 2**-9], np.float32))
+    w = downlink.make(np.array([1 + 2**-9], np.float32))
     found = []
     for n in (2, 3, 5):
         x = np.array([1 + n * 2**-9], np.float32)
-        w = downlink.send(x, w, key=0).memory
+        _, w = downlink.send(x, w, key=0)
         found.append((float(w[0]), float((x - w)[0])))
     assert found == [(1, 2**-8), (1 + 2**-7, -(2**-9)), (1 + 2**-7, 2**-9)]
 
@@ -93,20 +92,20 @@ def test_every_way_to_the_copy_gives_the_same_bits(
 ) -> None:
     """The chain of messages, the values that changed since any version, and the whole model."""
     downlink = Downlink(parse(text), Layout.flat(D))
-    copies, chains = [downlink.first(xs[0].astype(dtype))], list[Payload]()
+    copies, chains = [downlink.make(xs[0].astype(dtype))], list[Payload]()
     known = Downloads.none(copies[0])
     for t, x in enumerate(xs[1:]):
-        made = downlink.send(x.astype(dtype), copies[-1], key=t, t=t)
-        known = known.after(t, copies[-1], made.memory, 0, [], most=0)
-        copies.append(made.memory)
-        chains.append(made.payload)
+        payload, w_next = downlink.send(x.astype(dtype), copies[-1], key=t, t=t)
+        known = known.after(t, copies[-1], w_next, 0, [], most=0)
+        copies.append(w_next)
+        chains.append(payload)
     w, held = copies[-1], data.draw(st.integers(0, len(chains)))
     mine = copies[held]
     for payload in chains[held:]:
         mine = downlink.receive(mine, sent(payload))
     at = np.flatnonzero(known.changed > held)
-    changed = downlink.change(copies[held], sent(downlink.changed(w, at), code_floats=True))
-    whole = downlink.change(0 * w, sent(downlink.whole(w), code_floats=True))
+    changed = downlink.unpack(copies[held], sent(downlink.pack(w, at), code_floats=True))
+    whole = downlink.unpack(0 * w, sent(downlink.pack(w), code_floats=True))
     assert mine.tobytes() == changed.tobytes() == whole.tobytes() == w.tobytes()
     assert w.dtype == dtype
 
@@ -116,13 +115,13 @@ def test_every_way_to_the_copy_gives_the_same_bits(
 def test_numpy_and_torch_keep_the_same_copy(text: str, xs: list[np.ndarray], dtype: Any) -> None:
     """On the grid of bf16 where values are rounded, and nowhere else."""
     downlink = Downlink(parse(text), Layout.flat(D))
-    mine = downlink.first(xs[0].astype(dtype))
-    theirs = downlink.first(torch.from_numpy(xs[0].astype(dtype)))
+    mine = downlink.make(xs[0].astype(dtype))
+    theirs = downlink.make(torch.from_numpy(xs[0].astype(dtype)))
     for t, x in enumerate(xs):
-        mine = downlink.send(x.astype(dtype), mine, key=t, t=t).memory
-        theirs = downlink.send(torch.from_numpy(x.astype(dtype)), theirs, key=t, t=t).memory
+        _, mine = downlink.send(x.astype(dtype), mine, key=t, t=t)
+        _, theirs = downlink.send(torch.from_numpy(x.astype(dtype)), theirs, key=t, t=t)
         assert mine.tobytes() == theirs.numpy().tobytes()
-        if downlink.rounds:
+        if downlink.rounds_values:
             assert not (mine.astype(np.float32).view(np.uint32) & 0xFFFF).any()
             assert np.array_equal(mine.astype(np.float32), mine)
 
@@ -132,7 +131,7 @@ def test_whole_copies_take_two_bytes_a_number_on_the_grid() -> None:
     lengths = {}
     for text in ("topk(0.9)", "topk(0.9) >> bf16"):
         downlink = Downlink(parse(text), Layout.flat(1000))
-        lengths[text] = len(encode(downlink.whole(downlink.first(w)), downlink.layout))
+        lengths[text] = len(encode(downlink.pack(downlink.make(w)), downlink.layout))
     assert lengths["topk(0.9) >> bf16"] < 80 + 2 * 1000 < 80 + 4 * 1000 == lengths["topk(0.9)"]
 
 
@@ -169,7 +168,7 @@ def test_the_copy_takes_what_is_broadcast_and_nothing_else(down: str) -> None:
         p = following.x - now.w
         payload = compressor.compress(p, plan.broadcast_key(now.t), Layout.of(blobs().model), now.t)
         w_next = now.w + decompress(payload)[0].double()
-        assert torch.equal(following.w, round_to_bf16(w_next) if compressor.rounds else w_next)
+        assert torch.equal(following.w, round_to_bf16(w_next) if compressor.rounds_values else w_next)
         assert 0 < (following.x - following.w).norm() < p.norm()
 
 

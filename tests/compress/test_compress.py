@@ -41,7 +41,8 @@ from cfedavg.compress import (
     plus,
     values_of,
 )
-from cfedavg.compress.sums import Blocks, prefix_sums, row_sums
+from cfedavg.compress.compressor import Blocks
+from cfedavg.compress.numerics import prefix_sums, row_sums
 from cfedavg.core import keys as keyed
 from cfedavg.core.arrays import arange, from_bf16, module_of, to_bf16
 from cfedavg.core.errors import InputError, NotFinite

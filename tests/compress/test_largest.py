@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cfedavg.compress.largest import largest
+from cfedavg.compress.numerics import find_largest
 
 
 def oracle(values: np.ndarray, k: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def vectors(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 @settings(max_examples=200)
 def test_any_vector(drawn: tuple[np.ndarray, int]) -> None:
     values, k = drawn
-    indices, finite = largest(values, k)
+    indices, finite = find_largest(values, k)
     assert finite
     np.testing.assert_array_equal(indices, oracle(values, k))
 
@@ -58,7 +58,7 @@ def test_large_vectors(dtype: type, d: int, share: float, kind: str) -> None:
     elif kind == "periodic":
         values[:: max(d // 256, 16)] *= 1e6  # just where the sample looks first
     values, k = values.astype(dtype), max(1, round(share * d))
-    indices, finite = largest(values, k)
+    indices, finite = find_largest(values, k)
     assert finite
     np.testing.assert_array_equal(indices, oracle(values, k))
 
@@ -69,8 +69,8 @@ def test_finds_what_is_not_finite(bad: float, dtype: type) -> None:
     for d in (1, 15, 1000, 50_000):
         values = np.random.default_rng(d).standard_normal(d).astype(dtype)
         for k in {1, d // 100 or 1, d}:
-            assert largest(values, k)[1]
+            assert find_largest(values, k)[1]
             for place in {0, d // 2, d - 1}:
                 wrong = values.copy()
                 wrong[place] = bad
-                assert not largest(wrong, k)[1]
+                assert not find_largest(wrong, k)[1]

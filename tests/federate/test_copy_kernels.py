@@ -28,15 +28,15 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("rounds_values", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
 @settings(max_examples=60)
 @given(vectors, vectors)
 @example(np.full(D, 1e-40, np.float32), np.full(D, -1e-40 - 1e-45, np.float32))  # rounds to -0
 @example(np.zeros(D, np.float32), np.full(D, -1e-45, np.float32))
-def test_the_kernels_add_as_copies_do(text: str, rounds: bool, x: np.ndarray, p: np.ndarray) -> None:
-    replica, copies = ModelReplica(LAYOUT, rounds), Copies(rounds)
-    w, payload = copies.first(x), parse(text).compress(p, key=3, layout=LAYOUT)
+def test_the_kernels_add_as_copies_do(text: str, rounds_values: bool, x: np.ndarray, p: np.ndarray) -> None:
+    replica, copies = ModelReplica(LAYOUT, rounds_values), Copies(rounds_values)
+    w, payload = copies.make(x), parse(text).compress(p, key=3, layout=LAYOUT)
     kept = replica.keep(w)
     before = kept.copy()
     found = replica.apply(kept, [encode(payload, LAYOUT)])
@@ -47,17 +47,20 @@ def test_the_kernels_add_as_copies_do(text: str, rounds: bool, x: np.ndarray, p:
     assert twice.tobytes() == replica.keep(again).tobytes()
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-def test_a_chain_is_added_tile_by_tile(monkeypatch: pytest.MonkeyPatch, rounds: bool) -> None:
+@pytest.mark.parametrize("rounds_values", [False, True])
+def test_a_chain_is_added_tile_by_tile(monkeypatch: pytest.MonkeyPatch, rounds_values: bool) -> None:
     """Tiles that end inside blocks of a scale, and more messages than are decoded at once."""
     monkeypatch.setattr(replicas, "TILE", 7)
-    rng, layout, copies = np.random.default_rng(5), Layout.flat(100), Copies(rounds)
-    replica, texts = ModelReplica(layout, rounds), ["topk(0.6) >> int3(16)", "int8(32)", "topk(0.9) >> bf16"]
+    rng, layout, copies = np.random.default_rng(5), Layout.flat(100), Copies(rounds_values)
+    replica, texts = (
+        ModelReplica(layout, rounds_values),
+        ["topk(0.6) >> int3(16)", "int8(32)", "topk(0.9) >> bf16"],
+    )
     payloads = [
         parse(texts[i % 3 if i < 6 else 0]).compress(rng.normal(size=100).astype(np.float32), i, layout)
         for i in range(TOGETHER + 5)
     ]
-    w = expected = copies.first(rng.normal(size=100).astype(np.float32))
+    w = expected = copies.make(rng.normal(size=100).astype(np.float32))
     for payload in payloads:
         expected = copies.receive(expected, payload)
     found = replica.apply(replica.keep(w), [encode(payload, layout) for payload in payloads])

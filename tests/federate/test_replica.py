@@ -51,7 +51,7 @@ def travel(text: str, seed: int, d: int, rounds: int) -> Trajectory:
     downlink = make_downlink(parse(text), layout)
     assert downlink is not None
     draw = np.random.default_rng(seed)
-    replica = ModelReplica(layout, downlink.rounds)
+    replica = ModelReplica(layout, downlink.rounds_values)
     xs = [draw.standard_normal(d).astype(np.float32)]
     xs[0][draw.random(d) < 0.1] = draw.choice([0.0, -0.0])
     copies = [begin(xs[0], replica, generation=3, t=5)]
@@ -92,7 +92,7 @@ def test_every_version_follows_to_the_copy_of_the_server(it: Trajectory) -> None
 @QUIET
 def test_a_copy_is_the_sum_of_what_was_sent(it: Trajectory) -> None:
     """w + C(x - w), on the grid of bf16 where values are rounded, and in 2 bytes a number then."""
-    layout, rounds = it.downlink.layout, it.downlink.rounds
+    layout, rounds = it.downlink.layout, it.downlink.rounds_values
     w = (round_to_bf16(it.xs[0]) if rounds else it.xs[0]) + 0  # a copy holds no -0
     assert it.copies[0].version[:2] == (3, 5)
     for copy, message in zip(it.copies, [None, *it.missed(0)], strict=True):
@@ -118,7 +118,7 @@ def expected(it: Trajectory, held: int) -> PackedBroadcast:
     def message(payload: Any) -> bytes:
         return it.replica.encode(payload, version)
 
-    whole = PackedBroadcast("whole", 0, pack(Whole(message(copies.whole(w)), version, digest)))
+    whole = PackedBroadcast("whole", 0, pack(Whole(message(copies.pack(w)), version, digest)))
     start = it.copies[held].version
     if start not in last.versions:
         return whole
@@ -131,9 +131,7 @@ def expected(it: Trajectory, held: int) -> PackedBroadcast:
     if len(at) <= 0.75 * layout.d:
         since = tuple(copy.version for copy in it.copies[held:-1])
         kinds.append(
-            PackedBroadcast(
-                "changes", 0, pack(Changes(since, message(copies.changed(w, at)), version, digest))
-            )
+            PackedBroadcast("changes", 0, pack(Changes(since, message(copies.pack(w, at)), version, digest)))
         )
     return min(kinds, key=lambda packed: len(packed.data))
 
@@ -179,7 +177,7 @@ def test_what_is_no_whole_model() -> None:
     with pytest.raises(WireError, match="a whole model must hold all 40 coordinates, got 4"):
         it.replica.replace(it.last.messages[0])
     whole = it.replica.whole(it.last)
-    other = ModelReplica(Layout.flat(40), rounds=False)
+    other = ModelReplica(Layout.flat(40), rounds_values=False)
     with pytest.raises(WireError):
         other.replace(whole.message)
     assert follow(None, whole, other) is None
@@ -233,7 +231,7 @@ from cfedavg.core.layout import Layout
 
 layout = Layout.flat(300)
 downlink = Downlink(parse("topk(0.9) >> int3(64)"), layout)
-replica = ModelReplica(layout, downlink.rounds)
+replica = ModelReplica(layout, downlink.rounds_values)
 x = np.random.default_rng(0).standard_normal(300).astype(np.float32)
 first = begin(x, replica, 1, 0)
 last = advance(first, 2 * x, downlink, seed=0)

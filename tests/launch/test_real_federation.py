@@ -113,7 +113,7 @@ class Federation:
 
     @property
     def replica(self) -> ModelReplica:
-        return ModelReplica(self.layout, parse(self.config.compressor_down).rounds)
+        return ModelReplica(self.layout, parse(self.config.compressor_down).rounds_values)
 
     def check_copies(self) -> None:
         """Every node's copy is the server's w of its version, bit for bit.

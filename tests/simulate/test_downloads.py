@@ -57,14 +57,14 @@ class Play:
     def options(self, client: int) -> dict[str, list[bytes]]:
         """What the rule compares, in its order."""
         d, w = self.downlink.layout.d, self.copies[-1]
-        whole = {"whole": [self.pack(self.downlink.whole(w))]}
+        whole = {"whole": [self.pack(self.downlink.pack(w))]}
         if client not in self.held or self.held[client] < self.first_kept():
             return whole
         chain = {"chain": self.messages[self.held[client] :]}
         if sum(map(len, chain["chain"])) <= d / 4:
             return chain
         at = self.changed_since(self.held[client])
-        changed = {"changes": [self.pack(self.downlink.changed(w, at))]} if len(at) <= 3 * d / 4 else {}
+        changed = {"changes": [self.pack(self.downlink.pack(w, at))]} if len(at) <= 3 * d / 4 else {}
         return chain | whole | changed
 
     def download(self, client: int) -> Download:
@@ -77,14 +77,14 @@ class Play:
             for message in self.messages[version:]:  # it may hold more than the server knows
                 w = self.downlink.receive(w, self.unpack(message))
         else:
-            w = self.downlink.change(w, self.unpack(messages[0]))
+            w = self.downlink.unpack(w, self.unpack(messages[0]))
         self.clients[client] = len(self.messages), w
         return Download(kind, len(messages) if kind == "chain" else 0, sum(map(len, messages)))
 
     def end(self, plan: Plan, state: State, after: State) -> None:
         """The server's message at the end of a round, and the replies that reached it."""
-        made = self.downlink.send(after.x, state.w, plan.broadcast_key(state.t), state.t)
-        self.messages.append(encode(made.payload.numpy(), self.downlink.layout))
+        payload, _ = self.downlink.send(after.x, state.w, plan.broadcast_key(state.t), state.t)
+        self.messages.append(encode(payload.numpy(), self.downlink.layout))
         self.copies.append(after.w.numpy())  # type: ignore[union-attr]
         for client in plan.sampled(state.t):
             if not plan.lost(state.t, client):
@@ -157,7 +157,7 @@ def test_the_ledger_by_hand() -> None:
     assert counted(known, 3, 0, w) == ("chain", 3, 60)
     assert counted(known, 3, 1, w) == ("chain", 2, 50)
     assert counted(known, 3, 2, w) == ("chain", 1, 30)
-    whole = len(encode(DOWNLINK.whole(w), DOWNLINK.layout, code_floats=True))
+    whole = len(encode(DOWNLINK.pack(w), DOWNLINK.layout, code_floats=True))
     assert counted(known, 3, 9, w) == ("whole", 0, whole)
 
 
@@ -173,16 +173,19 @@ def test_a_long_chain_gives_way_to_what_is_shorter() -> None:
     """The values at the coordinates that changed since the client's version, and at no others."""
     known, w = ledger((5000, [0]), (5000, [1]), (5000, []))
     for client, at in ((0, [0, 1, 2]), (1, [1, 2])):
-        message = encode(DOWNLINK.changed(w, np.array(at)), DOWNLINK.layout)
+        message = encode(DOWNLINK.pack(w, np.array(at)), DOWNLINK.layout)
         assert counted(known, 3, client, w) == ("changes", 0, len(message))
     assert decode(message, layout=DOWNLINK.layout).indices.tolist() == [1, 2]
 
 
 def test_values_that_changed_nearly_everywhere_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    def looked(*_: object) -> Any:
-        raise AssertionError
+    real = Downlink.pack
 
-    monkeypatch.setattr(Downlink, "changed", looked)
+    def pack(self: Downlink, w: Any, at: Any = None) -> Any:
+        assert at is None
+        return real(self, w)
+
+    monkeypatch.setattr(Downlink, "pack", pack)
     w = np.ones(D, np.float32)
     w_next = np.where(np.arange(D) <= 3 * D / 4, 2, w).astype(np.float32)
     known = Downloads.none(w).after(0, w, w_next, 5000, [0], most=0)

@@ -96,13 +96,13 @@ def test_each_direction_counts_its_own(engine: str, up: str, down: str) -> None:
         state = after
     server.close()
     assert server.vectors.buffer_layout.sizes == (16, 16, 1)
-    assert on_grid(state.b[:32]) == parse(down).rounds
+    assert on_grid(state.b[:32]) == parse(down).rounds_values
     assert float(state.b[32]) == 4.0  # steps
     row, before = lengths[1]
     assert before.downloads is not None
     counts = before.downloads.count(1, range(4), before.w, plan.downlink(server.layout), lambda count: count)
     model = sum(count().bytes for count in counts.values())
-    kinds = {True: [("bf16", 32), ("fp32", 1)], False: [("fp32", 33)]}[parse(down).rounds]
+    kinds = {True: [("bf16", 32), ("fp32", 1)], False: [("fp32", 33)]}[parse(down).rounds_values]
     beside = sum(len(message(before.b[-n:] if n == 1 else before.b[:n], kind)) for kind, n in kinds)
     assert row["downlink_bytes"] == model + 4 * beside
 
@@ -122,7 +122,7 @@ def test_replies_count_what_their_direction_sends(engine: str, up: str, down: st
     start, wanted = oracle.start(), 0
     for client in range(4):
         b = oracle._client(start, client).b
-        if parse(up).rounds:
+        if parse(up).rounds_values:
             wanted += len(message(b[:32], "bf16")) + len(message(b[32:], "fp64"))
         else:
             wanted += len(message(b, "fp64"))

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 from cfedavg.compress.compressor import (
+    FLOATS,
     Compressor,
     Quantiser,
     Selection,
     Selector,
     Stage,
+    client_of_value,
     decompress,
     minus,
     plus,
@@ -19,14 +21,13 @@ from cfedavg.compress.compressor import (
 )
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Sign
 from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Threshold, TopK
-from cfedavg.compress.sums import client_of_value
 from cfedavg.core.errors import InputError
 from cfedavg.core.parts import Registry
 
 __all__ = [
-    "BF16", "EXAMPLES", "FP32", "QSGD", "QUANTISERS", "SELECTORS", "Compressor", "Everything", "IntBlocks",
-    "Proportional", "Quantiser", "RandomDropping", "Selection", "Selector", "Sign", "Stage", "Threshold",
-    "TopK", "client_of_value", "decompress", "minus", "parse", "plus", "values_of",
+    "BF16", "EXAMPLES", "FLOATS", "FP32", "QSGD", "QUANTISERS", "SELECTORS", "Compressor", "Everything",
+    "IntBlocks", "Proportional", "Quantiser", "RandomDropping", "Selection", "Selector", "Sign", "Stage",
+    "Threshold", "TopK", "client_of_value", "decompress", "minus", "parse", "plus", "values_of",
 ]  # fmt: skip
 
 SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}
@@ -56,7 +57,7 @@ def parse(
     """
     registry = Registry(field, Stage, SELECTORS | QUANTISERS)
     stages = registry.parse_chain(text, longest=2, trust=trust, own=own)
-    if len(stages) == 1 and isinstance(stages[0], Quantiser):
+    if isinstance(stages[0], Quantiser):
         stages.insert(0, Everything())
     match stages:
         case [Selector() as selector]:

@@ -18,20 +18,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from cfedavg.compress.sums import Blocks, check_finite, client_of_value, offsets_of
+from cfedavg.core import arrays
 from cfedavg.core import keys as keyed
-from cfedavg.core.arrays import Array, cast, cast_like, columns, copy, dtype_of, from_bf16, place, zeros
-from cfedavg.core.errors import InputError
+from cfedavg.core.arrays import Array, arange, cast, dtype_of, module_of, place, zeros
+from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
 from cfedavg.core.parts import Part
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
-_FLOATS = {"float32": "fp32", "float64": "fp64"}
+FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Stage(Part):
@@ -62,14 +64,11 @@ class Selector(Stage):
         """Return the largest number of coordinates that one client can keep."""
         return layout.d
 
-    def check(self, p: Array) -> None:
-        """Raise NotFinite if p holds NaN or Inf; do nothing if `select` checks p already."""
-        check_finite(p)
-
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        """Return the coordinates of p that `keep` chooses, with their values."""
+        """Return the coordinates of p that `keep` chooses; raise NotFinite if p holds NaN or Inf."""
+        check_finite(p)
         keep = self.keep(p, keys, layout, t)
-        return Selection(offsets_of(keep.sum(-1)), columns(keep), p[keep])
+        return Selection(offsets_of(keep.sum(-1)), arrays.columns(keep), p[keep])
 
     def __rshift__(self, quantiser: Quantiser) -> Compressor:
         return Compressor(self, quantiser)
@@ -78,7 +77,7 @@ class Selector(Stage):
 class Quantiser(Stage):
     """The base class of quantisers, which encode values. A subclass must define `quantise` and `gamma`."""
 
-    rounds: ClassVar[bool] = True  # whether quantising changes float32 values
+    rounds_values: ClassVar[bool] = True  # whether quantising changes float32 values
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         """Return the encoded values. The values of client c are values[offsets[c]:offsets[c+1]]."""
@@ -102,21 +101,24 @@ class Compressor:
     def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
         """Return the payload C(p) in round t, of a vector (d,) with one key or a block (n, d) with n keys."""
         block = p[None] if p.ndim == 1 else p
-        n = 1 if isinstance(key, int) else len(key.reshape(-1))
-        if n != len(block):
-            raise InputError(f"`key` must hold one key for each of the {len(block)} vectors, got {n} keys")
-        self.selector.check(block)
+        keys = np.array([keyed.signed(key)]) if isinstance(key, int) else key.reshape(-1)
+        if len(keys) != len(block):
+            raise InputError(
+                f"`key` must hold one key for each of the {len(block)} vectors, got {len(keys)} keys"
+            )
+        keys = place(keys, p) if isinstance(keys, np.ndarray) else keys.to(p.device)
         layout = layout or Layout.flat(block.shape[1])
-        selection = self.selector.select(block, _derive(key, Purpose.SELECT, p), layout, t)
+        offsets, indices, kept, mask = self.selector.select(
+            block, keyed.derive(keys, Purpose.SELECT), layout, t
+        )
         values: Floats | Levels
-        if self.quantiser is None:
-            if dtype_of(p) not in _FLOATS:
-                raise InputError(f"`p` of dtype {p.dtype} needs a quantiser, as in {self} >> bf16")
-            values = Floats(selection.values, _FLOATS[dtype_of(p)])
+        if self.quantiser is not None:
+            values = self.quantiser.quantise(kept, offsets, keyed.derive(keys, Purpose.ROUND))
+        elif dtype_of(p) in FLOATS:
+            values = Floats(kept, FLOATS[dtype_of(p)])
         else:
-            drawn = _derive(key, Purpose.ROUND, p)
-            values = self.quantiser.quantise(selection.values, selection.offsets, drawn)
-        return Payload(block.shape[1], selection.offsets, selection.indices, values, selection.mask)
+            raise InputError(f"`p` of dtype {p.dtype} needs a quantiser, as in {self} >> bf16")
+        return Payload(block.shape[1], offsets, indices, values, mask)
 
     def gamma(self, layout: Layout) -> float:
         """Return the SNR that both stages together guarantee, if no value underflows."""
@@ -127,9 +129,9 @@ class Compressor:
         return 1 / lost if lost else math.inf
 
     @property
-    def rounds(self) -> bool:
+    def rounds_values(self) -> bool:
         """Whether the quantiser rounds float32 values, that is, changes them."""
-        return self.quantiser is not None and self.quantiser.rounds
+        return self.quantiser is not None and self.quantiser.rounds_values
 
     @property
     def stages(self) -> list[Stage]:
@@ -137,25 +139,14 @@ class Compressor:
         return [self.selector] if self.quantiser is None else [self.selector, self.quantiser]
 
 
-def _derive(key: int | Array, purpose: Purpose, p: Array) -> Array:
-    """Return the keys of one purpose, derived from `key`, as an array on the device of p."""
-    if isinstance(key, int):
-        return place(np.array([keyed.derive(key, purpose)]), p)
-    words = key.reshape(-1)
-    words = place(words, p) if isinstance(words, np.ndarray) else words.to(p.device)
-    return keyed.derive(words, purpose)
-
-
 def values_of(payload: Payload) -> Array:
     """Return the values of a payload as the receiver decodes them, in floating point."""
     values = payload.values
     if isinstance(values, Floats):
-        return from_bf16(values.data) if values.dtype == "bf16" else values.data
-    spread = Blocks(payload.offsets, values.block).spread(values.scales)
-    # level * scale may overflow near the largest float32 number; that number is closer than Inf.
-    top = float(np.finfo(np.float32).max)
-    with np.errstate(over="ignore"):
-        return (cast(values.levels, "float32") * spread).clip(-top, top)
+        return arrays.from_bf16(values.data) if values.dtype == "bf16" else values.data
+    scales = Blocks(payload.offsets, values.block).spread(values.scales)
+    with np.errstate(over="ignore"):  # the largest float32 number is closer than Inf
+        return (cast(values.levels, "float32") * scales).clip(-LARGEST, LARGEST)
 
 
 def decompress(payload: Payload) -> Array:
@@ -173,21 +164,88 @@ def decompress(payload: Payload) -> Array:
     return dense
 
 
-def plus(p: Array, payload: Payload) -> Array:
-    """Return p plus the values of `payload`, for a vector or a block p."""
-    return _add(p, payload, 1)
+def plus(p: Array, payload: Payload, sign: int = 1) -> Array:
+    """Return p plus the values of `payload`, times `sign`, for a vector or a block p."""
+    values = sign * arrays.cast_like(values_of(payload), p)
+    if payload.indices is None:
+        return p + values.reshape(p.shape)
+    total = arrays.copy(p)
+    at = payload.indices if p.ndim == 1 else payload.indices + payload.d * client_of_value(payload.offsets)
+    total.reshape(-1)[at] += values
+    return total
 
 
 def minus(p: Array, payload: Payload) -> Array:
     """Return p minus the values of `payload`, for a vector or a block p."""
-    return _add(p, payload, -1)
+    return plus(p, payload, -1)
 
 
-def _add(p: Array, payload: Payload, sign: int) -> Array:
-    values = sign * cast_like(values_of(payload), p)
-    if payload.indices is None:
-        return p + values.reshape(p.shape)
-    total = copy(p)
-    at = payload.indices if p.ndim == 1 else payload.indices + payload.d * client_of_value(payload.offsets)
-    total.reshape(-1)[at] += values
-    return total
+def check_finite(p: Array) -> None:
+    """Raise NotFinite with the rows of p, shape (n, d), that hold NaN or Inf."""
+    # Looking only at the minimum and maximum is thirty times as fast on a CPU as looking at each number.
+    if math.prod(p.shape) and not all(map(math.isfinite, arrays.extremes(p))):
+        rows = module_of(p).isfinite(p).all(-1).tolist()
+        raise NotFinite([row for row, finite in enumerate(rows) if not finite])
+
+
+def offsets_of(counts: Array) -> Array:
+    """Return the offset of each client's first value, and the total, given the clients' counts of values."""
+    return module_of(counts).concatenate([zeros(1, counts), counts.cumsum(0)])
+
+
+def client_of_value(offsets: Array) -> Array:
+    """Return, for each value, the row of its client in the block."""
+    return arrays.repeat(offsets[1:] - offsets[:-1])
+
+
+class Blocks:
+    """Groups of values that share a scale. The values of all clients lie in a 1-D array, client after client.
+
+    If all clients have equally many values, as without a selector, the array is reshaped to a matrix; else
+    indices are computed.
+    """
+
+    def __init__(self, offsets: Array, block: int) -> None:
+        self.offsets, self.counts = offsets, offsets[1:] - offsets[:-1]
+        least, most = (int(self.counts.min()), int(self.counts.max())) if len(self.counts) else (0, 1)
+        most = max(1, most)
+        self.width = min(block or most, most)
+        self.per_client = (self.counts + self.width - 1) // self.width
+        self.total = int(self.per_client.sum())
+        self.each = most if least == most else None  # the values of each client, if all have equally many
+
+    def pack(self, values: Array) -> Array:
+        """Return the values as a matrix with a row for each block; zeros fill up a short block."""
+        if self.each is not None:
+            rows = values.reshape(-1, self.each)
+            if missing := -self.each % self.width:
+                rows = module_of(rows).concatenate([rows, zeros((len(rows), missing), rows)], -1)
+            return rows.reshape(self.total, self.width)
+        matrix, (_, position, block) = zeros((self.total, self.width), values), self._places
+        matrix[block, position % self.width] = values
+        return matrix
+
+    def spread(self, of_block: Array) -> Array:
+        """Return an array with an entry for each value: the entry of `of_block` for the value's block."""
+        if self.each is not None:
+            rows = of_block.reshape(len(self.counts), -1, 1)
+            shape = (*rows.shape[:2], self.width)
+            spread = module_of(rows).broadcast_to(rows, shape).reshape(len(rows), -1)
+            return spread[:, : self.each].reshape(-1)
+        return of_block[self._places[2]]
+
+    def draws(self, keys: Array) -> Array:
+        """Return a pseudo-random number in [0, 1) for each value, drawn from its client's key."""
+        if self.each is not None:
+            drawn = keyed.bits53(keys[:, None], arange(self.each, keys)).reshape(-1)
+        else:
+            client, position, _ = self._places
+            drawn = keyed.bits53(keys[client], position)
+        return cast(drawn, "float64") / 2.0**53
+
+    @cached_property
+    def _places(self) -> tuple[Array, Array, Array]:
+        """The client of each value, the value's position among its client's values, and its block."""
+        client = client_of_value(self.offsets)
+        position = arange(len(client), client) - self.offsets[client]
+        return client, position, offsets_of(self.per_client)[client] + position // self.width

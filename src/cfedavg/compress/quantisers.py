@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.compress.compressor import Quantiser
-from cfedavg.compress.sums import Blocks, check_block, row_sums, unit_of
+from cfedavg.compress.compressor import LARGEST, Blocks, Quantiser
+from cfedavg.compress.numerics import normalise_rows, row_sums
 from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
-from cfedavg.core.parts import check_argument
+from cfedavg.core.parts import argument
 from cfedavg.core.payload import Floats, Levels
 
 # The SNR of a single value: its scale is rounded to float32 (2^48), less 2 bits for the arithmetic around it.
 ONE_SCALE = 2.0**46
-LARGEST = float(np.finfo(np.float32).max)
+_block = partial(argument, "from 1 to 2^31 - 1", lambda block: 1 <= block < 2**31, 256, integer=True)
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class FP32(Quantiser):
     """32-bit floating point: exact for a float32 model, correctly rounded for a float64 model."""
 
     name: ClassVar[str] = "fp32"
-    rounds: ClassVar[bool] = False
+    rounds_values: ClassVar[bool] = False
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         return Floats(_single(values), "fp32")
@@ -55,12 +56,8 @@ class IntBlocks(Quantiser):
     large value among values of half a step: gamma = 1 + 4 top^2 / (block - 1).
     """
 
-    bits: int
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        check_argument("bits", self.bits, "from 2 to 8", lambda bits: 2 <= bits <= 8, integer=True)
-        check_block(self.block)
+    bits: int = argument("from 2 to 8", lambda bits: 2 <= bits <= 8, integer=True)
+    block: int = _block()
 
     def __str__(self) -> str:
         return f"int{self.bits}({self.block})"
@@ -108,17 +105,13 @@ class QSGD(Quantiser):
     """
 
     name: ClassVar[str] = "qsgd"
-    s: int
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        check_argument("s", self.s, "from 1 to 32767", lambda s: 1 <= s <= 32767, integer=True)
-        check_block(self.block)
+    s: int = argument("from 1 to 32767", lambda s: 1 <= s <= 32767, integer=True)
+    block: int = _block()
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid, magnitude, xp = Blocks(offsets, self.block), abs(cast(values, "float64")), module_of(values)
         packed = grid.pack(magnitude)
-        norm = xp.amax(packed, axis=-1) * sqrt(row_sums(xp.square(unit_of(packed))))
+        norm = xp.amax(packed, axis=-1) * sqrt(row_sums(xp.square(normalise_rows(packed))))
         ratio = _ratio(self.s * magnitude, grid.spread(norm)).clip(max=self.s)
         levels = xp.floor(ratio + grid.draws(keys)).clip(max=self.s)
         fraction = ratio - xp.floor(ratio)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.compress.compressor import Selection, Selector
-from cfedavg.compress.largest import largest
-from cfedavg.compress.sums import check_comp, prefix_sums, row_sums, unit_of
+from cfedavg.compress.compressor import Selection, Selector, check_finite
+from cfedavg.compress.numerics import find_largest, normalise_rows, prefix_sums, row_sums
 from cfedavg.core import arrays
-from cfedavg.core import keys as keyed
-from cfedavg.core.arrays import Array, arange, cast, module_of
+from cfedavg.core.arrays import Array, arange, cast, module_of, place
 from cfedavg.core.errors import InputError, NotFinite
-from cfedavg.core.keys import draw_coordinates
+from cfedavg.core.keys import bits53, draw_coordinates
 from cfedavg.core.layout import Layout
-from cfedavg.core.parts import check_argument, check_truth
+from cfedavg.core.parts import argument, check_truth
 from cfedavg.core.payload import Mask
 
 _LARGE = 1e100  # the largest argument: its square, and its product with any norm, are finite
+_fraction = partial(
+    argument, "the fraction NOT sent (0.99 sends 1%), from 0 to below 1", lambda comp: 0 <= comp < 1
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Everything(Selector):
     name: ClassVar[str] = "none"
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
+        check_finite(p)
         return Selection(arange(len(p) + 1, p) * p.shape[1], None, p.reshape(-1))
 
     def gamma(self, layout: Layout) -> float:
@@ -52,86 +56,63 @@ class TopK(Selector):
     """
 
     name: ClassVar[str] = "topk"
-    comp: float | None = None
-    snr: float | None = None
+    comp: float | None = _fraction(None)
+    snr: float | None = argument(f"from 1 to {_LARGE:g}", lambda snr: 1 <= snr <= _LARGE, None)
     per_tensor: bool = False
-    least: int = 1
+    least: int = argument("from 1 to 2^53", lambda least: 1 <= least <= 2**53, 1, integer=True)
 
     def __post_init__(self) -> None:
         if (self.comp is None) == (self.snr is None):
             raise InputError("give either comp, as in topk(0.99), or snr, as in topk(snr=1.05)")
-        if self.comp is not None:
-            check_comp(self.comp)
-        else:
-            check_argument("snr", self.snr, f"from 1 to {_LARGE:g}", lambda snr: 1 <= snr <= _LARGE)
+        super().__post_init__()
         check_truth("per_tensor", self.per_tensor)
-        check_argument("least", self.least, "from 1 to 2^53", lambda k: 1 <= k <= 2**53, integer=True)
         if self.snr is not None and self.least > 1:
             raise InputError("least needs comp, as in topk(0.97, least=10000); it cannot be given with snr")
 
     def __str__(self) -> str:
         return super().__str__().replace("comp=", "")
 
-    def _k(self, d: int) -> int:
+    def _parts(self, layout: Layout) -> list[slice]:
+        """Return the slices of a vector that are compressed separately: each tensor, or the whole vector."""
+        tensors = [part for part in layout.slices() if part.start < part.stop]
+        return tensors if self.per_tensor and tensors else [slice(0, layout.d)]
+
+    def _k(self, part: slice) -> int:
         assert self.comp is not None
+        d: int = part.stop - part.start
         return max(min(self.least, d), round((1 - self.comp) * d))
 
-    def _by_radix(self, p: Array) -> bool:
-        """Return whether the compiled `largest` selects; if not, NumPy or torch does."""
-        return self.comp is not None and _on_cpu(p)
-
-    def check(self, p: Array) -> None:
-        if not self._by_radix(p):
-            super().check(p)
-
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        if not self._by_radix(p):
+        if self.comp is None or not _on_cpu(p):
             return super().select(p, keys, layout, t)
-        found = [self._largest(row, layout) for row in _rows(p)]
-        if bad := [i for i, (_, finite) in enumerate(found) if not finite]:
+        parts = [(part, self._k(part)) for part in self._parts(layout)]
+        found = [[(part.start, *find_largest(row[part], k)) for part, k in parts] for row in _rows(p)]
+        if bad := [i for i, of_row in enumerate(found) if not all(finite for _, _, finite in of_row)]:
             raise NotFinite(bad)
-        return _pick(p, [indices for indices, _ in found])
-
-    def _largest(self, row: np.ndarray, layout: Layout) -> tuple[np.ndarray, bool]:
-        """Return the indices of one vector that `keep` chooses, and whether the vector is finite."""
-        if not len(row):
-            return np.empty(0, np.int64), True
-        if not self.per_tensor:
-            return largest(row, self._k(len(row)))
-        parts = [part for part in layout.slices() if part.start < part.stop]
-        found = [largest(row[part], self._k(part.stop - part.start)) for part in parts]
-        indices = [part.start + each for part, (each, _) in zip(parts, found, strict=True)]
-        return np.concatenate(indices), all(finite for _, finite in found)
+        return _pick(p, [_join([start + indices for start, indices, _ in of_row]) for of_row in found])
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        if self.per_tensor:
-            parts = [p[:, part] for part in layout.slices() if part.start < part.stop]
-            return module_of(p).concatenate([self._keep(part) for part in parts], 1)
-        return self._keep(p)
+        return _join([self._keep(p[:, part], part) for part in self._parts(layout)])
 
-    def _keep(self, p: Array) -> Array:
+    def _keep(self, p: Array, part: slice) -> Array:
         magnitude = abs(p)
-        if self.comp is not None:
-            k = self._k(p.shape[1])
+        if self.snr is None:
+            k = self._k(part)
             return _keep_largest(magnitude, arrays.kth_largest(magnitude, k), k)
-        sorted_ = arrays.sort_rows(magnitude)
-        lost = prefix_sums(module_of(p).square(unit_of(sorted_)))
-        assert self.snr is not None
+        ascending = arrays.sort_rows(magnitude)
+        lost = prefix_sums(module_of(p).square(normalise_rows(ascending)))
         drop = (lost * self.snr <= lost[:, -1:]).sum(-1)[:, None]
-        return _keep_largest(
-            magnitude, arrays.gather(sorted_, drop.clip(max=p.shape[1] - 1)), p.shape[1] - drop
-        )
+        smallest = arrays.gather(ascending, drop.clip(max=p.shape[1] - 1))
+        return _keep_largest(magnitude, smallest, p.shape[1] - drop)
 
     def gamma(self, layout: Layout) -> float:
         if self.snr is not None:
             return self.snr
-        sizes = layout.sizes if self.per_tensor else (layout.d,)
-        return min(math.inf if d == self._k(d) else d / (d - self._k(d)) for d in sizes if d)
+        sizes = [(part.stop - part.start, self._k(part)) for part in self._parts(layout)]
+        return min(d / (d - k) if k < d else math.inf for d, k in sizes)
 
     def most(self, layout: Layout) -> int:
-        if self.snr is not None:
-            return layout.d
-        return sum(self._k(d) for d in (layout.sizes if self.per_tensor else (layout.d,)) if d)
+        return layout.d if self.comp is None else sum(map(self._k, self._parts(layout)))
 
 
 @dataclass(frozen=True)
@@ -142,21 +123,22 @@ class RandomDropping(Selector):
     """
 
     name: ClassVar[str] = "rd"
-    comp: float
+    comp: float = _fraction()
 
-    def __post_init__(self) -> None:
-        check_comp(self.comp)
+    @property
+    def _share(self) -> int:
+        return round((1 - self.comp) * 2**53)
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        keep = round((1 - self.comp) * 2**53)
         if _on_cpu(p):
-            found = _pick(p, [draw_coordinates(key, keep, p.shape[1]) for key in keys.tolist()])
+            check_finite(p)
+            found = _pick(p, [draw_coordinates(key, self._share, p.shape[1]) for key in keys.tolist()])
         else:
             found = super().select(p, keys, layout, t)
-        return found._replace(mask=Mask(keys, keep))
+        return found._replace(mask=Mask(keys, self._share))
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        return keyed.bits53(keys[:, None], arange(p.shape[1], p)) < round((1 - self.comp) * 2**53)
+        return bits53(keys[:, None], arange(p.shape[1], p)) < self._share
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else math.inf
@@ -167,13 +149,10 @@ class Threshold(Selector):
     """Keeps coordinate j if |p_j| >= lam * |p| / sqrt(d), for lam below 1; gamma = 1 / lam^2."""
 
     name: ClassVar[str] = "threshold"
-    lam: float
-
-    def __post_init__(self) -> None:
-        check_argument("lam", self.lam, f"from {1 / _LARGE:g} to below 1", lambda lam: 1 / _LARGE <= lam < 1)
+    lam: float = argument(f"from {1 / _LARGE:g} to below 1", lambda lam: 1 / _LARGE <= lam < 1)
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        square = module_of(p).square(unit_of(abs(p)))
+        square = module_of(p).square(normalise_rows(abs(p)))
         return (square * p.shape[1] >= self.lam**2 * row_sums(square)[:, None]) & (p != 0)
 
     def gamma(self, layout: Layout) -> float:
@@ -190,14 +169,11 @@ class Proportional(Selector):
     """
 
     name: ClassVar[str] = "proportional"
-    comp: float
-
-    def __post_init__(self) -> None:
-        check_comp(self.comp)
+    comp: float = _fraction()
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        draws = keyed.bits53(keys[:, None], arange(p.shape[1], p))
-        return draws < self.probabilities(unit_of(abs(p))) * 2.0**53
+        draws = bits53(keys[:, None], arange(p.shape[1], p))
+        return draws < self.probabilities(normalise_rows(abs(p))) * 2.0**53
 
     def probabilities(self, magnitude: Array) -> Array:
         """Return the probabilities q for magnitudes of shape (n, d).
@@ -205,8 +181,8 @@ class Proportional(Selector):
         The largest magnitudes have q = 1, as few as possible; for the others q is proportional to magnitude.
         """
         (n, d), xp = magnitude.shape, module_of(magnitude)
-        descending = xp.flip(arrays.sort_rows(magnitude), (-1,))
-        rest = xp.flip(prefix_sums(arrays.sort_rows(magnitude)), (-1,))
+        ascending = arrays.sort_rows(magnitude)
+        descending, rest = xp.flip(ascending, (-1,)), xp.flip(prefix_sums(ascending), (-1,))
         left = (1 - self.comp) * d - cast(arange(d, magnitude), "float64")
         fits = (left * descending <= rest) | (left <= 0)
         certain = cast(fits, "int8").argmax(axis=-1)[:, None]
@@ -230,13 +206,16 @@ def _rows(p: Array) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
+def _join(pieces: Sequence[Array]) -> Array:
+    """Return the pieces joined along their last axis, without a copy if there is one piece."""
+    return pieces[0] if len(pieces) == 1 else module_of(pieces[0]).concatenate(pieces, -1)
+
+
 def _pick(p: Array, found: list[np.ndarray]) -> Selection:
     """Return the selection of the indices found[i] in each row i of p."""
     values = [row[indices] for row, indices in zip(_rows(p), found, strict=True)]
-    joined = (each[0] if len(each) == 1 else np.concatenate(each) for each in (found, values))
-    return Selection(
-        arrays.place(np.cumsum([0, *map(len, found)]), p), *(arrays.place(each, p) for each in joined)
-    )
+    offsets = np.cumsum([0, *map(len, found)])
+    return Selection(place(offsets, p), place(_join(found), p), place(_join(values), p))
 
 
 def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:

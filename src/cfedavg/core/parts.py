@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -33,6 +33,12 @@ class Part:
     name: ClassVar[str] = ""
     examples: ClassVar[tuple[str, ...]] = ()  # texts for a list of parts, if the name alone is no valid text
 
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if "argument" in each.metadata and value is not each.default:
+                check_argument(each.name, value, **each.metadata["argument"])
+
     @classmethod
     def written_name(cls) -> str:
         """Return the name of the class in a text: its own `name`, not an inherited one, or `module:Class`."""
@@ -40,12 +46,12 @@ class Part:
 
     def __str__(self) -> str:
         shown, arguments = self.written_name(), []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.default is MISSING or value != field.default:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.default is MISSING or value != each.default:
                 value = value.item() if hasattr(value, "item") else value  # NumPy's repr is not a literal
                 text = str(value).lower() if isinstance(value, bool) else repr(value)
-                arguments.append(text if field.default is MISSING else f"{field.name}={text}")
+                arguments.append(text if each.default is MISSING else f"{each.name}={text}")
         return shown + (f"({', '.join(arguments)})" if arguments else "")
 
 
@@ -92,6 +98,17 @@ class Registry(Generic[P]):
                     "above the class"
                 )
         return parts
+
+
+def argument(
+    rule: str, holds: Callable[[Any], bool], default: Any = MISSING, *, integer: bool = False
+) -> Any:
+    """Return the dataclass field of a part's argument, which `check_argument` checks.
+
+    A default of None is not checked.
+    """
+    known = {"rule": rule, "holds": holds, "integer": integer}
+    return field(default=default, metadata={"argument": known})
 
 
 def check_argument(

@@ -283,4 +283,4 @@ class Uplink:
         if len(message) >= _LENGTHS.size:
             uncompressed = len(message) - _LENGTHS.size - sum(_LENGTHS.unpack_from(message))
         payload = unpack_message(message, len(message), uncompressed).payload
-        return self.channel.restore(memory, decode(payload, layout=self.channel.layout))
+        return self.channel.feedback.restore(memory, decode(payload, layout=self.channel.layout))

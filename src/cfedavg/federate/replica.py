@@ -34,21 +34,21 @@ _MOST = 1 << 16  # values of one scale that are added at once
 
 @dataclass(frozen=True)
 class ModelReplica:
-    """The operations on model copies of one layout. With `rounds`, a copy is kept as bits of bf16.
+    """The operations on model copies of one layout. With `rounds_values`, a copy is kept as bits of bf16.
 
-    >>> replica = ModelReplica(Layout.flat(2), rounds=True)
+    >>> replica = ModelReplica(Layout.flat(2), rounds_values=True)
     >>> kept = replica.keep(np.array([1.0, 3.0], np.float32))
     >>> kept.dtype, replica.model(kept).tolist()
     (dtype('int16'), [1.0, 3.0])
     """
 
     layout: Layout
-    rounds: bool
+    rounds_values: bool
 
     @property
     def dtype(self) -> str:
         """The dtype in which a model copy is kept."""
-        return "int16" if self.rounds else "float32"
+        return "int16" if self.rounds_values else "float32"
 
     @property
     def size(self) -> int:
@@ -57,11 +57,11 @@ class ModelReplica:
 
     def keep(self, w: Array) -> Array:
         """Return model copy `w` in the dtype in which copies are kept."""
-        return to_bf16(w) if self.rounds else w
+        return to_bf16(w) if self.rounds_values else w
 
     def model(self, kept: Array) -> Array:
         """Return the float32 numbers of a kept model copy."""
-        return from_bf16(kept) if self.rounds else kept
+        return from_bf16(kept) if self.rounds_values else kept
 
     def apply(self, w: Array, messages: Sequence[bytes]) -> Array:
         """Return model copy `w` after the messages of consecutive rounds are added."""
@@ -72,12 +72,13 @@ class ModelReplica:
                     w = _add_listed(w, list(group))
                     continue
                 for payload in group:
-                    w = self.keep(Copies(self.rounds).receive(self.model(w), payload))
+                    w = self.keep(Copies(self.rounds_values).receive(self.model(w), payload))
         return w
 
     def change(self, w: Array, message: bytes) -> Array:
         """Return model copy `w` with some values replaced by those in the message."""
-        return self.keep(Copies(self.rounds).change(self.model(w), decode(message, layout=self.layout)))
+        payload = decode(message, layout=self.layout)
+        return self.keep(Copies(self.rounds_values).unpack(self.model(w), payload))
 
     def replace(self, message: bytes) -> Array:
         """Return the model copy that a message of all coordinates holds."""
@@ -85,7 +86,7 @@ class ModelReplica:
         if payload.indices is not None:
             n = len(payload.indices)
             raise WireError(f"a whole model must hold all {self.layout.d} coordinates, got {n}")
-        return self.keep(Copies(self.rounds).change(np.zeros(self.layout.d, np.float32), payload))
+        return self.keep(Copies(self.rounds_values).unpack(np.zeros(self.layout.d, np.float32), payload))
 
     def digest(self, w: Array) -> int:
         """Return a 64-bit hash of model copy `w`."""
@@ -98,7 +99,7 @@ class ModelReplica:
 
     def whole(self, primary: Primary) -> Whole:
         """Return a broadcast of the server's whole model copy."""
-        payload = Copies(self.rounds).whole(self.model(primary.w))
+        payload = Copies(self.rounds_values).pack(self.model(primary.w))
         return Whole(self.encode(payload, primary.version), primary.version, self.digest(primary.w))
 
     def changes(self, primary: Primary, chain: Chain) -> Changes | None:
@@ -111,7 +112,7 @@ class ModelReplica:
         at = np.flatnonzero(changed)
         if not may_be_shorter(len(at), self.layout.d):
             return None
-        payload = Copies(self.rounds).changed(self.model(primary.w), at)
+        payload = Copies(self.rounds_values).pack(self.model(primary.w), at)
         since = primary.versions[-1 - len(chain.messages) : -1]
         message = self.encode(payload, primary.version)
         return Changes(since, message, primary.version, self.digest(primary.w))
@@ -119,7 +120,7 @@ class ModelReplica:
 
 def begin(x: Array, replica: ModelReplica, generation: int, t: int) -> Primary:
     """Return the server's first model copy, made from model `x`, without a history."""
-    w = replica.keep(Copies(replica.rounds).first(x))
+    w = replica.keep(Copies(replica.rounds_values).make(x))
     return Primary.begin(w, generation, t, replica.digest(w))
 
 
@@ -128,12 +129,12 @@ def advance(primary: Primary, x_next: Array, downlink: Downlink, seed: int) -> P
 
     The kept messages take at most the bytes of a copy: a longer chain is never the shortest broadcast.
     """
-    replica = ModelReplica(downlink.layout, downlink.rounds)
+    replica = ModelReplica(downlink.layout, downlink.rounds_values)
     t = primary.version.round
-    made = downlink.send(x_next, replica.model(primary.w), key(seed, t, 0, Purpose.BROADCAST), t)
+    payload, w_next = downlink.send(x_next, replica.model(primary.w), key(seed, t, 0, Purpose.BROADCAST), t)
     sequence = Stamp(primary.version.generation, t + 1).sequence
-    message = encode(made.payload.numpy(), downlink.layout, sequence=sequence, round=t)
-    return primary.advance(message, replica.keep(made.memory), most_bytes=replica.size)
+    message = encode(payload.numpy(), downlink.layout, sequence=sequence, round=t)
+    return primary.advance(message, replica.keep(w_next), most_bytes=replica.size)
 
 
 class PackedBroadcast(NamedTuple):

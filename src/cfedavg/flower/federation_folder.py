@@ -162,7 +162,7 @@ class FederationFolder:
         except OtherModel as error:
             raise InputError(f"{error}; if the model is the same, `uncompressed` differs") from None
         except OtherCopy:
-            which = "does not round" if self.replica and self.replica.rounds else "rounds"
+            which = "does not round" if self.replica and self.replica.rounds_values else "rounds"
             raise InputError(
                 f"`compressor_down` is {self.options.compressor_down!r}, but the federation in {self.out} "
                 f"began with a compressor that {which} values"
@@ -233,7 +233,7 @@ class FederationFolder:
 
     def round_statistics(self, uncompressed: bytes) -> bytes:
         """Return the uncompressed arrays with running statistics rounded as the model copy is rounded."""
-        short = bool(self.replica and self.replica.rounds)
+        short = bool(self.replica and self.replica.rounds_values)
         return self.form.unpack(self.form.pack(uncompressed, short=short), short=short)
 
     def held_model(self, state: FederationState) -> NDArray[np.float32]:

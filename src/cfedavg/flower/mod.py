@@ -100,9 +100,9 @@ class _Exchange:
         self.message, self.context, self.order, self.own = message, context, order, own
         self.form = Form.from_text(order.form)
         layout = self.form.layout
-        self.replica = ModelReplica(layout, rounds=order.copy == "int16")
+        self.replica = ModelReplica(layout, rounds_values=order.copy == "int16")
         self.body = read_body(message.content, order)
-        size, found = self.form.count_bytes(short=self.replica.rounds), len(self.body.uncompressed)
+        size, found = self.form.count_bytes(short=self.replica.rounds_values), len(self.body.uncompressed)
         if found != size:
             raise InputError(f"the request is damaged: {size} bytes must be uncompressed arrays, {found} are")
         if not order.copy and len(self.body.broadcast) != 4 * layout.d:
@@ -152,7 +152,7 @@ class _Exchange:
             x = np.frombuffer(self.body.broadcast, np.float32)
         else:
             x = self.replica.model(client.copy.w)
-        uncompressed = self.form.unpack(self.body.uncompressed, short=self.replica.rounds)
+        uncompressed = self.form.unpack(self.body.uncompressed, short=self.replica.rounds_values)
         content = self.message.content
         content[self.order.arrays] = make_record(self.form.join(x, uncompressed))
         del content[OURS]
@@ -219,7 +219,7 @@ class _Exchange:
             self.uplink,
             max_norm=self.order.max_norm,
             facts=facts | {"g2": norm2(g), "arrays": name},
-            uncompressed=self.form.pack(uncompressed, short=self.uplink.channel.compressor.rounds),
+            uncompressed=self.form.pack(uncompressed, short=self.uplink.channel.compressor.rounds_values),
         )
         try:
             client, sent = self._make_answer(client, g, sender)

@@ -165,7 +165,7 @@ class ReplyValidator:
         record = self._read(reply, most)
         if found := find_fault_in_reply(server, asked, taken, node.identity, record.stamp):
             raise Rejected(found, f"its stamp is {record.stamp}, the round's {server.stamp}")
-        form, short = self.form, self.compressor.rounds
+        form, short = self.form, self.compressor.rounds_values
         try:
             message = unpack_message(record.message, most, form.count_bytes(short=short))
             payload = self._decode(message.payload, node, record)

@@ -45,7 +45,7 @@ class Loads:
 
     def __init__(self, form: Form, replica: ModelReplica | None, state: FederationState) -> None:
         primary = state.server.primary
-        self._uncompressed = form.pack(state.uncompressed, short=bool(replica and replica.rounds))
+        self._uncompressed = form.pack(state.uncompressed, short=bool(replica and replica.rounds_values))
         self._broadcaster = Broadcaster(primary, replica) if primary and replica else None
         self._model = PackedBroadcast("whole", 0, b"" if self._broadcaster else state.server.x.tobytes())
         self._made: dict[PackedBroadcast, Load] = {}

@@ -143,7 +143,7 @@ class CFedAvg(Strategy):
         fixed = FixedOptions.of(name_strategy(self.inner) if self.inner else None, self.parts)
         config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
         downlink = make_downlink(self.parts.compressor_down, form.layout)
-        replica = ModelReplica(form.layout, downlink.rounds) if downlink else None
+        replica = ModelReplica(form.layout, downlink.rounds_values) if downlink else None
         folder = FederationFolder(self.out, config, form, replica, fixed, comments)
         with folder.hold():
             x, uncompressed = form.split(arrays)

@@ -1,4 +1,4 @@
-"""Local optimisers: line 7 of Algorithm 1, p - eta_L * g, and other steps in its place.
+"""Local optimisers: line 8 of Algorithm 1, p - eta_L * g, and other steps in its place.
 
 A step is a pure function of one client's tensors. The sequential and reference engines and the Flower app
 call the step for one client; the batched engine maps it over many clients by `torch.func.vmap`. The state of
@@ -12,28 +12,31 @@ an optimiser is a dict of lists with one tensor for each parameter. The state la
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.parts import Part, Registry, check_argument, check_truth
-from cfedavg.optimise.server import check_share
+from cfedavg.core.parts import Part, Registry, argument, check_truth
+from cfedavg.optimise.server import share
 
 Tensors = Sequence[Tensor]
 State = Mapping[str, list[Tensor]]
+Stepped = tuple[list[Tensor], State]  # the next parameters and the next state
 Rate = float | Tensor  # a tensor if the step is recorded (a CUDA graph) and replayed with other rates
 LONGEST = 8  # the most parts of a chain
 LARGEST = 1e30  # the largest argument, so that float32 holds it
+_at_least_0 = partial(argument, "a finite number of 0 or more", lambda number: 0 <= number <= LARGEST)
 
 
 class LocalPart(Part):
     """The base class of a chain's parts: a local optimiser, or a change of gradients before it."""
 
-    needs_start: ClassVar[bool] = False
+    needs_start: ClassVar[bool] = False  # whether it uses the parameters at the beginning of the round
 
 
 class GradientChange(LocalPart):
@@ -44,9 +47,7 @@ class GradientChange(LocalPart):
         raise NotImplementedError
 
     def __rshift__(self, following: LocalOptimiser) -> LocalOptimiser:
-        if isinstance(following, Chain):
-            return Chain((self, *following.changes), following.optimiser)
-        return Chain((self,), following)
+        return Chain(self, following)
 
 
 class LocalOptimiser(LocalPart):
@@ -56,36 +57,31 @@ class LocalOptimiser(LocalPart):
         """Return the state before a round's first step: a dict of lists, with a tensor for each parameter."""
         return {}
 
-    def step(
-        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
-    ) -> tuple[list[Tensor], State]:
+    def step(self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors) -> Stepped:
         """Return the next parameters and the next state, without changing the arguments."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Chain(LocalOptimiser):
-    """A local optimiser that first applies changes to the gradients, in order."""
+    """A local optimiser that first changes the gradients."""
 
-    changes: tuple[GradientChange, ...]
+    before: GradientChange
     optimiser: LocalOptimiser
 
     def __str__(self) -> str:
-        return " >> ".join(map(str, (*self.changes, self.optimiser)))
+        return f"{self.before} >> {self.optimiser}"
 
     @property
     def needs_start(self) -> bool:  # type: ignore[override]
-        return any(each.needs_start for each in (*self.changes, self.optimiser))
+        return self.before.needs_start or self.optimiser.needs_start
 
     def init(self, params: Tensors) -> State:
         return self.optimiser.init(params)
 
-    def step(
-        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
-    ) -> tuple[list[Tensor], State]:
-        for each in self.changes:
-            grads = each.change(grads, params, start)
-        return self.optimiser.step(params, grads, state, rate, start)
+    def step(self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors) -> Stepped:
+        changed = self.before.change(grads, params, start)
+        return self.optimiser.step(params, changed, state, rate, start)
 
 
 @dataclass(frozen=True)
@@ -94,13 +90,12 @@ class SGD(LocalOptimiser):
 
     name: ClassVar[str] = "sgd"
     examples: ClassVar[tuple[str, ...]] = ("sgd", "sgd(momentum=0.9)")
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    momentum: float = share(0.0)
+    weight_decay: float = _at_least_0(0.0)
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        check_share("momentum", self.momentum)
-        check_at_least_0("weight_decay", self.weight_decay)
+        super().__post_init__()
         check_truth("nesterov", self.nesterov)
         if self.nesterov and not self.momentum:
             raise InputError("momentum must be above 0 with nesterov, got 0")
@@ -108,9 +103,7 @@ class SGD(LocalOptimiser):
     def init(self, params: Tensors) -> State:
         return {"momentum": [torch.zeros_like(p) for p in params]} if self.momentum else {}
 
-    def step(
-        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
-    ) -> tuple[list[Tensor], State]:
+    def step(self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors) -> Stepped:
         if self.weight_decay:
             grads = [torch.add(g, p, alpha=self.weight_decay) for p, g in zip(params, grads, strict=True)]
         if self.momentum:
@@ -127,41 +120,27 @@ class AdamW(LocalOptimiser):
 
     name: ClassVar[str] = "adamw"
     examples: ClassVar[tuple[str, ...]] = ("adamw(0.1)",)
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        check_at_least_0("weight_decay", self.weight_decay)
-        check_share("beta1", self.beta1)
-        check_share("beta2", self.beta2)
-        check_at_least_0("eps", self.eps)
+    weight_decay: float = _at_least_0(0.01)
+    beta1: float = share(0.9)
+    beta2: float = share(0.999)
+    eps: float = _at_least_0(1e-8)
 
     def init(self, params: Tensors) -> State:
         zeros = [torch.zeros_like(p) for p in params]
         # One count for each parameter, since some may get no gradient; a tensor, since vmap batches clients.
         return {"count": [p.new_zeros(()) for p in params], "m": zeros, "v": list(zeros)}
 
-    def step(
-        self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors
-    ) -> tuple[list[Tensor], State]:
-        made = [
-            self._one(*each, rate)
-            for each in zip(params, grads, state["count"], state["m"], state["v"], strict=True)
-        ]
-        following, counts, m, v = (list(each) for each in zip(*made, strict=True))
-        return following, {"count": counts, "m": m, "v": v}
+    def step(self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors) -> Stepped:
+        count = [n + 1 for n in state["count"]]
+        m = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(state["m"], grads, strict=True)]
+        v = [self.beta2 * v + (1 - self.beta2) * g * g for v, g in zip(state["v"], grads, strict=True)]
+        rows = zip(params, count, m, v, strict=True)
+        return [self._move(*row, rate) for row in rows], {"count": count, "m": m, "v": v}
 
-    def _one(
-        self, p: Tensor, g: Tensor, count: Tensor, m: Tensor, v: Tensor, rate: Rate
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count = count + 1
-        m = self.beta1 * m + (1 - self.beta1) * g
-        v = self.beta2 * v + (1 - self.beta2) * g * g
+    def _move(self, p: Tensor, count: Tensor, m: Tensor, v: Tensor, rate: Rate) -> Tensor:
         length = (v / _bias_correction(self.beta2, count)).sqrt() + self.eps
         shrunk = p - rate * self.weight_decay * p
-        return shrunk - rate * (m / _bias_correction(self.beta1, count)) / length, count, m, v
+        return shrunk - rate * (m / _bias_correction(self.beta1, count)) / length
 
 
 def _bias_correction(beta: float, count: Tensor) -> Tensor:
@@ -175,10 +154,7 @@ class Clip(GradientChange):
 
     name: ClassVar[str] = "clip"
     examples: ClassVar[tuple[str, ...]] = ("clip(1.0) >> sgd",)
-    c: float
-
-    def __post_init__(self) -> None:
-        check_argument("c", self.c, "a finite number above 0", lambda c: 0 < c <= LARGEST)
+    c: float = argument("a finite number above 0", lambda c: 0 < c <= LARGEST)
 
     def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
         norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
@@ -193,10 +169,7 @@ class Prox(GradientChange):
     name: ClassVar[str] = "prox"
     examples: ClassVar[tuple[str, ...]] = ("prox(0.01) >> sgd",)
     needs_start: ClassVar[bool] = True
-    mu: float
-
-    def __post_init__(self) -> None:
-        check_at_least_0("mu", self.mu)
+    mu: float = _at_least_0()
 
     def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
         triples = zip(grads, params, start, strict=True)
@@ -210,27 +183,22 @@ def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:
     return torch.add(p, direction, alpha=-rate)
 
 
-def check_at_least_0(name: str, value: object) -> None:
-    """Raise InputError if `value` is not a finite number of 0 or more."""
-    check_argument(name, value, "a finite number of 0 or more", lambda number: 0 <= number <= LARGEST)
-
-
 LOCAL_OPTIMISERS: Registry[LocalPart] = Registry(
     "local_optimiser", LocalPart, {each.name: each for each in (SGD, AdamW, Clip, Prox)}
 )
 
 
-def parse_local_optimiser(
-    text: str, *, trust: bool = True, own: Collection[type[LocalPart]] = ()
-) -> LocalOptimiser:
+def parse_local_optimiser(text: str, *, trust: bool = True) -> LocalOptimiser:
     """Return the local optimiser that a text names: `sgd`, `clip(1.0) >> adamw(0.1)`, `my.module:Mine`.
 
     >>> str(parse_local_optimiser("prox(0.01)>>sgd(momentum=0.9)"))
     'prox(0.01) >> sgd(momentum=0.9)'
     """
-    *changes, last = LOCAL_OPTIMISERS.parse_chain(text, longest=LONGEST, trust=trust, own=own)
-    if not isinstance(last, LocalOptimiser):
-        raise InputError(f"`local_optimiser`: {text!r} must end with an optimiser, as in {last} >> sgd")
-    if strange := [each for each in changes if not isinstance(each, GradientChange)]:
-        raise InputError(f"`local_optimiser` must have no {strange[0]} before the last part, got {text!r}")
-    return Chain(tuple(changes), last) if changes else last  # type: ignore[arg-type]
+    *changes, made = LOCAL_OPTIMISERS.parse_chain(text, longest=LONGEST, trust=trust)
+    if not isinstance(made, LocalOptimiser):
+        raise InputError(f"`local_optimiser`: {text!r} must end with an optimiser, as in {made} >> sgd")
+    for change in reversed(changes):
+        if not isinstance(change, GradientChange):
+            raise InputError(f"`local_optimiser` must have no {change} before the last part, got {text!r}")
+        made = change >> made
+    return made

@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from cfedavg.core.arrays import Array, module_of, sqrt
-from cfedavg.core.parts import Part, Registry, check_argument
+from cfedavg.core.parts import Part, Registry, argument
 
 State = Mapping[str, Array]
+share = partial(argument, "from 0 to below 1", lambda number: 0 <= number < 1)
 
 
 class ServerOptimiser(Part):
@@ -69,10 +71,7 @@ class ServerMomentum(ServerOptimiser):
     """
 
     name: ClassVar[str] = "momentum"
-    beta: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_share("beta", self.beta)
+    beta: float = share(0.9)
 
     def init(self, x: Array) -> State:
         return {"v": 0 * x}
@@ -102,14 +101,9 @@ class _Adaptive(ServerOptimiser):
 
     adapts: ClassVar[bool] = True
     rate: ClassVar[float] = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        check_share("beta1", self.beta1)
-        check_share("beta2", self.beta2)
-        check_argument("tau", self.tau, "from 1e-30 to 1e30", lambda tau: 1e-30 <= tau <= 1e30)
+    beta1: float = share(0.9)
+    beta2: float = share(0.99)
+    tau: float = argument("from 1e-30 to 1e30", lambda tau: 1e-30 <= tau <= 1e30, 1e-3)
 
     def init(self, x: Array) -> State:
         return {"m": 0 * x, "v": 0 * x}
@@ -118,12 +112,12 @@ class _Adaptive(ServerOptimiser):
         m = self.beta1 * state["m"] + (1 - self.beta1) * delta
         v = self._next_v(state["v"], delta)
         ahead = m / (sqrt(v) + self.tau)
-        return x + self._rate_at(rate, t) * ahead, {"m": m, "v": v}
+        return x + self._correct(rate, t) * ahead, {"m": m, "v": v}
 
     def _next_v(self, v: Array, delta: Array) -> Array:
         raise NotImplementedError
 
-    def _rate_at(self, rate: float, t: int) -> float:
+    def _correct(self, rate: float, t: int) -> float:
         return rate
 
 
@@ -140,7 +134,7 @@ class ServerAdam(_Adaptive):
     def _next_v(self, v: Array, delta: Array) -> Array:
         return self.beta2 * v + (1 - self.beta2) * (delta * delta)
 
-    def _rate_at(self, rate: float, t: int) -> float:
+    def _correct(self, rate: float, t: int) -> float:
         return rate * math.sqrt(1 - self.beta2 ** (t + 2)) / (1 - self.beta1 ** (t + 2))
 
 
@@ -160,15 +154,10 @@ class ServerAdagrad(_Adaptive):
     """FedAdagrad: v = v + delta^2, so that steps get shorter; beta1 is 0 by default."""
 
     name: ClassVar[str] = "adagrad"
-    beta1: float = 0.0
+    beta1: float = share(0.0)
 
     def _next_v(self, v: Array, delta: Array) -> Array:
         return v + delta * delta
-
-
-def check_share(name: str, value: object) -> None:
-    """Raise InputError if `value` is not a number in [0, 1)."""
-    check_argument(name, value, "from 0 to below 1", lambda share: 0 <= share < 1)
 
 
 _ALL = (ServerSGD, ServerMomentum, ServerNesterov, ServerAdam, ServerYogi, ServerAdagrad)

@@ -66,7 +66,7 @@ class Downloads:
         self, t: int, clients: Iterable[int], w: Array, downlink: Downlink, start: Start
     ) -> dict[int, Count]:
         """Return for each client a function that gives its download in round `t`; `w` is the model copy."""
-        whole = cache(lambda: Download("whole", 0, _length(downlink.whole(w), downlink)))
+        whole = cache(lambda: Download("whole", 0, _length(downlink.pack(w), downlink)))
         versions = {client: self.held.get(client) for client in clients}
         one = partial(self._download, t, w, downlink, whole)
         counts = {held: start(partial(one, held)) for held in set(versions.values())}
@@ -85,7 +85,7 @@ class Downloads:
         at = columns((self.changed > held)[None])
         if not may_be_shorter(len(at), len(w)):
             return None
-        return Download("changes", 0, _length(downlink.changed(w, at), downlink))
+        return Download("changes", 0, _length(downlink.pack(w, at), downlink))
 
 
 def _last(lengths: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from cfedavg.core.files import read_file
 from cfedavg.core.units import is_share, spell_out
 from cfedavg.report.figures import Frame, draw_grid
 from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
-from cfedavg.schedule import build_schedule
+from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
 from cfedavg.simulate.run import Observer
 from cfedavg.sweep import cells as sealed
@@ -95,7 +95,7 @@ class Grid(Study):
         try:
             for config in self._configs.values():
                 parse_parts(config)
-                build_schedule(config.schedule)
+                SCHEDULES.parse(config.schedule)
             for seed in self.seeds:
                 config.replace(seed=seed)
         except InputError as error:

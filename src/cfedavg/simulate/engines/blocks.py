@@ -161,7 +161,7 @@ class BlockEngine(Engine):
             after: Tensor = made.memory
             if any(lost):
                 rows = torch.tensor(lost, device=self.device)[:, None]
-                after = torch.where(rows, self.channel.restore(made.memory, made.payload), after)
+                after = torch.where(rows, self.channel.feedback.restore(made.memory, made.payload), after)
             kept = self._kept(t, clients, after)
         g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
         # The lines below allocate little memory: if memory ran out, the block would be delivered twice.

@@ -73,7 +73,7 @@ class Engine(ABC):
         first = State(0, x, self.buffers_down.transmit(b), memory=self.plan.aggregator.init(x))
         if self.downlink is None:
             return first
-        w = self.downlink.first(x)
+        w = self.downlink.make(x)
         return replace(first, w=w, downloads=Downloads.none(w))
 
     @abstractmethod
@@ -153,12 +153,12 @@ class Engine(ABC):
         assert state.w is not None
         assert state.downloads is not None
         try:
-            made = self.downlink.send(x, state.w, plan.broadcast_key(t), t)
+            payload, w_next = self.downlink.send(x, state.w, plan.broadcast_key(t), t)
         except NotFinite:  # x and w are finite, but x - w overflows
             raise Diverged(t, arrived, "the broadcast x - w") from None
-        length, most = measure(made.payload.numpy(), self.layout)[0], self.downlink.size(state.w)
-        downloads = state.downloads.after(t, state.w, made.memory, length, arrived, most)
-        return replace(after, w=made.memory, downloads=downloads)
+        length, most = measure(payload.numpy(), self.layout)[0], self.downlink.size(state.w)
+        downloads = state.downloads.after(t, state.w, w_next, length, arrived, most)
+        return replace(after, w=w_next, downloads=downloads)
 
     def _count_downloads(self, state: State, start: Start) -> dict[int, Count]:
         """Return for each sampled client a function that counts its download: model, buffers, feedback."""
@@ -287,7 +287,7 @@ class ReferenceEngine(Engine):
         if not math.isfinite(loss):
             raise NotFinite([client])
         lost = plan.lost(t, client)
-        memory_next = self.channel.restore(made.memory, made.payload) if lost else made.memory
+        memory_next = self.channel.feedback.restore(made.memory, made.payload) if lost else made.memory
         b_sent = self.buffers_up.transmit(trained.b_K[0])
         up = self.ledger.count(t, client, made.payload) + self.buffers_up.bytes(b_sent)
         sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())

@@ -86,19 +86,19 @@ class BufferChannel:
     """
 
     def __init__(self, layout: Layout, compressor: Compressor) -> None:
-        self.layout, self.rounds = layout, compressor.rounds
+        self.layout, self.rounds_values = layout, compressor.rounds_values
         floats = [dtype.startswith(("float", "bfloat")) for dtype in layout.dtypes]
         self._is_float = torch.from_numpy(np.repeat(np.array(floats, bool), layout.sizes))
 
     def transmit(self, b: Tensor) -> Tensor:
         """Return the buffers as the receiver gets them; `b` may have a row for each client."""
-        if not self.rounds or not b.shape[-1]:
+        if not self.rounds_values or not b.shape[-1]:
             return b
         return torch.where(self._is_float.to(b.device), round_to_bf16(b), b)
 
     def bytes(self, b: Tensor) -> int:
         """Return the bytes in which the buffers of one model are sent."""
-        if not self.rounds or not len(b):
+        if not self.rounds_values or not len(b):
             return dense_bytes(b, self.layout)
         is_float = self._is_float.to(b.device)
         floats, integers = to_bf16(b[is_float].float()), b[~is_float]

@@ -1,10 +1,11 @@
-"""The k entries of largest magnitude, exactly, on one core: what torch.topk does, many times as fast.
+"""Sums and the k largest entries, with the same bits for NumPy and torch, on a CPU and on a GPU.
 
-Read as integers, the bits of magnitudes have the order of the magnitudes. `find_bound` counts a sample of the
-entries in bins by their leading bits. From the counts follows a bound that about k entries reach. `collect`
-finds the entries that reach the bound; if there are fewer than k, all entries are counted for a safe bound.
-`pick` selects the k largest of these entries by a radix select. The bits of NaN and infinity are larger than
-those of all finite numbers, so `pick` finds them too.
+`find_largest` does on one core what torch.topk does, many times as fast. Read as integers, the bits of
+magnitudes have the order of the magnitudes. `find_bound` counts a sample of the entries in bins by their
+leading bits. From the counts follows a bound that about k entries reach. `collect` finds the entries that
+reach the bound; if there are fewer than k, all entries are counted for a safe bound. `pick` selects the k
+largest of these entries by a radix select. The bits of NaN and infinity are larger than those of all finite
+numbers, so `pick` finds them too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cfedavg.core.arrays import Int, kernel
+from cfedavg.core.arrays import Array, Int, cast, copy, kernel, module_of
 
 BINS = 13  # the number of leading bits that decide an entry's bin
 LINE = 16  # entries that are sampled together: a cache line
@@ -23,12 +24,46 @@ _BITS: dict[Any, Any] = {np.dtype(np.float32): np.uint32, np.dtype(np.float64): 
 _INFINITY = {dtype: int(np.array(np.inf, dtype).view(bits)) for dtype, bits in _BITS.items()}
 
 
-def largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
+def normalise_rows(magnitude: Array) -> Array:
+    """Return magnitudes in float64, divided by the largest of their row so that squares do not overflow."""
+    xp = module_of(magnitude)
+    top = cast(xp.amax(magnitude, axis=-1, keepdims=True), "float64")
+    return cast(magnitude, "float64") / xp.where(top > 0, top, 1.0)
+
+
+def row_sums(values: Array) -> Array:
+    """Return the sums over the last axis, with the same bits on every device.
+
+    A row is folded in two at a power of two until one number is left. The sums of NumPy and torch depend in
+    their last bits on the device and on the number of threads and rows. Here the order of additions depends
+    on the length of a row only, and zeros at the end of a row do not change the sum.
+    """
+    while (width := values.shape[-1]) > 1:
+        half = 1 << (width - 1).bit_length() - 1
+        folded, alone = values[..., : width - half] + values[..., half:], values[..., width - half : half]
+        values = module_of(values).concatenate([folded, alone], -1) if alone.shape[-1] else folded
+    return values[..., 0]
+
+
+def prefix_sums(values: Array) -> Array:
+    """Return the cumulative sums over the last axis, with the same bits on every device.
+
+    Entries 1, 3, 5 ... are the cumulative sums of pairs. Every other entry is the one before it plus a value.
+    """
+    if (width := values.shape[-1]) < 2:
+        return values
+    pairs, sums = prefix_sums(values[..., : width - 1 : 2] + values[..., 1::2]), copy(values)
+    sums[..., 1::2] = pairs
+    sums[..., 2::2] += pairs[..., : (width - 1) // 2]
+    return sums
+
+
+def find_largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
     """Return the increasing indices of the k largest magnitudes, and whether all values are finite.
 
     Of equal magnitudes, the lowest index is taken.
 
-    >>> largest(np.array([3.0, -1.0, 4.0, 1.0, -4.0], np.float32), 2)
+    >>> find_largest(np.array([3.0, -1.0, 4.0, 1.0, -4.0], np.float32), 2)
     (array([2, 4]), True)
     """
     d, bits = len(values), values.view(_BITS[values.dtype])
