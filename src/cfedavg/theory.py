@@ -11,6 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+__all__ = [
+    "Condition", "Problem", "descent", "h", "rate_conditions", "theorem1", "theorem2", "theorem3",
+]  # fmt: skip
+
 
 def h(gamma: float, alpha: float) -> float:
     """Return the factor h of Lemma 1, alpha / (sqrt(gamma) - 1)^2, for the best epsilon, 1/sqrt(gamma).

@@ -33,7 +33,9 @@ JUMPS = 7  # the decoder's table `jump` has 2^JUMPS entries
 
 def kind_of(values: Floats | Levels) -> Kind:
     """Return the number format of the values, as the header names it."""
-    return Kind[(values.dtype if isinstance(values, Floats) else values.levels.dtype.name).upper()]
+    if isinstance(values, Floats):
+        return Kind[values.dtype.upper()]
+    return Kind.INT8 if values.levels.itemsize == 1 else Kind.INT16  # NumPy and torch name dtypes differently
 
 
 def pack_values(
