@@ -503,7 +503,7 @@ def test_a_folder_without_both_splits_is_named(tmp_path: Path, cache: Path) -> N
 
 
 def test_folders_of_data_sets_in_a_folder_are_named(folder: Path, cache: Path) -> None:
-    refused(rf"and does not; set `dataset` to a subfolder: {folder.name}", "mine", folder.parent, cache)
+    refused(rf"are missing; set `dataset` to a subfolder: {folder.name}", "mine", folder.parent, cache)
 
 
 def test_images_of_another_data_set_are_refused(folder: Path, cache: Path) -> None:
@@ -541,7 +541,7 @@ def test_images_that_cannot_be_decoded_are_refused(folder: Path, cache: Path) ->
     write(path, drawn(1, "L"), image=pa.array([{"bytes": b"no image", "path": ""}], kind))
     refused(r"`data_dir`: .* holds an image that cannot be decoded", "mine", folder, cache)
     write(path, drawn(1, "L"), image=pa.array([{"bytes": None, "path": "1.png"}], kind))
-    refused(r"`data_dir`: .* holds the paths of its images but not their bytes", "mine", folder, cache)
+    refused(r"`data_dir`: .* holds paths of images but not the images", "mine", folder, cache)
 
 
 @pytest.mark.parametrize(

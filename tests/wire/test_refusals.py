@@ -22,7 +22,7 @@ from cfedavg.wire.indices import Matrices, encode_indices
 from cfedavg.wire.values import encode_numbers
 from tests.messages import FLAT, MODEL, forged, payload, sealed, sections
 
-NOT_A_MESSAGE = f"not a message: it must begin with CFAV and a header of {SIZE} bytes"
+NOT_A_MESSAGE = f"not a message: it must have a header of {SIZE} bytes that begins with CFAV"
 ANOTHER_MODEL = "the message is for another model: names, shapes, dtypes or order of its tensors differ"
 DAMAGED = "the checksum does not fit: the message was damaged on its way"
 NOT_FINITE = "a value is not a finite number"
@@ -84,21 +84,25 @@ def test_not_a_message() -> None:
 
 @pytest.mark.parametrize("version", [0, 3, 255])
 def test_another_version(version: int) -> None:
-    with refused(f"the message is of version {version}, this program reads versions 1 and 2"):
+    with refused(f"the message is of version {version}, but this program reads only 1 and 2"):
         decode(with_bytes(message(), 4, bytes([version])), layout=FLAT)
 
 
-@pytest.mark.parametrize(("name", "value"), [("where", 3), ("kind", 5), ("coding", 2), ("kind", 255)])
+@pytest.mark.parametrize(
+    ("name", "value", "most"), [("where", 3, 2), ("kind", 5, 4), ("coding", 2, 1), ("kind", 255, 4)]
+)
 @pytest.mark.parametrize("version", [1, 2])
-def test_unknown_in_the_header(name: str, value: int, version: int) -> None:
+def test_unknown_in_the_header(name: str, value: int, most: int, version: int) -> None:
     data = with_bytes(forged(message(), **{name: value}), 4, bytes([version]))
-    with refused(f"the header says {name} = {value}, which version {version} does not know"):
+    with refused(f"the header says {name} = {value}, but version {version} has only 0 to {most}"):
         decode(data, layout=FLAT)
 
 
 @pytest.mark.parametrize("quantiser", ["fp32", "fp64"])
 def test_version_1_does_not_code_floats_of_all_coordinates(quantiser: str) -> None:
-    words = f"CODED {quantiser.upper()} values of ALL coordinates need version 2, the message is of version 1"
+    words = (
+        f"CODED {quantiser.upper()} values of ALL coordinates need version 2, but the message is of version 1"
+    )
     data = with_bytes(coded_model(quantiser), 4, b"\1")
     for read in (read_header, lambda m: decode(m, layout=FLAT)):
         with refused(words):
@@ -161,17 +165,17 @@ def test_another_d_under_the_same_schema() -> None:
 def test_too_many_coordinates() -> None:
     data = message()  # k = 60
     for k in (601, 2**63, 2**64 - 1):
-        with refused(f"the message must have k of at most 600, got {k}"):
+        with refused(f"the message must hold at most 600 values, got k = {k}"):
             decode(forged(data, k=k), layout=FLAT)
-    with refused("the message must have k of at most 59, got 60"):
+    with refused("the message must hold at most 59 values, got k = 60"):
         decode(data, layout=FLAT, kmax=59)
     assert decode(data, layout=FLAT, kmax=60).counts() == [60]
-    with refused("the message must have k of at most 600, got 601"):
+    with refused("the message must hold at most 600 values, got k = 601"):
         decode(forged(data, k=601), layout=FLAT, kmax=10_000)
 
 
 def test_all_coordinates_are_d() -> None:
-    with refused("a message of all coordinates must have k = d = 600, got k = 599"):
+    with refused("a message of all coordinates must hold 600 values, got k = 599"):
         decode(forged(message("none"), k=599), layout=FLAT)
 
 
@@ -227,7 +231,7 @@ def test_index_section_of_the_wrong_length() -> None:
 
 def test_copied_section_of_the_wrong_length() -> None:
     def words(n: int, k: int, needed: int) -> str:
-        return f"the copied values must have {needed} bytes for k = {k}, got {n}"
+        return f"the section of copied values must have {needed} bytes for k = {k}, got {n}"
 
     for selector, quantiser, k, needed in (
         ("none", "fp32", 600, 2400),
@@ -258,7 +262,7 @@ def test_copied_section_of_a_coded_model(quantiser: str, width: int) -> None:
     data, needed = coded_model(quantiser), 600 * width
     copied = sections(data)[2]
     for other in (b"", copied[:-1], copied + b"\0", bytes(600 * (width + 2))):
-        words = f"the copied values must have {needed} bytes for k = 600, got {len(other)}"
+        words = f"the section of copied values must have {needed} bytes for k = 600, got {len(other)}"
         with refused(words):
             decode(forged(data, copied=other), layout=FLAT)
 
@@ -266,7 +270,7 @@ def test_copied_section_of_a_coded_model(quantiser: str, width: int) -> None:
 def test_coded_section_of_a_coded_model() -> None:
     data, large = coded_model(), Layout.flat(200_000)
     claim = {"d": large.d, "k": large.d, "schema": large.schema_hash}
-    with refused("the coded values have 0 bytes, which cannot hold 200000 values"):
+    with refused("the section of coded values has 0 bytes, which does not fit 200000 values"):
         decode(forged(data, coded=b"", copied=bytes(2 * large.d), **claim), layout=large)
     values = sections(data)[1]
     with refused("the section of the values ends too early"):
@@ -279,26 +283,26 @@ def test_coded_section_of_a_coded_model() -> None:
     empty = Layout.flat(0)
     nothing = {"d": 0, "k": 0, "schema": empty.schema_hash, "copied": b""}
     assert decode(forged(data, coded=b"", **nothing), layout=empty).counts() == [0]
-    with refused("the coded values have 1 bytes, which cannot hold 0 values"):
+    with refused("the section of coded values has 1 bytes, which does not fit 0 values"):
         decode(forged(data, coded=b"\1", **nothing), layout=empty)
 
 
 def test_coded_section_of_the_wrong_length() -> None:
     large = Layout.flat(200_000)
     short = forged(message("none", "bf16"), coded=b"", d=large.d, k=large.d, schema=large.schema_hash)
-    with refused("the coded values have 0 bytes, which cannot hold 200000 values"):
+    with refused("the section of coded values has 0 bytes, which does not fit 200000 values"):
         decode(short, layout=large)
-    with refused("the coded values have 1 bytes, which cannot hold 0 values"):
+    with refused("the section of coded values has 1 bytes, which does not fit 0 values"):
         decode(forged(message("none"), coded=b"\1"), layout=FLAT)
     nothing = encode(payload("threshold(0.5)", "bf16", FLAT, zero=True), FLAT)
-    with refused("the coded values have 3 bytes, which cannot hold 0 values"):
+    with refused("the section of coded values has 3 bytes, which does not fit 0 values"):
         decode(forged(nothing, coded=b"\1\2\3"), layout=FLAT)
 
 
 def test_swapped_sections() -> None:
     data = message("topk(0.9)", "fp32")
     coordinates, values, copied = sections(data)
-    with refused(f"the copied values must have 120 bytes for k = 60, got {len(values)}"):
+    with refused(f"the section of copied values must have 120 bytes for k = 60, got {len(values)}"):
         decode(forged(data, coordinates, copied, values), layout=FLAT)
     with refused("the section of the indices has extra bytes at its end"):
         decode(forged(data, values, coordinates), layout=FLAT)
@@ -410,7 +414,7 @@ def test_a_level_above_top(numbers: list[int]) -> None:
     values = Levels(np.array([1, -7, 0], np.int8), np.ones(1, np.float32), 0, 7)
     data = encode(first_of_flat(values, 3), FLAT)
     assert sections(data)[1] == coded([1, 0x8007, 0], False)
-    with refused("a level exceeds top = 7"):
+    with refused("a level exceeds the largest magnitude, `top` = 7"):
         decode(forged(data, coded=coded(numbers, False)), layout=FLAT)
 
 
@@ -450,8 +454,8 @@ HUGE = Layout.flat(2**27)
 RANDOM = np.random.default_rng(0).bytes(1000)
 EVERY = struct.pack("<qQ", 1, 2**53)
 SCALE = struct.pack("<IHf", 0, 1, 1.0)
-COPIED = "the copied values must have {1} bytes for k = 134217728, got {0}"
-CODED = "the coded values have {} bytes, which cannot hold 134217728 values"
+COPIED = "the section of copied values must have {1} bytes for k = 134217728, got {0}"
+CODED = "the section of coded values has {} bytes, which does not fit 134217728 values"
 
 
 @pytest.mark.parametrize(
@@ -497,9 +501,9 @@ LADDER: list[tuple[str, Spoil, dict[str, Any]]] = [
     ("the message is of client 0, not of client 1", lambda m: m, {"client": 1}),
     ("the message has sequence number 0", lambda m: m, {"sequence": 1}),
     ("the message is for another model", lambda m: with_bytes(m, 8, bytes(8)), {}),
-    ("the message must have k of at most 5, got 60", lambda m: m, {"kmax": 5}),
+    ("the message must hold at most 5 values, got k = 60", lambda m: m, {"kmax": 5}),
     ("the message is cut short", lambda m: m[:-1], {}),
-    ("the copied values must have", lambda m: forged(m, copied=sections(m)[2] + b"\0"), {}),
+    ("the section of copied values must have", lambda m: forged(m, copied=sections(m)[2] + b"\0"), {}),
     ("the checksum does not fit", lambda m: m[:-1] + bytes([m[-1] ^ 1]), {}),
     ("the section of the indices has extra", lambda m: forged(m, sections(m)[0] + b"\0"), {}),
     (NOT_FINITE, lambda m: forged(m, coded=coded([0x7F80] * 60, True)), {}),
@@ -549,7 +553,7 @@ def test_values_that_are_not_encoded(selector: str, quantiser: str, bad: float) 
 def test_levels_that_are_not_encoded() -> None:
     for level in (8, -8):
         values = Levels(np.array([1, level], np.int8), np.ones(1, np.float32), 0, 7)
-        with refused("a level exceeds top = 7"):
+        with refused("a level exceeds the largest magnitude, `top` = 7"):
             encode(first_of_flat(values, 2), FLAT)
     for bad in (np.nan, np.inf):
         values = Levels(np.array([1, 2], np.int8), np.array([bad], np.float32), 0, 7)
@@ -559,9 +563,9 @@ def test_levels_that_are_not_encoded() -> None:
 
 def test_payloads_that_are_not_encoded() -> None:
     one = listed([1, 2])
-    with refused("a message must hold the payload of one client, got 2: see Payload.clients"):
+    with refused("a message must hold the payload of one client, got 2: use `Payload.clients`"):
         encode(replace(one, offsets=np.array([0, 1, 2])), FLAT)
-    with refused("the payload must have the layout's d = 599, got 600"):
+    with refused("the payload must have 599 coordinates, as the layout has, got 600"):
         encode(one, Layout.flat(599))
 
 
@@ -574,13 +578,13 @@ def floats(k: int) -> Floats:
     [
         (
             Payload(600, np.array([0, 2]), np.array([0, 1]), floats(300)),
-            "must have k = 2 indices and values, got ",
+            "must have 2 indices and 2 values, got ",
         ),
         (
             Payload(600, np.array([0, 2]), np.array([0, 1, 2]), floats(2)),
-            "must have k = 2 indices and values, got ",
+            "must have 2 indices and 2 values, got ",
         ),
-        (Payload(600, np.array([0, 2]), None, floats(2)), "must have k = 2 indices and values, got "),
+        (Payload(600, np.array([0, 2]), None, floats(2)), "must have 2 indices and 2 values, got "),
         (
             Payload(600, np.array([0, 2]), np.array([5, 700]), floats(2), Mask(np.array([1]), 2**50)),
             "increase strictly and lie from 0 to 599",
@@ -607,11 +611,11 @@ def floats(k: int) -> Floats:
         (Payload(600, np.array([0, 2]), np.ones((2, 1), int), floats(2)), "1-D array of integers, got "),
         (
             Payload(600, np.array([0, 2]), np.array([5, 7]), floats(2), Mask(np.array([1]), -1)),
-            "`keep` must be from 0 to 2\\^53, got -1",
+            "`keep` of the mask must be from 0 to 2\\^53, got -1",
         ),
         (
             first_of_flat(Levels(np.full(2, -32768, np.int16), np.ones(1, np.float32), 2, 32767), 2),
-            "a level exceeds top = 32767",
+            "a level exceeds the largest magnitude, `top` = 32767",
         ),
         (
             first_of_flat(Levels(np.ones(2, np.int8), np.ones(1, np.float32), 2**32, 1), 2),

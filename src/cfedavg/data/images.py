@@ -1,4 +1,4 @@
-"""Data sets of images, and their decoder: from parquet files to .npy files of pixels, with little memory."""
+"""Data sets of images, and a decoder that turns parquet files into .npy files of pixels in little memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set. `mean` and `std` hold one number per channel, for the train split's pixels / 255."""
+    """A data set of images. `mean` and `std` describe the train pixels / 255: one number for each channel."""
 
     name: str
     train: Images
@@ -46,13 +46,13 @@ class ImageData:
 
 
 def histogram(pixels: np.ndarray) -> np.ndarray:
-    """Return how often each pixel value from 0 to 255 occurs in each channel, of shape (channels, 256)."""
+    """Return an array of shape (channels, 256): how often each pixel value occurs in each channel."""
     channels = pixels.swapaxes(0, 1).reshape(pixels.shape[1], -1)
     return np.stack([np.bincount(channel, minlength=256) for channel in channels])
 
 
 def mean_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation of pixels / 255 for each channel, from a histogram.
+    """Return the mean and the standard deviation of pixels / 255 for each channel, from a `histogram`.
 
     >>> mean_std(histogram(np.array([0, 255], np.uint8).reshape(2, 1, 1, 1)))
     ((0.5,), (0.5,))
@@ -67,13 +67,13 @@ def mean_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 class _Coloured(Exception):
-    """An error: an image has colours, but the first pass decodes all images as grey."""
+    """Raised in the first pass, which decodes all images as grey, if an image has colours."""
 
 
 def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> None:
     """Decode the parquet files of both splits; write pixels, labels and meta.json to `folder`.
 
-    Errors begin with `where`.
+    Every InputError begins with `where`, which names the data set.
     """
     try:
         _decode(files, folder, where, grey=True)
@@ -150,7 +150,7 @@ def _open_parquet(path: Path, where: str) -> Iterator[Any]:
 def _read_images(
     files: Mapping[str, Sequence[Path]], where: str, grey: bool
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield batches: a split, pixels of shape (n, channels, height, width), and labels of shape (n,)."""
+    """Yield batches of n images: the split's name, pixels (n, channels, height, width), and n labels."""
     shape: tuple[int, ...] = ()
     paths = [(split, path) for split in SPLITS for path in files[split]]
     for split, path in paths:
@@ -160,7 +160,7 @@ def _read_images(
             for batch in file.iter_batches(_ROWS, columns=[f"{image}.bytes", label]):
                 labels, encoded = batch.column(label), batch.column(image).field("bytes").to_pylist()
                 if labels.null_count:
-                    raise InputError(f"{name} has samples without a label")
+                    raise InputError(f"{name} has samples without a label; remove these samples")
                 decoded = [_decode_image(data, name, grey) for data in encoded]
                 for pixels in decoded:
                     shape = shape or pixels.shape
@@ -172,11 +172,13 @@ def _read_images(
 
 
 def _decode_image(data: bytes | None, name: str, grey: bool) -> np.ndarray:
-    """Return the pixels of an image, of shape (height, width, channels)."""
+    """Return an image's pixels as an array of shape (height, width, channels)."""
     from PIL import Image
 
     if data is None:
-        raise InputError(f"{name} holds the paths of its images but not their bytes")
+        raise InputError(
+            f"{name} holds paths of images but not the images; use parquet files that contain the images"
+        )
     try:
         with Image.open(io.BytesIO(data)) as image:
             if grey and image.mode == "L":
@@ -204,8 +206,8 @@ def _find_columns(schema: Any, where: str) -> list[str]:
     known_labels = ("label", "labels", "fine_label")
     found: list[str] = []
     for names, known, what in (
-        (images, ("image", "img"), "image columns (a struct of bytes and path)"),
-        (labels, known_labels, "label columns (whole numbers)"),
+        (images, ("image", "img"), "image columns (structs with `bytes` and `path`)"),
+        (labels, known_labels, "label columns (of integers)"),
     ):
         candidates = [name for name in known if name in names][:1] or names
         if not candidates:

@@ -1,4 +1,4 @@
-"""Partitions of samples over clients: p classes per client, Dirichlet shares, or random shares.
+"""Partitions of samples over clients: by p classes per client, by Dirichlet shares, or at random.
 
 Random draws come from keys (`cfedavg.core.keys`), so the same labels, arguments and seed always give the same
 partition.
@@ -13,10 +13,10 @@ import numpy as np
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, bits, bits53, key, keys, permutation
 
-# Streams of random numbers. A key of Purpose.PARTITION has a stream instead of the round, and a client or a
-# class instead of the client.
+# Streams of random numbers. A key of Purpose.PARTITION holds the number of a stream where other keys hold the
+# round, and the number of a client or of a class where other keys hold the client.
 _ASSIGN, _TRAIN, _TEST, _BOOST, _GAMMA = range(5)
-_LEAST_ALPHA = 1e-9  # with less, a client has one class in any case, and log(u) / alpha could overflow
+_LEAST_ALPHA = 1e-9  # below it, each client has one class anyway, and log(u) / alpha could overflow
 Pair = tuple[np.ndarray, np.ndarray]  # an array for the train split and one for the test split
 
 
@@ -34,14 +34,16 @@ class Partition:
     unused: int  # train samples that no client holds
 
     def counts(self, labels: np.ndarray, classes: int) -> np.ndarray:
-        """Return each client's number of train samples of each class, of shape (m, classes)."""
+        """Return an array of shape (clients, classes): how many train samples of each class a client has."""
         return np.stack([np.bincount(labels[part], minlength=classes) for part in self.train])
 
 
 def by_classes(
     train_labels: np.ndarray, test_labels: np.ndarray, classes: int, m: int, p: int, seed: int
 ) -> Partition:
-    """Deal `p` classes to each of `m` clients; all clients get equally many samples of each class they hold.
+    """Deal `p` classes to each of `m` clients.
+
+    Every client gets the same number of samples of each of its classes. Left-over samples stay unused.
 
     >>> labels = np.arange(100) % 10
     >>> by_classes(labels, labels, classes=10, m=5, p=2, seed=0).counts(labels, 10).sum(axis=1).tolist()
@@ -71,8 +73,8 @@ def by_classes(
 def _assign_classes(classes: int, m: int, p: int, seed: int) -> np.ndarray:
     """Return an array of shape (m, classes): 1 where a client holds a class, else 0; `p` classes per client.
 
-    The holders of a class are the clients that hold it. Each client takes the classes with the fewest holders
-    so far, in random order if equal. So the numbers of holders of two classes differ by at most one.
+    One client after another takes the `p` classes that the fewest clients hold so far, with random choice
+    among equals. So the numbers of clients per class differ by at most one.
     """
     draws = bits(_client_keys(seed, _ASSIGN, m), np.arange(classes, dtype=np.int64))
     holds, holders = np.zeros((m, classes), np.int64), np.zeros(classes, np.int64)
@@ -83,7 +85,7 @@ def _assign_classes(classes: int, m: int, p: int, seed: int) -> np.ndarray:
 
 
 def _share(sizes: np.ndarray, holds: np.ndarray) -> int:
-    """Return the largest number of samples that each client can get of each class that it holds."""
+    """Return the largest number n such that every client can get n samples of each of its classes."""
     holders = holds.sum(axis=0)
     held = holders > 0
     return int((sizes[held] // holders[held]).min())
@@ -92,9 +94,10 @@ def _share(sizes: np.ndarray, holds: np.ndarray) -> int:
 def by_dirichlet(
     train_labels: np.ndarray, test_labels: np.ndarray, classes: int, m: int, alpha: float, seed: int
 ) -> Partition:
-    """Deal all samples to `m` clients; each client's shares of the classes are a draw from Dirichlet(alpha).
+    """Deal all samples to `m` clients, with class shares drawn from Dirichlet(alpha).
 
-    The samples of a class go to clients in proportion to the clients' shares of that class.
+    For each client, one draw gives a share for each class. The samples of a class go to the clients in
+    proportion to their shares for this class. Every client gets at least one train sample.
 
     >>> labels = np.arange(100) % 10
     >>> parts = by_dirichlet(labels, labels, classes=10, m=4, alpha=0.5, seed=0)
@@ -105,7 +108,7 @@ def by_dirichlet(
     if not 0 < alpha < np.inf:
         raise InputError(f"`dirichlet` must be a finite number above 0, got {alpha}")
     logs = _log_dirichlet(classes, m, alpha, seed)
-    # Divided by the largest share of the class: with a tiny alpha, all shares of a class may underflow to 0.
+    # Divide by the largest share of the class: with a tiny alpha, all shares of a class may underflow to 0.
     return _deal_all((train_labels, test_labels), np.exp(logs - logs.max(axis=0)), seed)
 
 
@@ -122,7 +125,7 @@ def _check_clients(m: int, samples: int) -> None:
 
 
 def _deal_all(labels: Pair, weights: np.ndarray, seed: int) -> Partition:
-    """Return a partition of all samples: of class c, client i gets a share in proportion to weights[i, c]."""
+    """Deal all samples to clients: client i gets samples of class c in proportion to weights[i, c]."""
     sizes = (np.bincount(of_split, minlength=weights.shape[1]) for of_split in labels)
     train, test = (_apportion(each, weights) for each in sizes)
     _fill_empty(train)
@@ -130,7 +133,9 @@ def _deal_all(labels: Pair, weights: np.ndarray, seed: int) -> Partition:
 
 
 def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return integers in proportion to `weights`; column c adds up to `sizes[c]` (largest remainder method).
+    """Split each sizes[c] into integers in proportion to column c of `weights`.
+
+    The integers add up to sizes[c]. The largest remainder method decides which of them are rounded up.
 
     >>> _apportion(np.array([10]), np.array([[1.0], [1.0], [2.0]])).tolist()
     [[3], [2], [5]]
@@ -144,7 +149,11 @@ def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _fill_empty(counts: np.ndarray) -> None:
-    """Give each client without samples one sample of the largest client's most frequent class, in place."""
+    """Change `counts` in place so that each client has at least one sample.
+
+    A client without samples gets one from the client with the most samples, out of that client's most
+    frequent class.
+    """
     totals = counts.sum(axis=1)
     for i in np.flatnonzero(totals == 0):
         donor = totals.argmax()
@@ -155,7 +164,7 @@ def _fill_empty(counts: np.ndarray) -> None:
 
 
 def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
-    """Return the logarithms of `m` draws from Dirichlet(alpha), of shape (m, classes), all finite."""
+    """Return an array of shape (m, classes): the finite logarithms of `m` draws from Dirichlet(alpha)."""
     alpha = max(alpha, _LEAST_ALPHA)
     logs = _log_gamma_draws(classes, m, alpha + 1 if alpha < 1 else alpha, seed)
     if alpha < 1:  # a Gamma(alpha) draw is a Gamma(alpha + 1) draw times u^(1 / alpha)
@@ -166,10 +175,11 @@ def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
 
 
 def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
-    """Return the logarithms of (m, classes) draws from Gamma(alpha), alpha >= 1 (Marsaglia and Tsang 2000).
+    """Return an array of shape (m, classes): logarithms of draws from Gamma(alpha), for alpha >= 1.
 
-    Attempt number a for class c uses three random numbers of the client's key: coordinate
-    3 * (a * classes + c) and the next two. So a rejected attempt does not change the draws for other classes.
+    The draws use the rejection method of Marsaglia and Tsang (2000). Attempt number a for class c uses three
+    random numbers of the client's key: those at coordinate 3 * (a * classes + c) and the next two. So a
+    rejected attempt for one class does not change the draws for other classes.
     """
     d = alpha - 1 / 3
     words = np.repeat(_client_keys(seed, _GAMMA, m), classes, axis=1).ravel()
@@ -189,17 +199,20 @@ def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarra
 
 
 def _client_keys(seed: int, stream: int, m: int) -> np.ndarray:
-    """Return the keys of clients 0 to m - 1 for a stream, as an array of shape (m, 1)."""
+    """Return an array of shape (m, 1): each client's key for a stream of random numbers."""
     return np.asarray(keys(seed, stream, np.arange(m), Purpose.PARTITION)[:, None])
 
 
 def _uniforms(words: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
-    """Return uniform random numbers in (0, 1]; 0 is excluded because its logarithm is taken."""
+    """Return uniform random numbers in (0, 1]. Callers take their logarithms, so 0 is excluded."""
     return np.asarray(1 - bits53(words, coordinates) / 2.0**53)
 
 
 def _deal(labels: Pair, counts: Pair, seed: int) -> Partition:
-    """Return a partition with these `counts` of samples, of shape (m, classes), of each client and class."""
+    """Deal samples to clients at random: in each split, client i gets counts[i, c] samples of class c.
+
+    `labels` and `counts` each hold one array for the train split and one for the test split.
+    """
     parts = []
     for stream, of_split, wanted in zip((_TRAIN, _TEST), labels, counts, strict=True):
         m, classes = wanted.shape

@@ -1,6 +1,6 @@
 """Sources of images: the MNIST subset in this package, the Hugging Face hub, or a folder of the user.
 
-A data set is decoded once into a cache folder and then memory-mapped. A cache folder is complete or missing.
+A data set is decoded once into a cache folder and then memory-mapped. A cache folder is never half-written.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32
 _REPO = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII
 )
-# The hub keeps parquet copies of data sets that were uploaded in another form on this branch.
+# If a data set was uploaded in another format, the hub keeps a parquet copy of it on the second branch.
 _BRANCHES = (None, "refs/convert/parquet")
 _SECONDS = 10.0  # time limit for the hub's answer
 _DAY = 86_400.0  # seconds
 
 
 def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> ImageData:
-    """Return the data set in the folder `data_dir`, or else the data set with the name `dataset`.
+    """Return the data set in the folder `data_dir`; if no folder is given, the data set named `dataset`.
 
-    Every data set but `embedded` is decoded once into the folder `cache`, and memory-mapped from there.
+    `embedded` is the MNIST subset in this package. Every other data set is decoded once into the folder
+    `cache` (default: `cache_folder()`), and memory-mapped from there.
 
     >>> data = load("embedded")
     >>> data.train.pixels.shape, len(data.test), data.classes
@@ -107,7 +108,7 @@ def _load_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
 
 
 def _find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
-    """Return each split's parquet files in `folder`, or else in its subfolder with the data set's name."""
+    """Return each split's parquet files. Look in `folder`, then in its subfolder named after the data set."""
     if not (exists(folder) and folder.is_dir()):
         raise InputError(f"{where} is not a folder; give one with train-*.parquet and test-*.parquet files")
     for place in (folder, folder / dataset, folder / Path(dataset).name):
@@ -116,11 +117,13 @@ def _find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]
             return {split: [place / name for name in names] for split, names in found.items()}
     inside = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
     hint = f"; set `dataset` to a subfolder: {', '.join(inside)}" if inside else ""
-    raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files, and does not{hint}")
+    raise InputError(
+        f"{where} must hold train-*.parquet and test-*.parquet files, but some are missing{hint}"
+    )
 
 
 def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | None:
-    """Return the parquet files of the train split and of the test split; None if a split is missing.
+    """Return which file names are parquet files of the train and the test split; None if a split is missing.
 
     >>> _find_splits(["README.md", "all/test-0.parquet", "all/train-0.parquet"], "")
     {'train': ['all/train-0.parquet'], 'test': ['all/test-0.parquet']}
@@ -146,7 +149,7 @@ def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | Non
 
 
 def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
-    """Download a data set's parquet files from the hub to the hub's own cache; return the paths by split."""
+    """Download a data set's parquet files to the cache of `huggingface_hub`; return the paths by split."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -175,7 +178,10 @@ def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Pat
             "set `data_dir` to a folder with its parquet files, or run once on a machine with network, "
             "or set `dataset` to embedded"
         ) from None
-    raise InputError(f"{where} has no parquet files of a train and a test split on the Hugging Face hub")
+    raise InputError(
+        f"{where} has no parquet files of a train and a test split on the Hugging Face hub; "
+        "use another data set, or set `data_dir` to a folder with such files"
+    )
 
 
 def _load_cached(name: str, folder: Path, make: Callable[[Path], None]) -> ImageData:
@@ -206,7 +212,7 @@ def _load_cached(name: str, folder: Path, make: Callable[[Path], None]) -> Image
     except OSError as error:
         raise InputError(
             f"cannot write the data cache {folder} ({error.strerror or error}); "
-            "set CFEDAVG_CACHE to a folder that can be written"
+            "set CFEDAVG_CACHE to a folder where you may write"
         ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -240,5 +246,5 @@ def _map_split(folder: Path, split: str, shape: tuple[int, ...]) -> Images:
     pixels, labels = (np.lib.format.open_memmap(path, mode="r") for path in paths)
     kinds = [(array.dtype.name, *array.shape) for array in (pixels, labels)]
     if kinds != [("uint8", *shape), ("int64", shape[0])] or len(shape) != 4 or labels.min() < 0:
-        raise ValueError(f"{folder} is damaged")
+        raise ValueError(f"{folder} is damaged: the files of its {split} split do not fit its meta.json")
     return Images(pixels, labels)

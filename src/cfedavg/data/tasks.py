@@ -16,7 +16,7 @@ from cfedavg.task import Task
 
 
 class ImageSamples:
-    """The samples in some rows of a split; a batch is a pair (standardised images, labels)."""
+    """The samples at the indices `rows` of a split. A batch is a pair (standardised images, labels)."""
 
     fixed = True
 
@@ -35,7 +35,7 @@ class ImageSamples:
 
 
 def deal(config: Config, data: ImageData) -> Partition:
-    """Return the partition of the data set's samples over clients that the configuration asks for."""
+    """Deal the data set's samples to clients in the way that the configuration names."""
     labels = data.train.labels, data.test.labels
     if config.iid:
         return iid(*labels, config.clients, config.seed)
@@ -46,7 +46,7 @@ def deal(config: Config, data: ImageData) -> Partition:
 
 
 def build_task(config: Config) -> Task:
-    """Return the task with the data set, the partition and the model that a configuration names."""
+    """Build the task from the data set, the partition and the model that a configuration names."""
     if not config.names_task:
         hint = "only the app has the model and the data; start the app again"
         if config.dataset.startswith(OWN):

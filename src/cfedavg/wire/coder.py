@@ -2,17 +2,18 @@
 
 docs/wire.md specifies the format. The encoder holds an interval [low, low + span) of 64-bit integers and
 narrows the interval with every bit. The decoder holds `code`: the number that the message encodes, minus low.
-When the span falls below 2^32, the encoder writes a word of 32 bits, or the decoder reads one. `coder` is the
-tuple (position in the words, low or code, span). Functions take `coder` and return the next `coder`, so that
-the compiler keeps the three numbers in registers.
+When the span falls below 2^32, the encoder writes a word of 32 bits, or the decoder reads one. `coder` is
+the tuple (position, low, span) in the encoder and (position, code, span) in the decoder. The position is that
+of the next word. Functions take `coder` and return the next `coder`, so that the compiler keeps the three
+numbers in registers.
 
 A bit is coded with the probability that its context has learned. A context is one integer: the probability
 of a 1 in units of 2^-16, times 256, plus the number of bits seen so far (at most LIMIT).
 
 A symbol, one of at most 256, is coded with a table of frequencies that is rebuilt from time to time.
-`counts` holds how often each symbol was coded, in units of SEEN. `sums` holds the cumulative frequencies,
-from 0 to TOTAL: symbol s has the share from sums[s] to sums[s + 1]. `jump` holds the symbols at which a
-decoder starts to search for a share.
+counts[s] grows by SEEN each time symbol s is coded. `sums` holds the cumulative frequencies, from 0 to TOTAL:
+symbol s has the range from sums[s] to sums[s + 1]. The decoder gets a number from 0 to TOTAL - 1 and searches
+for the symbol whose range contains the number. The lookup table `jump` says where the search starts.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ COUNT_CONTEXTS = 48
 BITS = 16
 TOTAL = 1 << BITS
 SEEN = 32  # a symbol adds this to its count each time it is coded; counts begin at 1
-FIRST, LONGEST = 16, 128  # a table is rebuilt after FIRST symbols, 2 FIRST, 4 FIRST, ...; then every LONGEST
+FIRST, LONGEST = 16, 128  # a table is rebuilt after FIRST numbers, 2 FIRST, 4 FIRST, ...; then every LONGEST
 
 
 @kernel
 def learn(context: Int, bit: Int) -> Int:
-    """Return `context`, an adaptive probability, updated by `bit`."""
+    """Update `context`, an adaptive probability, after a coded `bit`; return the new context."""
     p, n = context >> 8, context & 255
     if bit:
         p = min(p + (((65536 - p) * RATE[n]) >> 16), 65536 - CERTAIN)
@@ -57,7 +58,7 @@ def learn(context: Int, bit: Int) -> Int:
 
 @kernel
 def narrow(words: Array, coder: Coder, above: Int, span: Int) -> Coder:
-    """Return `coder` with the interval [low + above, low + above + span); write a word if `span` < 2^32."""
+    """Narrow the encoder's interval to `span` integers from low + above on; write a word if `span` < 2^32."""
     position, low, _ = coder
     end = low + above
     if end < low:  # overflow past 2^64: carry 1 into the words already written
@@ -85,7 +86,7 @@ def put_bit(words: Array, coder: Coder, contexts: Array, which: Int, bit: Int) -
 
 @kernel
 def put_number(words: Array, coder: Coder, number: Int, bits: Int) -> Coder:
-    """Encode a number of `bits` bits, all values equally likely: 16 bits at a time, upper bits first."""
+    """Encode a number of `bits` bits, 16 bits at a time, upper bits first; all numbers are equally likely."""
     while bits:
         part = min(bits, 16)
         bits -= part
@@ -96,7 +97,10 @@ def put_number(words: Array, coder: Coder, number: Int, bits: Int) -> Coder:
 
 @kernel
 def put_count(words: Array, coder: Coder, contexts: Array, number: Int) -> Coder:
-    """Encode an integer of at least 0: the bit length of number + 1, then its bits below the leading 1."""
+    """Encode a number of at least 0.
+
+    First encode the bit length of number + 1. Then encode the bits of number + 1 below its leading 1.
+    """
     below = 0
     while (number + 1) >> (below + 1):
         coder = put_bit(words, coder, contexts, below, 0)
@@ -107,9 +111,10 @@ def put_count(words: Array, coder: Coder, contexts: Array, number: Int) -> Coder
 
 @kernel
 def finish(words: Array, coder: Coder) -> Int:
-    """Write the last two words; return the number of words.
+    """Write the last two words; return the number of all words written.
 
-    Of all numbers in the interval, write the one that ends in the most zero bits.
+    Any number in the interval would do for the decoder. The one that ends in the most zero bits is written,
+    because `to_bytes` leaves out zero bytes at the end.
     """
     position, low, span = coder
     for zeros in range(63, -1, -1):
@@ -125,7 +130,7 @@ def finish(words: Array, coder: Coder) -> Int:
 
 @kernel
 def word_at(words: Array, position: Int) -> Int:
-    """Return the word at `position`; 0 after the last word."""
+    """Return the word at `position`, or 0 if `words` ends before it."""
     return np.uint64(words[position]) if position < len(words) else np.uint64(0)
 
 
@@ -136,7 +141,7 @@ def start_decoding(words: Array) -> Coder:
 
 @kernel
 def widen(words: Array, position: Int, code: Int, span: Int) -> Coder:
-    """Return the decoder's `coder`; read the next word if `span` is below 2^32."""
+    """Return the decoder's next `coder`. If `span` is below 2^32, append the next word to `code` first."""
     if span < MANY:
         return position + 1, (code << WORD) | word_at(words, position), span << WORD
     return position, code, span
@@ -171,7 +176,7 @@ def take_number(words: Array, coder: Coder, bits: Int) -> tuple[Int, Coder]:
 
 @kernel
 def take_count(words: Array, coder: Coder, contexts: Array) -> tuple[Int, Coder]:
-    """Decode an integer that `put_count` encoded, at most 2^48 - 2; return it and the next `coder`."""
+    """Decode a number (at most 2^48 - 2) that `put_count` encoded; return the number and the next `coder`."""
     below = 0
     bit, coder = take_bit(words, coder, contexts, below)
     while not bit and below < COUNT_CONTEXTS - 1:
@@ -183,9 +188,10 @@ def take_count(words: Array, coder: Coder, contexts: Array) -> tuple[Int, Coder]
 
 @kernel
 def make_sums(counts: Array, sums: Array) -> None:
-    """Set `sums` to the cumulative frequencies of symbols with these counts.
+    """Set `sums` to the cumulative frequencies of the symbols, computed from their counts.
 
-    Frequencies are proportional to `counts` and at least 1. The last symbol gets the remainder.
+    A symbol's frequency is about proportional to its count, and at least 1. All frequencies add up to TOTAL:
+    the last symbol gets what the others leave.
     """
     n = len(counts)
     share = ((TOTAL - n) << 32) // counts.sum()
@@ -197,10 +203,13 @@ def make_sums(counts: Array, sums: Array) -> None:
 
 @kernel
 def make_jumps(sums: Array, jump: Array, bits: Int) -> None:
-    """Set jump[i] to the symbol whose share holds the start of part i, of 2^bits equal parts of TOTAL."""
+    """Fill `jump`, the decoder's lookup table of 2^bits entries.
+
+    Entry i is the symbol s whose range, from sums[s] to sums[s + 1], contains the number i * TOTAL / 2^bits.
+    """
     shift = BITS - bits
     jump[:] = 0
-    for s in range(len(sums) - 1):  # the first part that begins at sums[s] or after it
+    for s in range(len(sums) - 1):  # `part`: the first entry whose number is sums[s] or more
         part = (sums[s] + (1 << shift) - 1) >> shift
         if part < 1 << bits:
             jump[part] = s
@@ -210,9 +219,10 @@ def make_jumps(sums: Array, jump: Array, bits: Int) -> None:
 
 @kernel
 def rebuild(counts: Array, sums: Array, due: Int) -> Int:
-    """Rebuild `sums` after `due` symbols; return the number of symbols at the next rebuild.
+    """Rebuild `sums` from `counts`; return how many numbers will have been coded at the next rebuild.
 
-    From LONGEST symbols on, reduce all counts by a quarter at each rebuild.
+    `due` is how many numbers have been coded so far. From LONGEST on, each rebuild also reduces all counts by
+    a quarter.
     """
     make_sums(counts, sums)
     if due < LONGEST:
@@ -232,7 +242,10 @@ def put_symbol(words: Array, coder: Coder, sums: Array, symbol: Int) -> Coder:
 
 @kernel
 def take_symbol(words: Array, coder: Coder, sums: Array, jump: Array, bits: Int) -> tuple[Int, Coder]:
-    """Decode a symbol that `put_symbol` encoded; return symbol and `coder`. `jump` has 2^bits entries."""
+    """Decode a symbol that `put_symbol` encoded; return the symbol and the next `coder`.
+
+    `jump` is the lookup table of `make_jumps`, with 2^bits entries.
+    """
     position, code, span = coder
     unit = span >> np.uint64(BITS)
     share = np.int64(min(code // unit, np.uint64(TOTAL - 1)))
@@ -245,9 +258,10 @@ def take_symbol(words: Array, coder: Coder, sums: Array, jump: Array, bits: Int)
 
 
 def to_bytes(words: Array, n: int) -> bytes:
-    """Return the first n words as big-endian bytes, without the zero bytes that end the last two words.
+    """Return the first n words as big-endian bytes, without zero bytes at the end of the last two words.
 
-    The decoder reads zeros after the last byte. Earlier zeros stay, so that a decoder detects a cut stream.
+    The decoder reads zeros after the last byte, so these bytes are not needed. The zero bytes of earlier
+    words stay, so that a decoder detects a section that was cut short.
     """
     data = words[:n].astype(">u4").tobytes()
     return data[:-8] + data[-8:].rstrip(b"\0")
@@ -260,7 +274,10 @@ def to_words(section: memoryview) -> Array:
 
 
 def check_end(section: memoryview, words: int, name: str) -> None:
-    """Raise WireError unless the length of the section `name` fits a stream of `words` words."""
+    """Raise WireError if a section is too short or too long for the `words` words that its decoder read.
+
+    `name` says in the error what the section holds.
+    """
     least = 4 * words - 8
     if len(section) < least:
         raise WireError(f"the section of the {name} ends too early")

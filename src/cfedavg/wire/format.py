@@ -1,4 +1,4 @@
-"""`encode` and `decode`: a message is a header, a section of coordinates, two of values, and a checksum.
+"""`encode` and `decode`: a message is a header, a section of coordinates, two sections of values, a checksum.
 
 docs/wire.md specifies the format. The files in tests/golden are messages that must not change.
 """
@@ -17,7 +17,7 @@ from cfedavg.wire.frame import Coding, Where, WireError
 from cfedavg.wire.indices import Matrices, are_increasing, pack_coordinates, unpack_coordinates
 from cfedavg.wire.values import kind_of, pack_values, unpack_values
 
-# The NumPy dtype of the array that holds Floats of each dtype.
+# For each dtype of Floats: the NumPy dtype of the array that holds them.
 ARRAYS = {"fp32": "float32", "fp64": "float64", "bf16": "int16"}
 
 
@@ -30,10 +30,11 @@ def encode(
     round: int = 0,
     code_floats: bool = False,
 ) -> bytes:
-    """Return one client's message as bytes. The payload must hold NumPy arrays (see Payload.numpy).
+    """Encode the payload of one client as a message. The payload must hold NumPy arrays (see Payload.numpy).
 
-    If `code_floats`, fp32 and fp64 values of all coordinates are entropy-coded if that makes the message
-    shorter. Such a message is of version 2; every other message is of version 1.
+    `code_floats` matters only if all coordinates are sent, as fp32 or fp64 values. If it is true, the values
+    are entropy-coded when that makes the message shorter. A message with such coded values has format
+    version 2; every other message has version 1. `client`, `sequence` and `round` go into the header.
 
     >>> import torch
     >>> from cfedavg import parse
@@ -50,7 +51,7 @@ def encode(
 
 
 def measure(payload: Payload, layout: Layout, code_floats: bool = False) -> list[int]:
-    """Return the exact length in bytes of each client's message, without building the message."""
+    """Return the exact length in bytes that `encode` would give to each client's message."""
     if not code_floats and (length := plain_length(payload)) is not None and payload.d == layout.d:
         return [length] * len(payload)
     one_by_one = (_pack_sections(client, layout, code_floats) for client in payload.clients())
@@ -58,9 +59,9 @@ def measure(payload: Payload, layout: Layout, code_floats: bool = False) -> list
 
 
 def plain_length(payload: Payload) -> int | None:
-    """Return the length in bytes of the payload's message if its values stay uncoded; None if they are coded.
+    """Return the length in bytes of a client's message if `encode` leaves the values uncoded, else None.
 
-    The length is that of `encode` without `code_floats`. It depends on no value.
+    This is for `encode` without `code_floats`. The length is then the same whatever the values are.
     """
     kind = kind_of(payload.values)
     if not frame.may_be_plain(where_of(payload), kind):
@@ -69,7 +70,7 @@ def plain_length(payload: Payload) -> int | None:
 
 
 def where_of(payload: Payload) -> Where:
-    """Return how a message names the payload's coordinates: all, drawn from a key, or listed."""
+    """Return how a message says which coordinates the payload sends: all, drawn from a key, or listed."""
     if payload.indices is None:
         return Where.ALL
     return Where.LISTED if payload.mask is None else Where.DRAWN
@@ -78,22 +79,22 @@ def where_of(payload: Payload) -> Where:
 def _pack_sections(
     payload: Payload, layout: Layout, code_floats: bool
 ) -> tuple[Coding, tuple[bytes, bytes, bytes]]:
-    """Return the coding of the values, and three sections: coordinates, coded values, copied values."""
+    """Return how the values are coded, and three sections: coordinates, coded values, copied values."""
     if len(payload) != 1:
         raise WireError(
-            f"a message must hold the payload of one client, got {len(payload)}: see Payload.clients"
+            f"a message must hold the payload of one client, got {len(payload)}: use `Payload.clients`"
         )
     if payload.d != layout.d:
-        raise WireError(f"the payload must have the layout's d = {layout.d}, got {payload.d}")
+        raise WireError(f"the payload must have {layout.d} coordinates, as the layout has, got {payload.d}")
     payload, matrices = _check_payload(payload), Matrices.of(layout)
     coding, coded, copied = pack_values(payload, where_of(payload), matrices.row_ends, code_floats)
     return coding, (pack_coordinates(payload, matrices), coded, copied)
 
 
 def _check_payload(payload: Payload) -> Payload:
-    """Return the payload with int64 indices; raise WireError unless its arrays fit each other.
+    """Return the payload with int64 indices; raise WireError if an array has a wrong dtype, length or order.
 
-    The coders themselves check nothing. Nothing checks that a mask draws exactly these indices.
+    The coders rely on this check. It does not check that the payload's mask draws exactly these indices.
     """
     values, indices, k = payload.values, payload.indices, payload.counts()[0]
     if isinstance(values, Floats):
@@ -109,7 +110,7 @@ def _check_payload(payload: Payload) -> Payload:
             raise WireError(f"{rule}, got {len(values.scales)}")
     lengths.add(payload.d if indices is None else len(indices))
     if lengths != {k}:
-        raise WireError(f"the payload must have k = {k} indices and values, got lengths {sorted(lengths)}")
+        raise WireError(f"the payload must have {k} indices and {k} values, got lengths {sorted(lengths)}")
     if indices is None:
         return payload
     _check_array(indices, "the indices", "integers")
@@ -117,12 +118,12 @@ def _check_payload(payload: Payload) -> Payload:
     if not are_increasing(indices, payload.d):
         raise WireError(f"the indices must increase strictly and lie from 0 to {payload.d - 1}")
     if payload.mask is not None and not 0 <= payload.mask.keep <= 2**53:
-        raise WireError(f"`keep` must be from 0 to 2^53, got {payload.mask.keep}")
+        raise WireError(f"`keep` of the mask must be from 0 to 2^53, got {payload.mask.keep}")
     return replace(payload, indices=indices)
 
 
 def _check_array(array: np.ndarray, name: str, dtypes: str) -> None:
-    """Raise WireError unless the array is 1-D and of one of `dtypes`, words such as "int8 or int16"."""
+    """Raise WireError unless the array is 1-D and has one of the dtypes in a text such as "int8 or int16"."""
     found = "integers" if dtypes == "integers" and array.dtype.kind in "iu" else array.dtype.name
     if array.ndim != 1 or found not in dtypes.split(" or "):
         raise WireError(f"{name} must be a 1-D array of {dtypes}, got {array.ndim}-D {array.dtype.name}")
@@ -139,10 +140,11 @@ def decode(
 ) -> Payload:
     """Return the payload of a message. If the message is wrong, raise WireError and no other error.
 
-    `kmax` is the largest k that is accepted (default: d). A byte can hold up to 11,354 values, so a short
-    message can need much memory: give `kmax` if you know it. `max_bytes` is the largest length that is
-    accepted (default: more than any payload of this layout needs). If `client` or `sequence` is given, the
-    message must have the same. WireError is raised before any array of more than k values is allocated.
+    `kmax` is the largest number of values that is accepted (default: the number of the layout's coordinates).
+    One byte of a message can hold up to 11,354 values, so a short message can need much memory: give `kmax`
+    if you know it. A message with more values is refused before memory is allocated for them. `max_bytes` is
+    the longest message that is accepted (default: longer than any payload of this layout needs). If `client`
+    or `sequence` is given, the message's header must hold the same number.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
     if len(data) > most:

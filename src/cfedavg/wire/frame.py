@@ -1,4 +1,4 @@
-"""The frame of a message: its header, the lengths of its sections, its checksum, and tables for people."""
+"""The frame of a message: header, lengths of the sections, checksum; and tables that describe a message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WireError(ValueError):
 
 
 class Where(IntEnum):
-    """How a message names its coordinates: all of them, drawn from a key, or listed."""
+    """How a message says which coordinates it sends: all of them, drawn from a key, or listed."""
 
     ALL = 0
     DRAWN = 1
@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
     @property
     def is_float(self) -> bool:
-        """Whether the values are floats; if not, they are levels."""
+        """Whether the values are floats; if not, they are integer levels."""
         return self <= Kind.BF16
 
 
@@ -66,7 +66,7 @@ class Coding(IntEnum):
 
 
 def may_be_plain(where: Where, kind: Kind) -> bool:
-    """Return whether values may stay uncoded: only fp32 and fp64 values of all coordinates may."""
+    """Return whether values may stay uncoded: only if they are fp32 or fp64 and all coordinates are sent."""
     return where is Where.ALL and kind in (Kind.FP32, Kind.FP64)
 
 
@@ -88,7 +88,7 @@ class Header(NamedTuple):
 
     @property
     def version(self) -> int:
-        """Return 2 for coded fp32 or fp64 values of all coordinates, 1 for every other message."""
+        """Return the format version: 2 if all coordinates are sent as coded fp32 or fp64 values, else 1."""
         return 2 if self.coding is Coding.CODED and may_be_plain(self.where, self.kind) else 1
 
     def pack(self) -> bytes:
@@ -102,7 +102,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """Return the header of a message. Only the header is checked.
+    """Return the header of a message, after a check of the header alone.
 
     >>> from cfedavg import Layout, encode, parse
     >>> import torch
@@ -111,33 +111,36 @@ def read_header(data: bytes) -> Header:
     (7, 2)
     """
     if len(data) < SIZE or bytes(data[:4]) != MAGIC:
-        raise WireError(f"not a message: it must begin with {MAGIC.decode()} and a header of {SIZE} bytes")
+        raise WireError(
+            f"not a message: it must have a header of {SIZE} bytes that begins with {MAGIC.decode()}"
+        )
     _, version, where, kind, coding, *numbers = _STRUCT.unpack_from(data)
     if version not in (1, 2):
-        raise WireError(f"the message is of version {version}, this program reads versions 1 and 2")
+        raise WireError(f"the message is of version {version}, but this program reads only 1 and 2")
     for names, value in ((Where, where), (Kind, kind), (Coding, coding)):
         if value >= len(names):
             name = names.__name__.lower()
-            raise WireError(f"the header says {name} = {value}, which version {version} does not know")
+            rule = f"version {version} has only 0 to {len(names) - 1}"
+            raise WireError(f"the header says {name} = {value}, but {rule}")
     header = Header(Where(where), Kind(kind), Coding(coding), *numbers)
     if header.version == version:
         return header
     what = f"{header.coding.name} {header.kind.name} values of {header.where.name} coordinates"
     if version == 1:
-        raise WireError(f"{what} need version 2, the message is of version 1")
+        raise WireError(f"{what} need version 2, but the message is of version 1")
     raise WireError(f"version 2 is for CODED FP32 or FP64 values of ALL coordinates, not for {what}")
 
 
 def check_header(header: Header, layout: Layout, kmax: int) -> None:
-    """Raise WireError unless the header is for this layout, has k of at most `kmax`, and is consistent."""
+    """Raise WireError unless the header fits this layout, has at most `kmax` values, and is consistent."""
     if header.schema != layout.schema_hash or header.d != layout.d:
         raise WireError(
             "the message is for another model: names, shapes, dtypes or order of its tensors differ"
         )
     if header.k > min(kmax, header.d):
-        raise WireError(f"the message must have k of at most {min(kmax, header.d)}, got {header.k}")
+        raise WireError(f"the message must hold at most {min(kmax, header.d)} values, got k = {header.k}")
     if header.where is Where.ALL and header.k != header.d:
-        raise WireError(f"a message of all coordinates must have k = d = {header.d}, got k = {header.k}")
+        raise WireError(f"a message of all coordinates must hold {header.d} values, got k = {header.k}")
     if header.coding is Coding.PLAIN and not may_be_plain(header.where, header.kind):
         what = f"{header.kind.name} values of {header.where.name} coordinates"
         raise WireError(f"{what} must be CODED, got PLAIN")
@@ -161,7 +164,7 @@ def split_message(data: bytes, header: Header) -> tuple[memoryview, memoryview, 
 
 
 def check_lengths(header: Header, copied: memoryview) -> None:
-    """Raise WireError unless the lengths of the three sections fit k coordinates and values."""
+    """Raise WireError unless the length of each section fits the number of values in the header."""
     k, indices, values = header.k, header.index_bytes, header.value_bytes
     needed = {Where.ALL: 0, Where.DRAWN: KEY_AND_KEEP.size}.get(header.where, indices)
     if indices != needed:
@@ -174,13 +177,15 @@ def check_lengths(header: Header, copied: memoryview) -> None:
     else:
         needed = SCALES.size + 4 * blocks(k, SCALES.unpack_from(copied)[0])
     if len(copied) != needed:
-        raise WireError(f"the copied values must have {needed} bytes for k = {k}, got {len(copied)}")
+        raise WireError(
+            f"the section of copied values must have {needed} bytes for k = {k}, got {len(copied)}"
+        )
     if coded > VALUES_PER_BYTE * (values + 8) or (values and not coded):
-        raise WireError(f"the coded values have {values} bytes, which cannot hold {coded} values")
+        raise WireError(f"the section of coded values has {values} bytes, which does not fit {coded} values")
 
 
 def header_rows(header: Header) -> Rows:
-    """Return a row (field, value) for each part of the header."""
+    """Return a table of the header for people to read, with rows (field, value)."""
     where = ("all coordinates", "drawn from a key", "listed")[header.where]
     bits = 8 * DTYPES[header.kind].itemsize
     values = f"{bits}-bit floats" if header.kind.is_float else f"levels of {bits} bits, with scales"
@@ -207,7 +212,7 @@ def entropy_bound(d: int, k: int) -> float:
 
 
 def section_rows(data: bytes) -> Rows:
-    """Return a row (section, bytes, bits per sent coordinate, remark) for each section of a message.
+    """Return a table of a message's sections, with rows (section, bytes, bits per sent coordinate, remark).
 
     Raise WireError if a length or the checksum of the message is wrong.
     """
@@ -230,7 +235,7 @@ def section_rows(data: bytes) -> Rows:
 
 
 def tensor_rows(payload: Payload, layout: Layout) -> Rows:
-    """Return a row (name, shape, sent coordinates, sent share) for each tensor."""
+    """Return a table with a row for each tensor: name, shape, number and share of its sent coordinates."""
     rows = []
     for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
         sent = size = part.stop - part.start

@@ -1,13 +1,13 @@
 """The section of a message that says which coordinates are sent.
 
-The section is empty if all coordinates are sent. It is a key if a key draws the coordinates. Else it is a
-coded list. docs/wire.md specifies the format.
+The section is empty if all coordinates are sent. It holds a key if a key draws the coordinates. Else it holds
+a coded list. docs/wire.md specifies the format.
 
 An update of a neural network is close to an outer product: some units (rows of a weight matrix) and some
 inputs (columns) have many large entries, others none. So the coder sees each tensor as a matrix, sorts its
-rows, its columns or both into density bands (see `sets`), and first lists the bands. A block is the part of
-the tensor where the rows of one band and the columns of one band meet. Each block is written as the number of
-its sent coordinates and their gaps. If bands cost more bits than they save, the whole tensor is one block.
+rows, its columns or both into density bands (see `sets`), and first writes their bands. A block is the part
+of the tensor where the rows of one band and the columns of one band meet. Each block is written as the number
+of its sent coordinates and their gaps. If bands cost more bits than they save, the whole tensor is one block.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cfedavg.wire.coder import Array, Coder
 from cfedavg.wire.frame import KEY_AND_KEEP, Header, Where, WireError
 from cfedavg.wire.sets import BANDS, BEYOND, BY_COLUMNS, BY_ROWS, FINE, OTHER_NUMBER
 
-# A power of two times this number has top six bits that no other power of two gives. BIT_AT maps these six
-# bits to the exponent.
+# Multiply a power of two by this number, modulo 2^64: the top six bits of the product are different for each
+# of the 64 powers. BIT_AT maps these six bits to the exponent.
 DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
 BIT_AT = np.zeros(64, np.int64)
 for _bit in range(64):
@@ -39,9 +39,9 @@ for _bit in range(64):
 class Matrices(NamedTuple):
     """The tensors of a layout as matrices, in the form that the coders need.
 
-    `shapes`, int64 (n, 3), holds rows, columns and depth of each tensor. The depth is how many coordinates
-    there are where a row and a column meet. A 1-D tensor has one row and one column. `row_ends` holds the
-    index in the flat vector at which each row of each tensor ends.
+    `shapes` holds three integers for each tensor: its number of rows, its number of columns, and its depth.
+    The depth is the number of coordinates where a row and a column meet. A 1-D tensor has one row and one
+    column. `row_ends` holds, for each row of each tensor, the index in the flat vector at which the row ends.
     """
 
     shapes: Array
@@ -65,7 +65,7 @@ def is_ready() -> bool:
 
 
 def pack_coordinates(payload: Payload, matrices: Matrices) -> bytes:
-    """Return the bytes of the section that names the payload's coordinates."""
+    """Return the section that says which coordinates the payload sends, as bytes."""
     if payload.indices is None:
         return b""
     if payload.mask is not None:
@@ -81,7 +81,10 @@ def pack_coordinates(payload: Payload, matrices: Matrices) -> bytes:
 def unpack_coordinates(
     section: memoryview, header: Header, matrices: Matrices
 ) -> tuple[Array | None, Mask | None]:
-    """Return the indices (None if all coordinates are sent) and the mask that drew the indices, or None."""
+    """Return the indices of the sent coordinates, and the mask.
+
+    The indices are None if all coordinates are sent. The mask is None unless the indices come from a key.
+    """
     if header.where is Where.ALL:
         return None, None
     indices = np.empty(header.k, np.int64)
@@ -114,7 +117,7 @@ def are_increasing(indices: Array, d: int) -> bool:
 def encode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> Int:
     """Encode strictly increasing indices below d into `words`; return the number of words.
 
-    `shapes` holds rows, columns and depth of each tensor.
+    `shapes` holds the rows, columns and depth of each tensor (see Matrices).
     """
     coder = rc.put_number(words, rc.START, 1, 1)
     of_tensors, of_blocks = np.full(rc.COUNT_CONTEXTS, rc.EVEN), np.full(rc.COUNT_CONTEXTS, rc.EVEN)
@@ -138,7 +141,7 @@ def encode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> Int:
 def put_tensor(
     words: Array, coder: Coder, contexts: Array, indices: Array, start: Int, shape: Array
 ) -> Coder:
-    """Encode the sent coordinates of one tensor, whose first coordinate is `start`; return the coder."""
+    """Encode `indices`, the sent coordinates of one tensor. The first coordinate of the tensor is `start`."""
     rows, columns, depth = shape[0], shape[1], shape[2]
     if rows * columns == 1:
         return sets.put_gaps(words, coder, indices, start, depth)
@@ -163,7 +166,7 @@ def put_tensor(
 
 @kernel
 def locate(indices: Array, start: Int, columns: Int, depth: Int) -> tuple[Array, Array, Array]:
-    """Return the row, the column and the place in the depth of each index; the tensor begins at `start`."""
+    """Return each index's row, column and position in the depth, in a tensor that begins at index `start`."""
     n = len(indices)
     row, column, inner = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int64)
     current, row_start, width = 0, start, columns * depth
@@ -179,7 +182,11 @@ def locate(indices: Array, start: Int, columns: Int, depth: Int) -> tuple[Array,
 
 @kernel
 def count_sent(row: Array, column: Array, row_bands: Array, column_bands: Array) -> Array:
-    """Return how many coordinates each block sends; block x * BANDS + y has row band x and column band y."""
+    """Return the number of sent coordinates in each block.
+
+    Sent coordinate i lies in row[i] and column[i]. Block x * BANDS + y is where row band x and column band y
+    meet.
+    """
     sent = np.zeros(BANDS * BANDS, np.int64)
     for i in range(len(row)):
         sent[row_bands[row[i]] * BANDS + column_bands[column[i]]] += 1
@@ -214,7 +221,10 @@ def put_blocks(
 
 @kernel
 def decode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> tuple[Int, Int]:
-    """Decode a message's indices into `indices`; return FINE, BEYOND or OTHER_NUMBER, and the words read."""
+    """Fill `indices` with what `encode_indices` encoded.
+
+    Return FINE or a fault (BEYOND or OTHER_NUMBER), and the number of words read.
+    """
     by_tensor, coder = rc.take_number(words, rc.start_decoding(words), 1)
     if not by_tensor:
         fault, coder = sets.take_gaps(words, coder, indices, d)
@@ -239,7 +249,10 @@ def decode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> tuple
 def take_tensor(
     words: Array, coder: Coder, contexts: Array, positions: Array, shape: Array
 ) -> tuple[Int, Coder]:
-    """Decode one tensor's coordinates into `positions`, counted from its start; return FINE or a fault."""
+    """Fill `positions` with the sent coordinates of one tensor, counted from the tensor's start.
+
+    Return FINE or a fault (BEYOND or OTHER_NUMBER), and the next `coder`.
+    """
     rows, columns, depth = shape[0], shape[1], shape[2]
     mode = 0
     if rows * columns > 1:
@@ -259,7 +272,10 @@ def take_blocks(
     words: Array, coder: Coder, contexts: Array, positions: Array,
     row_bands: Array, column_bands: Array, depth: Int,
 ) -> tuple[Int, Coder]:  # fmt: skip
-    """Decode one tensor's blocks into increasing `positions`; return FINE or a fault."""
+    """Decode all blocks of one tensor; fill `positions` with the sent coordinates in increasing order.
+
+    Return FINE or a fault (BEYOND or OTHER_NUMBER), and the next `coder`.
+    """
     row_order, row_sizes, row_starts, _ = sets.sort_lines(row_bands)
     column_order, column_sizes, column_starts, _ = sets.sort_lines(column_bands)
     columns = len(column_bands)

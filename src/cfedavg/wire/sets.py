@@ -1,11 +1,11 @@
 """Two tools to code the set of coordinates that a tensor sends: gaps, and density bands.
 
-Gaps take about as many bits as a random set of the same size needs. But sent coordinates are not random: some
-rows and columns of a tensor send many coordinates, others none. So the rows and the columns are sorted into
-density bands, and each band is coded on its own.
+Coded gaps take about as many bits as a random set of the same size needs. But sent coordinates are not
+random: some rows and columns of a tensor send many coordinates, others none. So the rows and the columns are
+sorted into density bands, and the coordinates of each band are coded on their own.
 
-A line is a row or a column. Its density band follows from the number of coordinates that it sends, compared
-with the mean number m of all lines that send any:
+A line is a row or a column. Its density band depends on how many coordinates the line sends, compared with m.
+Here m is the mean over all lines that send at least one coordinate.
 
     band    0       1              2          3            4
     sends   none    below m / 2    below m    below 2 m    2 m or more
@@ -21,10 +21,10 @@ from cfedavg.core.arrays import Int, kernel
 from cfedavg.wire import coder as rc
 from cfedavg.wire.coder import Array, Coder
 
-STEPS = 16  # symbols: 0 to 14 end a gap after so many steps; 15 is 15 steps, and the gap goes on
+STEPS = 16  # symbols: 0 to 14 end a gap after that many steps; 15 means 15 steps, and the gap goes on
 JUMPS = 4  # the decoder's table `jump` has 2^JUMPS entries
-TRUST = 256  # the weight of the first table, as a number of gaps
-FINE, BEYOND, OTHER_NUMBER = range(3)  # a decoder's result: no fault, a position too large, a wrong number
+TRUST = 256  # the first table has the weight of this many coded gaps
+FINE, BEYOND, OTHER_NUMBER = range(3)  # a decoder's result: no fault, a position too large, too many or few
 
 BANDS = 5
 BAND_CONTEXTS = BANDS * (BANDS - 1)
@@ -33,10 +33,10 @@ BY_ROWS, BY_COLUMNS = 1, 2  # modes of a tensor: its rows or its columns have ba
 
 @kernel
 def start_gaps(size: Int, n: Int) -> tuple[Int, Array, Array]:
-    """Return `step`, counts and sums of a new table for the gaps between n of `size` positions.
+    """Return `step`, counts and sums of a new frequency table for the gaps between n of `size` positions.
 
-    A gap is counted in steps of 2^step positions: a quarter to a half of the mean gap, and at least one
-    position. The counts are those expected of TRUST gaps between random positions.
+    A gap is counted in steps of 2^step positions. A step is a quarter to a half of the mean gap, and at least
+    one position. The counts are those that TRUST gaps between random positions would give on average.
     """
     step = 0
     while (size // n) >> (step + 2):
@@ -60,7 +60,10 @@ def start_gaps(size: Int, n: Int) -> tuple[Int, Array, Array]:
 
 @kernel
 def put_gaps(words: Array, coder: Coder, positions: Array, start: Int, size: Int) -> Coder:
-    """Encode some of the `size` positions from `start` on, as gaps. The decoder must know their number."""
+    """Encode increasing `positions` as gaps. The decoder must know how many positions there are.
+
+    All positions lie from `start` to start + size - 1.
+    """
     n = len(positions)
     if n == 0 or n == size:
         return coder
@@ -84,7 +87,10 @@ def put_gaps(words: Array, coder: Coder, positions: Array, start: Int, size: Int
 
 @kernel
 def take_gaps(words: Array, coder: Coder, positions: Array, size: Int) -> tuple[Int, Coder]:
-    """Decode gaps into `positions`, counted from 0; return BEYOND if one is `size` or more, else FINE."""
+    """Fill `positions` with what `put_gaps` encoded. Here the positions count from 0.
+
+    Return BEYOND if a position is `size` or more, else FINE; and the next `coder`.
+    """
     n = len(positions)
     if n == 0 or n == size:
         for i in range(n):
@@ -116,9 +122,9 @@ def take_gaps(words: Array, coder: Coder, positions: Array, size: Int) -> tuple[
 
 @kernel
 def assign_bands(line: Array, n: Int) -> tuple[Array, Array]:
-    """Return the density band of each of n lines, and the size of each band.
+    """Return the density band of each of n lines (rows or columns), and the number of lines in each band.
 
-    `line` holds the line of each sent coordinate.
+    `line` holds, for each sent coordinate, the number of its line.
     """
     sent, bands, sizes = np.zeros(n, np.int64), np.empty(n, np.int64), np.zeros(BANDS, np.int64)
     for i in range(len(line)):
@@ -133,7 +139,11 @@ def assign_bands(line: Array, n: Int) -> tuple[Array, Array]:
 
 @kernel
 def sort_lines(bands: Array) -> tuple[Array, Array, Array, Array]:
-    """Return the lines sorted by band, the bands' sizes and starts, and each line's rank in its band."""
+    """Sort lines (rows or columns) by density band.
+
+    Return the sorted lines, the size of each band, the position at which each band starts in the sorted
+    lines, and the rank of each line in its band.
+    """
     sizes, ranks, order = np.zeros(BANDS, np.int64), np.empty_like(bands), np.empty_like(bands)
     for line in range(len(bands)):
         ranks[line] = sizes[bands[line]]
@@ -156,7 +166,7 @@ def cost_of_set(size: Int, n: Int) -> float:
 
 @kernel
 def cost_of_bands(sizes: Array) -> float:
-    """Return the approximate number of bits that `put_bands` takes for bands of these sizes."""
+    """Return the approximate number of bits that `put_bands` takes if band i has sizes[i] lines."""
     total, bits = sizes.sum(), 16.0
     for size in sizes:
         if size:
@@ -166,7 +176,7 @@ def cost_of_bands(sizes: Array) -> float:
 
 @kernel
 def choose_mode(rows: Array, columns: Array, sent: Array, depth: Int) -> Int:
-    """Return the mode that takes the fewest bits: BY_ROWS, BY_COLUMNS, their sum, or 0 for no bands.
+    """Return which bands take the fewest bits: BY_ROWS, BY_COLUMNS, their sum for both, or 0 for none.
 
     `rows` and `columns` hold the number of rows and columns in each band. `sent` holds the number of sent
     coordinates for each pair of a row band and a column band. A row and a column meet in `depth` coordinates.
@@ -190,7 +200,11 @@ def choose_mode(rows: Array, columns: Array, sent: Array, depth: Int) -> Int:
 
 @kernel
 def put_bands(words: Array, coder: Coder, bands: Array) -> Coder:
-    """Encode each line's band as bits: is it 0? 1? 2? 3? The band of the line before selects the contexts."""
+    """Encode the density band of each line (row or column).
+
+    The bits of a band answer: is it 0? If not, is it 1? If not, is it 2? If not, is it 3? The probabilities
+    of the bits depend on the band of the previous line.
+    """
     contexts, before = np.full(BAND_CONTEXTS, rc.EVEN), 0
     for band in bands:
         for i in range(min(band + 1, BANDS - 1)):
@@ -201,7 +215,7 @@ def put_bands(words: Array, coder: Coder, bands: Array) -> Coder:
 
 @kernel
 def take_bands(words: Array, coder: Coder, n: Int) -> tuple[Array, Coder]:
-    """Decode the bands of n lines, which `put_bands` encoded; return the bands and the coder."""
+    """Decode the density bands of n lines that `put_bands` encoded; return the bands and the next `coder`."""
     bands, contexts, before = np.empty(n, np.int64), np.full(BAND_CONTEXTS, rc.EVEN), 0
     for line in range(n):
         band, bit = -1, 0

@@ -1,14 +1,14 @@
-"""The two sections of the values: entropy-coded numbers, and bytes that are copied uncoded.
+"""The two sections of a message that hold its values: entropy-coded numbers, and bytes copied uncoded.
 
 The upper 16 bits of a float are coded (for bf16, these are all bits) and the other bits are copied. The sign
-and the magnitude of a level are coded; the scales are copied. fp32 and fp64 values of all coordinates are
-copied whole unless the caller asks to code them: coding saves a fifth of the bytes and takes many times as
-long.
+and the magnitude of a level are coded; the scales are copied. If all coordinates are sent, all bits of fp32
+and fp64 values are copied unless the caller asks to code them: coding saves a fifth of the bytes and takes
+many times as long.
 
 A coded number is a sign and a magnitude of at most 15 bits. In a layer that follows a ReLU, most updates of
 one unit have the same sign, so each row of a tensor has a context for its signs. Most magnitudes that top-k
 keeps lie just above the smallest one, so the difference to the smallest is coded. The leading bits of the
-difference are a symbol of a table of learned frequencies; all values of the other bits are equally likely.
+difference are coded as a symbol with a learned frequency; the other bits are coded as equally likely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVERYWHERE = np.empty(0, np.int64)  # stands for the indices of all coordinates
 
 MAGNITUDE = 15  # bits of a magnitude; the sign is the bit above them
 MASK = (1 << MAGNITUDE) - 1
-LEADING = 8  # the most bits of a symbol
+LEADING = 8  # a symbol has at most this many bits
 JUMPS = 7  # the decoder's table `jump` has 2^JUMPS entries
 
 
@@ -41,7 +41,7 @@ def kind_of(values: Floats | Levels) -> Kind:
 def pack_values(
     payload: Payload, where: Where, row_ends: Array, code_floats: bool
 ) -> tuple[Coding, bytes, bytes]:
-    """Return the coding of the values, the section of coded values and the section of copied values."""
+    """Return how the values are coded, the section of coded values, and the section of copied values."""
     values, kind = payload.values, kind_of(payload.values)
     if isinstance(values, Levels):
         numbers, copied = _split_levels(values, kind)
@@ -58,7 +58,7 @@ def pack_values(
 
 
 def _split_levels(values: Levels, kind: Kind) -> tuple[Array, bytes]:
-    """Return the levels as numbers to code, and the bytes to copy: block, top and scales."""
+    """Return the levels as numbers to code, and the bytes to copy: `block`, `top` and the scales."""
     _check_top(values.top, kind)
     if not 0 <= values.block < 2**32:
         raise WireError(f"`block` must be from 0 to 2^32 - 1, got {values.block}")
@@ -66,7 +66,7 @@ def _split_levels(values: Levels, kind: Kind) -> tuple[Array, bytes]:
     # In 32 bits, since |-32768| does not fit int16. As 32768, it exceeds any `top`.
     magnitudes = np.abs(values.levels.astype(np.int32))
     if len(magnitudes) and magnitudes.max() > values.top:
-        raise WireError(f"a level exceeds top = {values.top}")
+        raise WireError(f"a level exceeds the largest magnitude, `top` = {values.top}")
     numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
     return numbers, SCALES.pack(values.block, values.top) + values.scales.astype("<f4").tobytes()
 
@@ -96,7 +96,7 @@ def _encode(numbers: Array, kind: Kind, indices: Array | None, row_ends: Array) 
 def unpack_values(
     coded: memoryview, copied: memoryview, header: Header, indices: Array | None, row_ends: Array
 ) -> Floats | Levels:
-    """Return the values of a message. `split_message` must have accepted the sections."""
+    """Return the values of a message. The sections must come from `split_message`, which checks lengths."""
     kind = header.kind
     if not kind.is_float:
         block, top = SCALES.unpack_from(copied)
@@ -124,16 +124,18 @@ def _decode(coded: memoryview, header: Header, indices: Array | None, row_ends: 
     where = EVERYWHERE if indices is None else indices
     words = decode_numbers(rc.to_words(coded), numbers, where, row_ends, is_float, largest)
     if words == 0:
-        raise WireError("a value is not a finite number" if is_float else f"a level exceeds top = {largest}")
+        too_large = f"a level exceeds the largest magnitude, `top` = {largest}"
+        raise WireError("a value is not a finite number" if is_float else too_large)
     rc.check_end(coded, words, "values")
     return numbers
 
 
 @kernel
 def new_table(spread: Int) -> tuple[Int, Array, Array]:
-    """Return how many low bits of a number are not in its symbol, and counts and sums of a new table.
+    """Return the number of low bits that symbols leave out, and the counts and sums of a new frequency table.
 
-    The table is for numbers of at most `spread`. All of its counts are 1.
+    The table is for numbers from 0 to `spread`. The symbol of a number is the number without its low bits.
+    All counts are 1.
     """
     copied = 0
     while spread >> (copied + LEADING):
@@ -146,7 +148,7 @@ def new_table(spread: Int) -> tuple[Int, Array, Array]:
 
 @kernel
 def count_symbol(counts: Array, symbol: Int) -> None:
-    """Add SEEN to the count of a symbol, and half of SEEN to its two neighbours, which become likely too."""
+    """Add SEEN to the count of a symbol, and half of SEEN to the counts of the symbols next to it."""
     counts[symbol] += rc.SEEN
     if symbol > 0:
         counts[symbol - 1] += rc.SEEN // 2
@@ -158,11 +160,12 @@ def count_symbol(counts: Array, symbol: Int) -> None:
 def encode_numbers(
     words: Array, numbers: Array, indices: Array, row_ends: Array, zero_has_sign: bool, largest: Int
 ) -> Int:
-    """Encode `numbers` into `words`; return the number of words, or 0 if a magnitude exceeds `largest`.
+    """Encode `numbers` into `words`; return how many words were written.
 
     A number is a 15-bit magnitude with the sign in the bit above. `indices` holds the coordinates of the
     numbers; it is empty if all coordinates are sent. Row i ends before coordinate row_ends[i]. The sign of a
-    zero is coded if `zero_has_sign` (for floats) or if all numbers are zero.
+    zero is coded if `zero_has_sign` (for floats) or if all numbers are zero. Return 0 if a magnitude exceeds
+    `largest`.
     """
     lowest, highest = MASK, 0
     for i in range(len(numbers)):
@@ -195,7 +198,7 @@ def encode_numbers(
 def decode_numbers(
     words: Array, numbers: Array, indices: Array, row_ends: Array, zero_has_sign: bool, largest: Int
 ) -> Int:
-    """Decode what `encode_numbers` encoded into `numbers`; return the number of words read.
+    """Fill `numbers` with what `encode_numbers` encoded; return how many words were read.
 
     Return 0 if a magnitude exceeds `largest`.
     """
