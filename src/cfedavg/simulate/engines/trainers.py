@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
@@ -161,6 +161,9 @@ class Batched:
         """
         self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
         self.model = copy.deepcopy(vectors.model).train()
+        for module in self.model.modules():
+            if isinstance(module, nn.RNNBase):  # vmap's weights have no memory that could be flattened
+                vars(module)["flatten_parameters"] = lambda: None
         half, optimiser = plan.config.precision == "bf16", plan.local_optimiser
         self.step = Step(
             self.model, task.loss, optimiser, conv_precision=conv_precision, autocast=half, unused=unused

@@ -29,6 +29,7 @@ from cfedavg.simulate.vectorised.layers import (
     mean_pool,
     multi_head,
 )  # fmt: skip
+from cfedavg.simulate.vectorised.recurrent import replace_cell, replace_network
 from cfedavg.task import Batch, Loss
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
@@ -40,7 +41,12 @@ ELEMENTWISE = {
 ENTROPIES = {F.cross_entropy, F.nll_loss}  # in these, a class may have a weight
 MEANS = {torch.mean, Tensor.mean}
 
+VF: Any = torch  # torch's stubs lack these functions
+NETWORKS = {VF.lstm: "lstm", VF.gru: "gru", VF.rnn_tanh: "tanh", VF.rnn_relu: "relu"}
+CELLS = {VF.lstm_cell: "lstm", VF.gru_cell: "gru", VF.rnn_tanh_cell: "tanh", VF.rnn_relu_cell: "relu"}
 LAYERS: dict[Any, Callable[..., Any]] = {
+    **{func: replace_network(cell) for func, cell in NETWORKS.items()},
+    **{func: replace_cell(cell) for func, cell in CELLS.items()},
     F.batch_norm: batch_norm,
     F.group_norm: group_norm,
     F.max_pool2d: max_pool,
@@ -106,6 +112,9 @@ class NoDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if func in NETWORKS:
+            at = 5 if isinstance(args[3], bool) else 6  # a packed sequence has one more argument before it
+            args = (*args[:at], 0.0, *args[at + 1 :])
         if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
             # torch's attention is written in C++ and has no signature; ours takes the same arguments.
             signed = attention if func is F.scaled_dot_product_attention else func
