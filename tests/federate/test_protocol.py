@@ -606,9 +606,13 @@ def test_a_server_advances_its_primary_with_every_round() -> None:
     server = begun()
     wrong = [None, server.primary, advance(advance(primary_of(server), b""), b""), begun(1, 2).primary]
     for primary in wrong:
-        with pytest.raises(ValueError, match="`primary_next` must be of generation 1 and round 1, got "):
+        with pytest.raises(
+            ValueError, match="`primary_next` must be a model copy of generation 1 and round 1, got "
+        ):
             end_round(server, {}, 0, primary)
-    with pytest.raises(ValueError, match="`primary_next` must be None, got "):
+    with pytest.raises(
+        ValueError, match="`primary_next` must be None for a server without a model copy, got "
+    ):
         end_round(Server(x=0), {}, 0, advance(primary_of(server), b""))
     with pytest.raises(ValueError, match="`digest` must be given"):
         restore_backup(server, 2)

@@ -639,14 +639,14 @@ def test_states_of_others_are_refused(tmp_path: Path) -> None:
             ClientStore(tmp_path, "fed/1", "node ü", Layout.flat(D + 1)),
             rf"is of another model: in the present model '' is of shape \[{D + 1}\], not \[{D}\]",
         ),
-        (ClientStore(tmp_path, "fed/2", "node ü", LAYOUT), "federation: it must be 'fed/2', got 'fed/1'"),
-        (ClientStore(tmp_path, "fed/1", "node 2", LAYOUT), "identity: it must be 'node 2', got 'node ü'"),
+        (ClientStore(tmp_path, "fed/2", "node ü", LAYOUT), "the federation must be 'fed/2', got 'fed/1'"),
+        (ClientStore(tmp_path, "fed/1", "node 2", LAYOUT), "the identity must be 'node 2', got 'node ü'"),
     ):
         other.folder = store.folder  # a folder that was copied
         with pytest.raises(InputError, match=words):
             other.load()
     server = ServerStore(store.folder, "fed/1", LAYOUT)
-    with pytest.raises(InputError, match="is of another kind: it must be 'server', got 'client'"):
+    with pytest.raises(InputError, match="is of another kind: the kind must be 'server', got 'client'"):
         server.load()
 
 

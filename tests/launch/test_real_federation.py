@@ -185,7 +185,7 @@ def test_a_federation_is_what_a_simulation_says(federation: Callable[..., Federa
     for node in machine.nodes[:2]:
         node.start()
     training = it.run()
-    with pytest.raises(InputError, match="is not registered there"):
+    with pytest.raises(InputError, match="is not registered at the SuperLink"):
         machine.nodes[2].start(limit=3.0)
     assert training.wait(2 * LIMIT).text == "finished:completed"
     assert [row["outcomes"] for row in it.lines("metrics.jsonl")] == [{"replied": 2}] * 2

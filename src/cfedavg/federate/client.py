@@ -24,7 +24,7 @@ MOST_FACTS = 65_536  # bytes
 
 
 class LastAnswer(NamedTuple):
-    """The message that a client sent last, with the stamp of the request that it answers."""
+    """The last message that a client sent, and the stamp (the name) of the request that it answers."""
 
     stamp: Stamp
     message: bytes
@@ -32,66 +32,68 @@ class LastAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Client:
-    """The durable state of a client: the feedback's memory, the last answer, and the newest stamps."""
+    """The stored state of a client: the feedback's memory, the last answer, and the requests it answered."""
 
     incarnation: int  # random; drawn when a client starts without a stored state
     memory: Any  # the memory of the feedback: with `ef` the residual e
     sent: LastAnswer | None = None  # the last answer, until a request says whether the model holds it
-    answered: Stamp = NEVER  # of the newest request that the client answered
-    confirmed: Stamp = NEVER  # of the answer in the model that the last request named
+    answered: Stamp = NEVER  # the stamp of the newest request that the client answered
+    confirmed: Stamp = NEVER  # the stamp of the answer that the last request named
     forgotten: int = 0  # how often a restored server lacked an answer that it had named before
-    # By generation, a round number: the generation's models up to it hold nothing of the present residual.
+    # For each generation of the server, a number n. If the client's last answer in a model of the generation
+    # has the stamp number n or a lower one, the model holds nothing of the present residual.
     agreed: Mapping[int, int] = field(default_factory=dict)
     copy: Copy | None = None  # the copy of the server's w, if broadcasts are compressed
 
 
 @dataclass(frozen=True)
 class Train:
-    """An order: train from the client's model copy, then call `make_answer` with the update."""
+    """An order to the caller: train from the client's model copy, then call `make_answer` with the update."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """An order: evaluate the client's model copy, store the state, then reply with the copy's version."""
+    """An order to the caller: evaluate the model copy, store the state, reply with the copy's version."""
 
 
 @dataclass(frozen=True)
 class Resend:
-    """An order: send the same message again, because the request was answered before."""
+    """An order to the caller: send the last message again, because the client has answered this request."""
 
     message: bytes
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """An order: send no answer, for the reason `why`."""
+    """An order to the caller: refuse the request, for the reason `why`."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class NeedWhole:
-    """An order: store nothing and ask for the whole model. The model copy cannot follow the broadcast.
+    """An order to the caller: store nothing, and ask the server for the whole model.
 
-    The server sends the whole model with the same stamp.
+    The client's model copy cannot follow the broadcast. The server repeats the request, with the same stamp,
+    and sends the whole model.
     """
 
 
 @dataclass(frozen=True)
 class Outdated:
-    """An order: start anew, with a new incarnation number and an empty memory.
+    """An order to the caller: start anew, with a new incarnation number and an empty memory.
 
-    The model may already hold a part of this client's residual. Possible reasons: the client's disk is an
-    older backup, a duplicate of the client is at work, or the server went back to a model with an answer that
-    this client has put back into its residual.
+    The model may already hold a part of this client's residual. Possible reasons: somebody restored a backup
+    of the client's disk, a duplicate of the client is at work, or the server went back to a model with an
+    answer that this client has put back into its residual.
     """
 
 
 class Sender(Protocol):
-    """The interface that makes a client's messages: compressor, feedback and wire format."""
+    """The interface of the object that makes a client's messages, with a compressor and a feedback."""
 
     def send(self, g: Any, memory: Any, request: Request) -> tuple[bytes, Any]:
-        """Return the message for update `g`, and the memory of the feedback after the message."""
+        """Return the message that sends update `g`, and the new memory of the feedback."""
 
     def restore(self, memory: Any, message: bytes) -> Any:
         """Return the memory of the feedback as if `message` had never been sent."""
@@ -100,9 +102,10 @@ class Sender(Protocol):
 def receive(
     client: Client, request: Request, sender: Sender, replica: Replica | None = None
 ) -> tuple[Client, Train | Resend | Refuse | Outdated | NeedWhole]:
-    """Return the client's state after a request to train, and an order.
+    """Return the client's state after a request to train, and an order: what the caller must do.
 
-    Store the state only if the client answers. A request with a broadcast needs `replica`.
+    Do not store this state: `make_answer` returns the state to store. If the request has a broadcast,
+    `replica` must be given.
     """
     if client.sent is not None and request.stamp == client.sent.stamp:
         return client, Resend(client.sent.message)
@@ -125,10 +128,10 @@ def receive(
 def begin_training(
     client: Client, request: Request, sender: Sender, replica: Replica | None
 ) -> tuple[Client, Train | NeedWhole]:
-    """Update the client's model copy and residual by a request; return the new state and Train.
+    """Update the client's model copy and residual as a request says; return the new state and Train.
 
-    If the model lacks the last answer, the answer goes back into the residual. If the model copy cannot
-    follow the broadcast, return the client unchanged and NeedWhole.
+    If the server's model lacks the client's last answer, the answer's payload goes back into the residual. If
+    the client's model copy cannot follow the broadcast, return the unchanged client and NeedWhole.
     """
     copy = client.copy
     if request.broadcast is not None:
@@ -144,7 +147,7 @@ def begin_training(
             memory = sender.restore(memory, client.sent.message)
         if held == client.sent.stamp:
             agreed[held.generation] = held.number
-    # Each model of a generation follows from the one before. What this model lacks, earlier models lack too.
+    # In a generation, each model contains the one before. What this model lacks, the earlier ones lack too.
     agreed[request.stamp.generation] = request.stamp.number - 1
     forgotten = client.forgotten + (held < client.confirmed)
     return Client(client.incarnation, memory, None, client.answered, held, forgotten, agreed, copy), Train()
@@ -155,8 +158,8 @@ def catch_up(
 ) -> tuple[Client, Evaluate | Refuse | NeedWhole]:
     """Return the client's state after a request to evaluate, and an order. Only the model copy changes.
 
-    Call `find_fault_in_stamp` first: a client refuses all versions older than its model copy, so a forged
-    generation would lock the client out.
+    Call `find_fault_in_stamp` first, to refuse a forged request. Else the client could take a model copy with
+    a forged, very high version, and would then refuse the server's broadcasts as older.
     """
     if why := _find_fault_in_version(client.copy, broadcast):
         return client, Refuse(why)
@@ -165,25 +168,32 @@ def catch_up(
 
 
 def make_answer(client: Client, request: Request, g: Any, sender: Sender) -> tuple[Client, bytes]:
-    """Return the client's state after update `g`, and the message. Store the state, then send the message."""
+    """Return the client's state with its answer, and the message that sends update `g`.
+
+    Store the state, then send the message.
+    """
     message, memory = sender.send(g, client.memory, request)
     sent = LastAnswer(request.stamp, message)
     return replace(client, memory=memory, sent=sent, answered=request.stamp), message
 
 
 def _find_fault_in_version(copy: Copy | None, broadcast: Broadcast) -> str:
-    """Return the fault of a broadcast that is older than the client's model copy; an empty text if none."""
+    """Return a reason to refuse a broadcast that is older than the model copy; else an empty text."""
     if copy is None or broadcast.version[:2] >= copy.version[:2]:
         return ""
     return f"version {broadcast.version} is older than version {copy.version}, which this client holds"
 
 
 def _is_outdated(client: Client, mark: Mark | None) -> bool:
-    """Return whether a model with this mark may already hold a part of the client's residual."""
+    """Return whether the server's model may already hold a part of the client's residual.
+
+    `mark` names the client's last answer that the model holds; None if the model holds none.
+    """
     if mark is None or client.answered == NEVER:  # a client without answers has nothing in any model
         return False
     if client.sent is not None and mark.stamp == client.sent.stamp:
-        # An earlier incarnation's answer holds nothing of this residual. A duplicate of this client's does.
+        # An answer of an earlier incarnation holds nothing of this residual. But an answer of a duplicate of
+        # this client does.
         return mark.incarnation == client.incarnation and mark != _last_mark(client)
     generation, number = mark.stamp
     return generation >= min(client.agreed) and number > client.agreed.get(generation, 0)
@@ -194,7 +204,7 @@ def _last_mark(client: Client) -> Mark | None:
 
 
 class ClientMessage(NamedTuple):
-    """The parts of a client's message: encoded payload, facts of the round, and uncompressed arrays."""
+    """The parts of a client's message: payload, facts (JSON values about the round), uncompressed arrays."""
 
     payload: bytes
     facts: dict[str, Any]
@@ -212,7 +222,7 @@ def pack_message(message: ClientMessage) -> bytes:
 
 
 def unpack_message(data: bytes, most: int, uncompressed: int) -> ClientMessage:
-    """Return the parts of a client's message; raise WireError if the bytes are wrong.
+    """Return the parts of a client's message; raise WireError if the bytes are no such message.
 
     The payload may have at most `most` bytes. The uncompressed arrays must have `uncompressed` bytes.
     """
@@ -222,7 +232,7 @@ def unpack_message(data: bytes, most: int, uncompressed: int) -> ClientMessage:
     if payload > most:
         raise WireError(f"the payload must have at most {most} bytes, got {payload}")
     if facts > MOST_FACTS or len(data) != _LENGTHS.size + payload + facts + uncompressed:
-        raise WireError("the parts of the message do not add up to its length")
+        raise WireError("the lengths in the message do not add up to the length of the message")
     at = _LENGTHS.size + payload
     try:
         found = json.loads(data[at : at + facts])
@@ -235,7 +245,7 @@ def unpack_message(data: bytes, most: int, uncompressed: int) -> ClientMessage:
 
 @dataclass(frozen=True)
 class Uplink:
-    """The `Sender` of a client: it compresses updates and makes messages.
+    """The `Sender` of a real client: it compresses updates and encodes messages.
 
     Random draws depend on (seed, round, client), as in a simulation. A payload's norm is at most `max_norm`.
     `facts` and `uncompressed` are the other parts of a message: see `ClientMessage`.
@@ -249,14 +259,15 @@ class Uplink:
     uncompressed: bytes = b""
 
     def _compress(self, g: Array, memory: Array, t: int) -> Outgoing:
-        """Return the result of lines 12 to 15 of Algorithm 1; raise NotFinite if NaN or Inf would be sent."""
+        """Compress `g` with error feedback (Algorithm 1, lines 12 to 15); raise NotFinite for NaN or Inf."""
         word = signed(key(self.seed, t, self.client, Purpose.SELECT))
         return self.channel.send(g, memory, word, t, max_norm=self.max_norm)
 
     def send(self, g: Array, memory: Array, request: Request) -> tuple[bytes, Array]:
-        """Return the message for update `g`, and the memory of the feedback after the message.
+        """Return the message that sends update `g`, and the new memory of the feedback.
 
-        The facts hold squared norms: of p (what is compressed) and of p minus the payload.
+        The message also reports squared norms: of p (what is compressed), of p minus the payload, and of the
+        new memory if it is not p minus the payload.
         """
         made = self._compress(g, memory, request.t)
         facts = {**self.facts, "p2": norm2(made.p), "noise2": norm2(made.left)}
@@ -267,7 +278,7 @@ class Uplink:
         return pack_message(ClientMessage(payload, facts, self.uncompressed)), made.memory
 
     def can_send(self, memory: Array, t: int) -> bool:
-        """Return whether the memory alone can be sent, at once or in shares over several rounds."""
+        """Return whether the memory, with an update of 0, can be sent, if need be in several rounds."""
         try:
             self._compress(0 * memory, memory, t)
         except (TooLarge, NotFinite):
@@ -275,9 +286,9 @@ class Uplink:
         return True
 
     def restore(self, memory: Array, message: bytes) -> Array:
-        """Return the memory after the loss of `message`, which this client sent.
+        """Return the memory of the feedback as if this client had never sent `message`.
 
-        With `ef`, the memory is exact unless a sum was rounded.
+        With `ef`, the result is exact, apart from the rounding of sums.
         """
         uncompressed = 0  # `unpack_message` raises an error if the message is cut short
         if len(message) >= _LENGTHS.size:

@@ -1,6 +1,6 @@
 """Model copies on real nodes: how messages change a copy, and which broadcast is the shortest for a client.
 
-Compiled code adds the k values of a message to a copy. The result is bitwise equal to that of
+Compiled code adds the values of a message to a copy. The result is bitwise equal to the result of
 `channel.Copies.receive`.
 """
 
@@ -24,8 +24,8 @@ from cfedavg.federate.protocol import Broadcast, Chain, Changes, Stamp, Version,
 from cfedavg.federate.server import Primary
 from cfedavg.wire import WireError, decode, encode
 
-TOGETHER = 10  # messages that are decoded before they are added; more would take too much memory
-TILE = 1 << 18  # coordinates that get all messages before the next coordinates, to stay in the CPU cache
+TOGETHER = 10  # messages that are decoded at once and then added; more would take too much memory
+TILE = 1 << 18  # coordinates to which all messages are added in turn, so few that the CPU caches them
 _TOP, _TOP_BF16 = np.float32(np.finfo(np.float32).max), np.float32(LARGEST_BF16)
 _ONE = np.ones(1, np.float32)
 _HALF = np.uint32(16)  # bits
@@ -34,7 +34,7 @@ _MOST = 1 << 16  # values of one scale that are added at once
 
 @dataclass(frozen=True)
 class ModelReplica:
-    """The operations on model copies of one layout. With `rounds_values`, a copy is kept as bits of bf16.
+    """The operations on copies of one model. With `rounds_values`, a copy is kept as bits of bf16 numbers.
 
     >>> replica = ModelReplica(Layout.flat(2), rounds_values=True)
     >>> kept = replica.keep(np.array([1.0, 3.0], np.float32))
@@ -60,11 +60,11 @@ class ModelReplica:
         return to_bf16(w) if self.rounds_values else w
 
     def model(self, kept: Array) -> Array:
-        """Return the float32 numbers of a kept model copy."""
+        """Return a model copy that `keep` made as float32 numbers."""
         return from_bf16(kept) if self.rounds_values else kept
 
     def apply(self, w: Array, messages: Sequence[bytes]) -> Array:
-        """Return model copy `w` after the messages of consecutive rounds are added."""
+        """Return model copy `w` plus the messages of consecutive rounds."""
         for first in range(0, len(messages), TOGETHER):
             payloads = [decode(each, layout=self.layout) for each in messages[first : first + TOGETHER]]
             for listed, group in groupby(payloads, lambda payload: payload.indices is not None):
@@ -81,7 +81,7 @@ class ModelReplica:
         return self.keep(Copies(self.rounds_values).unpack(self.model(w), payload))
 
     def replace(self, message: bytes) -> Array:
-        """Return the model copy that a message of all coordinates holds."""
+        """Return the model copy in a message that holds the values of all coordinates."""
         payload = decode(message, layout=self.layout)
         if payload.indices is not None:
             n = len(payload.indices)
@@ -93,7 +93,7 @@ class ModelReplica:
         return compute_digest(np.ascontiguousarray(w).data)
 
     def encode(self, payload: Payload, version: Version) -> bytes:
-        """Return the message of a payload that holds values of the model copy of `version`."""
+        """Return the message for a payload of values (not differences) of the model copy at `version`."""
         header = {"sequence": Stamp(version.generation, version.round).sequence, "round": version.round}
         return encode(payload.numpy(), self.layout, code_floats=True, **header)
 
@@ -103,7 +103,7 @@ class ModelReplica:
         return Whole(self.encode(payload, primary.version), primary.version, self.digest(primary.w))
 
     def changes(self, primary: Primary, chain: Chain) -> Changes | None:
-        """Return a broadcast of the values that a chain changes; None if these are most of the model."""
+        """Return a broadcast of the values that the messages of a chain changed; None if most changed."""
         changed = np.zeros(self.layout.d, bool)
         for message in chain.messages:
             payload = decode(message, layout=self.layout)
@@ -119,15 +119,16 @@ class ModelReplica:
 
 
 def begin(x: Array, replica: ModelReplica, generation: int, t: int) -> Primary:
-    """Return the server's first model copy, made from model `x`, without a history."""
+    """Return the server's first model copy, made from its model `x` after `t` rounds."""
     w = replica.keep(Copies(replica.rounds_values).make(x))
     return Primary.begin(w, generation, t, replica.digest(w))
 
 
 def advance(primary: Primary, x_next: Array, downlink: Downlink, seed: int) -> Primary:
-    """Return the server's model copy after the broadcast that follows a step to `x_next`.
+    """Compress the step to the server's model `x_next`; return the model copy with this step added.
 
-    The kept messages take at most the bytes of a copy: a longer chain is never the shortest broadcast.
+    The messages in the history have at most as many bytes as a model copy: with more bytes, a broadcast of
+    the whole model is shorter.
     """
     replica = ModelReplica(downlink.layout, downlink.rounds_values)
     t = primary.version.round
@@ -138,7 +139,7 @@ def advance(primary: Primary, x_next: Array, downlink: Downlink, seed: int) -> P
 
 
 class PackedBroadcast(NamedTuple):
-    """The bytes of a broadcast, with its kind."""
+    """The bytes of a broadcast, with a word for its kind."""
 
     kind: str  # "chain", "changes" or "whole"
     messages: int  # the number of messages in a chain; else 0
@@ -146,14 +147,14 @@ class PackedBroadcast(NamedTuple):
 
 
 class Broadcaster:
-    """A cache of the broadcasts that lead to the server's version: each is made once for all clients."""
+    """Make the broadcasts that lead clients to the server's version; make each only once for all clients."""
 
     def __init__(self, primary: Primary, replica: ModelReplica) -> None:
         self.primary, self.replica = primary, replica
         self._made: dict[Version | None, PackedBroadcast] = {}
 
     def broadcast_to(self, held: Version | None) -> PackedBroadcast:
-        """Return the shortest broadcast for a client that holds version `held`, which is None if unknown."""
+        """Return the shortest broadcast for a client that holds version `held` (None if unknown)."""
         if held not in self._made:
             chain = self.primary.chain(held)
             self._made[held] = self.whole if chain is None else self._pick_shortest(chain)
@@ -183,7 +184,7 @@ def _pack(broadcast: Broadcast) -> PackedBroadcast:
 
 
 def _add_listed(w: np.ndarray, payloads: Sequence[Payload]) -> np.ndarray:
-    """Return model copy `w` plus payloads with indices. `w` is float32, or the bits of bf16 in int16."""
+    """Return model copy `w` (float32, or bf16 bits in int16) plus payloads that list their coordinates."""
     add = _add_to_bf16 if w.dtype == np.int16 else _add
     scaled = [_split(payload) for payload in payloads]
     done, w_next = [0] * len(scaled), np.empty_like(w)
@@ -195,7 +196,7 @@ def _add_listed(w: np.ndarray, payloads: Sequence[Payload]) -> np.ndarray:
 
 
 def _split(payload: Payload) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return the payload's indices, its numbers, the scale of each block, and the numbers in a block."""
+    """Return the payload's coordinates, its numbers, the scale of each block, and the length of a block."""
     at, values = np.asarray(payload.indices), payload.values
     if isinstance(values, Levels):
         return at, values.levels, values.scales, values.block or max(1, len(at))
@@ -207,7 +208,11 @@ def _split(payload: Payload) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
 def _add(
     w: np.ndarray, at: np.ndarray, numbers: np.ndarray, scales: np.ndarray, block: Int, i: Int, stop: Int
 ) -> Int:
-    """Add values i, i + 1, ... to coordinates of `w` below `stop`; return the position of the next value."""
+    """Add to `w` the values from position `i` on whose coordinates `at` are below `stop`.
+
+    A value is a number times the scale of its block of `block` numbers. Return the position of the first
+    value that was not added.
+    """
     while i < len(at) and at[i] < stop:
         value = np.float32(numbers[i]) * scales[i // block]
         total = w[at[i]] + min(max(value, -_TOP), _TOP)
@@ -220,7 +225,7 @@ def _add(
 def _add_to_bf16(
     bits: np.ndarray, at: np.ndarray, numbers: np.ndarray, scales: np.ndarray, block: Int, i: Int, stop: Int
 ) -> Int:
-    """Add as `_add` does, to bf16 numbers given as bits: round each sum to the nearest, ties to even."""
+    """Do what `_add` does for bf16 numbers, given as bits: round each sum to the nearest, ties to even."""
     words = np.empty(min(block, _MOST), np.uint32)
     while i < len(at) and at[i] < stop:
         end = min(len(at), (i // block + 1) * block, i + len(words))
@@ -240,9 +245,10 @@ def _add_some(
     words: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Add values of one scale to bf16 numbers. `sums` is a float32 view of `words`, which is scratch memory.
+    """Add values that have one scale to bf16 numbers, given as bits.
 
-    The two loops in the middle use neither `bits` nor `at`, so that the compiler can do 8 numbers at once.
+    `words` is scratch memory, and `sums` is a float32 view of it. The two loops in the middle use neither
+    `bits` nor `at`, so that the compiler can do 8 numbers at once.
     """
     for k in range(len(at)):
         words[k] = np.uint32(np.uint16(bits[np.uint64(at[k])])) << _HALF

@@ -1,4 +1,4 @@
-"""The file of a client's or a server's state, with a checksum and the names of its owner.
+"""The file that stores the state of a client or a server, with a checksum and the owner's names.
 
 The file is replaced in one step. The checksum detects damage, but does not prove who wrote the file. So every
 value is checked when it is read. A `check_` function returns the value, or raises ValueError with the name of
@@ -27,11 +27,11 @@ COPY = "copy"  # the tensor of a client's model copy: the checksum leaves it out
 
 
 class OtherModel(InputError):
-    """The error of a stored state that belongs to another model."""
+    """An error: the stored state belongs to another model."""
 
 
 class OtherCopy(InputError):
-    """The error of a state whose model copy has another dtype: its broadcasts had another compressor."""
+    """An error: the stored model copy has another dtype, because `compressor_down` was different."""
 
 
 class StateStore:
@@ -61,17 +61,17 @@ class StateStore:
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Turn every error that a damaged state causes into an InputError of one sentence."""
+        """Turn every error that a damaged state causes into an InputError, which names a remedy."""
         try:
             yield
         except InputError:
             raise
         except UNREADABLE as error:
-            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            why = f"the file has no {error}" if isinstance(error, KeyError) else error
             raise InputError(f"{self.path} is damaged ({why}); {self.remedy}") from None
 
     def _check_copy(self, w: np.ndarray) -> np.ndarray:
-        return check_vector("w", np.ascontiguousarray(w), self.copy_dtype, self.layout.d)
+        return check_vector("the model copy w", np.ascontiguousarray(w), self.copy_dtype, self.layout.d)
 
     def _write(self, tensors: dict[str, np.ndarray], about: dict[str, Any]) -> None:
         about = {"format": FORMATS[self.owner["kind"]][-1], **self.owner, "layout": self.layout.text, **about}
@@ -79,14 +79,17 @@ class StateStore:
         save_tensors(tensors, self.path, {**about, "checksum": _checksum(tensors, about)})
 
     def _read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return the stored tensors and metadata; raise InputError for another owner, model or format."""
+        """Return the stored tensors and metadata; raise InputError if owner, model or format differs."""
         tensors, about = read_tensors(self.path, "np")
         if about.pop("checksum") != _checksum(tensors, about):
-            raise ValueError("its checksum is wrong")
+            raise ValueError("the checksum of the file is wrong")
         for name, value in self.owner.items():
             if about.get(name) != value:
                 found, here = reprlib.repr(about.get(name)), reprlib.repr(value)
-                raise InputError(f"{self.path} is of another {name}: it must be {here}, got {found}")
+                raise InputError(
+                    f"{self.path} is of another {name}: the {name} must be {here}, got {found}; "
+                    "use another folder"
+                )
         formats = FORMATS[self.owner["kind"]]
         if about.get("format") not in formats:
             raise InputError(
@@ -104,7 +107,7 @@ class StateStore:
 
 
 def _checksum(tensors: dict[str, np.ndarray], about: dict[str, Any]) -> int:
-    """Return the checksum of a state. A 0-D tensor, such as BatchNorm's counter, counts as a 1-D tensor."""
+    """Return the checksum of a state. Treat a 0-D tensor, such as BatchNorm's counter, as a 1-D tensor."""
     vectors = {name: array.reshape(array.shape or (1,)) for name, array in tensors.items() if name != COPY}
     return checksum(vectors, about)
 
@@ -124,15 +127,15 @@ def check_integer(name: str, value: Any, least: int, below: int) -> int:
 
 
 def check_list(name: str, value: Any, length: int | None = None) -> list[Any]:
-    """Return `value` if it is a list, of length `length` if given; else raise ValueError."""
+    """Return `value` if it is a list, and has the length `length` if that is given; else raise ValueError."""
     if type(value) is not list or (length is not None and len(value) != length):
-        of = "" if length is None else f" of {length}"
+        of = "" if length is None else f" of {length} values"
         raise ValueError(f"{name} must be a list{of}, got {reprlib.repr(value)}")
     return value
 
 
 def check_integers(name: str, value: Any, *allowed: range) -> list[int]:
-    """Return `value` if it is a list with one integer from each range `allowed`; else raise ValueError."""
+    """Return `value` if it is a list of integers, one in each range of `allowed`; else raise ValueError."""
     values = check_list(name, value, len(allowed))
     return [check_integer(name, each, r.start, r.stop) for each, r in zip(values, allowed, strict=True)]
 
@@ -154,9 +157,9 @@ def _check_kind(name: str, value: Any, kind: type, word: str) -> Any:
 
 
 def check_vector(name: str, array: np.ndarray, dtype: str, length: int | None = None) -> np.ndarray:
-    """Return `array` if it is 1-D, of this dtype, and of length `length` if given; else raise ValueError."""
+    """Return `array` if it is 1-D, of this dtype and of this length (if given); else raise ValueError."""
     if array.dtype != dtype or array.ndim != 1 or length not in (None, len(array)):
         of = "" if length is None else f" {length}"
-        found = f"shape {list(array.shape)} of {array.dtype}"
-        raise ValueError(f"{name} must be a vector of{of} {dtype}, got {found}")
+        found = f"{array.dtype} values of shape {list(array.shape)}"
+        raise ValueError(f"{name} must be a vector of{of} {dtype} values, got {found}")
     return array

@@ -1,11 +1,13 @@
 """The states of clients and servers on disk.
 
-A client's state is one file. A server's state is a file and a journal of its clients. A round adds a line to
-the journal for each client that took part, so the cost of a round does not grow with the number of clients
-known before. The state file holds a Place: which journal is valid, and how many of its bytes count. If a
-process is killed before it stores the Place, its last lines do not count. No other process writes to that
-journal again, because every process begins its own. A process begins another journal when most lines are old.
-The old journal stays until no stored state refers to it.
+A client's state is one file. A server's state is a state file and a journal. The journal is a file of lines
+about clients, and the last line about a client is the valid one. After a round, the server adds a line for
+each client that took part. So the cost of a round does not grow with the number of clients known before.
+
+The state file holds a Place: it says which journal is valid, and how many bytes of the journal count. If a
+process is killed before it stores the Place, the lines that it wrote last do not count. No other process
+writes to that journal again, because every process begins its own journal. A process also begins a new
+journal when most lines are outdated. It removes the old journal after the state file refers to the new one.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ from cfedavg.federate.state_file import (
 )
 
 EXTRA = "extra."  # the prefix of the names of the caller's tensors
-GROWTH = 4  # a journal that is this many times as long as at its beginning is begun anew
-SHORT = 65_536  # bytes: a journal counts as at least this long at its beginning
+GROWTH = 4  # the server begins a new journal when the journal is this many times as long as at first
+SHORT = 65_536  # bytes: a journal that was shorter at first counts as this long
 _JOURNAL = re.compile(r"clients\.(\d+)\.jsonl")
 _DTYPES = ("float32", "int16")  # of a model copy: numbers, or the bits of bf16
-_DEEPER = 50  # how much deeper the call stack may be when facts are written than when they are read
+_DEEPER = 50  # levels by which the call stack may be deeper when facts are written than when they are read
 _POSITIVE, _32_BITS, _63_BITS, _64_BITS = range(1, 2**32), range(2**32), range(2**63), range(2**64)
 _STAMP, _VERSION = (_POSITIVE, _POSITIVE), (_POSITIVE, _32_BITS, _64_BITS)
 
@@ -62,8 +64,8 @@ _STAMP, _VERSION = (_POSITIVE, _POSITIVE), (_POSITIVE, _32_BITS, _64_BITS)
 class ClientStore(StateStore):
     """The folder that stores the state of one client of one federation.
 
-    `identity` is the node's key, or another name that stays the same when the node restarts. It must not be a
-    number that the network gave the node.
+    `identity` names the client. It must stay the same when the client's node restarts: the node's key will
+    do, but a number that the network assigned to the node will not.
     """
 
     busy = "another process answers for this client, in {}"
@@ -80,7 +82,8 @@ class ClientStore(StateStore):
     def fresh(self, copy: Copy | None = None) -> Client:
         """Return a new client with an empty residual and a random incarnation number.
 
-        The new client may keep the model copy of the client before, since copies of one version are equal.
+        `copy` is the model copy of the client that this one replaces. The new client can keep that copy,
+        because all copies of one version are equal.
         """
         return Client(secrets.randbits(63), np.zeros(self.layout.d, np.float32), copy=copy)
 
@@ -104,15 +107,15 @@ class ClientStore(StateStore):
                 sent = LastAnswer(Stamp(*check_integers("sent", about["sent"], *_STAMP)), message)
             copy = self._take_copy(tensors, about["copy"])
             if tensors:
-                raise ValueError(f"it has an unknown tensor {reprlib.repr(min(tensors))}")
+                raise ValueError(f"the file has an unknown tensor {reprlib.repr(min(tensors))}")
             if not agreed and (answered, sent) != (NEVER, None):
-                raise ValueError("agreed must not be empty for a client that has answered")
+                raise ValueError("`agreed` must not be empty for a client that has answered a request")
             return Client(incarnation, memory, sent, answered, confirmed, forgotten, agreed, copy)
 
     def _take_copy(self, tensors: dict[str, np.ndarray], stored: Any) -> Copy | None:
-        """Remove the model copy from `tensors` and return it; None if it is missing or damaged.
+        """Remove the model copy from `tensors` and return it; return None if it is missing or damaged.
 
-        Without a model copy, the client keeps its residual and needs the whole model.
+        A client without a model copy keeps its residual, and needs the whole model.
         """
         if stored is None:
             return None
@@ -142,7 +145,7 @@ class ClientStore(StateStore):
 
 
 class Place(NamedTuple):
-    """The number of the valid journal, how many of its bytes count, and the checksum of these bytes."""
+    """Which journal is valid (its number), how many of its bytes count, and the checksum of these bytes."""
 
     number: int
     length: int
@@ -153,12 +156,12 @@ class ServerStore(StateStore):
     """The folder that stores the state of the server of one federation."""
 
     busy = "another server works in {}: wait until it ends, or give another `out`"
-    remedy = "restore a backup of the whole folder, with a new generation, or start another federation"
+    remedy = "restore a backup of the whole folder and resume with `from_backup`, or start another federation"
 
     def __init__(self, folder: Path, federation: str, layout: Layout, copy_dtype: str = "float32") -> None:
         super().__init__(folder, {"federation": federation, "kind": "server"}, layout, copy_dtype)
         self._last: tuple[ServerState, Place] | None = None  # the state that this store saved last
-        self._compact = 0  # bytes of the journal at its beginning
+        self._compact = 0  # the length of the journal in bytes when this store began it
 
     def load(self) -> ServerState | None:
         """Return the stored state; None if no state is stored."""
@@ -173,38 +176,42 @@ class ServerStore(StateStore):
             applied, clients = self._read_journal(place, stamp)
             primary = self._take_primary(tensors, about["primary"])
             if primary and primary.version[:2] != (stamp.generation, t):
-                raise ValueError(f"w must have version {stamp.generation}.{t}, got {primary.version}")
+                raise ValueError(
+                    f"the model copy w must be of version {stamp.generation}.{t}, got {primary.version}"
+                )
             x = check_vector("x", tensors.pop("x"), "float32", self.layout.d)
             for name, vector in {"x": x, "w": primary.w if primary else x}.items():
                 if not np.isfinite(vector).all():
                     raise ValueError(f"{name} must be finite, but holds NaN or Inf")
             facts = _read_facts(check_vector("facts", tensors.pop("facts"), "uint8").tobytes())
             if foreign := [name for name in tensors if not name.startswith(EXTRA)]:
-                raise ValueError(f"it has an unknown tensor {reprlib.repr(min(foreign))}")
+                raise ValueError(f"the file has an unknown tensor {reprlib.repr(min(foreign))}")
             extra = {name.removeprefix(EXTRA): tensor for name, tensor in tensors.items()}
             return ServerState(Server(x, t, stamp, applied, primary), clients, extra, facts)
 
     def _take_primary(self, tensors: dict[str, np.ndarray], stored: Any) -> Primary | None:
-        """Remove the model copy and its messages from `tensors`; return both, or None if none is stored."""
+        """Remove the model copy and its messages from `tensors`; return both, or None if there is no copy."""
         if stored is None:
             return None
         check_table("primary", stored)
         w = tensors.pop("w")
         if w.dtype in _DTYPES and w.dtype != self.copy_dtype:
-            raise OtherCopy(f"w must be a vector of {self.layout.d} {self.copy_dtype}, got one of {w.dtype}")
+            raise OtherCopy(
+                f"model copy w must be a vector of {self.layout.d} {self.copy_dtype} values, got {w.dtype}"
+            )
         data = check_vector("messages", tensors.pop("messages"), "uint8").tobytes()
         lengths = check_list("lengths", stored["lengths"])
         messages = split_messages(data, check_integers("lengths", lengths, *len(lengths) * [_63_BITS]))
         start, last = (Version(*check_integers(key, stored[key], *_VERSION)) for key in ("start", "version"))
         versions = list_versions(start, messages)
         if versions[-1] != last:
-            raise ValueError("the stored messages do not lead to the stored version")
+            raise ValueError("the stored messages do not lead to the stored version of the model copy")
         return Primary(self._check_copy(w), versions, messages)
 
     def save(self, state: ServerState) -> None:
-        """Store the state durably. Write only the clients that changed since the last save."""
+        """Store the state durably. Of the clients, write only those that changed since the last save."""
         server, place, primary = state.server, self._write_journal(state), None
-        facts = as_array(json.dumps(state.facts).encode())  # too long for the header
+        facts = as_array(json.dumps(state.facts).encode())  # too long for the file's header
         extra = {EXTRA + name: np.array(tensor) for name, tensor in state.extra.items()}
         tensors = {"x": server.x, "facts": facts, **extra}
         if held := server.primary:
@@ -212,17 +219,17 @@ class ServerStore(StateStore):
             lengths = [len(message) for message in held.messages]
             primary = {"start": held.versions[0], "version": held.version, "lengths": lengths}
         self._write(tensors, {"t": server.t, "stamp": server.stamp, "clients": place, "primary": primary})
-        for number, path in self._find_journals().items():  # no stored state refers to the others now
+        for number, path in self._find_journals().items():  # the stored state refers to none of the others
             if number != place.number:
                 with suppress(OSError):
                     path.unlink()
         self._last = state, place
 
     def _write_journal(self, state: ServerState) -> Place:
-        """Add lines for changed clients to the journal, or begin a new journal; return its place.
+        """Write the clients that changed to the journal, or all clients to a new journal; return the Place.
 
-        A new journal is begun if this store has none, or if the journal has grown GROWTH times. So the mean
-        cost of a round does not grow.
+        Begin a new journal if this store has begun none, or if the journal is more than GROWTH times as long
+        as at first. So the mean cost of a round does not grow.
         """
         last, self._last = self._last, None  # if writing fails, the added lines must not count later
         if last is not None:
@@ -243,14 +250,15 @@ class ServerStore(StateStore):
         return Place(number, len(data), zlib.crc32(data))
 
     def _read_journal(self, place: Place, before: Stamp) -> tuple[Table[Mark], Table[KnownClient]]:
-        """Return the marks and the records of all clients, from the last line of each client.
+        """Return the mark (the name of the last answer) and the record of each client.
 
-        Raise ValueError or OSError if the journal is damaged, or an answer is not older than `before`.
+        `before` is the stamp of the present round. Raise ValueError or OSError if the journal is damaged, or
+        if it names an answer that is not older than `before`.
         """
         path = self._journal(place.number)
         data = read_file(path)[: place.length]
         if len(data) != place.length or zlib.crc32(data) != place.checksum:
-            raise ValueError(f"{path.name} is too short or has a wrong checksum")
+            raise ValueError(f"the journal {path.name} is too short or has a wrong checksum")
         applied, clients = dict[str, Mark](), dict[str, KnownClient]()
         for line in data.splitlines():
             who, mark, known = check_list("a client", json.loads(line), 3)
@@ -258,7 +266,7 @@ class ServerStore(StateStore):
             stamp, *numbers = check_list("a client's mark", mark, 3)
             found = Stamp(*check_integers("a client's stamp", stamp, *_STAMP))
             if found >= before:
-                raise ValueError(f"a client's stamp must be before {before}, got {found}")
+                raise ValueError(f"the stamp of a client's answer must be before {before}, got {found}")
             applied[who] = Mark(found, *check_integers("a client's mark", numbers, _63_BITS, _64_BITS))
             met, note = check_list("a client", known, 2)
             clients[who] = KnownClient(check_integer("a client's incarnations", met, 1, 2**53), note)
@@ -280,12 +288,12 @@ def _encode_clients(now: ServerState, before: ServerState) -> bytes:
 
 
 def _read_facts(data: bytes) -> dict[str, Any]:
-    """Return the facts in JSON text; raise ValueError if they are too deeply nested to be written again."""
+    """Return the caller's facts from JSON text; raise ValueError if they are nested too deeply."""
     facts = value = json.loads(data)
     for _ in range(_DEEPER):
         value = [value]
     try:
         json.dumps(value)
     except RecursionError:
-        raise ValueError("facts has too many nested lists") from None
+        raise ValueError("the stored facts are nested too deeply") from None
     return check_table("facts", facts)

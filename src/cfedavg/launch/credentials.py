@@ -1,7 +1,7 @@
 """Keys and certificates of a federation: a CA, the server's certificate, and a key pair for every node.
 
-Each file is made once and then reused. Only the file's owner can read a private key, from the moment its
-file exists.
+Each file is made once and then reused. The file of a private key is created in such a way that only its owner
+can ever read it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DAMAGE = (ValueError, TypeError, UnsupportedAlgorithm)  # raised for files that
 
 
 class Certificates(NamedTuple):
-    """The server's files: the CA's certificate, the server's certificate, and the server's private key."""
+    """The paths of the CA's certificate, the server's certificate, and the server's private key."""
 
     ca: Path
     certificate: Path
@@ -44,7 +44,7 @@ class Certificates(NamedTuple):
 
 
 class NodeKey(NamedTuple):
-    """A node's files: its private key, and its public key, which is registered at the SuperLink."""
+    """The paths of a node's private key and public key. The SuperLink must know the public key."""
 
     private: Path
     public: Path
@@ -70,9 +70,9 @@ def ensure_certificates(folder: Path) -> Certificates:
     try:
         certificate.verify_directly_issued_by(ca)
     except (*_DAMAGE, InvalidSignature):
-        raise InputError(f"{files.ca} has not signed {files.certificate}; {remedy}") from None
+        raise InputError(f"the CA of {files.ca} has not signed {files.certificate}; {remedy}") from None
     if key.public_key() != certificate.public_key():
-        raise InputError(f"{files.key} is not the key of {files.certificate}; {remedy}")
+        raise InputError(f"{files.key} is not the private key of {files.certificate}; {remedy}")
     return files
 
 
@@ -92,7 +92,7 @@ def ensure_node_key(folder: Path, name: str) -> NodeKey:
 
 
 def _parse(path: Path, parse: Callable[[bytes], T], remedy: str) -> T:
-    """Return the parsed file; refuse a damaged file, and a pipe, on which Flower would wait for ever."""
+    """Return the parsed file; raise InputError if it is damaged or a pipe (Flower would wait for ever)."""
     try:
         return parse(read_file(path))
     except OSError as error:
@@ -115,7 +115,7 @@ def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serializat
 def _sign_certificate(
     key: ec.EllipticCurvePrivateKey, ca_key: ec.EllipticCurvePrivateKey, *, is_ca: bool
 ) -> bytes:
-    """Return the certificate of a key, signed by the CA, as PEM."""
+    """Return a certificate of the key's public part, signed with the CA's key, as PEM text."""
     public, now = key.public_key(), datetime.datetime.now(datetime.UTC)
     subject, issuer = (
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])

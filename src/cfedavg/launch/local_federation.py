@@ -35,7 +35,7 @@ POLL = 0.5  # seconds between two reads of the metrics that the ServerApp writes
 
 
 def make_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for Flower's processes (no telemetry, quick polling, ...), with `more`."""
+    """Return the environment of Flower's processes (no telemetry, quick polling, ...), with `more` added."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     direct = f"{direct},{HOST}" if direct else HOST
@@ -59,7 +59,7 @@ class LocalFederation:
     """A federation in a folder: `with LocalFederation(folder, nodes=4) as federation: federation.start()`.
 
     `federation.link` and `federation.nodes[i]` can be stopped, killed and started again. Keys, the
-    SuperLink's database and the nodes' states stay in the folder, for a later LocalFederation in that folder.
+    SuperLink's database and the nodes' states stay in the folder. A later LocalFederation can use them.
     `more` holds environment variables for all processes. `say` is called with a text about each step.
     """
 
@@ -136,7 +136,7 @@ class LocalFederation:
 
 
 def format_app(config: Config, **more: object) -> str:
-    """Return the pyproject.toml of a Flower app with this package's code and the settings of a run."""
+    """Return the pyproject.toml of a Flower app that uses this package's code and a run's settings."""
     project = {"name": "federation", "version": "1.0.0", "license": "Apache-2.0"}
     settings = run_config_of(config) | {name.replace("_", "-"): value for name, value in more.items()}
     parts = {
@@ -149,7 +149,7 @@ def format_app(config: Config, **more: object) -> str:
 
 
 def trust_typed_code(config: Config) -> dict[str, str]:
-    """Return the environment variable that allows imports of the classes that `config` names, if any."""
+    """Return the environment variable that allows nodes to import the user's classes in `config`, if any."""
     return {TRUST: "1"} if config.names_code else {}
 
 
@@ -163,7 +163,7 @@ def train_federation(
     round_timeout: float = 120.0,
     quorum: float = 0.5,
 ) -> bool:
-    """Train with a node for each client, then stop all processes; return False if no rounds were left."""
+    """Train with a node for each client, then stop all processes; return False if no round was left to do."""
     out = out.resolve()
     if _is_done(config, out, resume):
         observer.say(f"all {config.rounds} rounds are done; set `rounds` higher for more")
@@ -191,7 +191,7 @@ def train_federation(
 
 
 def _is_done(config: Config, out: Path, resume: bool) -> bool:
-    """Return whether the run in `out` has done all rounds; refuse a folder that does not fit the options."""
+    """Return whether the run in `out` has done all rounds; raise InputError if the options do not fit."""
     if not str(out).isprintable():
         raise InputError(f"`out` must be printable text, got {str(out)!r}")
     begun = exists(out / "federation")
@@ -233,7 +233,7 @@ def _describe(config: Config) -> str:
 
 
 def _follow(run: AppRun, federation: LocalFederation, metrics: Path, rounds: int, observer: Observer) -> None:
-    """Pass each row of metrics that the ServerApp writes to the observer, until the run is over."""
+    """Read the metrics file until the run is over, and pass each new row to the observer."""
     rows = read_rows(metrics)
     observer.begin(rows)
     if rows:

@@ -1,9 +1,9 @@
 """Processes that are started and stopped together with their child processes, and the processes' ports.
 
 Flower's processes start child processes. A child with a session of its own outlives a killed parent. So all
-processes have a mark in their environment: children inherit the mark, and each process is found by it.
-The launcher is the process that starts the others. If the launcher is killed, a watchdog stops all marked
-processes. The watchdog is this module, run with `python -m`.
+processes have a mark, which is an environment variable. Children inherit the mark, and a search for the mark
+finds all processes. The launcher is the process that starts the others. If the launcher is killed, a watchdog
+stops all processes with the mark. The watchdog is this module, run with `python -m`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cfedavg.core.files import open_regular
 from cfedavg.core.interrupts import ignore_stops
 
 HOST = "127.0.0.1"
-MARK = "CFEDAVG_FEDERATION"  # environment variable: the federation that a process belongs to
-LAUNCH = "CFEDAVG_LAUNCH"  # environment variable: the launcher, so that its watchdog stops only its processes
+MARK = "CFEDAVG_FEDERATION"  # environment variable: names the federation of a process
+LAUNCH = "CFEDAVG_LAUNCH"  # environment variable: names the launcher; its watchdog stops only its processes
 PATIENCE = 8.0  # seconds to wait for a process to end after a signal
 PROC = Path("/proc")
 
@@ -39,7 +39,10 @@ Process = subprocess.Popen[bytes]
 
 
 class Processes:
-    """All processes with one mark: those started here, and those left behind by a killed launcher."""
+    """All processes of a federation: those started here, and those that a killed launcher has left behind.
+
+    An environment variable (`mark`) tells which processes these are.
+    """
 
     def __init__(self, mark: str, environment: Mapping[str, str]) -> None:
         launch = secrets.token_hex(8)
@@ -79,16 +82,16 @@ class Processes:
         return process
 
     def left(self) -> set[int]:
-        """Return the pids of all processes that are alive."""
+        """Return the pids of all processes of the federation that are alive."""
         return {process.pid for process in self._own if process.poll() is None} | alive(self._mark, ())
 
     def stop(self) -> None:
-        """Ask all processes to end (SIGTERM), and kill those that do not end in time."""
+        """Ask all processes of the federation to end (SIGTERM), and kill those that do not end in time."""
         with ignore_stops():
             end_all(self.left)
 
     def close(self) -> None:
-        """End the watchdog, which first ends all processes that were started here and are alive."""
+        """End the watchdog. Before it ends, the watchdog ends all processes that were started here."""
         if self._watchdog is None:
             return
         with ignore_stops():
@@ -106,8 +109,9 @@ class Processes:
 def watch(word: str) -> None:
     """Wait until the launcher ends, then end the processes that have `word` in their environment.
 
-    Only the launcher can write to the standard input. So the input closes when the launcher ends or is
-    killed. Until then the launcher writes the pid of each process that it starts.
+    `word` is a variable with its value, NAME=value. Only the launcher writes to the standard input of this
+    process: the pids of the processes that the launcher starts. So this input ends when the launcher ends or
+    is killed.
     """
     pids = [int(line) for line in sys.stdin]
     time.sleep(0.1)  # by then, a process that is just being started has its environment
@@ -115,10 +119,10 @@ def watch(word: str) -> None:
 
 
 def alive(word: str, pids: Iterable[int]) -> set[int]:
-    """Return the pids of all other processes that have `word` in their environment.
+    """Return the pids of all other processes that have `word` (NAME=value) in their environment.
 
-    If the system has no /proc, return those of `pids` that lead a session. Every process started here leads
-    a session. The check is needed because another process may have got the pid of an ended process.
+    If the system has no /proc, return those of `pids` that lead a session. Every process started here leads a
+    session. A process that does not lead one is a foreign process that got the pid of an ended process.
     """
     if PROC.is_dir():
         others = {int(path.name) for path in PROC.glob("[0-9]*")} - {os.getpid()}
@@ -132,7 +136,7 @@ def alive(word: str, pids: Iterable[int]) -> set[int]:
 
 
 def end_all(left: Callable[[], set[int]]) -> None:
-    """End the processes whose pids `left` returns, the commands in `ORDER` first, and wait for their end."""
+    """End all processes whose pids `left` returns, and wait; end the commands in `ORDER` before others."""
 
     def running(command: str | None) -> set[int]:
         pids = left()
@@ -150,19 +154,19 @@ def end_all(left: Callable[[], set[int]]) -> None:
 
 
 def _read_words(pid: int, what: str) -> list[str]:
-    """Return the words in a process's `cmdline` or `environ`; [] if the process has ended or is not ours."""
+    """Return the words in /proc/PID/cmdline or environ; [] if the process has ended or is another user's."""
     with suppress(OSError):
         return os.fsdecode((PROC / str(pid) / what).read_bytes()).split("\0")
     return []
 
 
 class Ports:
-    """Ports on `HOST` for processes that listen, each reserved from the moment it is chosen.
+    """Reserve ports on `HOST` for processes that will listen on them.
 
     Flower's processes cannot choose a free port themselves: they pass the given number to their children.
     If a port were only tested, another process could take the port before Flower listens on it. So a socket
-    stays bound to each port and never listens. Linux then gives the port to no process that asks for any free
-    port. A process that asks for the port by its number can listen on the port (SO_REUSEADDR).
+    stays bound to each port and never listens. Then Linux does not give this port to a process that asks for
+    any free port. But a process that asks for the port by its number can listen on it (SO_REUSEADDR).
     """
 
     def __init__(self) -> None:

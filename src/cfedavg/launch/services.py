@@ -28,17 +28,17 @@ if TYPE_CHECKING:  # this import needs Flower; if Flower is missing, an error sa
 READY = 90.0  # time limit for the start of a process in seconds; on an idle machine a start takes 3
 FORGOTTEN = 75.0  # seconds after which the SuperLink has surely noticed that a node was killed
 COMMAND = 120.0  # time limit of a `flwr` command in seconds; on an idle machine a command takes 2
-SETTLED = 60.0  # longest wait in seconds for a run's final status after its log has ended; 2 if idle
+SETTLED = 60.0  # longest wait in seconds for a run's final status after the end of its log; normally 2
 POLL = 0.1  # seconds between two looks at a process
 REGISTERED = "already in use"  # part of the SuperLink's error about a key that is registered already
 ONGOING, DONE = ("pending", "starting", "running"), "finished:completed"
-UNKNOWN = "unknown"  # the status of a run if the SuperLink does not tell it
+UNKNOWN = "unknown"  # the status of a run if the SuperLink does not know it
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Service:
-    """A process of a federation that can be stopped and started again, with its folder and its log."""
+    """A process of a federation, with a folder and a log. It can be stopped and started again."""
 
     def __init__(self, processes: Processes, logs: Path, folder: Path, name: str) -> None:
         self.name, self.folder, self.log = name, folder, logs / f"{name}.log"
@@ -52,7 +52,7 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
     def stop(self) -> None:
-        """Ask the process to end (SIGTERM), so that a node signs off; kill the process if it does not end."""
+        """Ask the process to end (SIGTERM), so that a node can sign off; kill it if it does not end."""
         if self.process is not None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -77,7 +77,7 @@ class Service:
 
 
 class SuperLink(Service):
-    """The server's process, with its database. The command `flwr` registers nodes and starts runs there."""
+    """The server's process, with a database. The command `flwr` asks it to register nodes and start runs."""
 
     def __init__(
         self, processes: Processes, logs: Path, folder: Path, files: Certificates, port: int
@@ -95,7 +95,7 @@ class SuperLink(Service):
             if exists(database):
                 check_regular(database)  # on a pipe the SuperLink would wait for ever
         except OSError as error:
-            raise InputError(f"cannot read {database} ({error.strerror})") from None
+            raise InputError(f"cannot read the SuperLink's database {database} ({error.strerror})") from None
         ca, certificate, key = self.files.ca, self.files.certificate, self.files.key
         tls = "--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key
         where = "--host", HOST, "--port", str(self.port), "--database", database
@@ -144,7 +144,9 @@ class SuperLink(Service):
         def register_one(node: SuperNode) -> None:
             reply = self.ask("supernode", "register", node.key.public, "here", "--name", node.name)
             if not reply["success"] and REGISTERED not in reply["error-message"]:
-                raise InputError(f"{node.name} is not registered: {get_last_line(reply['error-message'])}")
+                raise InputError(
+                    f"the SuperLink cannot register {node.name}: {get_last_line(reply['error-message'])}"
+                )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each call starts a `flwr` process, which is slow
             list(pool.map(register_one, nodes))
@@ -200,7 +202,8 @@ class SuperNode(Service):
     def wait_online(self, limit: float = FORGOTTEN, say: Callable[[str], None] = lambda text: None) -> None:
         """Wait until the node is online; start the node again while the SuperLink refuses it.
 
-        If a node was killed, the SuperLink refuses the node until the SuperLink has noticed the kill.
+        After a node was killed, the SuperLink still takes it for online and refuses a new process of the
+        node, until the SuperLink notices that the old process is gone.
         """
         began, said = time.monotonic(), False
         while True:
@@ -226,13 +229,14 @@ class SuperNode(Service):
             raise InputError(f"{self.name} ended at once: {get_last_line(text)} (see {self.log})")
         if waited > limit:
             raise InputError(
-                f"the SuperLink refuses {self.name} for {limit:g} s: its key {self.key.public} is not "
-                f"registered there, or another process uses it; stop that process, or use another folder"
+                f"the SuperLink has refused {self.name} for {limit:g} s. "
+                f"If another process uses the key {self.key.public}, stop that process. "
+                "If the key is not registered at the SuperLink, register it or use another folder."
             )
 
 
 class RunFailed(RuntimeError):
-    """An error: a run failed for a reason other than bad input (InputError)."""
+    """An error: a run failed, but not because of bad input (that would be an InputError)."""
 
 
 class Status(NamedTuple):
@@ -246,7 +250,7 @@ class AppRun:
     """A run of a Flower app. A `flwr` process follows the run and writes the ServerApp's output to `log`."""
 
     def __init__(self, link: SuperLink, follower: Process, log: Path) -> None:
-        """Wait until the SuperLink has started the run."""
+        """Wait until the SuperLink has started the run that the process `follower` asked for."""
         self.log, self._link, self._follower = log, link, follower
         end = time.monotonic() + COMMAND
         while True:
@@ -262,7 +266,7 @@ class AppRun:
 
     @property
     def followed(self) -> bool:
-        """Whether the `flwr` process still follows the run; it ends when the run or the SuperLink ends."""
+        """Whether the `flwr` process still follows the run. The process ends when run or SuperLink ends."""
         return self._follower.poll() is None
 
     def status(self) -> Status:
@@ -274,7 +278,7 @@ class AppRun:
         return found[0] if found else Status(UNKNOWN, "")
 
     def wait(self, limit: float) -> Status:
-        """Wait until the run or the SuperLink ends or `limit` seconds pass; return the last known status."""
+        """Wait until the run or the SuperLink ends, at most `limit` seconds; return the run's last status."""
         end = time.monotonic() + limit
         with suppress(subprocess.TimeoutExpired):
             self._follower.wait(limit)
@@ -284,7 +288,7 @@ class AppRun:
         return status
 
     def check(self) -> None:
-        """Raise an error if the run failed: an InputError if the run's log ends with one, else RunFailed."""
+        """Raise an error if the run failed: an InputError if the run's log shows one, else RunFailed."""
         status = self.wait(SETTLED)
         if status.text == DONE:
             return
@@ -297,7 +301,7 @@ class AppRun:
 
 
 def format_toml(table: Mapping[str, object]) -> str:
-    """Return a table as TOML text, one line for each key."""
+    """Return a mapping as TOML text, with one line for each key."""
     return "".join(f"{name} = {toml_value(value)}\n" for name, value in table.items())
 
 
@@ -313,7 +317,7 @@ def read_log(log: Path, start: int = 0) -> str:
 
 
 def get_last_line(text: str) -> str:
-    """Return the last line with words in a log, without box characters and Flower's link to its docs."""
+    """Return the last line of text in a log, without box characters; skip Flower's link to its docs."""
     lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
     useful = [line for line in lines if line and not line.startswith("For more information")]
     return useful[-1] if useful else "no output"

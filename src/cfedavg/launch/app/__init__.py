@@ -1,4 +1,4 @@
-"""A Flower app that trains as `cfedavg run` does with the same Config, with one node for each client.
+"""A Flower app with one node for each client, which trains as `cfedavg run` does with the same Config.
 
 The module `client` holds the ClientApp, the module `server` the ServerApp. The app's run configuration has
 the fields of Config, spelled with dashes, and the keys in `MORE`, which only a federation has.
@@ -36,7 +36,7 @@ def config_of(run_config: Mapping[str, Any]) -> Config:
 
 
 def policy_of(config: Config, run_config: Mapping[str, Any]) -> RoundPolicy:
-    """Return the round policy in a run configuration; without `min-nodes`, a round waits for all clients."""
+    """Return the round policy of a run configuration; without `min-nodes`, a round waits for all clients."""
     given = {name.replace("-", "_"): run_config[name] for name in POLICY if name in run_config}
     least = int(run_config.get("clients", RoundPolicy.min_nodes))
     return RoundPolicy(**{"participation": config.participation, "min_nodes": least, **given})

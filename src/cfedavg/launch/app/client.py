@@ -1,4 +1,4 @@
-"""The ClientApp: local steps on the node's part of the data, for K steps or until the deadline."""
+"""The ClientApp: it trains on the node's part of the data, for K local steps or until the deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def compress_as_configured(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Apply the mod `compressed`; allow a request to name only classes that the run configuration names."""
+    """Apply the mod `compressed`; refuse a request with a class that the run configuration does not name."""
     config = config_of(context.run_config)
     own = [type(part) for part in (*parse(config.compressor).stages, FEEDBACKS.parse(config.feedback))]
     return compressed(message, context, call_next, own=own)
@@ -31,7 +31,7 @@ app = ClientApp(mods=[compress_as_configured])
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Do lines 5 to 9 of Algorithm 1, the local steps, on part number `partition-id` of the data."""
+    """Do the local steps (Algorithm 1, lines 5 to 9) on part `partition-id` of the data."""
     config = config_of(context.run_config)
     task, client = build_task(config), _read_part(context, config.clients)
     plan = Plan(config, task)

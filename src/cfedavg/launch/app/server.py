@@ -1,4 +1,4 @@
-"""The ServerApp: the strategy CFedAvg with the learning rates of a Config, evaluated on the test set."""
+"""The ServerApp: it runs the strategy CFedAvg as a Config says, and evaluates the model on the test set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
     config = config_of(given)
     task = build_task(config)
     rates = Plan(config, task).rates
-    by_clock = config.deadline is not None  # then K differs between clients: line 11 of Algorithm 1
+    by_clock = config.deadline is not None  # then K differs between clients: see line 11 of Algorithm 1
     only_federated = ("resume", "max-norm", "from-backup")
     strategy = CFedAvg(
         compressor=config.compressor,
