@@ -249,5 +249,5 @@ def test_a_broadcast_that_is_not_finite_ends_the_run(name: str) -> None:
     torch.nn.init.constant_(task.model.x, -2e38)  # type: ignore[arg-type]
     config = Config(rounds=2, engine=name, local_steps="1", eta_local=2e38, compressor="none", eta=1.0,
                     compressor_down="rd(0.999)")  # fmt: skip
-    with pytest.raises(Diverged, match="round 2: the broadcast x - w is NaN or infinite for client 0"):
+    with pytest.raises(Diverged, match=r"round 2: the broadcast \(.*\) is NaN or infinite for client 0"):
         run(config, task)

@@ -446,7 +446,7 @@ def test_resume_needs_its_files(tmp_path: Path) -> None:
     gone.rename(tmp_path / "elsewhere")
     before = contents(out)
     with pytest.raises(
-        InputError, match=f"cannot resume: the residual file {gone} is missing; start the run again"
+        InputError, match=f"cannot resume: the residual file {gone} is missing; start again in another folder"
     ):
         run(BASE.replace(rounds=6), small(), out=out, resume=True)
     assert contents(out) == before

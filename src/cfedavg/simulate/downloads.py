@@ -26,7 +26,7 @@ from cfedavg.wire import measure
 
 
 class Download(NamedTuple):
-    """The download of one client: its kind, its number of messages and its bytes."""
+    """What one client downloads (missed messages, changed values or the whole model), and how many bytes."""
 
     kind: str  # "chain" (missed messages), "changes" (changed values) or "whole" (the model)
     messages: int  # in a chain, else 0
@@ -39,7 +39,7 @@ Start = Callable[[Count], Count]  # starts a count; the returned function gives 
 
 @dataclass(frozen=True)
 class Downloads:
-    """The server's record after t rounds: the version that each client holds, and recent messages."""
+    """The server's record after t rounds: the model version each client holds, lengths of recent messages."""
 
     changed: Array  # int32: for each coordinate, the version in which the coordinate changed last
     lengths: tuple[int, ...] = ()  # bytes of recent messages; the last message leads to version t
@@ -53,10 +53,11 @@ class Downloads:
     def after(
         self, t: int, w: Array, w_next: Array, length: int, replied: Iterable[int], most: int
     ) -> Downloads:
-        """Return the record after round `t`, whose broadcast message has `length` bytes.
+        """Return the record after round `t`, in which the server broadcast a message of `length` bytes.
 
-        `replied` are the clients that replied. Keep recent messages of at most `most` bytes together, the
-        size of a model copy: a longer chain of messages never pays.
+        `w` and `w_next` are the model copy before and after the broadcast. `replied` are the clients whose
+        replies arrived. Forget old messages until the rest has at most `most` bytes, the size of the whole
+        model: the server never sends a longer chain of messages.
         """
         changed = module_of(w).where(w_next == w, self.changed, t + 1)
         lengths = _last((*self.lengths[1 - KEPT :], length), most)
@@ -65,7 +66,10 @@ class Downloads:
     def count(
         self, t: int, clients: Iterable[int], w: Array, downlink: Downlink, start: Start
     ) -> dict[int, Count]:
-        """Return for each client a function that gives its download in round `t`; `w` is the model copy."""
+        """Return, for each client, a function that returns the client's download in round `t`.
+
+        `w` is the clients' model copy. `start` starts a count, for example in a thread.
+        """
         whole = cache(lambda: Download("whole", 0, _length(downlink.pack(w), downlink)))
         versions = {client: self.held.get(client) for client in clients}
         one = partial(self._download, t, w, downlink, whole)
@@ -89,7 +93,7 @@ class Downloads:
 
 
 def _last(lengths: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the longest tail of `lengths` whose sum is at most `most`, but at least the last length.
+    """Return the longest tail of `lengths` with a sum of at most `most`; always keep the last length.
 
     >>> _last((5, 3, 4), 8)
     (3, 4)

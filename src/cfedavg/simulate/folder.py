@@ -47,7 +47,10 @@ class Folder:
     def begin(
         self, config: Config, identity: int, start: State, *, resume: bool
     ) -> tuple[State, list[Record]]:
-        """Return the first state and rows: those of the checkpoint to resume, else `start` and no rows."""
+        """Return the state and the rows of metrics from which the run starts.
+
+        If there is a checkpoint to resume, they are the checkpoint's, otherwise `start` and no rows.
+        """
         begun = self._checkpoint.exists() or bool(run_files.read_rows(self._metrics))
         if (self.path / run_files.FEDERATION).exists():
             raise InputError(f"`out`: {self.path} holds a federation: choose another folder for a simulation")
@@ -70,10 +73,10 @@ class Folder:
         return dataclasses.replace(state, residuals=residuals), rows
 
     def _check_files(self, config: Config) -> None:
-        """Raise InputError if a file is missing that the run has written, or if `config` does not fit."""
+        """Raise InputError if a file of the run is missing, or if `config` changes an option it must not."""
         file, done = self.path / run_files.CONFIG, len(run_files.read_rows(self._metrics))
         if not file.exists():
-            raise CannotResume(f"{file} is missing; put the file back, or start again")
+            raise CannotResume(f"{file} is missing; put the file back, or start again in another folder")
         try:
             old = read_config(file)
         except InputError as error:
@@ -87,12 +90,12 @@ class Folder:
             )
 
     def _restore(self, config: Config, identity: int, like: State) -> tuple[State, list[Record]]:
-        """Return the last checkpoint's state and rows; the rounds of later rows will run again."""
+        """Return the checkpoint's state and the rows before it; rounds after the checkpoint run again."""
         state, about = load(self._checkpoint, identity, like, self.residuals, config.clients)
         run_files.check_options(about.get("options", {}), config, self.path / run_files.CONFIG)
         for path in sorted(state.residuals.paths()):
             if not exists(path):
-                raise CannotResume(f"the residual file {path} is missing; start the run again")
+                raise CannotResume(f"the residual file {path} is missing; start again in another folder")
         rows = run_files.read_rows(self._metrics)[: state.t]
         if len(rows) != state.t or any(row.get("round") != t for t, row in enumerate(rows)):
             raise CannotResume(
@@ -107,7 +110,7 @@ class Folder:
         if state.t > config.rounds:
             raise InputError(
                 f"cannot resume: `rounds` is {config.rounds}, "
-                f"but the run in {self.path} has done {state.t} rounds"
+                f"but the run in {self.path} has done {state.t} rounds; set `rounds` to {state.t} or more"
             )
         return state, rows
 
@@ -139,7 +142,7 @@ class Folder:
             sweep(self.residuals, state.residuals)  # delete files if residuals were on disk before a resume
 
     def add_engines(self, lines: str) -> None:
-        """Append lines to engine.txt; a run that starts with its first round replaces the file."""
+        """Append lines to engine.txt; a run that resumes no checkpoint replaces the file of an older run."""
         self._engines += lines
         write_atomic(self.path / ENGINE, self._engines.encode())
 

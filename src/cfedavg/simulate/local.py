@@ -118,7 +118,7 @@ def reproducible(device: torch.device, precision: str = "float32") -> Iterator[N
 
 
 def seed_generators(device: torch.device, seed: int, t: int, client: int) -> None:
-    """Seed torch's generators, from which dropout draws, by a key of round and client."""
+    """Seed torch's generators, from which dropout draws, with a key made of `seed`, round and client."""
     word = signed(key(seed, t, client, Purpose.DROPOUT))
     torch.default_generator.manual_seed(word)
     if device.type == "cuda":
@@ -155,7 +155,7 @@ def channels_last(batch: Batch) -> Batch:
 
 
 class LocalWork(NamedTuple):
-    """The number K of steps done and the mean minibatch loss, a 0-D tensor that the GPU may still compute."""
+    """The number K of steps done and their mean loss, a 0-D tensor that a GPU may not have computed yet."""
 
     K: int
     loss: Tensor
@@ -224,7 +224,7 @@ def _step(
 
 
 def after(K: int) -> Callable[[int], bool]:
-    """Return a function for `enough` that is true after K steps.
+    """Return a value for `enough` in `local_steps`: a function that is true after K steps.
 
     >>> list(map(after(3), [1, 2, 3]))
     [False, False, True]
@@ -233,21 +233,24 @@ def after(K: int) -> Callable[[int], bool]:
 
 
 def clock(seconds: float) -> Callable[[int], bool]:
-    """Return a function for `enough` that is true once `seconds` have passed from now."""
+    """Return a value for `enough` in `local_steps`: a function that is true `seconds` from now and later."""
     end = time.monotonic() + seconds
     return lambda k: time.monotonic() >= end
 
 
 class EvaluatedBatches(NamedTuple):
-    """Results of test batches: each batch's first row, its loss times its size, and its samples' metrics."""
+    """Results of some test batches; each list has one entry for each batch."""
 
-    starts: Sequence[int]
-    losses: list[float]
-    values: list[np.ndarray]
+    starts: Sequence[int]  # the place of the batch's first sample in the test set
+    losses: list[float]  # the batch's mean loss times its number of samples
+    values: list[np.ndarray]  # the metric of each sample
 
 
 def evaluate(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> Record:
-    """Return `test_loss`, the metric, and the metric's mean and minimum over the clients' test sets."""
+    """Evaluate a model on the test set; return the test columns of a row of metrics.
+
+    These are `test_loss`, the metric, and the metric's mean and minimum over the clients' test sets.
+    """
     return summarise_batches(task, [evaluate_batches(model, task, device, dtype)])
 
 
@@ -280,12 +283,12 @@ def evaluate_batches(
 
 
 def evaluate_first(model: nn.Module, task: Task, device: torch.device, dtype: torch.dtype) -> None:
-    """Evaluate the first batch of the test set, so that errors show before the run."""
+    """Evaluate the first batch of the test set, so that an error is raised before the run starts."""
     evaluate_batches(model, task, device, dtype, every=sys.maxsize)
 
 
 def summarise_batches(task: Task, parts: Sequence[EvaluatedBatches]) -> Record:
-    """Return the test columns of a metrics row, from batches summed in the order of the test set."""
+    """Return the test columns of a row of metrics; batches are summed in the order of the test set."""
     batches = sorted(
         (batch for part in parts for batch in zip(*part, strict=True)), key=lambda batch: batch[0]
     )

@@ -44,14 +44,18 @@ class Speeds:
     latency: list[float]
 
     def seconds(self, client: int, K: int, up_bytes: int, down_bytes: int) -> float:
-        """Return the seconds from the server's dispatch to the arrival of the client's reply."""
+        """Return the seconds from the server's request to the arrival of a reply after `K` local steps."""
         work = K / self.speed[client]
         travel = 8 * up_bytes / self.up[client] + 8 * down_bytes / self.down[client]
         return work + travel + 2 * self.latency[client]
 
 
 class Plan:
-    """The plan of a run: each round's clients, lost replies, steps K_i and rates; the parts; the speeds."""
+    """The plan of a run, fixed before the run.
+
+    For each round: its clients, the lost replies, the local steps K_i, the rates. For the whole run: the
+    compressors, the feedback, the optimisers, and the clients' speeds.
+    """
 
     def __init__(self, config: Config, task: Task) -> None:
         self.config = config
@@ -73,7 +77,7 @@ class Plan:
         self.everyone = sum(self.weight(i) for i in range(self.m))
 
     def _check(self) -> None:
-        """Raise InputError for a per-client list of wrong length, or residuals that must not be rounded."""
+        """Raise InputError if a per-client list has the wrong length, or if residuals must not be rounded."""
         for name in PER_CLIENT:
             values = self.config.per_client(name)
             if values is not None and values.each and len(values.each) != self.m:
@@ -96,7 +100,7 @@ class Plan:
         return make_downlink(self.compressor_down, layout)
 
     def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
-        """Return option `name` for each client, drawn once for the whole run; `absent` if it is not set."""
+        """Return each client's value of option `name`, drawn once for a run; `absent` if it is not set."""
         values = self.config.per_client(name)
         if values is None:
             return [absent] * self.m
@@ -148,12 +152,18 @@ class Plan:
         return key(self.config.seed, t, 0, Purpose.BROADCAST)
 
     def keeps_iterate(self, t: int, eta_sum: float) -> bool:
-        """Return whether reservoir sampling replaces iterate z by x_t; `eta_sum` sums the rates up to `t`."""
+        """Return whether reservoir sampling takes x_t as the random iterate z of Theorem 2.
+
+        `eta_sum` is the sum of the local rates of rounds 0 to `t`.
+        """
         draw = uniform(key(self.config.seed, t, 0, Purpose.ITERATE), 1)[0]
         return bool(draw * eta_sum < self.rates.eta_local(t))
 
     def rate_conditions(self, t: int, row: Record) -> Record:
-        """Return whether each rate condition holds at the measured gamma and alpha, and its value / limit."""
+        """Return, for each rate condition of the theory, whether it holds, and the ratio value / limit.
+
+        gamma and alpha (see `theory`) are those that `row` has measured in round `t`.
+        """
         assert self.config.smoothness is not None
         gamma, alpha = or_infinite(row["snr_min"]), or_infinite(row["alpha"]) if row["delta_norm2"] else 1.0
         rates, K, L = self.rates, self.steps.bounds[1], self.config.smoothness

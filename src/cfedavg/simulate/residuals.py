@@ -46,7 +46,7 @@ class Residuals(ABC):
 
     @abstractmethod
     def stored(self, client: int, shape: torch.Size) -> Tensor:
-        """Return the residual of a client that took part, of this shape, in the stored dtype."""
+        """Return the stored residual of a client that took part; it must have this shape."""
 
     def update(self, new: Mapping[int, Tensor]) -> Self:
         """Return a new store in which the residuals of `new` replace the old residuals."""
@@ -55,10 +55,10 @@ class Residuals(ABC):
 
     @abstractmethod
     def _store(self, new: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Keep the residuals of `new`; return the fields of the store that refers to them."""
+        """Store the residuals of `new`; return the fields with which `update` makes the new store."""
 
     def adopt(self, other: Residuals, like: Tensor) -> Self:
-        """Return a store of this class with the residuals of the store `other`."""
+        """Return a store of this class (in memory or on disk) with the residuals of the store `other`."""
         if isinstance(other, type(self)):
             return other
         made = self.update({i: other.stored(i, like.shape).to(like.device) for i in other.norms2})
@@ -93,10 +93,10 @@ class Residuals(ABC):
         return set()
 
     def flush(self) -> None:  # noqa: B027 - the checkpoint itself holds residuals in memory
-        """Make the residuals durable, before a checkpoint refers to this store."""
+        """Make the residuals durable; call this before a checkpoint refers to this store."""
 
     def settle(self) -> None:  # noqa: B027 - Python frees older residuals in memory
-        """Drop older versions, once a checkpoint that refers to this store is durable."""
+        """Delete older residuals; call this when a checkpoint that refers to this store is durable."""
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class OnDisk(Residuals):
 
     folder: Path
     versions: Mapping[int, int] = field(default_factory=dict)
-    # For each client with a newer version than in the last checkpoint: the version there, 0 if none.
+    # For each client whose version is newer than in the last checkpoint: the checkpoint's version, 0 if none.
     checkpointed: Mapping[int, int] = field(default_factory=dict)
     replaced: Mapping[int, int] = field(default_factory=dict)  # versions that only the old store needs
 
@@ -195,7 +195,7 @@ class OnDisk(Residuals):
 
 
 def sweep(folder: Path, residuals: Residuals) -> None:
-    """Delete residual files that this store does not refer to; interrupted rounds leave such files."""
+    """Delete the residual files that `residuals` does not need; interrupted rounds leave such files."""
     if not exists(folder):
         return
     if not folder.is_dir():
@@ -236,10 +236,10 @@ def open_store(where: str, size: int, device: torch.device, folder: Path | None)
 def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:
     """Round residuals to bf16, up or down at random so that the mean stays `e`.
 
-    `e` is a block (n, d) with n keys, or one vector with one key. float64 is rounded to float32 first.
-    Rounding to the nearest would lose every update below 2^-9 of the residual. The function adds 16 random
-    bits to the 16 bits that bf16 drops; the sum carries with the right probability. A value that is already
-    bf16 stays unchanged.
+    `e` is one vector with one key, or a matrix with one key for each row. float64 is rounded to float32
+    first. Rounding to the nearest would lose every update below 2^-9 of the residual. The function adds 16
+    random bits to the 16 bits that bf16 drops. A carry rounds the value up, with the right probability. A
+    value that is already bf16 stays unchanged.
     """
     top = torch.finfo(torch.bfloat16).max  # a larger value could be rounded up only to infinity
     pattern = e.clamp(-top, top).float().contiguous().view(torch.int32)

@@ -49,7 +49,7 @@ class Result:
     """The result of a run: one row of metrics for each round, the trained models, and the run's folder.
 
     `model` is the clients' model at the end, `server_model` the server's model. The two models differ by what
-    a compressed broadcast has not sent yet. Under torchrun, only rank 0 knows the server's model.
+    a compressed broadcast has not sent yet. Under torchrun, only rank 0 has the rows and the server's model.
     """
 
     config: Config
@@ -78,8 +78,8 @@ def run(
     """Train a model and return the result. Without `task`, the configuration names data and model.
 
     With `out`, write the run to that folder; with `resume`, continue the run in that folder. At the end draw
-    the run's curves into `out`, unless `draw` is False. With `messages`, keep every message that a client
-    sends in that folder, for `cfedavg inspect`.
+    the run's curves into `out`, unless `draw` is False. With `messages`, write every client's message to that
+    folder, for `cfedavg inspect`.
 
     >>> import torch
     >>> clients = [(torch.ones(8, 3) * i, torch.tensor([i % 2] * 8)) for i in range(4)]
@@ -258,7 +258,10 @@ class Loop:
             self.engine.checkpoint(state, lambda whole: folder.checkpoint(whole, self.engine.identity))
 
     def _evaluate(self, state: State) -> Record:
-        """Return the test columns of the clients' model and, with a compressed broadcast, of the server's."""
+        """Return the test columns of a row of metrics; none if no evaluation is due after this round.
+
+        With a compressed broadcast, evaluate both the clients' model and the server's model.
+        """
         if state.t != self.config.rounds and state.t % self.config.eval_every:
             return {}
         tested: Record = {}

@@ -56,8 +56,8 @@ class State:
 def save(state: State, path: Path, about: dict[str, Any]) -> None:
     """Write a checkpoint atomically.
 
-    `about` holds what a resume checks: `identity` (see `Vectors.identity`), a checksum of the `rows` of
-    metrics, and the `options` that must not change.
+    `about` holds what a resume checks: `identity` (see `Vectors.identity`); `rows`, a checksum of the rows of
+    metrics; and `options`, the options that must not change.
     """
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _as_tensors(state).items()}
     about = {"format": FORMAT, "t": state.t, "eta_sum": state.eta_sum.hex(), **about}
@@ -65,7 +65,7 @@ def save(state: State, path: Path, about: dict[str, Any]) -> None:
 
 
 def _as_tensors(state: State) -> dict[str, Tensor]:
-    """Return the vectors and tables of a state by their names in a checkpoint."""
+    """Return the content of a state as tensors, by their names in a checkpoint."""
     known, clients = state.residuals, sorted(state.residuals.norms2)
     found = {"x": state.x, "b": state.b, "residuals.client": _integers(clients)}
     # Norms are stored: another device might compute other bits.
@@ -91,18 +91,18 @@ def _integers(numbers: Iterable[int]) -> Tensor:
 
 
 def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> tuple[State, dict[str, Any]]:
-    """Return the state in a checkpoint, and the table `about` that `save` got.
+    """Return the state in a checkpoint, and the dictionary `about` that was saved with it.
 
-    Raise InputError if the checkpoint does not fit. The state gets the shapes and the device of `like`.
-    `folder` holds residual files; the run has `clients` clients. A checkpoint of version 0.5 has neither
-    `rows` nor `options`.
+    Raise InputError if the checkpoint is damaged or does not fit the run. The run has `clients` clients, a
+    model with this `identity`, and states like `like`, whose device the result gets. `folder` holds residual
+    files. A checkpoint of cfedavg 0.5 has neither `rows` nor `options` in `about`.
     """
     try:
         tensors, about = read_tensors(path)
         if about["format"] != FORMAT:
             raise InputError(
                 f"cannot resume: {path} was written by another version of cfedavg "
-                f"({reprlib.repr(about['format'])})"
+                f"({reprlib.repr(about['format'])}); use that version, or start again in another folder"
             )
         if ("w" in tensors) != (like.w is not None):
             kind = "with" if "w" in tensors else "without"
@@ -113,11 +113,12 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
         expected = _as_tensors(replace(like, residuals=InMemory()))
         if about["identity"] != identity or not _fits(tensors, expected):
             raise InputError(
-                f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ"
+                f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ; "
+                "use the model of that run, or start again in another folder"
             )
         if about.pop("checksum") != checksum(tensors, about):
             raise ValueError("the checksum is wrong")
-        # A forged checksum may be right.
+        # The checksum of a forged file may be right, so the content is checked too.
         for holds, rule in _rules(about, tensors, clients, set(expected)):
             if not holds:
                 raise ValueError(rule)
@@ -126,7 +127,9 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
         raise
     except UNREADABLE as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise CannotResume(f"the checkpoint {path} is damaged ({why}); start again") from None
+        raise CannotResume(
+            f"the checkpoint {path} is damaged ({why}); start again in another folder"
+        ) from None
 
 
 def _fits(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -145,9 +148,10 @@ def _fits(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def _rules(
     about: dict[str, Any], tensors: dict[str, Tensor], m: int, names: set[str]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield the rules that a checkpoint of m clients keeps: whether the rule holds, and its sentence.
+    """Yield, for each rule on a checkpoint of m clients, whether the rule holds, and the rule as a sentence.
 
-    A rule may be computed only if the rules before it hold.
+    The caller must stop at a rule that does not hold: later rules rely on earlier ones. `names` are the names
+    of the tensors that every checkpoint has.
     """
     t, eta_sum = about["t"], float.fromhex(about["eta_sum"])
     whole = type(t) is int and 0 <= t < 2**53
@@ -175,7 +179,7 @@ def _rules(
 
 
 def _download_rules(t: int, tensors: dict[str, Tensor], m: int) -> Iterator[tuple[bool, str]]:
-    """Yield the rules that the tables of downloads keep after t rounds with m clients."""
+    """Yield, as `_rules` does, the rules on the record of downloads after t rounds with m clients."""
     yield bool(tensors["w"].isfinite().all()), "w holds NaN or Inf"
     clients, versions = tensors["downloads.client"], tensors["downloads.version"]
     lengths, changed = tensors["downloads.length"], tensors["downloads.changed"]
@@ -202,7 +206,7 @@ def _increase_below(numbers: list[int], m: int) -> bool:
 
 
 def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, folder: Path) -> State:
-    """Return the state in a checkpoint that keeps all rules."""
+    """Return the state in a checkpoint for which all rules hold."""
 
     def table(keys: str, values: str) -> dict[int, Any]:
         return dict(zip(tensors[keys].tolist(), tensors[values].tolist(), strict=True))

@@ -80,7 +80,10 @@ def _seconds_a_step(config: Config, task: Task) -> float:
 
 
 def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | None:
-    """Return torchrun's group of ranks, None outside torchrun; raise InputError if options or data differ."""
+    """Join and return torchrun's group of ranks; return None outside torchrun.
+
+    Raise InputError if options or data differ between the ranks.
+    """
     ranks = Ranks.from_environment()
     if ranks is None:
         return None
@@ -99,10 +102,11 @@ def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | 
 def start_workers(
     config: Config, task: Task, messages: Path | None, say: Callable[[str], None], *, own: bool
 ) -> Iterator[Ranks]:
-    """Start the other ranks, yield the group as rank 0 sees it, and end the other ranks.
+    """Start worker processes, the other ranks; yield the group of ranks as rank 0 sees it; end the workers.
 
-    A second Ctrl-C kills the workers, so that rank 0 does not wait for a stopped worker. `say` is told of
-    silent workers. A task made in Python (`own`) is sent to the workers; else each worker builds the task.
+    A second Ctrl-C kills the workers, so that rank 0 does not wait for a stopped worker. `say` gets sentences
+    about silent workers. A task made in Python (`own`) is sent to the workers; otherwise each worker
+    builds the task from `config`.
     """
     size = choose_size(config, Plan(config, task), task, own=own)
     if size == 1:
@@ -111,7 +115,9 @@ def start_workers(
     try:  # pickled by value: multiprocessing would keep a file open for every client's tensors
         job = pickle.dumps((config, task if own else None, messages))
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"`workers`: the task cannot be sent to another process ({error})") from None
+        raise InputError(
+            f"`workers`: the task cannot be sent to another process ({error}); leave out `workers`"
+        ) from None
     with tempfile.TemporaryDirectory(prefix="cfedavg-ranks-") as path, ExitStack() as stack:
         folder, processes = Path(path), list[BaseProcess]()
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
@@ -137,7 +143,10 @@ def start_workers(
 
 
 def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job: bytes) -> None:
-    """Start a worker and add it to `processes`, uninterrupted: an interrupt ends the listed workers."""
+    """Start a worker and add it to `processes`.
+
+    Interrupts are delayed until both are done: an interrupt ends only the workers in `processes`.
+    """
     process = multiprocessing.get_context("spawn").Process(
         target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"
     )
@@ -172,7 +181,8 @@ def _listen(
 ) -> None:
     """Tell the user when a worker shows no sign of life, and when the worker is back.
 
-    Count checks, not seconds: a laptop's sleep makes no worker silent.
+    Silence is counted in checks, not in seconds: otherwise all workers would seem silent after a laptop's
+    sleep.
     """
     pulses, missed = dict[str, float](), dict[str, int]()
     limit = SILENCE / PULSE
@@ -192,7 +202,7 @@ def _listen(
 
 
 def _await(processes: list[BaseProcess], folder: Path) -> None:
-    """Wait until all workers are about to join. Joining cannot be interrupted; this wait can."""
+    """Wait until all workers are about to join the group: this wait can be interrupted, joining cannot."""
     while not all((folder / process.name).exists() for process in processes):
         if any(process.exitcode is not None for process in processes):
             if (problem := folder / "problem").exists():
@@ -200,7 +210,7 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
                     f"`workers`: another process cannot read the task ({problem.read_text()}): "
                     "define the task's classes and functions in a module that can be imported"
                 )
-            raise RankLost("a process that did not start")
+            raise RankLost("a process of the run did not start")
         time.sleep(0.01)
 
 
@@ -231,7 +241,7 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
 
 
 def _watch(parent: int, pulse: Path) -> None:
-    """Give signs of life of this process, and end the process when its parent has ended."""
+    """Touch the file `pulse` again and again, as a sign of life; end this process when its parent ends."""
     while os.getppid() == parent:
         with suppress(OSError):
             pulse.touch()
@@ -262,9 +272,10 @@ def _name_lost(error: RankLost, processes: list[BaseProcess]) -> RankLost:
         if time.monotonic() > until:
             break
         time.sleep(0.01)
-    who = ", ".join(f"{p.name} (process {p.pid}, exit status {p.exitcode})" for p in gone) or str(error)
+    who = ", ".join(f"{p.name} (process {p.pid}, exit status {p.exitcode})" for p in gone)
     return RankLost(
-        f"lost {who}: the run stops. What was done up to the last checkpoint is kept; "
+        f"{f'lost {who}' if gone else error}: the run stops. "
+        "What was done up to the last checkpoint is kept; "
         "set `resume` to go on from there, with any number of `workers`"
     )
 

@@ -49,7 +49,7 @@ def choose_engine(
     if config.engine == "reference":
         if ranks.size > 1:
             raise InputError(
-                "the engine `reference` runs in one process: leave out `workers`, or take another engine"
+                "the engine `reference` runs in one process: leave out torchrun, or take another engine"
             )
         if config.precision in ("tf32", "bf16"):
             raise InputError(
@@ -153,21 +153,22 @@ class BatchedWithFallback:
 
 
 def is_small(model: nn.Module) -> bool:
-    """Return whether a CPU trains many clients faster at once than one by one.
+    """Return whether a CPU trains many clients of this model faster at once than one by one.
 
-    It does if overhead outweighs arithmetic. Measured speedup for MLPs and 30 clients: 6 to 8 times at 5,000
-    parameters, 1.5 to 1.9 at 77,000, about 1 at 150,000. vmap turns a convolution into a grouped convolution,
-    for which CPUs have no good kernels.
+    A small model has at most 100,000 parameters (`SMALL`) and no convolution. Its steps cost more overhead
+    than arithmetic. Measured speedup for MLPs and 30 clients: 6 to 8 times at 5,000 parameters, 1.5 to 1.9 at
+    77,000, about 1 at 150,000. A model with convolutions is never small: vmap turns a convolution into a
+    grouped convolution, for which CPUs have no good kernels.
     """
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
     return not convolves and Layout.of(model).d <= SMALL
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep freed memory; otherwise glibc maps and unmaps every large tensor anew.
+    """Tell glibc to keep freed memory for later tensors, instead of giving it back to the system.
 
-    The mapping takes a quarter of the time of a step of the paper's CNN. In exchange, the process's memory
-    stays at its peak.
+    A step of the paper's CNN would spend a quarter of its time to get memory from the system again. In
+    exchange, the process's memory stays at its peak.
     """
     trim, top, mapped = -1, -2, -3
     try:

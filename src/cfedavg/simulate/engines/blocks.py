@@ -1,7 +1,8 @@
-"""The fast engine: a trainer does the local work in blocks of clients, and ranks share the clients.
+"""The fast engine: it trains blocks of clients, and several processes (ranks) can divide the clients.
 
-A round computes what a round of the reference engine computes, by the same functions of `algorithm` and
-`channel`, but for whole blocks. Residuals stay on the device; bytes are counted while the device trains.
+A round runs the same algorithm as a round of the reference engine. Both engines call the same functions of
+`algorithm` and `channel`; this engine calls them once for a whole block of clients. Residuals stay on the
+device. On a GPU, threads count the bytes of one round while the next round trains.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ THREADS = 4  # that count bytes
 
 @dataclass
 class RankRound:
-    """The round of one rank's clients: what the clients sent, and what the metrics report."""
+    """One round of one rank's clients: what the clients sent, and their figures for the metrics."""
 
     payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # each with its clients
     buffers: list[Tensor] = field(default_factory=list)
@@ -53,13 +54,13 @@ class RankRound:
     diverged: list[int] = field(default_factory=list)
 
     def bytes(self) -> list[int]:
-        """Return the bytes that each client sent, in order; wait until all bytes are counted."""
+        """Return the bytes that each client sent, in the order of `replies`; wait for threads that count."""
         found = [each() if callable(each) else each for each in self.counts]
         return [n for block in found for n in block]
 
 
 class BlockEngine(Engine):
-    """An engine that runs rounds with a trainer. Rank 0 runs the rounds; other ranks run `serve`."""
+    """An engine that trains blocks of clients. Rank 0 calls `round`; the other ranks call `serve`."""
 
     def __init__(
         self,
@@ -84,7 +85,10 @@ class BlockEngine(Engine):
         self._together = plan.m  # how many clients' updates are compressed at once
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
-        """Run a round on all ranks; the returned function waits for threads that count bytes."""
+        """Run a round on all ranks; return the new state and a function that gives the row of metrics.
+
+        The function waits for the threads that count bytes.
+        """
         with self._setting():
             self.ledger.open(state.t)
             self.commands.send("round", state)
@@ -97,7 +101,7 @@ class BlockEngine(Engine):
         return state_next, partial(self._record_ranks, parts, broadcast, counts)
 
     def _clients(self, state: State) -> tuple[Residuals, RankRound]:
-        """Run the round of this rank's clients; return the residuals afterwards and what clients sent."""
+        """Run the round of this rank's clients; return this rank's new residuals and what clients sent."""
         plan, t, mine = self.plan, state.t, RankRound()
         if self._threads:
             self._threads.begin()
@@ -124,22 +128,26 @@ class BlockEngine(Engine):
         return residuals, mine
 
     def _start(self, state: State) -> Start:
-        """Return a function that gives starting points: the broadcast model, which the feedback may move."""
+        """Return a function that gives clients their starting points.
+
+        A starting point is the broadcast model; some kinds of feedback move it for each client.
+        """
         feedback, shared = self.plan.feedback, self._shared(state)
         if not feedback.moves_start:
             return lambda clients: state.broadcast
         return lambda clients: feedback.start(state.broadcast, self._memory(state, clients), shared)
 
     def _memory(self, state: State, clients: list[int]) -> Tensor | None:
-        """Return the feedback's memory of these clients, a row for each; None if it keeps no memory."""
+        """Return the clients' memories (residuals, for example), one row each; None if there are none."""
         if not self.plan.feedback.keeps_client_memory:
             return None
         return torch.stack([state.residuals.get(i, state.x) for i in clients])
 
     def _compress(self, state: State, block: Trained, mine: RankRound) -> dict[int, Tensor]:
-        """Run lines 10 to 15 of Algorithm 1 for a block, and return the clients' next memories.
+        """Compress the block's updates (lines 10 to 15 of Algorithm 1); return the clients' next memories.
 
-        The feedback puts a lost reply back into the client's memory.
+        Add what the clients send to `mine`. If a reply is lost, its payload goes back into the client's
+        memory.
         """
         plan, t, clients = self.plan, state.t, block.clients
         K = torch.tensor(block.K, device=self.device)[:, None]
@@ -196,7 +204,7 @@ class BlockEngine(Engine):
         return [self.ledger.count(t, client, payload) for client, payload in each]
 
     def _aggregate(self, state: State, parts: Sequence[RankRound], residuals: Residuals) -> State:
-        """Return the state after the round from all ranks' parts, added up in client order."""
+        """Return the state after the round; the payloads of all ranks are added up in client order."""
         replies = [reply for part in parts for reply in part.replies]
         weight = {r.client: 0.0 if r.lost else self.plan.weight(r.client) for r in replies}
         blocks = sorted((block for part in parts for block in part.payloads), key=lambda block: block[0])
@@ -214,7 +222,7 @@ class BlockEngine(Engine):
     def _record_ranks(
         self, parts: Sequence[RankRound], broadcast: Broadcast | None, counts: Mapping[int, Count]
     ) -> Record:
-        """Return the round's row of metrics from all ranks' parts; wait until all bytes are counted."""
+        """Return the round's row of metrics, for the clients of all ranks; wait until bytes are counted."""
         replies = [
             replace(reply, up_bytes=up + self.buffers_up.bytes(b))
             for part in parts
@@ -238,14 +246,14 @@ class BlockEngine(Engine):
 
     @cached_property
     def _task_on_device(self) -> Task:
-        """Return the task; on a GPU, with its test set on the device if the test set is fixed."""
+        """Return the task; if the device is a GPU, a test set that never changes is copied to it once."""
         if self.device.type == "cpu" or not getattr(self.task.test, "fixed", False):
             return self.task
         return replace(self.task, test=read_all(self.task.test, self.device, self.dtype))
 
     @contextmanager
     def _setting(self) -> Iterator[None]:
-        """Inside `with`, compute the same bits every time; on a CPU with one thread for each rank."""
+        """Inside `with`, compute the same bits every time; on a CPU, use one thread in each rank."""
         threads = torch.get_num_threads()
         with super()._setting():
             if self.device.type == "cpu":
@@ -280,7 +288,7 @@ class BlockEngine(Engine):
         return obey(self.ranks, self.start(), self._compute)
 
     def _compute(self, command: str, state: State) -> tuple[Any, Residuals]:
-        """Run the command `round` or `evaluate`; return the result for rank 0 and the residuals after it."""
+        """Run the command `round` or `evaluate`; return the result for rank 0 and the new residuals."""
         if command == "evaluate":
             return self._evaluate_share(state), state.residuals
         with self._setting():
@@ -291,7 +299,7 @@ class BlockEngine(Engine):
 
 
 def _raise_first(t: int, parts: Sequence[Any]) -> None:
-    """Raise the first error of any rank, or Diverged with all clients that diverged on any rank."""
+    """Raise the first error in the ranks' results `parts`; else, if clients diverged, raise Diverged."""
     for part in parts:
         if isinstance(part, Exception):
             raise part

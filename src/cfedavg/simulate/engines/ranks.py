@@ -1,4 +1,4 @@
-"""Ranks: processes that share the clients of a run. Rank 0 sends commands, the other ranks obey.
+"""Ranks: processes that divide the clients of a run. Rank 0 sends commands, the other ranks obey.
 
 Client i belongs to rank i modulo the number of ranks; that rank keeps the client's residual. Ranks exchange
 data by `torch.distributed`: objects over gloo, the model over NCCL if each rank has its own GPU.
@@ -36,7 +36,7 @@ _JOIN_TORCHRUN = timedelta(minutes=30)  # for ranks on other machines, which may
 
 
 class RankLost(InputError):
-    """The error that a process of the run is gone."""
+    """The error that a process of the run has ended or cannot be reached."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -52,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 
 
 class Ranks:
-    """The group of ranks as one rank sees it."""
+    """The group of processes (ranks) of a run, as one of them sees it."""
 
     under_torchrun: ClassVar[bool] = False  # whether this process has joined torchrun's group
 
@@ -104,7 +104,10 @@ class Ranks:
         return box[0]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor on every rank, of two or more; the others pass one of the same shape."""
+        """Return rank 0's tensor on every rank; the other ranks pass a tensor of the same shape.
+
+        There must be two ranks or more.
+        """
         with _exchange():
             if self._nccl is not None:
                 dist.broadcast(tensor, src=0, group=self._nccl)
@@ -114,14 +117,14 @@ class Ranks:
             return plain.to(tensor.device)
 
     def scatter(self, values: list[Any] | None = None) -> Any:
-        """Return `values[i]` on rank i, of two or more; only rank 0 passes `values`."""
+        """Return `values[i]` on rank i; only rank 0 passes `values`. There must be two ranks or more."""
         box = [None]
         with _exchange():
             dist.scatter_object_list(box, values, src=0)
         return box[0]
 
     def uninterrupted(self) -> AbstractContextManager[None]:
-        """Delay interrupts during several exchanges: an interrupt between two would put ranks out of step."""
+        """Delay interrupts inside `with`: an interrupt between two exchanges would put ranks out of step."""
         return nullcontext() if self.size == 1 else _exchange()
 
     def close(self) -> None:
@@ -131,7 +134,7 @@ class Ranks:
 
 @contextmanager
 def _exchange() -> Iterator[None]:
-    """Delay interrupts during an exchange, and turn a lost connection into RankLost."""
+    """Inside `with`, delay interrupts and turn a lost connection between ranks into RankLost."""
     with defer_stops():
         try:
             yield
@@ -149,7 +152,10 @@ class RankCommands:
         self._waiting = False  # whether results of other ranks are due
 
     def begin(self, state: State, m: int) -> State:
-        """Send each rank the residuals of its clients; return the state with rank 0's residuals."""
+        """Send each rank the residuals of its clients; return the state with rank 0's residuals.
+
+        The run has `m` clients.
+        """
         size = self.ranks.size
         if size == 1:
             return state
@@ -190,8 +196,8 @@ class RankCommands:
 def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, Residuals]]) -> State:
     """Carry out rank 0's commands until rank 0 ends this rank; return the last state received.
 
-    `compute` runs a `round` or `evaluate` and returns the result and the residuals afterwards. This rank
-    keeps the residuals before and after the last round, since an interrupted round starts again.
+    `compute` runs the command `round` or `evaluate`; it returns the result and the new residuals. This rank
+    keeps the residuals from before and after the last round: rank 0 may run an interrupted round again.
     """
     residuals = dict[int, Residuals]()
     while True:
@@ -220,13 +226,16 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
 
 
 def _shared_tensors(state: State) -> list[Tensor]:
-    """Return the tensors of a state that every rank needs: broadcast model, buffers, shared feedback."""
+    """Return what every rank needs of a state: broadcast model, buffers, the feedback's server memory."""
     return [state.broadcast, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
 
 
 def _make_portable(error: Exception) -> Exception:
-    """Return `error`, or an error with its text if pickle cannot send `error`; add a bug's traceback."""
-    if not isinstance(error, InputError) or error.__cause__:  # in the user's code, for example
+    """Return an error that pickle can send to rank 0: `error`, or else a RuntimeError with its text.
+
+    Add the traceback to `error` as a note, unless `error` is a plain InputError, whose text is enough.
+    """
+    if not isinstance(error, InputError) or error.__cause__:  # the cause may be in the user's code
         error.add_note("on another rank: " + "".join(traceback.format_exception(error)))
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
@@ -239,8 +248,8 @@ def _make_portable(error: Exception) -> Exception:
 def describe_run(config: Config, task: Task) -> dict[str, str]:
     """Return the named values that must be equal on every rank of torchrun.
 
-    Machines may differ in data folder and GPU number, but must not mix GPUs and CPUs. Trainable parameters
-    may differ: all ranks start from rank 0's parameters.
+    Ranks may differ in the data folder and in the index of the GPU. Either all ranks use GPUs, or none. The
+    values of trainable parameters may differ: all ranks start from rank 0's values.
     """
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config) if f.name != "data_dir"}
     device = choose_device(config.device)
@@ -266,4 +275,6 @@ def check_same(ranks: Ranks, mine: Mapping[str, str]) -> None:
                 f"{name} is {other.get(name, 'missing')} instead of {first.get(name, 'missing')}"
                 for name in differing
             )
-            raise InputError(f"rank {rank} differs from rank 0: {values}; start all ranks alike")
+            raise InputError(
+                f"rank {rank} differs from rank 0: {values}; start all ranks with the same options and data"
+            )

@@ -1,6 +1,7 @@
-"""Engine, the server's part of a round, and the reference engine, to which tests compare the other engines.
+"""The base class of engines, which has the server's part of a round; and the reference engine.
 
-The reference engine runs one client after another, as in the pseudocode.
+The reference engine runs one client after another, as in the pseudocode of Algorithm 1. Tests compare the
+other engines with the reference engine.
 """
 
 from __future__ import annotations
@@ -84,22 +85,22 @@ class Engine(ABC):
         """
 
     def evaluate(self, state: State) -> Record:
-        """Return the test columns of the model that clients hold."""
+        """Evaluate the model that clients hold; return the test columns of a row of metrics."""
         return summarise_batches(self.task, [self._evaluate(state, self.task)])
 
     def begin(self, state: State) -> State:
-        """Prepare for the state that a run starts from; return that state as the engine keeps it."""
+        """Prepare a run that starts from `state`; return the state to give to the first `round`."""
         return state
 
     def checkpoint(self, state: State, save: Callable[[State], None]) -> None:
-        """Call `save` with the state and the residuals of all ranks."""
+        """Call `save` with the whole state: `state` and the residuals that other ranks keep."""
         save(state)
 
     def close(self) -> None:  # noqa: B027
-        """End the engine's threads and ranks, since the run is over."""
+        """End the engine's threads and the other ranks; call this at the end of the run."""
 
     def model_at(self, x: Tensor, b: Tensor) -> nn.Module:
-        """Return the user's model on the CPU, with parameters `x` and buffers `b`."""
+        """Return a copy of the user's model on the CPU, with parameters `x` and buffers `b`."""
         return model_of(self._blank, x, b)
 
     def _setting(self) -> AbstractContextManager[None]:
@@ -111,7 +112,10 @@ class Engine(ABC):
         return shared
 
     def _kept(self, t: int, clients: list[int], memories: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return the clients' next memories to store, as copies, which do not keep the block in memory."""
+        """Return copies of the clients' next memories, in `residual_precision`.
+
+        A row that is not copied would keep its whole block in memory.
+        """
         if self.plan.config.residual_precision == "full":
             return {client: row.clone() for client, row in zip(clients, memories, strict=True)}
         words = self._keys(t, clients, Purpose.RESIDUAL)
@@ -129,9 +133,11 @@ class Engine(ABC):
         arrived: list[int],
         residuals: Residuals,
     ) -> State:
-        """Run lines 17 to 19 of Algorithm 1 and the broadcast; payloads and buffers come with their weights.
+        """Run the server's part of a round: lines 17 to 19 of Algorithm 1 and the broadcast.
 
-        If the model or the server's memory is not finite, raise Diverged with the clients in `arrived`.
+        `payloads` and `buffers` come with the clients' weights in the average. `arrived` are the clients
+        whose replies arrived. Raise Diverged, with these clients, if the model or the server's memory is not
+        finite.
         """
         plan, t = self.plan, state.t
         x, memory = plan.aggregator.step(
@@ -155,13 +161,17 @@ class Engine(ABC):
         try:
             payload, w_next = self.downlink.send(x, state.w, plan.broadcast_key(t), t)
         except NotFinite:  # x and w are finite, but x - w overflows
-            raise Diverged(t, arrived, "the broadcast x - w") from None
+            raise Diverged(t, arrived, "the broadcast (the model minus the clients' copy)") from None
         length, most = measure(payload.numpy(), self.layout)[0], self.downlink.size(state.w)
         downloads = state.downloads.after(t, state.w, w_next, length, arrived, most)
         return replace(after, w=w_next, downloads=downloads)
 
     def _count_downloads(self, state: State, start: Start) -> dict[int, Count]:
-        """Return for each sampled client a function that counts its download: model, buffers, feedback."""
+        """Return, for each sampled client, a function that counts what the client downloads.
+
+        This is the model (or changes of it), the buffers, and the vector that the feedback broadcasts.
+        `start` starts a count, for example in a thread.
+        """
         shared, sampled = self._shared(state), self.plan.sampled(state.t)
         beside = self.buffers_down.bytes(state.b)
         beside += 0 if shared is None else dense_bytes(shared, self.layout)
@@ -178,7 +188,7 @@ class Engine(ABC):
         return {i: partial(add, count) for i, count in counts.items()}
 
     def _measure_broadcast(self, state: State, after: State) -> Broadcast | None:
-        """Return what the metrics report of a compressed broadcast; None if the whole model is broadcast."""
+        """Return the metrics' figures of a compressed broadcast; None if the whole model is broadcast."""
         if state.downloads is None:
             return None
         return state.downloads.held.keys(), norm2(after.x - after.broadcast)
@@ -191,7 +201,10 @@ class Engine(ABC):
         broadcast: Broadcast | None,
         counts: Mapping[int, Count],
     ) -> Record:
-        """Return a round's row of metrics; `replies` are in client order, `mean_g2` is |mean g_i|^2."""
+        """Return a round's row of metrics; `replies` are in client order, `counts` give the downloads.
+
+        `mean_g2` is the squared norm of the mean update, `norms2` are the squared norms of the residuals.
+        """
         plan, downloads = self.plan, {client: count() for client, count in counts.items()}
         row = summarise(replies, len(downloads) - len(replies), self.layout.d, mean_g2)
         row["downlink_bytes"] = sum(each.bytes for each in downloads.values())
@@ -215,14 +228,14 @@ class Engine(ABC):
         """Evaluate the model that clients hold, on the task's test batches `first`, `first + every`, ..."""
         self.vectors.write(state.broadcast, state.b)
         with self._setting():
-            # The metric may draw random numbers; no client has the number m.
+            # The metric may draw random numbers. No client has the number m, so this seed is not used twice.
             seed_generators(self.device, self.plan.config.seed, state.t, self.plan.m)
             where = self.device, self.dtype
             return evaluate_batches(self.vectors.model, task, *where, first, every, self._prepare)
 
 
 def _mean_buffers(buffers: Sequence[tuple[Tensor, float]], otherwise: Tensor) -> Tensor:
-    """Return the weighted mean of buffers, summed in client order; `otherwise` if there are no buffers."""
+    """Return the mean of pairs (buffers, weight), summed in their order; `otherwise` if there are none."""
     if not buffers or not len(otherwise):
         return otherwise
     total = torch.zeros_like(otherwise)
@@ -232,7 +245,7 @@ def _mean_buffers(buffers: Sequence[tuple[Tensor, float]], otherwise: Tensor) ->
 
 
 class ClientRound(NamedTuple):
-    """One client's round: what the client sent and kept, and what the metrics report."""
+    """One client's round: what the client sent and kept, and its figures for the metrics."""
 
     payload: Payload
     b: Tensor
@@ -276,7 +289,10 @@ class ReferenceEngine(Engine):
         return sent
 
     def _client(self, state: State, client: int) -> ClientRound:
-        """Run lines 5 to 15 of Algorithm 1 for a client; a lost reply goes back into the client's memory."""
+        """Run lines 5 to 15 of Algorithm 1 for a client.
+
+        If the reply is lost, its payload goes back into the client's memory.
+        """
         plan, t, shared = self.plan, state.t, self._shared(state)
         memory = state.residuals.get(client, state.x) if plan.feedback.keeps_client_memory else None
         x_0 = plan.feedback.start(state.broadcast, memory, shared)
@@ -295,7 +311,7 @@ class ReferenceEngine(Engine):
 
 
 def _mean_norm2(g: list[Tensor]) -> float:
-    """Return |mean g_i|^2 of the clients' updates g_i; 0 if there are none."""
+    """Return the squared norm of the mean of the clients' updates `g`; 0 if there are none."""
     if not g:
         return 0.0
     total = torch.zeros_like(g[0])

@@ -1,4 +1,4 @@
-"""The bytes of a round: lengths of encoded messages with headers, and threads that count the bytes."""
+"""Count the bytes of a round, which are the lengths of encoded messages with their headers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ T = TypeVar("T")
 
 
 class Ledger:
-    """A counter of the bytes of clients' messages. With a folder, messages and layout are kept as files.
+    """A counter of the bytes in clients' messages. With `folder`, it also keeps the messages as files there.
 
-    The message coders let other threads run, so an engine may count one round while it trains the next.
+    Other threads can run while a message is encoded. So an engine may count one round while it trains the
+    next.
     """
 
     def __init__(self, layout: Layout, folder: Path | None = None, *, opened: bool = False) -> None:
-        """Set up the counter; `opened` means that another rank makes the folder."""
+        """Set up the counter; `opened` is True if another rank makes the folder."""
         self.layout, self.folder, self.opened = layout, folder, opened
 
     def count(self, t: int, client: int, payload: Payload) -> int:
-        """Return the bytes that the client sends in round `t`; `payload` is the client's update."""
+        """Return how many bytes the message has in which the client sends `payload` in round `t`."""
         if self.folder is None:
             return measure(payload.numpy(), self.layout)[0]
         message = encode(payload.numpy(), self.layout, client=client, sequence=t, round=t)
@@ -41,15 +42,15 @@ class Ledger:
         return len(message)
 
     def known_bytes(self, payload: Payload) -> list[int] | None:
-        """Return each client's bytes if they do not depend on the payload's values, else None.
+        """Return the length of each client's message if it does not depend on the values, else None.
 
-        The values stay on their device.
+        Values are not copied from their device. With `folder`, return None: messages must be encoded.
         """
         length = plain_length(payload) if self.folder is None else None
         return None if length is None else [length] * len(payload)
 
     def open(self, t: int) -> None:
-        """Make the folder in the first round; raise InputError if it holds messages of another run."""
+        """Make the folder, once; raise InputError if the folder holds messages of another run or model."""
         if self.folder is None or self.opened:
             return
         make_folder(self.folder, "`messages`")
@@ -70,7 +71,8 @@ class Ledger:
 def dense_bytes(values: Tensor, layout: Layout, dtype: str | None = None) -> int:
     """Return the bytes of a vector that is sent uncompressed; 0 if the vector is empty.
 
-    `dtype` is the wire's name of the values' dtype; None means that of float32 or float64 values.
+    `dtype` is the name in messages of the values' dtype, such as "bf16"; None means "fp64" for float64 values
+    and "fp32" for others.
     """
     if not (n := len(values)):
         return 0
@@ -80,9 +82,10 @@ def dense_bytes(values: Tensor, layout: Layout, dtype: str | None = None) -> int
 
 
 class BufferChannel:
-    """The way of a model's buffers up or down: rounded to bf16 if that direction's compressor rounds values.
+    """The channel that carries a model's buffers, to the server (up) or to the clients (down).
 
-    Buffers of integers are never rounded.
+    If the compressor of the same direction rounds values, the channel rounds buffers to bf16. It never rounds
+    buffers of integers.
     """
 
     def __init__(self, layout: Layout, compressor: Compressor) -> None:
@@ -97,7 +100,7 @@ class BufferChannel:
         return torch.where(self._is_float.to(b.device), round_to_bf16(b), b)
 
     def bytes(self, b: Tensor) -> int:
-        """Return the bytes in which the buffers of one model are sent."""
+        """Return the number of bytes that it takes to send `b`, the buffers of one model."""
         if not self.rounds_values or not len(b):
             return dense_bytes(b, self.layout)
         is_float = self._is_float.to(b.device)
@@ -107,10 +110,11 @@ class BufferChannel:
 
 
 class CountingThreads:
-    """Threads that count bytes; their work begins when the next round trains.
+    """Threads that count bytes of one round while the next round trains.
 
-    During training, Python only waits for the GPU. Averaging, broadcast and evaluation run Python code, which
-    the threads would slow down: each thread holds the interpreter for a while.
+    Work waits in a queue until `begin`, which is called when training starts: then Python only waits for the
+    GPU. Averaging, broadcast and evaluation run Python code, which the threads would slow down, because only
+    one thread at a time can run Python code.
 
     >>> threads = CountingThreads(1)
     >>> length = threads.submit(lambda: len("abc"))
@@ -126,7 +130,7 @@ class CountingThreads:
         self._waiting: list[Callable[[], None]] = []
 
     def submit(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Queue `work`; return a function that starts the work if needed and waits for the result."""
+        """Queue `work`; return a function that waits for its result, and starts the queue if needed."""
         begun: list[Future[T]] = []
         self._waiting.append(lambda: begun.append(self._pool.submit(work)))
 
@@ -144,5 +148,5 @@ class CountingThreads:
             start()
 
     def close(self) -> None:
-        """End the threads; queued work is not done."""
+        """End the threads; drop work that has not been started."""
         self._pool.shutdown()

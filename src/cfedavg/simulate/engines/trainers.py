@@ -1,4 +1,4 @@
-"""Trainers, which do the local work of blocks of clients: one client after another, or many at once.
+"""Trainers, which run the local steps of clients: one client after another, or a block of many at once.
 
 On a CPU, one client after another is the fastest for all but the smallest models.
 """
@@ -32,7 +32,7 @@ Start = Callable[[list[int]], Tensor]  # gives starting points: one x (d,) for a
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of the local work of a block of n clients."""
+    """The result of the local steps of a block of n clients."""
 
     clients: list[int]
     K: list[int]
@@ -49,17 +49,20 @@ class Trained:
 
 
 class Trainer(Protocol):
-    """A trainer does the local work of clients, block after block."""
+    """A trainer runs the local steps of clients, one block of clients after another."""
 
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """Yield trained blocks of clients in order; client i takes K_i steps from `start` and buffers `b`."""
+        """Train the clients in round `t`; yield the results of one block after another, in order.
+
+        Client i takes K_i steps. `start` gives starting points; `b` are the buffers that all start with.
+        """
 
     def shrink(self) -> None:
-        """Train fewer clients at once to save memory; raise InputError if a block is already one client."""
+        """Train fewer clients at once from now on; raise InputError if a block is already one client."""
 
 
 def too_large(device: torch.device) -> InputError:
-    """Return the error for a model so large that not even one client can be trained."""
+    """Return the error that the device has too little memory to train even one client."""
     return InputError(
         f"`device` {device}: not even one client fits into its memory; "
         "lower `batch_size`, keep `residuals` on disk, or take a smaller model"
@@ -67,17 +70,17 @@ def too_large(device: torch.device) -> InputError:
 
 
 def is_one_sample(error: Exception) -> bool:
-    """Return whether the error is that BatchNorm refuses a batch of one sample."""
+    """Return whether BatchNorm raised the error, because a batch has only one sample."""
     return "more than 1 value per channel" in str(error)
 
 
 def explain_one_sample(error: ValueError, client: int) -> ValueError:
-    """Return a clear error if BatchNorm refuses a batch of one sample, else the same error."""
+    """Return a clear error if BatchNorm raised `error` for a batch of one sample, else `error`."""
     if not is_one_sample(error):
         return error
     return InputError(
         f"`batch_size` leaves client {client} a last batch of one sample, from which BatchNorm "
-        "cannot compute a variance: choose another size, or a model with GroupNorm"
+        "cannot compute a variance: choose another `batch_size`, or a model with GroupNorm"
     )
 
 
@@ -91,9 +94,10 @@ def train_client(
     client: int,
     prepare: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Trained:
-    """Run lines 5 to 9 of Algorithm 1 for one client in the model of `vectors`, from x and buffers b.
+    """Train one client from parameters `x` and buffers `b` (lines 5 to 9 of Algorithm 1).
 
-    `prepare` converts a batch for the model. An error in the user's loss or data names the client.
+    The client trains in `vectors.model`, which is overwritten. `prepare` converts a batch for the model. An
+    error in the user's loss or data names the client.
     """
     config, like = plan.config, next(p for p in vectors.model.parameters() if p.requires_grad)
     vectors.write(x, b)
@@ -119,7 +123,7 @@ def train_client(
 
 
 class Sequential:
-    """A trainer of one client after another in one model; `prepare` converts a batch for the model."""
+    """A trainer that trains one client after another; `prepare` converts a batch for the model."""
 
     def __init__(
         self,
@@ -142,7 +146,7 @@ class Sequential:
 
 
 class Batched:
-    """A trainer of blocks of clients; a block is as large as memory allows."""
+    """A trainer that trains many clients at once, in blocks as large as memory allows."""
 
     def __init__(
         self,
@@ -155,9 +159,9 @@ class Batched:
         conv_precision: str | None = None,
         unused: Collection[str] = (),
     ) -> None:
-        """Set up the trainer; `unused` are parameters that the loss does not use.
+        """Set up the trainer; `unused` names the parameters that the loss does not use.
 
-        `conv_precision` is the precision of our convolutions on a GPU; None means torch's convolutions.
+        `conv_precision` is the precision of our own convolution kernels; None means torch's kernels.
         """
         self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
         self.model = copy.deepcopy(vectors.model).train()
@@ -179,7 +183,7 @@ class Batched:
         self._masks: dict[int, bool] = {}  # batch width: whether rows of such a batch can be masked
 
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """Train block after block; halve a block that does not fit into memory."""
+        """Train one block after another; if a block does not fit into memory, halve the block size."""
         left = list(clients)
         while left:
             block = left[: self.block]
@@ -251,7 +255,7 @@ class Batched:
         self.recorder(stack.part(turn.clients), batch, valid, active, self.eta)
 
     def _fill(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
-        """Return the stack of n clients, with each client at its starting point."""
+        """Return the training state (Stack) of n clients, each at its starting point in `x_0` and `b`."""
         if self._stack is None or len(self._stack.losses) < n:
             self.recorder.forget()
             self._stack = self._empty(max(n, self.block))
@@ -286,7 +290,7 @@ class Batched:
         return Stack(stacked, state, start, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
 
     def _flat(self, stack: Stack) -> tuple[Tensor, Tensor]:
-        """Return the trained parameters x_K and buffers b_K, a row for each client."""
+        """Return the trained parameters x_K and the buffers b_K, each with one row for each client."""
         n = len(stack.losses)
         x_K = torch.cat([p.reshape(n, -1) for p in stack.parameters], 1)
         names = set(self.vectors.buffer_layout.names)
@@ -295,7 +299,7 @@ class Batched:
         return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
 
     def _can_mask(self, clients: Sequence[int]) -> bool:
-        """Return whether rows that do not count may fill up batches; try this once for each batch size."""
+        """Return whether rows that do not count may fill up short batches; try once for each batch size."""
         largest = max(clients, key=lambda i: self.plan.samples[i])
         n = min(self.plan.config.batch_size, self.plan.samples[largest])
         if n not in self._masks:
@@ -306,7 +310,10 @@ class Batched:
 
 
 def _make_room(tensor: Tensor, n: int, *, last: bool) -> Tensor:
-    """Return an empty tensor for n clients; with `last`, convolution weights lie as our kernels read them."""
+    """Return an uninitialised tensor with room for `tensor` n times, once for each client.
+
+    With `last`, convolution weights (4-D tensors) lie in memory with channels last, as our kernels read them.
+    """
     shape = (n, *tensor.shape)
     if last and tensor.dim() == 4:
         return tensor.new_empty([shape[i] for i in (0, 3, 4, 2, 1)]).permute(0, 4, 3, 1, 2)

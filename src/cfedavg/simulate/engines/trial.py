@@ -1,4 +1,4 @@
-"""Trials before a run: whether the task trains, and whether steps of two clients together match single steps.
+"""Trials before a run: does the task train, and do clients get the same results together as one by one?
 
 vmap and make_fx fail on some modules, and silently compute other numbers on some other modules. So the
 batched trainer is tried on the device of the run, with real samples.
@@ -43,7 +43,8 @@ TOLERANCE = {"float64": 1e-6, "float32": 0.02, "tf32": 0.2, "bf16": 0.5}
 def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
     """Run the first step of client 0 and evaluate one test batch; raise InputError if one of the two fails.
 
-    Return the trainable parameters that the loss does not use: torch.optim leaves such parameters unchanged.
+    Return the names of the trainable parameters that the loss does not use. torch.optim leaves such
+    parameters unchanged, so the engines must do so too.
     """
     dtype = PRECISIONS[config.precision]
     try:
@@ -61,7 +62,7 @@ def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
 
 
 def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
-    """Return the trainable parameters without gradient; raise InputError if no parameter has a gradient."""
+    """Return the names of trainable parameters without gradient; raise InputError if none has a gradient."""
     check_labels(task, batch)
     what = "Task.loss fails on a batch of Task.clients[0]"
     try:
@@ -75,13 +76,13 @@ def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
     trained = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
     if not any(trained.values()):
         raise InputError(
-            "Task.loss depends on no trainable parameter of Task.model: nothing would be trained"
+            "Task.loss depends on no trainable parameter of Task.model; it must depend on the model's output"
         )
     return {name for name, used in trained.items() if not used}
 
 
 def takes_channels_last(task: Task, dtype: torch.dtype) -> bool:
-    """Return whether the model takes images in channels-last order; a model that calls `view` may fail."""
+    """Return whether the model takes images in channels-last order; a model that calls `view` may not."""
     cpu = torch.device("cpu")
     model: Any = copy.deepcopy(task.model).to(cpu, dtype).train()
     rows = np.arange(max(0, len(task.clients[0]) - 2), len(task.clients[0]))
@@ -120,16 +121,16 @@ def find_fault_in_batching(
 
 
 def explain_failure(model: nn.Module, error: Exception) -> str:
-    """Return a text that says which module failed, if the traceback shows the module, and how."""
+    """Return a text that says how a step failed and, if the traceback shows it, in which module."""
     if isinstance(error, InputError):
         return str(error)
     return f"{_find_culprit(model, error)} fails in a step of many clients ({summarise_error(error)})"
 
 
 def _find_culprit(model: nn.Module, error: Exception) -> str:
-    """Return the name of the innermost module in the traceback, else of the model.
+    """Return the name of the innermost module in the traceback; without such a module, that of `model`.
 
-    The traceback may show a copy of `model`.
+    The traceback may show the modules of a copy of `model`.
     """
     selves: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     root = next((each for each in selves if type(each) is type(model)), model)
@@ -143,7 +144,7 @@ def _name(module: nn.Module, name: str = "") -> str:
 
 
 class _FirstSamples:
-    """The first `size` samples of a client; samples that may change (augmented samples) are read once."""
+    """The first `size` samples of a client. If reading changes them (augmentation), they are read once."""
 
     def __init__(self, samples: Samples, size: int) -> None:
         self.fixed, self.size = getattr(samples, "fixed", False), size
@@ -157,7 +158,10 @@ class _FirstSamples:
 
 
 def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
-    """Return a trial task of the smallest and the largest client, each with a full and a short batch."""
+    """Return a trial task and its Config: the smallest and the largest client, and few steps.
+
+    Each client has samples for a full batch and, if its last batch is short, for a short batch.
+    """
     sizes = [len(data) for data in task.clients]
     b, last = config.batch_size, len(sizes) - 1
     pair = (0, last) if len(set(sizes)) == 1 else (sizes.index(min(sizes)), sizes.index(max(sizes)))
@@ -176,9 +180,10 @@ def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
 
 
 def _probe(task: Task, config: Config, device: torch.device) -> tuple[str, bool]:
-    """Return the non-tensor attribute that a step changes ("" if none), and whether it draws at random.
+    """Return the name of a plain attribute that the loss changes, or "", and whether the loss is random.
 
-    A recorded step would not change the attribute. Steps that draw random numbers cannot be compared.
+    A plain attribute of a module is a number, text or bool; a recorded step would not change it. Steps with a
+    random loss cannot be compared.
     """
     dtype, changed, values = PRECISIONS[config.precision], "", []
     rows = np.arange(min(len(task.clients[0]), config.batch_size))
@@ -214,7 +219,11 @@ def _agree(
     lists: bool,
     compares: bool,
 ) -> bool:
-    """Return whether clients end at the same weights together and one by one; True without `compares`."""
+    """Return whether clients that step together end at the same weights as clients that step one by one.
+
+    Without `compares`, only try to step together, and return True. With `lists`, the operators of the step
+    are listed (see `Recorder`).
+    """
     dtype, plan = PRECISIONS[config.precision], Plan(config, task)
     vectors = Vectors(copy.deepcopy(task.model).to(device, dtype))
     x, b = vectors.read()

@@ -1,1 +1,1 @@
-"""Many clients that train at once: their common step, the functions it replaces, and their batches."""
+"""Training of many clients at once: their batches, their common step, and replaced torch functions."""

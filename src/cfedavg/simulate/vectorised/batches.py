@@ -30,10 +30,11 @@ _SHARE = 4  # samples may take a quarter of the free memory
 
 @dataclass(frozen=True)
 class Turn:
-    """One step that `clients` of the block take together, on batches of `width` rows.
+    """One step that some clients of the block take together, each on a batch of `width` rows.
 
-    If `clients` is an integer n, the first n clients of the block step. `k` is the number of each client's
-    own step. Only the first `sizes` rows of each client's batch count; if `sizes` is None, all rows count.
+    `clients` are places in the block; an integer n means the first n places. `k` holds the number of each
+    client's own step. `sizes` holds how many rows of each client's batch count; they are the first rows. If
+    `sizes` is None, all rows count.
     """
 
     clients: np.ndarray | int
@@ -59,18 +60,18 @@ class Timetable:
         return -(-self.samples // self.batch_size)
 
     def size(self, k: np.ndarray, c: np.ndarray | slice) -> np.ndarray:
-        """Return the batch sizes of the clients `c` in their steps `k`."""
+        """Return the batch size of each client in `c`; `k` holds the number of each client's step."""
         left = self.samples[c] - k % self.per_epoch[c] * self.batch_size
         found: np.ndarray = np.minimum(left, self.batch_size)
         return found
 
     @cached_property
     def uniform(self) -> bool:
-        """Return whether all clients have equally many samples: then short batches come in the same step."""
+        """Return whether all clients have equally many samples, and so short batches in the same steps."""
         return bool((self.samples == self.samples[0]).all())
 
     def together(self) -> Iterator[Turn]:
-        """Yield turns of all clients; shorter batches are filled up with rows that do not count."""
+        """Yield turns in which all unfinished clients step; rows that do not count fill up short batches."""
         for step in range(int(self.steps[0])):
             active = int((self.steps > step).sum())
             running = round_up(active, len(self.clients))
@@ -81,7 +82,7 @@ class Timetable:
             yield Turn(running, k, width, None if full else sizes, active)
 
     def apart(self) -> Iterator[Turn]:
-        """Yield turns of clients whose next batches have the same size; the other clients wait."""
+        """Yield turns of those clients whose next batches have the same size; the other clients wait."""
         done = np.zeros(len(self.clients), np.int64)
         while (left := np.flatnonzero(done < self.steps)).size:
             sizes = self.size(done[left], left)
@@ -92,7 +93,7 @@ class Timetable:
 
 
 class Rows:
-    """The sample numbers of every batch, on the device, computed for one stretch of steps at a time."""
+    """The sample numbers of every batch, on the device, computed for some consecutive steps at a time."""
 
     def __init__(self, timetable: Timetable, device: torch.device) -> None:
         self.timetable, self.device = timetable, device
@@ -104,7 +105,10 @@ class Rows:
         self.start, self.table = -1, torch.empty(0)
 
     def at(self, turn: Turn) -> Tensor:
-        """Return the sample numbers (clients, width) of each batch; past a batch's size, any numbers."""
+        """Return a tensor of shape (clients, width): the sample numbers in each client's batch.
+
+        If a batch has fewer samples than `width`, the numbers after its last sample are arbitrary.
+        """
         if isinstance(turn.clients, int):
             step = int(turn.k[0])
             return self._stretch(step)[step - self.start, : turn.clients, : turn.width]
@@ -116,7 +120,7 @@ class Rows:
         return found
 
     def _stretch(self, k: int) -> Tensor:
-        """Return the table of the stretch of steps that contains step `k`."""
+        """Return the sample numbers of step `k` and of the steps that are computed together with it."""
         start = k // self.length * self.length
         if start != self.start:
             last = int(self.timetable.steps.max())
@@ -124,7 +128,10 @@ class Rows:
         return self.table
 
     def _table(self, start: int, stop: int) -> Tensor:
-        """Return sample numbers (steps, clients, batch); a finished client's numbers are not read."""
+        """Return a tensor of shape (steps, clients, batch size): the sample numbers in each batch.
+
+        The steps are `start` to `stop - 1`. After a client's last step, its numbers are arbitrary.
+        """
         table = self.timetable
         last = np.maximum(table.steps - 1, 0) // table.per_epoch
         first, final = (np.minimum(k // table.per_epoch, last) for k in (start, stop - 1))
@@ -138,9 +145,10 @@ class Rows:
         return orders.view(-1)[row[..., None] * orders.shape[1] + place]
 
     def _orders(self, first: np.ndarray, final: np.ndarray) -> Tensor:
-        """Return (epochs, samples): the order of samples in each epoch of client 0, then of client 1, ...
+        """Return a tensor of shape (epochs, samples); each row is the order of samples in one epoch.
 
-        The epochs of a client go from its `first` to its `final` epoch. The order is that of `permutation`.
+        First come the epochs of client 0, then those of client 1, and so on. A client's epochs go from its
+        `first` to its `final` epoch, both included. The order is the one that `permutation` gives.
         """
         table, batch = self.timetable, int(Purpose.BATCH)
         counts = final - first + 1
@@ -149,7 +157,7 @@ class Rows:
         clients = keys(table.seed, table.t, np.asarray(table.clients, np.int64)[owner], batch)
         words = self._here(keys(clients, epoch, 0, batch))
         row = torch.arange(int(table.samples.max()), device=self.device)
-        # Numbers of samples that a client lacks come last; the sort is stable, so also if a draw is _LAST.
+        # Sample numbers that a client lacks come last, even if a draw equals _LAST: the sort is stable.
         draws = torch.where(row < self._here(table.samples[owner])[:, None], bits(words[:, None], row), _LAST)
         return draws.sort(dim=-1, stable=True).indices
 
@@ -158,22 +166,25 @@ class Rows:
 
 
 def round_up(active: int, n: int) -> int:
-    """Return the least of n, n/2, n/4, ... that is at least `active`, so that few sizes are compiled."""
+    """Return the least of n, n/2, n/4, ... (each rounded up) that is at least `active`.
+
+    So blocks have few different sizes, and a step is compiled for few sizes.
+    """
     while active <= -(-n // 2) < n:
         n = -(-n // 2)
     return n
 
 
 class Resident:
-    """A source of samples on the device; the samples of all clients are concatenated."""
+    """A source of samples that are on the device, where the samples of all clients are concatenated."""
 
     def __init__(self, tree: Any, starts: Tensor) -> None:
         self.tree, self.starts = tree, starts
 
     def gather(self, rows: Tensor, clients: np.ndarray | int) -> Batch:
-        """Return a batch of b samples for each of n clients; `rows` (n, b) are numbers of samples.
+        """Return one batch for each client; a row of `rows` holds the sample numbers of a client's batch.
 
-        `clients` are places in the block; an integer n means the first n clients of the block.
+        `clients` are places in the block; an integer n means the first n places.
         """
         some = slice(clients) if isinstance(clients, int) else torch.from_numpy(clients)
         at = (rows + self.starts[some][:, None]).reshape(-1)
@@ -181,13 +192,13 @@ class Resident:
 
 
 class Hosted:
-    """A source that reads samples anew for every batch, as augmented samples need."""
+    """A source that reads samples anew for every batch, because augmented samples change."""
 
     def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
         self.clients, self.device, self.dtype = clients, device, dtype
 
     def gather(self, rows: Tensor, clients: np.ndarray | int) -> Batch:
-        """Return a batch of b samples for each of n clients, as `Resident.gather` does."""
+        """Return one batch for each client; the arguments are those of `Resident.gather`."""
         some = range(clients) if isinstance(clients, int) else clients
         each = [self.clients[c].batch(at) for c, at in zip(some, rows.cpu().numpy(), strict=True)]
         return to_device(_join(torch.stack, each), self.device, self.dtype)
@@ -206,7 +217,7 @@ class Pool:
         self._last: tuple[list[int], Resident | Hosted] | None = None
 
     def block(self, clients: list[int]) -> Resident | Hosted:
-        """Return a source of the samples of `clients`, in this order."""
+        """Return a source of samples for a block of these clients, in this order."""
         if self._last is not None and self._last[0] == clients:
             return self._last[1]
         self._last = None  # frees the last block first
@@ -238,7 +249,7 @@ class Pool:
 
 
 def _join(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
-    """Return the data of several clients joined into one tree; raise ShapesDiffer if shapes do not fit."""
+    """Join the data of several clients, tensor by tensor; raise ShapesDiffer if shapes do not fit."""
     try:
         return tree_map(lambda *leaves: join(list(leaves)), *trees)
     except torch.OutOfMemoryError:

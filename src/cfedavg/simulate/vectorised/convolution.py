@@ -3,9 +3,10 @@
 vmap's own rule makes a grouped convolution, for which cuDNN has no fast kernels. Our kernels read images and
 weights in channels-last order and multiply on the tensor cores; the matrix of patches is never written.
 
-Three torch operators do the work. Channels come last: x is (m, N, H, W, C), w is (m, KH, KW, C, O), y is
-(m, N, OH, OW, O). On a GPU the operators are Triton kernels. On a CPU the operators convolve one client after
-another; tests compare the kernels with these operators.
+Three torch operators do the work, for m clients with N images each. Channels come last: the images x have
+shape (m, N, H, W, C), the weights w (m, KH, KW, C, O), the results y (m, N, OH, OW, O). On a GPU the
+operators are Triton kernels. On a CPU the operators convolve one client after another; tests compare the
+kernels with the operators on a CPU.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ OPERANDS = {
     "float64": (torch.float64, "ieee"),
 }
 # Orders of axes: images (m, N, H, W, C) to torch's (m, N, C, H, W), and weights (m, KH, KW, C, O) to torch's
-# (m, O, C, KH, KW); below, the ways back.
+# (m, O, C, KH, KW). LAST_IMAGES and LAST_WEIGHTS are the ways back.
 IMAGES, WEIGHTS = (0, 1, 4, 2, 3), (0, 4, 3, 1, 2)
 LAST_IMAGES, LAST_WEIGHTS = (0, 1, 3, 4, 2), (0, 3, 4, 2, 1)
-# `shape` below is ten numbers: height and width of input, kernel, stride, padding and dilation.
 
 
 def output_size(shape: Sequence[int]) -> tuple[int, int]:
-    """Return height and width of a convolution's output."""
+    """Return height and width of a convolution's output.
+
+    `shape` holds ten numbers: height and width of input, kernel, stride, padding and dilation.
+    """
     size, kernel, stride, padding, dilation = (shape[i : i + 2] for i in range(0, 10, 2))
     h, w = ((size[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1))
     return h, w
@@ -41,7 +44,7 @@ def output_size(shape: Sequence[int]) -> tuple[int, int]:
 
 @torch.library.custom_op("cfedavg::convolve", mutates_args=())
 def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    """Return the convolution y of x with w."""
+    """Return y, the convolution of each client's images x with the client's weights w."""
     if x.is_cuda:
         y: Tensor = _kernels().forward(x, w, shape, input_precision)
         return y
@@ -55,7 +58,7 @@ def _(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tenso
 
 @torch.library.custom_op("cfedavg::convolve_input_grad", mutates_args=())
 def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    """Return dx, the gradient of the loss by x, from dy and w."""
+    """Return dx from dy and w; dx and dy are the gradients of the loss with respect to x and y."""
     if dy.is_cuda:
         dx: Tensor = _kernels().input_grad(dy, w, shape, input_precision)
         return dx
@@ -70,7 +73,7 @@ def _(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tens
 
 @torch.library.custom_op("cfedavg::convolve_weight_grad", mutates_args=())
 def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    """Return dw, the gradient of the loss by w, from x and dy, in float32 or float64."""
+    """Return dw, the gradient of the loss with respect to w, from x and dy, in float32 or float64."""
     if x.is_cuda:
         dw: Tensor = _kernels().weight_grad(x, dy, shape, input_precision)
         return dw
@@ -110,7 +113,7 @@ def convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Compute conv2d by our kernels in `precision`; return NotImplemented if torch must compute it."""
+    """Compute conv2d by our kernels in `precision`; return NotImplemented if our kernels cannot."""
     if precision is None or groups != 1 or isinstance(padding, str) or input.dim() != 4:
         return NotImplemented
     if _pair(stride) != (1, 1) != _pair(dilation):
@@ -126,14 +129,14 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 class OfClients(torch.autograd.Function):
-    """An autograd function of tensors whose first axis is the client; without vmap, there is one client."""
+    """The base of autograd functions that compute all clients of a vmap at once; without vmap, one client."""
 
     operator: Any  # one of the three operators above
-    orders: tuple[tuple[int, ...], ...]  # of the axes of both arguments and of the result
+    orders: tuple[tuple[int, ...], ...]  # the orders of axes of the first argument, the second, the result
 
     @classmethod
     def block(cls, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Tensor:
-        """Return the function's value for a block of clients, whose tensors have torch's order of axes."""
+        """Return the value for a block of clients; `a`, `b` and the value have torch's order of axes."""
         dtype, input_precision = OPERANDS[precision]
         order_a, order_b, order = cls.orders
         a, b = a.to(dtype).permute(order_a).contiguous(), b.to(dtype).permute(order_b).contiguous()
@@ -160,13 +163,13 @@ def _front(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
 
 
 class InputGrad(OfClients):
-    """The gradient dx of each client, from dy and w."""
+    """For each client, the gradient dx of the loss with respect to x, from dy and w."""
 
     operator, orders = input_grad, (LAST_IMAGES, LAST_WEIGHTS, IMAGES)
 
 
 class WeightGrad(OfClients):
-    """The gradient dw of each client, from x and dy, in the precision of the weights."""
+    """For each client, the gradient dw of the loss with respect to w, from x and dy."""
 
     operator, orders = weight_grad, (LAST_IMAGES, LAST_IMAGES, WEIGHTS)
 

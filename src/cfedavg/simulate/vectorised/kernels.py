@@ -1,9 +1,9 @@
 """Triton kernels: convolution of a block of clients, each with its own weights, as a product of matrices.
 
-All tensors are channels-last: x is (m, N, H, W, C), w is (m, KH, KW, C, CO), y is (m, N, OH, OW, CO). A tap
-is a position (kh, kw) in the kernel. The matrix of patches is never written to memory: a program reads the
-matrix's entries from x. A program computes one tile of BM x BN entries of one client's result, and adds BK
-terms of each sum at a time.
+There are m clients with N images each. Channels come last: the images x have shape (m, N, H, W, C), the
+weights w (m, KH, KW, C, CO), the results y (m, N, OH, OW, CO). A tap is a position (kh, kw) in the kernel.
+The matrix of patches is never written to memory: a Triton program reads the matrix's entries from x. A
+program computes one tile of BM x BN entries of one client's result, and adds BK terms of each sum at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def _forward(
     DH: constexpr, DW: constexpr, FLAT: constexpr, BM: constexpr, BN: constexpr, BK: constexpr,
     PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute y[r, o] = sum over (tap, c) of x[r at tap, c] w[tap, c, o]; a row r is (n, oh, ow)."""
+    """Compute y[r, o] = sum over (tap, c) of x[r at tap, c] w[tap, c, o].
+
+    A row r is an output pixel (n, oh, ow); "r at tap" is the input pixel that the row reads at the tap.
+    """
     client = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
     NB: constexpr = (CO + BN - 1) // BN
@@ -88,8 +91,9 @@ def _input_grad(
 ):  # fmt: skip
     """Compute dx[r, c] = sum over (tap, o) of dy[output row that read x[r] at tap, o] w[tap, c, o].
 
-    With a stride, pixels whose positions are equal modulo the stride were read at the same taps. Each such
-    class of pixels (a, b) is a matrix product of its own; its rows r = (n, h, w) are the pixels of the class.
+    A row r is an input pixel (n, h, w). With a stride, pixels whose positions are equal modulo the stride
+    were read at the same taps. The third axis of the grid splits the pixels into such classes (a, b). Each
+    class is a matrix product of its own.
     """
     client = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
@@ -140,7 +144,7 @@ def _weight_grad(
     DH: constexpr, DW: constexpr, FLAT: constexpr, BM: constexpr, BN: constexpr, BK: constexpr,
     PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute dw[tap, c, o] = sum over rows r of x[r at tap, c] dy[r, o].
+    """Compute dw[tap, c, o] = sum over rows r of x[r at tap, c] dy[r, o], with rows as in `_forward`.
 
     A tile covers one tap or, if FLAT, many taps. The third axis of the grid splits the rows into chunks; the
     sums of the chunks lie one after another in dw.
@@ -191,7 +195,7 @@ def _weight_grad(
 
 
 def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    """Return the convolution y of x with w."""
+    """Return y, the convolution of each client's images x with the client's weights w."""
     m, N, _, _, C = x.shape
     h, v = output_size(shape)
     CO, rows = w.shape[-1], N * h * v
@@ -204,7 +208,7 @@ def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) ->
 
 
 def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    """Return dx, the gradient of the loss by x, from dy and w."""
+    """Return dx from dy and w; dx and dy are the gradients of the loss with respect to x and y."""
     m, N, _, _, CO = dy.shape
     C, (SH, SW) = w.shape[3], shape[4:6]
     dx = dy.new_empty(m, N, shape[0], shape[1], C)
@@ -216,7 +220,7 @@ def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str
 
 
 def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    """Return dw, the gradient of the loss by w, from x and dy, in float32."""
+    """Return dw, the gradient of the loss with respect to w, from x and dy, in float32."""
     m, N, _, _, C = x.shape
     CO, rows, taps = dy.shape[-1], N * dy.shape[2] * dy.shape[3], shape[2] * shape[3]
     flat = C < 32 or (shape[6] == shape[7] == 0 and C < 128)
@@ -233,11 +237,11 @@ def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: st
     return dw[0] if splits == 1 else dw.sum(0)
 
 
-PROGRAMS = 1056  # enough for the processors of a large GPU, eight each
+PROGRAMS = 1056  # enough for a large GPU: eight programs for each of its 132 processors
 
 
 def _tile(M: int, N: int, K: int, operand: Tensor) -> dict[str, int]:
-    """Return tile sizes for a product of (M, K) by (K, N), chosen by timings on an H200."""
+    """Return tile sizes for the product of an M x K and a K x N matrix, chosen by timings on an H200."""
     half = operand.dtype == torch.bfloat16
     BM = max(16, min(128, triton.next_power_of_2(M)))
     BN = max(16, min(256 if half else 64, triton.next_power_of_2(N)))

@@ -22,7 +22,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute F.batch_norm; in training, normalise by the batch's mean and variance over all axes but 1."""
+    """Compute F.batch_norm; in training, use each channel's mean and variance over the batch."""
     if not training:
         assert running_mean is not None
         assert running_var is not None
@@ -77,7 +77,7 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """Compute max_pool2d for 2 x 2 or 3 x 3 windows without overlap; else return NotImplemented."""
+    """Compute max_pool2d if windows are 2 x 2 or 3 x 3 and do not overlap; else return NotImplemented."""
     k = kernel_size if isinstance(kernel_size, int) else kernel_size[0]
     plain = padding in (0, (0, 0)) and dilation in (1, (1, 1)) and not ceil_mode and not return_indices
     square = kernel_size in (k, (k, k)) and stride in (None, [], k, (k, k))
@@ -88,7 +88,7 @@ def max_pool(
 
 
 class MaxPool(torch.autograd.Function):
-    """The first largest value of each window, computed by operators that a compiler can fuse."""
+    """The largest value of each window; of equal values, the first. A compiler can fuse its operators."""
 
     generate_vmap_rule = True
 
@@ -125,7 +125,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute F.group_norm: normalise each sample over the channels of a group and all axes after axis 1."""
+    """Compute F.group_norm: normalise each group of channels of each sample."""
     n, channels, *rest = input.shape
     grouped = _widen(input).reshape(n, num_groups, channels // num_groups, *rest)
     var, mean = torch.var_mean(grouped, list(range(2, grouped.dim())), correction=0, keepdim=True)
@@ -146,19 +146,25 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _channel(values: Tensor, x: Tensor) -> Tensor:
-    """Return one value for each channel, reshaped so that it broadcasts along axis 1 of `x`."""
+    """Return `values`, one for each channel, reshaped so that they broadcast along axis 1 of `x`."""
     return values.view(-1, *[1] * (x.dim() - 2))
 
 
 def _channel_sums(x: Tensor) -> Tensor:
-    """Return the sum over all axes but 1; large samples are summed first, as many parallel sums."""
+    """Return the sum of each channel (axis 1) over all other axes.
+
+    If samples are large, sum each sample first: these many sums run in parallel.
+    """
     if x.dim() > 2 and x[0, 0].numel() >= LARGE_CHANNEL:
         return x.flatten(2).sum(2).sum(0)
     return x.sum([0, *range(2, x.dim())])
 
 
 def _variance_and_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return variance and mean over all axes but 1; for large samples, from each sample's moments."""
+    """Return the variance and the mean of each channel (axis 1) over all other axes.
+
+    If samples are large, compute them from the variance and the mean of each sample.
+    """
     if x.dim() == 2 or x[0, 0].numel() < LARGE_CHANNEL:
         return torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     within, means = torch.var_mean(x.flatten(2), 2, correction=0)
@@ -172,7 +178,7 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def mean_pool(input: Tensor, output_size: Any) -> Any:
-    """Compute adaptive_avg_pool2d to one pixel; else return NotImplemented."""
+    """Compute adaptive_avg_pool2d if its output is one pixel; else return NotImplemented."""
     return input.mean((-2, -1), keepdim=True) if output_size in (1, (1, 1)) else NotImplemented
 
 
@@ -206,6 +212,6 @@ def _softmax(scores: Tensor) -> Tensor:
 
 
 def multi_head(*args: Any, **kwargs: Any) -> Any:
-    """Compute F.multi_head_attention_forward with need_weights=True, to avoid the fused kernels."""
+    """Compute F.multi_head_attention_forward with need_weights=True, which avoids the fused kernels."""
     out, weights = F.multi_head_attention_forward(*args, **kwargs | {"need_weights": True})
     return out, weights if kwargs.get("need_weights", True) else None

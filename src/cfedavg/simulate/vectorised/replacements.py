@@ -60,7 +60,7 @@ class Replacements(TorchFunctionMode):
     """A mode that replaces torch functions while one client's loss is computed.
 
     `valid` marks the rows of the batch that count; None means all rows. `conv_precision` is the precision of
-    our convolutions on a GPU; None means torch's convolutions.
+    our own convolution kernels; None means torch's kernels.
     """
 
     def __init__(self, valid: Tensor | None = None, conv_precision: str | None = None) -> None:
@@ -141,10 +141,11 @@ def _class_weights(given: dict[str, Any]) -> Tensor | None:
 
 
 def can_mask(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
-    """Return whether rows that do not count may fill up batches of n samples; try it on the given batch.
+    """Return whether masked rows, which do not count, may fill up short batches; try it on `batch`.
 
-    Rows that do not count change a step if a layer mixes the samples of a batch (BatchNorm), if the loss is
-    no known mean, or if the step averages another tensor with as many rows as the batch (weights, say).
+    `batch` has n samples. Masked rows would change a step if a layer mixes the samples of a batch
+    (BatchNorm), if the loss is no known mean, or if the step averages another tensor that has as many rows as
+    the batch (weights, for example).
     """
     few, like = min(4, n), next(p for p in model.parameters() if p.requires_grad)
     try:
@@ -165,8 +166,8 @@ def can_mask(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
 def masks_hold(model: nn.Module, loss: Loss, batch: Batch, n: int) -> bool:
     """Return whether a batch of n samples with masked rows trains like a batch without those rows.
 
-    Try this with the model's weights and with noise added to the weights: a fresh model may give zeros, which
-    hide that a layer mixes samples.
+    Try this with the model's weights and with noise added to the weights: the outputs of a fresh model may be
+    zeros, which hide that a layer mixes samples.
     """
     kept = max(1, n - 2)
     batch = to_device(batch, torch.device("cpu"), torch.float64)

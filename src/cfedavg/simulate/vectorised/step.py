@@ -32,7 +32,7 @@ _COMPILED: dict[Any, Any] = {}
 
 
 class _Objective(nn.Module):
-    """The user's loss as a module that holds the user's model, so that the model's tensors can be swapped."""
+    """The user's loss as a module that holds the user's model, so that torch can swap the model's tensors."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -60,17 +60,17 @@ class Stack(NamedTuple):
         return Stack(*tree_map(lambda tensor: tensor[:n], self))
 
     def at(self, rows: Tensor) -> Stack:
-        """Return a stack with copies of the clients at `rows`."""
+        """Return a stack with copies of the clients at the places `rows`."""
         return Stack(*tree_map(lambda tensor: tensor[rows], self))
 
     def put(self, rows: Tensor, stack: Stack) -> None:
-        """Write the clients of `stack` into this stack at `rows`."""
+        """Write the clients of `stack` into this stack, at the places `rows`."""
         for mine, theirs in zip(tree_leaves(self), tree_leaves(stack), strict=True):
             mine[rows] = theirs
 
 
 class Step:
-    """The step of a model under a loss. A call takes a Stack, which it changes, and the clients' batches."""
+    """A local step of many clients at once. A call changes the given Stack in place."""
 
     def __init__(
         self,
@@ -93,7 +93,11 @@ class Step:
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
     ) -> None:
-        """Run a step of all clients of the stack; only clients marked in `active` change."""
+        """Run a step of the clients of the stack, with the rate `eta`.
+
+        `valid` marks the rows of each client's batch that count; `active` marks the clients that change. None
+        means all.
+        """
         # vmap must be able to split every argument: an empty dictionary stands for no mask.
         masks = {} if valid is None else {"valid": valid}
         # Modules change their buffers in place; buffers of inactive clients must stay unchanged.
@@ -121,7 +125,7 @@ class Step:
         return loss.to(dtype), [new.to(old.dtype) for new, old in zip(after, buffers, strict=True)]
 
     def _descend(self, stack: Stack, grads: Sequence[Tensor], active: Tensor | None, eta: Tensor) -> None:
-        """Run the optimiser's step of all clients."""
+        """Run the local optimiser's step of the active clients."""
         step, params = self.optimiser.step, self._used(stack.parameters)
         state = {name: self._used(each) for name, each in stack.state.items()}
         with warnings.catch_warnings(action="ignore"):  # as above
@@ -149,7 +153,10 @@ def _choose(active: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
 
 
 class Recorder:
-    """A recorder that replays steps of stacks whose tensors keep their place in memory."""
+    """A recorder that prepares a step once (lists, compiles, records it) and then replays it.
+
+    The tensors of the stack must keep their place in memory; otherwise call `forget`.
+    """
 
     compiling = True  # whether to compile on a GPU; tests of many small models set False
 
@@ -160,13 +167,13 @@ class Recorder:
         self._plays: dict[Any, Play] = {}
 
     def simplify(self, *, lists: bool) -> None:
-        """Switch off compilation and, without `lists`, listing too: neither pays for a few steps."""
+        """Switch off compilation and, without `lists`, listing and recording: few steps do not repay them."""
         self.compiles, self.lists, self.records = False, lists, self.records and lists
 
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
     ) -> None:
-        """Run a step of all clients of the stack."""
+        """Run a step of the clients of the stack; the arguments are those of `Step.__call__`."""
         masks = {name: mask for name, mask in (("valid", valid), ("active", active)) if mask is not None}
         inputs, tree = tree_flatten((batch, masks, eta))
         kind = (tree, stack.losses.shape, *((each.shape, each.dtype) for each in inputs))
@@ -175,11 +182,14 @@ class Recorder:
         self._plays[kind](inputs)
 
     def forget(self) -> None:
-        """Drop all recorded steps, since the stack moves or memory is needed."""
+        """Drop all prepared steps; call this if the stack moves, or if memory is needed."""
         self._plays.clear()
 
     def _first(self, stack: Stack, inputs: list[Tensor], tree: Any, kind: Any) -> Play:
-        """Return a function for the first run of a step, which loads all code; the second run is recorded."""
+        """Return a function that runs the step.
+
+        On a GPU, the first run loads all code. The second run is recorded and replaces the function.
+        """
         tensors = tree_leaves(stack)
         listed = self._list(stack, inputs, tree)
         n, width = inputs[0].shape[:2]
@@ -250,7 +260,7 @@ class Recorder:
         return compiled
 
     def _shared(self, listed: Any, tensors: tuple[Tensor, ...], step: str) -> Any:
-        """Return the compiled list; reuse the result if this process compiled the same operators before."""
+        """Return the compiled step; reuse it if this process compiled the same operators before."""
         constants = any(node.op == "get_attr" for node in listed.graph.nodes)  # `code` does not show these
         key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
         if not constants and key in _COMPILED:
@@ -264,11 +274,11 @@ class Recorder:
         return made
 
     def _record(self, run: Play, given: list[Tensor]) -> Play:
-        """Return a function that copies given inputs into a CUDA graph of the step and replays the graph."""
+        """Record the step as a CUDA graph; return a function that replays the graph on given inputs."""
         inputs = [each.clone() for each in given]
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that count bytes use the GPU meanwhile. The default mode forbids threads to wait for it.
+            # Threads that count bytes use the GPU meanwhile. The default mode forbids them to wait for it.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run(inputs)
         except torch.OutOfMemoryError:
