@@ -1,7 +1,7 @@
 """Algorithm 1 (CFedAvg) on one page. Read this module first, then `channel.py`.
 
 In round t the server broadcasts the model x. Client i does K_i local steps from x and ends at x_K (lines 5
-to 9, `optimise/local.py`). Then:
+to 9, `optimise/local.py`). Then, with its residual e, the compressor C and the server's rate eta:
 
     g           = x_K - x   or   (x_K - x) / K_i          lines 10, 11   local_update
     p           = g + e                                   line 12        Channel.send
@@ -10,8 +10,8 @@ to 9, `optimise/local.py`). Then:
     delta_tilde = mean of C(p) over the clients           lines 17, 18   average
     x_next      = x + eta * delta_tilde                   line 19        Aggregator.step
 
-What the compressor C drops stays in the client's residual e and is sent later. So x + eta * mean(e), the
-model with all residuals added, moves as it would without compression (the paper's Iterative Step lemma).
+What C drops stays in the client's residual e and is sent later. So x + eta * mean(e), the model with all
+residuals added, moves as it would without compression (the paper's Iterative Step lemma).
 
 One round of two clients, in which C sends one of two numbers:
 
@@ -48,10 +48,10 @@ Weighted = tuple[Payload, Sequence[float]]  # the payload of a block of clients,
 
 
 def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
-    """Return g, a client's update: x_K - x if `update` is "sum" (line 10), else (x_K - x) / K (line 11).
+    """Return a client's update g: x_K - x if `update` is "sum" (line 10), else (x_K - x) / K (line 11).
 
-    For one client the arrays have shape (d,). For a block of n clients they have shape (n, d), and K has
-    shape (n, 1).
+    x is the broadcast model, a vector of length d. x_K is the client's model after K local steps. For a
+    block of n clients, x_K has shape (n, d) and K has shape (n, 1).
     """
     with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses NaN and Inf
         return x_K - x if update == "sum" else (x_K - x) / K
@@ -61,8 +61,8 @@ def average(like: Array, payloads: Iterable[Weighted]) -> tuple[Array, float]:
     """Return delta_tilde, the weighted mean of the payloads (lines 17 and 18), and the sum of the weights.
 
     A weight of 0 leaves a client out. The time grows with the number of coordinates received. Payloads are
-    added in the order given, so equal payloads give an equal mean, bit for bit. The mean has the length,
-    dtype and device of `like`.
+    added in the order given, so the same payloads in the same order give the same mean, bit for bit. The
+    mean has the length, dtype and device of `like`.
     """
     total, weight = zeros(like.shape, like), 0.0
     for payload, weights in payloads:
@@ -79,7 +79,7 @@ def average(like: Array, payloads: Iterable[Weighted]) -> tuple[Array, float]:
 
 @dataclass(frozen=True)
 class Aggregator:
-    """The server's part of Algorithm 1, lines 17 to 19: from the payloads of a round to the next model."""
+    """The server's part of Algorithm 1 (lines 17 to 19): it makes the next model from a round's payloads."""
 
     feedback: Feedback
     optimiser: ServerOptimiser
@@ -99,10 +99,10 @@ class Aggregator:
         scale: float = 1.0,
         t: int = 0,
     ) -> tuple[Array, ServerMemory]:
-        """Return the next model and the next memory; return `x` and `memory` if no payload has a weight.
+        """Return the model and the server's memory after round t; nothing changes if all weights are 0.
 
-        `everyone` is the sum of the weights of all clients. `scale` multiplies the mean update; it undoes the
-        division by K_i in line 11.
+        `everyone` is the sum of the weights of all clients, also of those that sent nothing. `eta` is the
+        server's rate. The mean update is multiplied by `scale`, to undo the division by K_i in line 11.
         """
         delta_tilde, arrived = average(x, payloads)
         if not arrived:
@@ -123,12 +123,12 @@ class ServerMemory:
     optimiser: Mapping[str, Array] = field(default_factory=dict)
 
     def vectors(self) -> dict[str, Array]:
-        """Return all vectors by the names that files give them: `feedback`, `optimiser.m`."""
+        """Return all vectors by their names in files, such as `feedback` and `optimiser.m`."""
         found = {f"optimiser.{name}": each for name, each in self.optimiser.items()}
         return found if self.feedback is None else {"feedback": self.feedback, **found}
 
     @classmethod
     def from_vectors(cls, vectors: Mapping[str, Array]) -> ServerMemory:
-        """Return the memory with these vectors, named as `vectors()` names them."""
+        """Return the memory that holds these vectors; their names are as in the result of `vectors`."""
         rest = {name.removeprefix("optimiser."): each for name, each in vectors.items() if name != "feedback"}
         return cls(vectors.get("feedback"), rest)

@@ -1,16 +1,17 @@
 """Channels: how clients send updates up and how the server sends models down (Algorithm 1, lines 12 to 15).
 
 A simulation and a Flower federation both use a Channel for updates and a Downlink for models. A Channel
-holds a compressor and a feedback; the feedback's memory is an argument and a result of each call.
+holds a compressor and a feedback. Each call takes the feedback's memory and returns the next memory.
 
-After its step the server sends C(x_next - w), where w is the model copy that every client trains from.
-Server and clients add C(x_next - w) to w by the same operations, so all model copies are equal bit for bit.
-x - w is the server's residual. This is EF21 with the model x in the place of an update (EF21-P, Gruntkowska
-et al., 2023).
+A step takes the server from model x to x_next. The server then sends C(x_next - w), where C is the compressor
+and w is the model copy that every client trains from. Server and clients add C(x_next - w) to w by the same
+operations, so all model copies are equal bit for bit. The server's residual is x - w, what it has not sent
+yet. This is EF21 with the model in the place of an update (EF21-P, Gruntkowska et al., 2023).
 
 If the compressor rounds values, w is rounded to bf16 numbers. A client then stores and downloads w in 2 bytes
-a number; the rounding error stays in x - w and is sent later. Else w has the precision of x.
-A model copy never holds -0, so model copies that compare equal have equal bits.
+a number. The rounding error stays in the server's residual and is sent later. If the compressor does not
+round, w has the precision of x. A model copy never holds -0, so model copies that compare equal have equal
+bits.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from cfedavg.core.payload import Floats, Payload
 from cfedavg.feedback import Feedback
 
 T = TypeVar("T")
-SPIKE = 1024  # the largest norm / `max_norm`; float32 is too coarse to send a larger vector in shares
+SPIKE = 1024  # the largest norm / `max_norm`; float32 is too coarse to spread a larger vector over rounds
 KEPT = 1024  # the most broadcasts that a server keeps; a client that missed an older one gets the whole model
 
 
 class TooLarge(ArithmeticError):
-    """The payload's norm is more than 1024 times `max_norm`: too large to be sent in shares."""
+    """The payload's norm is above 1024 times `max_norm`: too large to be sent, even over several rounds."""
 
 
 class Outgoing(NamedTuple):
@@ -48,7 +49,7 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True)
 class Channel:
-    """A compressor with its feedback, for vectors of one layout.
+    """A compressor with its feedback, for updates of a model with the given layout.
 
     >>> import numpy as np
     >>> from cfedavg.compress import parse
@@ -73,10 +74,11 @@ class Channel:
         shared: Array | None = None,
         max_norm: float = math.inf,
     ) -> Outgoing:
-        """Return the payload of update `g` and the next memory (lines 12 to 15).
+        """Compress update `g` in round t; return the payload and the client's next memory (lines 12 to 15).
 
-        `g` has shape (d,) for one client with one key, or (n, d) for a block of n clients with n keys.
-        The payload's norm is at most `max_norm`, which is for one client only. The rest stays in the memory.
+        `g` has shape (d,) for one client with one key, or (n, d) for a block of n clients with n keys. Random
+        draws depend on the key. `shared` is what the server broadcast beside the model. The payload's norm is
+        at most `max_norm`, and the rest stays in the memory. `max_norm` is for one client, not for a block.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses NaN and Inf
             p = cast_like(self.feedback.outgoing(g, memory, shared), g)
@@ -88,7 +90,7 @@ class Channel:
         return Outgoing(p, payload, left, memory_next if memory_next is None else cast_like(memory_next, g))
 
     def _limit(self, p: Array, payload: Payload, key: int | Array, t: int, max_norm: float) -> Payload:
-        """Return `payload` if its norm is at most `max_norm`, else the payload of a share of p that fits."""
+        """Return `payload`, or the payload of a fraction of p if the norm of `payload` exceeds `max_norm`."""
         sent, share = math.sqrt(norm2(values_of(payload))), 1.0
         if sent > SPIKE * max_norm:
             raise TooLarge(f"the payload's norm {sent:.3g} exceeds {SPIKE} times `max_norm` {max_norm:.4g}")
@@ -100,17 +102,17 @@ class Channel:
 
 
 class Copies:
-    """The operations on model copies, for server and clients; with `rounds_values`, in bf16 numbers."""
+    """Operations on a model copy, the model that clients train from; with `rounds_values`, it is in bf16."""
 
     def __init__(self, rounds_values: bool) -> None:
         self.rounds_values = rounds_values
 
     def make(self, x: Array) -> Array:
-        """Return a copy of model x: with 0 for -0 and, with `rounds_values`, rounded to bf16 numbers."""
+        """Return a model copy of model x: -0 becomes 0 and, with `rounds_values`, numbers are bf16."""
         return (round_to_bf16(x) if self.rounds_values else x) + 0
 
     def receive(self, w: Array, payload: Payload) -> Array:
-        """Return the model copy after w, given the payload of a broadcast."""
+        """Return the next model copy: w plus the values of a broadcast's payload."""
         return cast_like(self.make(plus(w, payload)), w)
 
     def size(self, w: Array) -> int:
@@ -118,7 +120,7 @@ class Copies:
         return len(w) * (2 if self.rounds_values else w.dtype.itemsize)
 
     def pack(self, w: Array, at: Array | None = None) -> Payload:
-        """Return a payload with the values of model copy w at the coordinates `at`; of all, if None."""
+        """Return a payload with the values of model copy w at the coordinates `at`; None means at all."""
         values = w if at is None else w[at]
         floats = Floats(values, FLOATS[dtype_of(w)])
         if self.rounds_values:
@@ -126,7 +128,7 @@ class Copies:
         return Payload(len(w), len(values) * arange(2, w), at, floats)
 
     def unpack(self, w: Array, payload: Payload) -> Array:
-        """Return model copy w with the values of `payload`, which `pack` made, in the place of its own."""
+        """Return model copy w after its values are replaced by those in `payload`, which `pack` made."""
         values = cast_like(values_of(payload), w)
         if payload.indices is None:
             return values
@@ -137,7 +139,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Downlink(Copies):
-    """The server's sender: a compressor for the broadcasts of models of one layout.
+    """The server's compressor for broadcasts of models with the given layout.
 
     >>> import numpy as np
     >>> from cfedavg.compress import parse
@@ -164,7 +166,7 @@ class Downlink(Copies):
 
 
 def make_downlink(compressor: Compressor, layout: Layout) -> Downlink | None:
-    """Return the downlink with this compressor; None if it is `none`, since x itself is then broadcast."""
+    """Return a downlink; None if the compressor is `none`: the server then broadcasts the model itself."""
     if compressor.quantiser is None and isinstance(compressor.selector, Everything):
         return None
     return Downlink(compressor, layout)
@@ -173,11 +175,11 @@ def make_downlink(compressor: Compressor, layout: Layout) -> Downlink | None:
 def choose_download(
     d: int, chain: T | None, whole: Callable[[], T], changes: Callable[[], T | None], size: Callable[[T], int]
 ) -> T:
-    """Return the shortest of three downloads of a model of d numbers: chain, whole model or changed values.
+    """Return the shortest download that brings a client the model: chain, whole model or changed values.
 
-    `chain` holds the broadcasts that the client missed; None if the server no longer has all of them. The
-    whole model and the changed values are made only if the chain takes more than 2 bits a number. `size`
-    gives the bytes of a download.
+    `chain` holds the broadcasts that the client missed; None if the server no longer has all of them.
+    `whole()` and `changes()` make the other two downloads. They are called only if the chain takes more than
+    2 bits for each of the model's d numbers. `changes()` may return None. `size` gives a download's bytes.
     """
     if chain is not None and 4 * size(chain) <= d:
         return chain
@@ -186,5 +188,5 @@ def choose_download(
 
 
 def may_be_shorter(changed: int, d: int) -> bool:
-    """Return whether a payload of `changed` values may be shorter than one of all d values."""
+    """Return whether a payload of `changed` values may take fewer bytes than one of all d values."""
     return 4 * changed <= 3 * d

@@ -1,6 +1,7 @@
 """Feedback: what clients and server remember so that compression loses little or nothing over time.
 
-A feedback is a set of pure functions. The client calls these around the compressor C:
+A feedback is a set of pure functions. The client calls these around the compressor C, for model x and update
+g (the lines are those of Algorithm 1):
 
     x_0         = start(x, memory, shared)         the model where local steps begin
     p           = outgoing(g, memory, shared)      line 12: the vector to compress
@@ -13,9 +14,9 @@ The server calls these around the average:
     delta, memory_next = receive(mean of C(p), memory, weights)
     shared             = broadcast(memory)         what the server broadcasts beside the model
 
-`memory` is a vector (d,), or a block (n, d) of n clients; None if the feedback keeps no memory.
+`memory` has shape (d,), or (n, d) for a block of n clients; it is None if the feedback keeps no memory.
 Arrays may be NumPy arrays or torch tensors. Each feedback states its law: an equation that holds even if
-replies get lost. `imbalance` returns a vector that is zero if the law holds, which tests check.
+replies get lost. `imbalance` returns the difference of the equation's two sides; tests check that it is zero.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Weights(NamedTuple):
 
 
 class LawTerms(NamedTuple):
-    """The terms of a feedback's law for one client: sums over all rounds, and the client's present memory."""
+    """The terms of a feedback's law, for one client: sums over all rounds, and the client's memory now."""
 
     computed: Array  # the sum of the updates g
     applied: Array  # the sum of the decompressed payloads that are in the server's model
@@ -47,10 +48,10 @@ class LawTerms(NamedTuple):
 
 
 class Feedback(Part):
-    """The base class of feedbacks. A method that a subclass does not override acts as in `none`."""
+    """The base class of feedbacks. A method that is not overridden acts as in the feedback `none`."""
 
     law: ClassVar[str] = ""
-    # Whether the server's memory is the sum of the clients' memories; if so, none may be rounded or lost.
+    # Whether the server's memory is the sum of the clients' memories; if so, no memory may be rounded or lost
     mirrors_clients: ClassVar[bool] = False
 
     @property
@@ -70,7 +71,7 @@ class Feedback(Part):
 
     @property
     def broadcasts(self) -> bool:
-        """Whether the broadcast carries more than the model."""
+        """Whether the server broadcasts a vector beside the model."""
         return type(self).broadcast is not Feedback.broadcast
 
     def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
@@ -82,7 +83,7 @@ class Feedback(Part):
         return g
 
     def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
-        """Return the client's next memory, where `sent` is C(p) and `left` is p - C(p)."""
+        """Return the client's next memory; `sent` is the payload, `left` is what the compressor left out."""
         return memory
 
     def restore(self, memory: Array, sent: Payload) -> Array:
@@ -90,7 +91,10 @@ class Feedback(Part):
         return memory
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
-        """Return the server's update and its next memory, from the mean of the payloads that arrived."""
+        """Return the update that the server applies and the server's next memory.
+
+        `mean_sent` is the mean of the payloads that arrived.
+        """
         return mean_sent, memory
 
     def broadcast(self, memory: Array | None) -> Array | None:
@@ -98,11 +102,11 @@ class Feedback(Part):
         return None
 
     def forgone(self, left: Array) -> Array:
-        """Return the part of `left`, p - C(p), that is never sent later."""
+        """Return what is never sent of `left`, the values that the compressor left out."""
         return 0 * left
 
     def imbalance(self, terms: LawTerms) -> Array:
-        """Return a vector that is zero if this feedback's law holds."""
+        """Return the difference of the two sides of this feedback's law: zero if the law holds."""
         raise NotImplementedError
 
 
@@ -124,8 +128,9 @@ class NoFeedback(Feedback):
 class ErrorFeedback(Feedback):
     """Keeps what was not sent in a residual and adds it to the next update; `decay` shrinks the residual.
 
-    p = g + e and e_next = decay * (p - C(p)). With decay = 1 these are lines 12 and 15 of Algorithm 1. A
-    decay below 1 keeps the residual e from growing, and drops (1 - decay) (p - C(p)) for good in every round.
+    The client adds its residual e to its update g, compresses p = g + e to C(p), and keeps
+    e_next = decay * (p - C(p)). With decay = 1 these are lines 12 and 15 of Algorithm 1. A decay below 1
+    keeps the residual from growing, but drops (1 - decay) (p - C(p)) for good in every round.
     """
 
     name: ClassVar[str] = "ef"
@@ -151,10 +156,11 @@ class ErrorFeedback(Feedback):
 
 @dataclass(frozen=True)
 class EF21(Feedback):
-    """Sends the difference of a client's update and h, the estimate of it that client and server both keep.
+    """Sends how a client's update differs from h, an estimate of it that client and server both keep.
 
-    p = g - h and h_next = h + C(p). The server's update is the mean of h over all clients, including those
-    that sent nothing in this round. If a payload gets lost, it is subtracted from h (Richtarik et al., 2021).
+    The client compresses p = g - h, where g is its update, to C(p). Then h_next = h + C(p). The server
+    applies the mean of h over all clients, including those that sent nothing in this round. If a payload gets
+    lost, the client subtracts the payload from h (Richtarik et al., 2021).
 
     >>> import numpy as np
     >>> from cfedavg.compress import parse
@@ -180,7 +186,10 @@ class EF21(Feedback):
         return minus(memory, sent)
 
     def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
-        """Return the mean and the sum of h over all clients; the sum stays right when a client joins."""
+        """Return the mean of h over all clients, and the sum of h as the server's next memory.
+
+        The sum, unlike the mean, stays right when a client joins.
+        """
         total = weights.arrived * mean_sent
         total = total if memory is None else memory + total
         return total / weights.everyone, total

@@ -80,7 +80,7 @@ def resnet18(shape: Shape, classes: int) -> nn.Module:
 
 
 def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
-    """Build ResNet-18 with group norm (32 groups) instead of batch norm, so no buffers are averaged."""
+    """Build ResNet-18 with group norm (32 groups), which has no running statistics to average."""
     return _resnet18(shape, classes, lambda channels: nn.GroupNorm(32, channels))
 
 
@@ -94,13 +94,14 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 
 
 def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
-    """Return the model that `name` names: one of MODELS or a user's `module:factory`.
+    """Build a model: `name` is one of MODELS, or `module:factory` for a user's own function.
 
     The initial weights are drawn on the CPU from `seed`.
     """
     factory = load(name, "model") if ":" in name else MODELS.get(name)
     if factory is None:
-        raise InputError(f"`model` must be {', '.join(MODELS)} or module:factory, got {name!r}")
+        known = ", ".join(MODELS)
+        raise InputError(f"`model` must be {known}, or your own function as module:factory, got {name!r}")
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, nn.Module)):
         raise InputError(f"`model`: {name} must be a function of (shape, classes) or a torch.nn.Module class")
     with torch.random.fork_rng(devices=[]):

@@ -14,16 +14,17 @@ from cfedavg.core.parts import Part, Range, Registry, argument
 from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerSGD
 
 Fact = TypeVar("Fact")
-UNKNOWN = 2**53  # stands for K_i of a real client with a deadline: its speed is not known before the run
+UNKNOWN = 2**53  # stands for the local steps of a real client with a deadline: its speed is not known yet
 _above_0 = partial(argument, "a finite number above 0", lambda number: 0 < number < math.inf)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The facts that a schedule may use: the user's eta_L, T rounds, K, K_min, m clients a round, and L.
+    """What a schedule may use: the option `eta_local`, T rounds, m clients a round, K, K_min and L.
 
-    K, the number of local steps, is None if clients differ in it. K_min is the least K_i; None if it is not
-    known before the run. L is the smoothness constant.
+    K is the number of local steps of every client; None if clients differ. K_min is the smallest number of
+    local steps of any client; None if it is not known before the run. L is the smoothness constant; None if
+    it is not given.
     """
 
     eta_local: float
@@ -44,7 +45,7 @@ class Schedule(Part):
         raise NotImplementedError
 
     def eta(self, s: Setting) -> float | None:
-        """Return the global rate that the schedule prescribes, or None."""
+        """Return eta, the server's rate, if the schedule sets it, else None."""
         return None
 
     def _need(self, fact: Fact | None, what: str) -> Fact:
@@ -53,7 +54,7 @@ class Schedule(Part):
         return fact
 
     def _L(self, s: Setting) -> float:
-        return self._need(s.L, "`smoothness`, the constant L")
+        return self._need(s.L, "`smoothness`, the constant L; set it")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Decaying(Schedule):
-    """A local rate that falls with round t: eta_L / sqrt(1 + t/a)."""
+    """A local rate that falls with the round t: the option `eta_local` / sqrt(1 + t/a)."""
 
     name: ClassVar[str] = "decaying"
     a: float = _above_0(1.0)
@@ -79,7 +80,10 @@ class Decaying(Schedule):
 
 @dataclass(frozen=True)
 class Corollary1(Schedule):
-    """The rates of Corollary 1, equal in all T rounds: eta_L = 1/(sqrt(T) K L), eta = sqrt(K m)."""
+    """The rates of Corollary 1, equal in all T rounds: eta_L = 1/(sqrt(T) K L), eta = sqrt(K m).
+
+    Every client does K local steps, m clients take part in a round, and L is the smoothness constant.
+    """
 
     name: ClassVar[str] = "corollary1"
     update: ClassVar[str | None] = "sum"
@@ -97,7 +101,10 @@ class Corollary1(Schedule):
 
 @dataclass(frozen=True)
 class Corollary2(Corollary1):
-    """The rates of Corollary 2 for any number of rounds: eta_L = 1/(sqrt(t + a) K L), eta = sqrt(K m)."""
+    """The rates of Corollary 2, which fall with round t: eta_L = 1/(sqrt(t + a) K L), eta = sqrt(K m).
+
+    They do not depend on the number of rounds. K, m and L are as in Corollary 1.
+    """
 
     name: ClassVar[str] = "corollary2"
     a: float = _above_0(1.0)
@@ -110,8 +117,8 @@ class Corollary2(Corollary1):
 class Corollary3(Schedule):
     """The rates of Corollary 3 for clients that differ in K_i: eta_L = 1/(sqrt(T) L), eta = sqrt(K_min m).
 
-    K_min is the least K_i. `k_min`, if given, is used instead; it is needed if K_min is not known before the
-    run, and must be at most K_min.
+    Client i does K_i local steps, and K_min is the smallest K_i. The argument `k_min` replaces K_min. It is
+    needed if K_min is not known before the run, and must be at most K_min. T, m and L are as in Corollary 1.
     """
 
     name: ClassVar[str] = "corollary3"
@@ -125,12 +132,13 @@ class Corollary3(Schedule):
         k_min = self.k_min or s.K_min
         if k_min is None:
             raise InputError(
-                "`schedule` corollary3 must name the least number of local steps of a client, as in "
-                "corollary3(k_min=5): a `deadline` without `steps_per_second` does not determine it"
+                "`schedule` corollary3 needs k_min, the smallest number of local steps of a client, since a "
+                "`deadline` without `steps_per_second` does not tell it; write, for example, "
+                "corollary3(k_min=5)"
             )
         if s.K_min is not None and k_min > s.K_min:
             raise InputError(
-                f"`schedule` corollary3: k_min must be at most {s.K_min}, the least number of local steps "
+                f"`schedule` corollary3: k_min must be at most {s.K_min}, the smallest number of local steps "
                 f"of a client, got {k_min}"
             )
         return math.sqrt(k_min * s.m)
@@ -141,10 +149,10 @@ SCHEDULES: Registry[Schedule] = Registry("schedule", Schedule, {each.name: each 
 
 
 class Steps:
-    """The number of local steps K_i of each client and round, as the configuration says.
+    """The number of local steps K_i of each client i in each round, as the configuration says.
 
-    K_i is fixed, given per client, drawn from a range, or follows from epochs or from a deadline.
-    `samples[i]` is the size of client i's data set; `speed[i]` is in steps per second.
+    K_i is the same for all, given per client, drawn from a range in each round, or it follows from epochs or
+    from a deadline. `samples[i]` is the size of client i's data set, `speed[i]` its local steps per second.
     """
 
     def __init__(self, config: Config, samples: list[int], speed: list[float]) -> None:
@@ -167,7 +175,7 @@ class Steps:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the largest number of local steps that any client can do in any round."""
+        """The smallest and the largest number of local steps that any client can do in any round."""
         return int(self._range.low), int(self._range.high)
 
     @property
@@ -178,27 +186,28 @@ class Steps:
 
     @property
     def _busy(self) -> list[int]:
-        """K_i of each client with at least one step; empty if K_i is not given per client."""
+        """The clients' numbers of local steps, without zeros; empty if they are not fixed per client."""
         return [int(K) for K in self._range.each if K > 0]
 
     @property
     def least(self) -> int | None:
-        """The least K_i among clients with at least one step; None if it is not known before the run."""
+        """The smallest number of local steps of a client, zeros aside; None if not known before the run."""
         low = min(self._busy, default=self.bounds[0])
         return low if low < UNKNOWN else None
 
     @property
     def mean(self) -> float:
-        """The mean K_i over clients with at least one step."""
+        """The mean number of local steps of a client, over the clients that do at least one step."""
         busy = self._busy
         return sum(busy) / len(busy) if busy else self._range.mean()
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rates of a run: a schedule with its setting, the kind of update, and the global rate eta.
+    """The learning rates of a run: a schedule of local rates with its setting, and the server's rate eta.
 
-    The server multiplies the mean update by `scale` before the step of its optimiser.
+    `update` is "sum" or "mean": line 10 or 11 of Algorithm 1. The server multiplies the mean update by
+    `scale` before the step of its optimiser.
     """
 
     schedule: Schedule
@@ -213,10 +222,11 @@ class Rates:
 
 
 def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates:
-    """Return the rates of a run; refuse options that contradict each other.
+    """Return the learning rates of a run; raise InputError if options contradict each other.
 
-    If `update` is auto, it becomes sum (line 10) if all K_i are equal, else mean (line 11). With mean, the
-    default eta or `scale` undoes the division by K_i.
+    If the option `update` is auto, the schedule decides. If the schedule allows both, `update` becomes sum
+    (line 10) if all clients do equally many local steps, else mean (line 11). With mean, clients divide their
+    updates by their local steps; the default eta, or `scale`, makes up for this.
     """
     optimiser = SERVER_OPTIMISERS.parse(config.server_optimiser)
     schedule = SCHEDULES.parse(config.schedule)

@@ -30,9 +30,9 @@ _FORMS = (
 
 
 class Samples(Protocol):
-    """The interface of a data set: `len` gives its size, and `batch(rows)` the samples at `rows`.
+    """The interface of a data set: `len` gives the number of samples, `batch(rows)` the samples at `rows`.
 
-    If its samples never change, a data set may have an attribute `fixed = True`; a GPU then keeps them.
+    A data set whose samples never change may have the attribute `fixed = True`: a GPU then keeps the samples.
     """
 
     def __len__(self) -> int: ...
@@ -47,7 +47,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def accuracy(model: nn.Module, batch: Batch) -> Tensor:
-    """Return 1 for each sample of (inputs, labels) that the model classifies right, else 0.
+    """Return a number for each sample of a batch (inputs, labels): 1 if the model is right, else 0.
 
     This is the default metric.
     """
@@ -66,9 +66,12 @@ class Task:
     `loss(model, batch)` gives the mean loss of a batch. `metric(model, batch)` gives a number for each
     sample, or one number for the batch. The metric is recorded under `test_` and the function's name.
     `test_parts[i]`, if given, lists the rows of `test` that belong to client i. A run prints `note` at its
-    start. Reports call the task `name`. `version`, if given, replaces the data in the fingerprint. Give a
-    version if the data depend on the seed: reports then group runs that differ in the seed. Also give a
-    version if samples change at random when they are read: else only their class and number count.
+    start. `name` is the task's name in reports.
+
+    Two runs have the same task if its fingerprint, a hash of model, loss, metric and data, is the same.
+    `version`, if given, is hashed in the place of the data. Give a version if the data depend on the seed:
+    reports then group runs that differ in the seed. Also give a version if samples change at random when they
+    are read: without one, only the data set's class and size are hashed.
 
     >>> task = Task(nn.Linear(2, 3), clients=[(torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]))] * 5)
     >>> len(task.clients), len(task.clients[0]), task.name
@@ -109,12 +112,12 @@ class Task:
 
     @cached_property
     def prints(self) -> tuple[str, str]:
-        """The fingerprint of the model, loss and metric, and the fingerprint of the data."""
+        """Two fingerprints: that of the model, loss and metric, and that of the data."""
         return fingerprint_model(self.model, self.loss, self.metric), fingerprint_content(self, self.version)
 
     @property
     def fingerprint(self) -> str:
-        """A text that is equal for tasks of equal model, loss, metric and data; weights do not count."""
+        """A text that is equal for tasks with the same model, loss, metric and data, whatever the weights."""
         return "-".join(self.prints)
 
 
@@ -176,14 +179,14 @@ def as_samples(data: Any, where: str) -> Samples:
 
 
 def fingerprint_content(task: Task, version: str = "") -> str:
-    """Return the fingerprint of a task's data; `version`, if given, is hashed in their place."""
+    """Return the fingerprint of a task's data; `version`, if given, is hashed in the place of the data."""
     samples = [*task.clients, *([] if task.test is None else [task.test])]
     given = [each.given if isinstance(each, Tensors | Collated) else each for each in samples]
     return wrap_errors(fingerprint_data, "Task.clients: the data cannot be read")(given, version)
 
 
 def wrap_errors(call: Callable[Given, Found], what: str) -> Callable[Given, Found]:
-    """Return a function that calls `call` and turns its errors into an InputError beginning with `what`."""
+    """Return a function that calls `call` and turns its errors into InputErrors that start with `what`."""
 
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Found:
         try:
@@ -197,7 +200,7 @@ def wrap_errors(call: Callable[Given, Found], what: str) -> Callable[Given, Foun
 
 
 def check_number(value: Any) -> None:
-    """Raise an InputError if a loss is not a 0-D tensor of real numbers."""
+    """Raise an InputError if a loss is not one real number, a tensor of shape []."""
     if not isinstance(value, Tensor) or value.dim() or value.is_complex():
         complex_ = " of complex numbers" if isinstance(value, Tensor) and value.is_complex() else ""
         raise InputError(
@@ -207,17 +210,17 @@ def check_number(value: Any) -> None:
 
 
 def check_loss(value: Any) -> None:
-    """Raise an InputError if a loss is not a 0-D tensor with a gradient."""
+    """Raise an InputError if a loss is not one real number, a tensor of shape [], with a gradient."""
     check_number(value)
     if not value.requires_grad:
         raise InputError(
-            "Task.loss must return a number with a gradient, got one without; compute it from the model's "
-            "output, without `detach`, `item` or `torch.no_grad`"
+            "Task.loss must return a number with a gradient, got one without; compute the loss from the "
+            "model's output, without `detach`, `item` or `torch.no_grad`"
         )
 
 
 def check_labels(task: Task, batch: Batch) -> None:
-    """Raise an InputError if the task's loss is the default one and does not fit the batch."""
+    """Raise an InputError if the task has the default loss, cross_entropy, and the batch does not suit it."""
     if task.loss is not cross_entropy:
         return
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
@@ -248,7 +251,10 @@ def _check_model(model: Any) -> None:
                 f"Task.model must have real parameters, got complex {name!r}; use torch.view_as_real"
             )
         if p.is_meta:
-            raise InputError(f"Task.model must have values in all parameters; {name!r} is on the meta device")
+            raise InputError(
+                f"Task.model must have values in all parameters, but {name!r} is on the meta device; "
+                "make the model on the CPU"
+            )
 
 
 def _read_clients(clients: Any) -> list[Samples]:

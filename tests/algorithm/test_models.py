@@ -40,7 +40,7 @@ def test_group_norm_has_no_buffers() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("vgg", "`model` must be cnn, .* or module:factory, got 'vgg'"),
+        ("vgg", "`model` must be cnn, .* as module:factory, got 'vgg'"),
         ("nowhere:factory", "`model`: cannot import 'nowhere'"),
         ("tests.algorithm.test_models:missing", "has no 'missing'"),
         ("tests.algorithm.test_models:not_a_model", "must return a torch.nn.Module, got int"),

@@ -459,7 +459,7 @@ def test_a_round_without_replies_leaves_the_servers_memory() -> None:
         ),
         ("local_optimiser", "clip(0) >> sgd", "c must be a finite number above 0, got 0"),
         ("local_optimiser", "clip(1)", "must end with an optimiser, as in clip\\(1\\) >> sgd"),
-        ("local_optimiser", "sgd >> clip(1) >> sgd", "must have no sgd before the last part"),
+        ("local_optimiser", "sgd >> clip(1) >> sgd", "must have one optimiser, as its last part, but sgd is"),
         ("local_optimiser", "rmsprop", "unknown name 'rmsprop'; there are adamw, clip, prox, sgd"),
         ("local_optimiser", "tests.own_parts:CAFe", "must be a subclass of cfedavg.optimise.local.LocalPart"),
         ("local_optimiser", " >> ".join(["clip(1)"] * 8 + ["sgd"]), "must have at most 8 names"),

@@ -72,7 +72,7 @@ def test_corollary_3_asks_for_what_no_plan_knows() -> None:
         steps = Steps(config, SAMPLES, [math.inf] * 3)
         assert (steps.least, steps.equal) == (None, None)
         if eta is None:
-            with pytest.raises(InputError, match=r"must name the least number .* corollary3\(k_min=5\)"):
+            with pytest.raises(InputError, match=r"needs k_min, the smallest .* corollary3\(k_min=5\)"):
                 resolve_rates(config, steps, 3)
         else:
             assert resolve_rates(config, steps, 3).eta == pytest.approx(eta)
@@ -116,7 +116,7 @@ def test_line_and_global_rate(options: dict[str, object], update: str, eta: floa
         ({"schedule": "corollary3(k_min=0)"}, "k_min must be a whole number of 1 or more, got 0"),
         (
             {"schedule": "corollary3(k_min=5)", "smoothness": 1.0, "local_steps": "4..9"},
-            "k_min must be at most 4, the least number of local steps of a client, got 5",
+            "k_min must be at most 4, the smallest number of local steps of a client, got 5",
         ),
         ({"schedule": "decaying(a=0)"}, "a must be a finite number above 0, got 0"),
         ({"schedule": "decaying(a=1e999)"}, "a must be a finite number above 0, got inf"),

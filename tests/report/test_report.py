@@ -134,7 +134,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="it is a file"):
         read_run(tmp_path / "file")
     folder = make_run(tmp_path / "a", [])
-    with pytest.raises(InputError, match=rf"it has no config\.toml; runs in it are {tmp_path}/a$"):
+    with pytest.raises(
+        InputError, match=rf"no config\.toml; give the run folders in it, such as {tmp_path}/a$"
+    ):
         read_run(tmp_path)
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(InputError, match=r"a is not a run folder: it has no metrics\.jsonl"):

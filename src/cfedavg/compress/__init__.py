@@ -50,7 +50,8 @@ def parse(
     """Return the compressor that a text names: `none`, `topk(0.99) >> bf16`, `qsgd(16)`, `my.module:Mine(3)`.
 
     A text may name any module, which is then imported. Give `trust=False` for a text from somebody else: the
-    text may then name only the stages of this package and the classes in `own`, and nothing is imported.
+    text may then name only selectors and quantisers of this package and the classes in `own`, and nothing is
+    imported. Errors call the text `field`.
 
     >>> str(parse("topk(0.99, per_tensor=true)>>int8(64)"))
     'topk(0.99, per_tensor=true) >> int8(64)'
@@ -64,4 +65,7 @@ def parse(
             return Compressor(selector)
         case [Selector() as selector, Quantiser() as quantiser]:
             return Compressor(selector, quantiser)
-    raise InputError(f"`{field}`: {text!r} must be a selector, a quantiser, or selector >> quantiser")
+    raise InputError(
+        f"`{field}`: {text!r} must be a selector, a quantiser, or selector >> quantiser, as in "
+        "topk(0.99) >> bf16"
+    )

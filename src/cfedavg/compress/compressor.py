@@ -8,10 +8,10 @@ values are orthogonal to the error of the quantiser, and the SNRs of selector an
 
     1/gamma = 1/gamma_s + 1/gamma_q - 1/(gamma_s * gamma_q).
 
-Both stages work on a block of n clients at once: p has shape (n, d), as a NumPy array or a torch tensor. Sums
-are in float64 and in a fixed order. So the result is the same, bit for bit, for a block or single vectors,
-for NumPy or torch, and on a CPU or a GPU. docs/compressors.md shows how to write your own selector or
-quantiser.
+Selector and quantiser work on a block of n clients at once: p has shape (n, d), a vector of length d for each
+client, as a NumPy array or a torch tensor. Sums are in float64 and in a fixed order. So the result is the
+same, bit for bit, for a block or single vectors, for NumPy or torch, and on a CPU or a GPU.
+docs/compressors.md shows how to write your own selector or quantiser.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stage(Part):
 
 
 class Selection(NamedTuple):
-    """The coordinates and values that a block of clients keeps; the fields are as in Payload."""
+    """The coordinates and values that a selector keeps, for a block of clients; fields are as in Payload."""
 
     offsets: Array
     indices: Array | None
@@ -53,11 +53,15 @@ class Selector(Stage):
     """The base class of selectors, which choose coordinates. A subclass must define `keep` and `gamma`."""
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
-        """Return booleans of shape (n, d): true at the coordinates of p that each client keeps in round t."""
+        """Return booleans of the shape of p, true at the coordinates that are kept in round t.
+
+        p has shape (n, d): a vector of length d for each of n clients. Random choices of a client must be
+        drawn from its key.
+        """
         raise NotImplementedError
 
     def gamma(self, layout: Layout) -> float:
-        """Return the SNR (Definition 1) that the selector guarantees in every round."""
+        """Return the SNR gamma (Definition 1) that the selector guarantees in every round."""
         raise NotImplementedError
 
     def most(self, layout: Layout) -> int:
@@ -65,7 +69,7 @@ class Selector(Stage):
         return layout.d
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        """Return the coordinates of p that `keep` chooses; raise NotFinite if p holds NaN or Inf."""
+        """Return the coordinates and values of p that `keep` chooses; raise NotFinite if p has NaN or Inf."""
         check_finite(p)
         keep = self.keep(p, keys, layout, t)
         return Selection(offsets_of(keep.sum(-1)), arrays.columns(keep), p[keep])
@@ -80,11 +84,14 @@ class Quantiser(Stage):
     rounds_values: ClassVar[bool] = True  # whether quantising changes float32 values
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
-        """Return the encoded values. The values of client c are values[offsets[c]:offsets[c+1]]."""
+        """Return the values of a block of clients, encoded.
+
+        The values of client c are values[offsets[c]:offsets[c+1]]; its random choices are drawn from keys[c].
+        """
         raise NotImplementedError
 
     def gamma(self, n: int) -> float:
-        """Return the SNR (Definition 1) that the quantiser guarantees for at most n values of a client."""
+        """Return the SNR gamma (Definition 1) that the quantiser guarantees if a client sends n values."""
         raise NotImplementedError
 
 
@@ -99,7 +106,11 @@ class Compressor:
         return " >> ".join(map(str, self.stages))
 
     def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
-        """Return the payload C(p) in round t, of a vector (d,) with one key or a block (n, d) with n keys."""
+        """Return C(p), the payload of p in round t.
+
+        p has shape (d,) for one client with one key, or (n, d) for a block of n clients with n keys. Random
+        draws depend on the key. Without a layout, a vector counts as one tensor.
+        """
         block = p[None] if p.ndim == 1 else p
         keys = np.array([keyed.signed(key)]) if isinstance(key, int) else key.reshape(-1)
         if len(keys) != len(block):
@@ -121,7 +132,7 @@ class Compressor:
         return Payload(block.shape[1], offsets, indices, values, mask)
 
     def gamma(self, layout: Layout) -> float:
-        """Return the SNR that both stages together guarantee, if no value underflows."""
+        """Return the SNR that selector and quantiser together guarantee, if no value underflows."""
         lost = 1 / self.selector.gamma(layout)
         if self.quantiser is not None:
             rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
@@ -130,7 +141,7 @@ class Compressor:
 
     @property
     def rounds_values(self) -> bool:
-        """Whether the quantiser rounds float32 values, that is, changes them."""
+        """Whether there is a quantiser that changes float32 values by rounding them."""
         return self.quantiser is not None and self.quantiser.rounds_values
 
     @property
@@ -140,7 +151,7 @@ class Compressor:
 
 
 def values_of(payload: Payload) -> Array:
-    """Return the values of a payload as the receiver decodes them, in floating point."""
+    """Return a payload's values in floating point, as the receiver decodes them."""
     values = payload.values
     if isinstance(values, Floats):
         return arrays.from_bf16(values.data) if values.dtype == "bf16" else values.data
@@ -150,7 +161,7 @@ def values_of(payload: Payload) -> Array:
 
 
 def decompress(payload: Payload) -> Array:
-    """Return the dense vectors that a payload of n clients stands for, shape (n, d).
+    """Return a payload of n clients as dense vectors of shape (n, d), with 0 for what was not sent.
 
     >>> from cfedavg.compress import parse
     >>> decompress(parse("topk(0.5)").compress(np.array([1.0, -2.0]), key=0)).tolist()
@@ -165,7 +176,7 @@ def decompress(payload: Payload) -> Array:
 
 
 def plus(p: Array, payload: Payload, sign: int = 1) -> Array:
-    """Return p plus the values of `payload`, times `sign`, for a vector or a block p."""
+    """Return p + sign * payload, where p is one client's vector or a block with a row for each client."""
     values = sign * arrays.cast_like(values_of(payload), p)
     if payload.indices is None:
         return p + values.reshape(p.shape)
@@ -176,12 +187,12 @@ def plus(p: Array, payload: Payload, sign: int = 1) -> Array:
 
 
 def minus(p: Array, payload: Payload) -> Array:
-    """Return p minus the values of `payload`, for a vector or a block p."""
+    """Return p - payload, where p is one client's vector or a block with a row for each client."""
     return plus(p, payload, -1)
 
 
 def check_finite(p: Array) -> None:
-    """Raise NotFinite with the rows of p, shape (n, d), that hold NaN or Inf."""
+    """Raise NotFinite if p, of shape (n, d), holds NaN or Inf; the error lists the rows that do."""
     # Looking only at the minimum and maximum is thirty times as fast on a CPU as looking at each number.
     if math.prod(p.shape) and not all(map(math.isfinite, arrays.extremes(p))):
         rows = module_of(p).isfinite(p).all(-1).tolist()
@@ -189,20 +200,21 @@ def check_finite(p: Array) -> None:
 
 
 def offsets_of(counts: Array) -> Array:
-    """Return the offset of each client's first value, and the total, given the clients' counts of values."""
+    """Return the offset of each client's first value, then the total; `counts` are the values per client."""
     return module_of(counts).concatenate([zeros(1, counts), counts.cumsum(0)])
 
 
 def client_of_value(offsets: Array) -> Array:
-    """Return, for each value, the row of its client in the block."""
+    """Return for each value the row of its client, given the offset of each client's first value."""
     return arrays.repeat(offsets[1:] - offsets[:-1])
 
 
 class Blocks:
-    """Groups of values that share a scale. The values of all clients lie in a 1-D array, client after client.
+    """Blocks: up to `block` consecutive values of a client, which share a scale.
 
-    If all clients have equally many values, as without a selector, the array is reshaped to a matrix; else
-    indices are computed.
+    The values of all clients lie in one 1-D array, client after client. If `block` is 0, each client has one
+    block. If all clients have equally many values, as without a selector, the array is reshaped to a matrix;
+    otherwise the place of each value is computed.
     """
 
     def __init__(self, offsets: Array, block: int) -> None:
@@ -226,7 +238,7 @@ class Blocks:
         return matrix
 
     def spread(self, of_block: Array) -> Array:
-        """Return an array with an entry for each value: the entry of `of_block` for the value's block."""
+        """Return a 1-D array with an entry for each value: the entry of `of_block` for the value's block."""
         if self.each is not None:
             rows = of_block.reshape(len(self.counts), -1, 1)
             shape = (*rows.shape[:2], self.width)
@@ -235,7 +247,7 @@ class Blocks:
         return of_block[self._places[2]]
 
     def draws(self, keys: Array) -> Array:
-        """Return a pseudo-random number in [0, 1) for each value, drawn from its client's key."""
+        """Return a pseudo-random number in [0, 1) for each value, drawn from the key of its client."""
         if self.each is not None:
             drawn = keyed.bits53(keys[:, None], arange(self.each, keys)).reshape(-1)
         else:
@@ -245,7 +257,7 @@ class Blocks:
 
     @cached_property
     def _places(self) -> tuple[Array, Array, Array]:
-        """The client of each value, the value's position among its client's values, and its block."""
+        """For each value: its client, its position among the client's values, and its block (3 arrays)."""
         client = client_of_value(self.offsets)
         position = arange(len(client), client) - self.offsets[client]
         return client, position, offsets_of(self.per_client)[client] + position // self.width

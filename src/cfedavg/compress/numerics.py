@@ -1,11 +1,11 @@
 """Sums and the k largest entries, with the same bits for NumPy and torch, on a CPU and on a GPU.
 
-`find_largest` does on one core what torch.topk does, many times as fast. Read as integers, the bits of
-magnitudes have the order of the magnitudes. `find_bound` counts a sample of the entries in bins by their
-leading bits. From the counts follows a bound that about k entries reach. `collect` finds the entries that
-reach the bound; if there are fewer than k, all entries are counted for a safe bound. `pick` selects the k
-largest of these entries by a radix select. The bits of NaN and infinity are larger than those of all finite
-numbers, so `pick` finds them too.
+`find_largest` does on one core what torch.topk does, many times as fast. It compares magnitudes by their
+bits: read as integers, these have the same order. `find_bound` counts a sample of the entries in bins, by
+their leading bits. From the counts it computes a bound, a magnitude that somewhat more than k entries should
+reach. `collect` finds the entries that reach the bound. If these are fewer than k, `find_bound` computes a
+lower bound, at last one from all entries. `pick` selects the k largest of the found entries by a radix
+select. The bits of NaN and infinity are larger than those of all finite numbers, so `pick` finds them too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INFINITY = {dtype: int(np.array(np.inf, dtype).view(bits)) for dtype, bits in _
 
 
 def normalise_rows(magnitude: Array) -> Array:
-    """Return magnitudes in float64, divided by the largest of their row so that squares do not overflow."""
+    """Divide each row of magnitudes by its largest, so that squares do not overflow; return float64."""
     xp = module_of(magnitude)
     top = cast(xp.amax(magnitude, axis=-1, keepdims=True), "float64")
     return cast(magnitude, "float64") / xp.where(top > 0, top, 1.0)
@@ -34,9 +34,10 @@ def normalise_rows(magnitude: Array) -> Array:
 def row_sums(values: Array) -> Array:
     """Return the sums over the last axis, with the same bits on every device.
 
-    A row is folded in two at a power of two until one number is left. The sums of NumPy and torch depend in
-    their last bits on the device and on the number of threads and rows. Here the order of additions depends
-    on the length of a row only, and zeros at the end of a row do not change the sum.
+    The sums of NumPy and torch depend in their last bits on the device and on the number of threads and rows.
+    Here a row is cut at the largest power of two below its length, the second piece is added to the first,
+    and so on until one number is left. So the order of additions depends on the length of a row only, and
+    zeros at the end of a row do not change the sum.
     """
     while (width := values.shape[-1]) > 1:
         half = 1 << (width - 1).bit_length() - 1
@@ -48,7 +49,8 @@ def row_sums(values: Array) -> Array:
 def prefix_sums(values: Array) -> Array:
     """Return the cumulative sums over the last axis, with the same bits on every device.
 
-    Entries 1, 3, 5 ... are the cumulative sums of pairs. Every other entry is the one before it plus a value.
+    Neighbours are added to pairs. The cumulative sums of the pairs are entries 1, 3, 5 and so on of the
+    result. Each entry between them is the entry before it plus one value.
     """
     if (width := values.shape[-1]) < 2:
         return values
@@ -59,9 +61,9 @@ def prefix_sums(values: Array) -> Array:
 
 
 def find_largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
-    """Return the increasing indices of the k largest magnitudes, and whether all values are finite.
+    """Return the indices of the k largest magnitudes in increasing order, and whether all values are finite.
 
-    Of equal magnitudes, the lowest index is taken.
+    Of equal magnitudes, those at lower indices are taken first.
 
     >>> find_largest(np.array([3.0, -1.0, 4.0, 1.0, -4.0], np.float32), 2)
     (array([2, 4]), True)
@@ -82,10 +84,11 @@ def find_largest(values: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
 
 @kernel
 def find_bound(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) -> Int:
-    """Return the bits of a magnitude that at least k entries reach.
+    """Return a bound, the bits of a magnitude that at least k entries reach; `bits` are those of the entries.
 
-    If `stride` is LINE, all entries are counted and the bound is certain. Else one line in each `stride`
-    entries is counted and the bound is likely; a larger `slack` gives a lower, more likely bound.
+    If `stride` is LINE, all entries are counted and the bound is certain. Otherwise LINE of every `stride`
+    entries are counted, and fewer than k entries may reach the bound. A larger `slack` gives a lower bound,
+    which is safer. `width` is the number of bits of an entry without the sign.
     """
     d, seen, shift = len(bits), 0, np.uint8(width - BINS)
     leading = np.empty((d // stride + 1) * LINE, np.int32)
@@ -109,7 +112,7 @@ def find_bound(bits: np.ndarray, k: Int, stride: Int, slack: Int, width: Int) ->
 def collect(values: np.ndarray, bound: float, found: np.ndarray) -> Int:
     """Fill `found` with the indices of entries whose magnitude is not below `bound`; return their number.
 
-    `found` must have room for d + 8 indices.
+    `found` must have room for 8 more indices than there are entries.
     """
     d, n = len(values), 0
     reached = np.zeros(d // 8 * 8 + 8, np.uint8)
@@ -126,16 +129,19 @@ def collect(values: np.ndarray, bound: float, found: np.ndarray) -> Int:
 
 @kernel
 def pick(bits: np.ndarray, found: np.ndarray, width: Int, indices: np.ndarray) -> Int:
-    """Fill `indices` with the entries of `found` of largest magnitude; return the bits of the largest.
+    """Fill `indices` with those of `found` that have the largest magnitudes; return the largest's bits.
 
-    Of equal magnitudes, the lowest index is taken.
+    `found` holds indices of entries, whose bits are in `bits`. `width` is the number of bits without the
+    sign. Of equal magnitudes, those at lower indices are taken first.
     """
     magnitudes, top = np.empty(len(found), np.int64), 0
     for i in range(len(found)):
         magnitudes[i] = np.int64(bits[found[i]]) & ((1 << width) - 1)
         top = max(top, magnitudes[i])
     smallest, wanted, below = 0, len(indices), width
-    while below > 0:  # the bits of the k-th largest above `below` are known; `wanted` entries share them
+    # The k-th largest magnitude is known down to bit `below`. Of the entries with the same bits down to
+    # there, the `wanted` largest belong to the k largest.
+    while below > 0:
         digit = min(DIGIT, below)
         below -= digit
         bins = np.zeros(1 << DIGIT, np.int64)

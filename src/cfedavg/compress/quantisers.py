@@ -15,7 +15,8 @@ from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, 
 from cfedavg.core.parts import argument
 from cfedavg.core.payload import Floats, Levels
 
-# The SNR of a single value: its scale is rounded to float32 (2^48), less 2 bits for the arithmetic around it.
+# The SNR of a single value, whose only error is the rounding of its scale to float32: 2^48, less 2 bits for
+# the arithmetic around it.
 ONE_SCALE = 2.0**46
 _block = partial(argument, "from 1 to 2^31 - 1", lambda block: 1 <= block < 2**31, 256, integer=True)
 
@@ -36,7 +37,7 @@ class FP32(Quantiser):
 
 @dataclass(frozen=True)
 class BF16(Quantiser):
-    """bf16, the upper half of a float32, correctly rounded: the relative error is at most 2^-8."""
+    """bf16, the upper 16 bits of a float32, correctly rounded: the relative error is at most 2^-8."""
 
     name: ClassVar[str] = "bf16"
 
@@ -50,10 +51,11 @@ class BF16(Quantiser):
 
 @dataclass(frozen=True)
 class IntBlocks(Quantiser):
-    """b-bit integers from -top to top, top = 2^(b-1) - 1, with a float32 scale for each block of values.
+    """Integers of `bits` bits, times a float32 scale for each block of `block` values.
 
-    The error of a value is at most half a step, and at most the value itself. So the worst block is one
-    large value among values of half a step: gamma = 1 + 4 top^2 / (block - 1).
+    The integers are from -top to top, where top = 2^(bits - 1) - 1. Rounding changes a value by at most half
+    a scale, and by at most the value itself. In the worst block, one value is large and all others are half a
+    scale. So the SNR is gamma = 1 + 4 top^2 / (block - 1).
     """
 
     bits: int = argument("from 2 to 8", lambda bits: 2 <= bits <= 8, integer=True)
@@ -81,7 +83,10 @@ class IntBlocks(Quantiser):
 
 @dataclass(frozen=True)
 class Sign(Quantiser):
-    """The sign of each value, and one scale for each client, the mean magnitude; gamma = n / (n - 1)."""
+    """The sign of each value and, for each client, one scale: the mean magnitude of its values.
+
+    If a client sends n values, the SNR is gamma = n / (n - 1).
+    """
 
     name: ClassVar[str] = "sign"
 
@@ -97,11 +102,12 @@ class Sign(Quantiser):
 
 @dataclass(frozen=True)
 class QSGD(Quantiser):
-    """Random rounding of each value to a multiple of its block's norm / s.
+    """Random rounding of each value to a multiple of norm / s, where norm is that of the value's block.
 
-    Unbiased QSGD has E|C(v)|^2 = beta |v|^2, which violates Definition 1 if beta > 2. Here C(v) is divided by
-    beta, the best factor: E|C(v)/beta - v|^2 = (1 - 1/beta) |v|^2. Each block's transmitted scale includes
-    1/beta. gamma holds for the worst block, which has beta - 1 <= min(n / 4s^2, sqrt(n) / s).
+    For a block v of n values, unbiased QSGD has E|C(v)|^2 = beta |v|^2 with a beta that depends on v. If
+    beta > 2, this violates Definition 1. So here C(v) is divided by beta, the best factor:
+    E|C(v)/beta - v|^2 = (1 - 1/beta) |v|^2. The scale that is sent for a block includes this factor. The SNR
+    is that of the worst block, which has beta - 1 <= min(n / (4 s^2), sqrt(n) / s).
     """
 
     name: ClassVar[str] = "qsgd"
@@ -125,7 +131,7 @@ class QSGD(Quantiser):
 
 
 def _ratio(values: Array, scales: Array) -> Array:
-    """Return values / scales, and 0 for 0 / 0."""
+    """Return values / scales, where 0 / 0 gives 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return module_of(values).nan_to_num(values / scales, nan=0.0)
 

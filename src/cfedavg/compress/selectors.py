@@ -42,12 +42,12 @@ class Everything(Selector):
 
 @dataclass(frozen=True)
 class TopK(Selector):
-    """Keeps the coordinates of largest magnitude; ties go to the lowest index.
+    """Keeps the k coordinates of largest magnitude; of equal magnitudes, those at lower indices.
 
-    `comp` is the fraction not sent: k = max(1, round((1 - comp) * d)), gamma = d / (d - k). `least` is a
-    lower bound of k (all d coordinates, if d is smaller): a small model costs little and needs a larger
-    share. With `snr` instead of `comp`, k is the fewest coordinates for which |C(p) - p|^2 <= |p|^2 / snr.
-    With `per_tensor`, k is chosen for each tensor of the model separately.
+    `comp` is the fraction not sent: of d coordinates, k = max(1, round((1 - comp) * d)) are sent, and the SNR
+    is gamma = d / (d - k). With `least`, k is at least `least`, or d if d is smaller: a small model costs few
+    bytes and needs a larger fraction. With `snr` instead of `comp`, k is the smallest number for which
+    |C(p) - p|^2 <= |p|^2 / snr. With `per_tensor`, k is chosen for each tensor of the model separately.
 
     >>> from cfedavg.compress import parse
     >>> payload = parse("topk(0.6)").compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
@@ -63,11 +63,11 @@ class TopK(Selector):
 
     def __post_init__(self) -> None:
         if (self.comp is None) == (self.snr is None):
-            raise InputError("give either comp, as in topk(0.99), or snr, as in topk(snr=1.05)")
+            raise InputError("topk needs either comp, as in topk(0.99), or snr, as in topk(snr=1.05)")
         super().__post_init__()
         check_truth("per_tensor", self.per_tensor)
         if self.snr is not None and self.least > 1:
-            raise InputError("least needs comp, as in topk(0.97, least=10000); it cannot be given with snr")
+            raise InputError("least cannot be given with snr, only with comp, as in topk(0.97, least=10000)")
 
     def __str__(self) -> str:
         return super().__str__().replace("comp=", "")
@@ -117,7 +117,7 @@ class TopK(Selector):
 
 @dataclass(frozen=True)
 class RandomDropping(Selector):
-    """Keeps each coordinate with probability 1 - comp, without scaling its value; gamma = 1 / comp.
+    """Keeps each coordinate with probability 1 - comp, without scaling its value; the SNR is 1 / comp.
 
     The coordinates are drawn from a key that the receiver knows too, so no indices are sent.
     """
@@ -146,7 +146,10 @@ class RandomDropping(Selector):
 
 @dataclass(frozen=True)
 class Threshold(Selector):
-    """Keeps coordinate j if |p_j| >= lam * |p| / sqrt(d), for lam below 1; gamma = 1 / lam^2."""
+    """Keeps the coordinates of at least `lam` times the root mean square; the SNR is 1 / lam^2.
+
+    Coordinate j of a vector p of length d is kept if |p_j| >= lam * |p| / sqrt(d). `lam` is below 1.
+    """
 
     name: ClassVar[str] = "threshold"
     lam: float = argument(f"from {1 / _LARGE:g} to below 1", lambda lam: 1 / _LARGE <= lam < 1)
@@ -161,11 +164,12 @@ class Threshold(Selector):
 
 @dataclass(frozen=True)
 class Proportional(Selector):
-    """Keeps coordinate j with probability q_j = min(1, c |p_j|), so that (1 - comp) * d are kept on average.
+    """Keeps each coordinate with a probability proportional to its magnitude, but at most 1.
 
-    Large coordinates are always sent, small coordinates rarely. Values are not scaled: by Cauchy-Schwarz
-    sum q p^2 >= |p|^4 / sum(p^2 / q), so for every p the result is at least as close to p as the unbiased
-    values p_j / q_j at their best scale. q_j grows with |p_j|, hence gamma = 1 / comp.
+    Coordinate j of a vector p is kept with probability q_j = min(1, c |p_j|). The factor c is such that
+    (1 - comp) * d of d coordinates are kept on average. Values are not scaled. So the mean squared error is
+    at most that of the unbiased values p_j / q_j at their best scale: sum(q p^2) >= |p|^4 / sum(p^2 / q) by
+    Cauchy-Schwarz. Since q_j grows with |p_j|, the SNR is at least that of random dropping, 1 / comp.
     """
 
     name: ClassVar[str] = "proportional"
@@ -176,9 +180,10 @@ class Proportional(Selector):
         return draws < self.probabilities(normalise_rows(abs(p))) * 2.0**53
 
     def probabilities(self, magnitude: Array) -> Array:
-        """Return the probabilities q for magnitudes of shape (n, d).
+        """Return the probability of each coordinate, for magnitudes of shape (n, d), a row for each client.
 
-        The largest magnitudes have q = 1, as few as possible; for the others q is proportional to magnitude.
+        As few as possible of the largest magnitudes have probability 1. The probabilities of the others are
+        proportional to their magnitudes.
         """
         (n, d), xp = magnitude.shape, module_of(magnitude)
         ascending = arrays.sort_rows(magnitude)
@@ -212,16 +217,16 @@ def _join(pieces: Sequence[Array]) -> Array:
 
 
 def _pick(p: Array, found: list[np.ndarray]) -> Selection:
-    """Return the selection of the indices found[i] in each row i of p."""
+    """Return the selection that keeps the indices found[i] of row i of p, for each i."""
     values = [row[indices] for row, indices in zip(_rows(p), found, strict=True)]
     offsets = np.cumsum([0, *map(len, found)])
     return Selection(place(offsets, p), place(_join(found), p), place(_join(values), p))
 
 
 def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:
-    """Return booleans: true at the k largest magnitudes of each row; `smallest` is the least of these k.
+    """Return booleans that are true at the k largest magnitudes of each row; `smallest` is the k-th largest.
 
-    Of equal magnitudes, the lowest index is taken.
+    Of equal magnitudes, those at lower indices are taken first.
     """
     above, tied = magnitude > smallest, magnitude == smallest
     wanted = k - above.sum(-1)[:, None]

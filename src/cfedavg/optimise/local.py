@@ -1,12 +1,13 @@
-"""Local optimisers: line 8 of Algorithm 1, p - eta_L * g, and other steps in its place.
+"""Local optimisers: a client's step p - eta_L * g (line 8 of Algorithm 1), and other steps in its place.
 
-A step is a pure function of one client's tensors. The sequential and reference engines and the Flower app
-call the step for one client; the batched engine maps it over many clients by `torch.func.vmap`. The state of
-an optimiser is a dict of lists with one tensor for each parameter. The state lasts for one round.
+p are the client's parameters, g is the gradient, and eta_L is the local rate. A step is a pure function of
+one client's tensors. The sequential and reference engines and the Flower app call the step for one client;
+the batched engine maps it over many clients by `torch.func.vmap`. The state of an optimiser is a dict of
+lists with one tensor for each parameter. The state lasts for one round.
 
     sgd(momentum=0.9)      clip(1.0) >> adamw(0.1)      prox(0.01) >> sgd
 
-`clip` and `prox` change gradients. Any number of changes may stand before an optimiser.
+`clip` and `prox` change gradients. Up to 7 such changes may stand before an optimiser.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _at_least_0 = partial(argument, "a finite number of 0 or more", lambda number: 0
 
 
 class LocalPart(Part):
-    """The base class of a chain's parts: a local optimiser, or a change of gradients before it."""
+    """The base class of local optimisers, and of the gradient changes that may stand before them."""
 
-    needs_start: ClassVar[bool] = False  # whether it uses the parameters at the beginning of the round
+    needs_start: ClassVar[bool] = False  # whether the part uses the parameters at the beginning of the round
 
 
 class GradientChange(LocalPart):
-    """The base class of changes of gradients before an optimiser. A subclass must define `change`."""
+    """The base class of parts that change gradients before the optimiser; a subclass defines `change`."""
 
     def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
         """Return the changed gradients; `start` holds the parameters at the beginning of the round."""
@@ -58,13 +59,16 @@ class LocalOptimiser(LocalPart):
         return {}
 
     def step(self, params: Tensors, grads: Tensors, state: State, rate: Rate, start: Tensors) -> Stepped:
-        """Return the next parameters and the next state, without changing the arguments."""
+        """Return the next parameters and the next state, without changing the arguments.
+
+        `rate` is eta_L, the local rate; `start` holds the parameters at the beginning of the round.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Chain(LocalOptimiser):
-    """A local optimiser that first changes the gradients."""
+    """A change of the gradients, and the local optimiser that uses the changed gradients."""
 
     before: GradientChange
     optimiser: LocalOptimiser
@@ -86,7 +90,7 @@ class Chain(LocalOptimiser):
 
 @dataclass(frozen=True)
 class SGD(LocalOptimiser):
-    """p - eta_L * g, the paper's step; momentum, Nesterov and weight decay as in torch.optim.SGD."""
+    """The paper's step, p - eta_L * g; momentum, Nesterov and weight decay are as in torch.optim.SGD."""
 
     name: ClassVar[str] = "sgd"
     examples: ClassVar[tuple[str, ...]] = ("sgd", "sgd(momentum=0.9)")
@@ -150,7 +154,7 @@ def _bias_correction(beta: float, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clip(GradientChange):
-    """Scales a client's gradient down to norm c if its norm over all parameters is larger."""
+    """Scales a client's gradient down to norm c if the gradient's norm, over all parameters, is larger."""
 
     name: ClassVar[str] = "clip"
     examples: ClassVar[tuple[str, ...]] = ("clip(1.0) >> sgd",)
@@ -164,7 +168,7 @@ class Clip(GradientChange):
 
 @dataclass(frozen=True)
 class Prox(GradientChange):
-    """FedProx: adds mu (p - start) to the gradient, which pulls a client back to the round's first model."""
+    """FedProx: adds mu (p - start) to the gradient, which pulls a client back to where its round began."""
 
     name: ClassVar[str] = "prox"
     examples: ClassVar[tuple[str, ...]] = ("prox(0.01) >> sgd",)
@@ -177,7 +181,7 @@ class Prox(GradientChange):
 
 
 def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:
-    """Return p - rate * direction; if `rate` is a float, rounded only once, as in torch.optim."""
+    """Return p - rate * direction; with a float `rate` it is rounded only once, as in torch.optim."""
     if isinstance(rate, Tensor):
         return p - rate * direction
     return torch.add(p, direction, alpha=-rate)
@@ -199,6 +203,9 @@ def parse_local_optimiser(text: str, *, trust: bool = True) -> LocalOptimiser:
         raise InputError(f"`local_optimiser`: {text!r} must end with an optimiser, as in {made} >> sgd")
     for change in reversed(changes):
         if not isinstance(change, GradientChange):
-            raise InputError(f"`local_optimiser` must have no {change} before the last part, got {text!r}")
+            raise InputError(
+                f"`local_optimiser` must have one optimiser, as its last part, but {change} is an optimiser "
+                f"before it, got {text!r}"
+            )
         made = change >> made
     return made

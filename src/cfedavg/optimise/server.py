@@ -1,13 +1,14 @@
 """Server optimisers: line 19 of Algorithm 1, x_next = x + eta * delta, and the steps of FedOpt in its place.
 
-A server optimiser uses the mean update delta as a gradient with the opposite sign (Reddi et al., 2021). Its
-state is a dict of vectors as long as x. Each step takes the state as an argument and returns the next state.
-Arrays may be NumPy arrays or torch tensors.
+x is the model and eta the server's rate. A server optimiser uses the mean update delta as a gradient with the
+opposite sign (Reddi et al., 2021). Its state is a dict of vectors as long as x. Each step takes the state as
+an argument and returns the next state. Arrays may be NumPy arrays or torch tensors.
 
-Error feedback works with every server optimiser: a residual only delays what is sent, so the sum of all
-deltas plus the mean residual is the sum of all updates. With `sgd`, x + eta * mean(e) therefore moves as it
-would without compression. `momentum` and `nesterov` are linear too: each delta reaches x in full, but later.
-`adam`, `adagrad` and `yogi` divide delta by its recent size, which differs when delta comes later.
+Error feedback works with every server optimiser: a residual e only delays what a client sends. So the sum of
+all deltas, plus the mean residual, is the sum of all mean updates. With `sgd`, x + eta * mean(e) therefore
+moves as it would without compression. `momentum` and `nesterov` are linear too: what is delayed still reaches
+x in full. `adam`, `adagrad` and `yogi` divide delta by its recent size: what is delayed is divided by another
+size.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class ServerOptimiser(Part):
     rate: ClassVar[float] = 1.0  # the default eta for updates that were not divided by K
 
     def default_rate(self, K: float) -> float:
-        """Return the default eta for clients' updates that were divided by K."""
+        """Return the default of eta, the server's rate, if clients divide their updates by K local steps."""
         return self.rate if self.adapts else self.rate * K
 
     def scale(self, K: float) -> float:
-        """Return the factor by which to multiply delta before the step, if updates were divided by K."""
+        """Return the factor of the mean update before the step, if clients divide updates by K steps."""
         return K if self.adapts else 1.0
 
     def init(self, x: Array) -> State:
@@ -52,7 +53,7 @@ class ServerOptimiser(Part):
 
 @dataclass(frozen=True)
 class ServerSGD(ServerOptimiser):
-    """x + eta * delta: FedAvg, and the paper's line 19."""
+    """FedAvg, and the paper's line 19: x = x + eta * delta."""
 
     name: ClassVar[str] = "sgd"
 
@@ -62,7 +63,7 @@ class ServerSGD(ServerOptimiser):
 
 @dataclass(frozen=True)
 class ServerMomentum(ServerOptimiser):
-    """FedAvgM: v = beta v + delta, x + eta v.
+    """FedAvgM: v = beta v + delta, then x = x + eta v.
 
     >>> import numpy as np
     >>> x, v = ServerMomentum(0.5).step(np.zeros(1), np.ones(1), {"v": np.ones(1)}, 1.0, t=0)
@@ -83,7 +84,7 @@ class ServerMomentum(ServerOptimiser):
 
 @dataclass(frozen=True)
 class ServerNesterov(ServerMomentum):
-    """The outer step of DiLoCo: v = beta v + delta, x + eta (delta + beta v)."""
+    """The outer step of DiLoCo: v = beta v + delta, then x = x + eta (delta + beta v)."""
 
     name: ClassVar[str] = "nesterov"
 
@@ -94,9 +95,10 @@ class ServerNesterov(ServerMomentum):
 
 @dataclass(frozen=True)
 class _Adaptive(ServerOptimiser):
-    """m = beta1 m + (1 - beta1) delta, x + eta m / (sqrt(v) + tau); subclasses differ in v.
+    """m = beta1 m + (1 - beta1) delta, then x = x + eta m / (sqrt(v) + tau); subclasses differ in v.
 
-    If delta is large relative to tau, the length of a step does not depend on delta; else it shrinks with it.
+    If delta is much larger than tau, the length of a step does not depend on the size of delta. If delta is
+    smaller, the step shrinks with delta.
     """
 
     adapts: ClassVar[bool] = True
@@ -125,8 +127,8 @@ class _Adaptive(ServerOptimiser):
 class ServerAdam(_Adaptive):
     """FedAdam: v = beta2 v + (1 - beta2) delta^2, with a bias correction, since m and v start at zero.
 
-    The correction is that of Kingma and Ba with t + 2 in the place of t, as in Flower's FedAdam. So both
-    compute the same models.
+    The correction is that of Kingma and Ba, with t + 2 in the place of t, for rounds t that count from 0.
+    Flower's FedAdam does the same, so it computes the same models.
     """
 
     name: ClassVar[str] = "adam"
@@ -151,7 +153,7 @@ class ServerYogi(_Adaptive):
 
 @dataclass(frozen=True)
 class ServerAdagrad(_Adaptive):
-    """FedAdagrad: v = v + delta^2, so that steps get shorter; beta1 is 0 by default."""
+    """FedAdagrad: v = v + delta^2, so steps get shorter from round to round; beta1 is 0 by default."""
 
     name: ClassVar[str] = "adagrad"
     beta1: float = share(0.0)

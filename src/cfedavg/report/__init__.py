@@ -1,9 +1,9 @@
 """Reports of runs: pictures, a summary table and one HTML page.
 
 `runs` reads a run folder and makes curves. `table` groups runs that differ only in their seed, labels the
-groups and makes their table. `panels` defines what each panel shows and formats its axes; `figures` draws
-panels. `heatmaps` draws the samples of each client and the outcome of each request to a federation's nodes.
-`page` writes the HTML page.
+groups and makes the summary table. `panels` defines what each panel shows and formats its axes; `figures`
+draws panels. `heatmaps` draws how many samples of each class each client has, and the outcome of each request
+to a federation's nodes. `page` writes the HTML page.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `write_report`: the paths of the page and the picture, and the numbers to print."""
+    """The result of `write_report`: the paths of page and picture, the headline and the summary's rows."""
 
     page: Path
     picture: Path
@@ -81,7 +81,10 @@ def write_run_pictures(path: Path) -> None:
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Report:
-    """Write `report.html`, `report.png` with all panels, and a PNG of each panel to the folder `out`."""
+    """Compare the runs in the folders `paths`, and write the report to the folder `out`.
+
+    The files are `report.html`, `report.png` with all panels, and a PNG of each panel.
+    """
     from cfedavg.report import figures, page, panels
 
     if not paths:

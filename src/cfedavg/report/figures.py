@@ -58,7 +58,8 @@ def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
 @default_settings
 def draw_panels(chosen: Sequence[Panel], groups: Sequence[Group], columns: int = 2) -> bytes:
     """Return a PNG of the chosen panels in 1 or 2 columns, under one legend."""
-    width, height = (5.0, 3.1) if columns == 1 else (10.0, 2.9)  # inches, of the PNG and of a panel
+    # The width of the PNG and the height of a panel, in inches
+    width, height = (5.0, 3.1) if columns == 1 else (10.0, 2.9)
     pens = [Pen(colour) for colour in choose_colours(groups)]
     handles: list[Artist] = list(map(make_handle, pens))
     longest = int(width * _LETTERS_PER_INCH) - 5
@@ -80,7 +81,7 @@ def draw_panels(chosen: Sequence[Panel], groups: Sequence[Group], columns: int =
 
 @default_settings
 def draw_grid(rows: Sequence[Sequence[tuple[Panel, Lines]]], frame: Frame, *, share_y: bool = False) -> bytes:
-    """Return a PNG of a grid of panels. Each column shares x; with `share_y`, each row shares y."""
+    """Return a PNG of a grid of panels. Panels in a column share the x axis; with `share_y`, rows share y."""
     figure = make_framed_figure(len(rows) * _ROW_HEIGHT + _X_AXIS_HEIGHT, frame)
     places = figure.subplots(
         len(rows), len(rows[0]), squeeze=False, sharex="col", sharey="row" if share_y else False
@@ -108,7 +109,7 @@ def draw_grid(rows: Sequence[Sequence[tuple[Panel, Lines]]], frame: Frame, *, sh
 
 
 def make_framed_figure(height: float, frame: Frame) -> Figure:
-    """Return a figure with a title, a legend and a note, and `height` inches between them for axes."""
+    """Return a figure with the title, legend and note of `frame`, and `height` inches for axes between."""
     title, subtitle = _wrap(frame.title, 11, 0.68), _wrap(frame.subtitle, 9, 0.58)
     note = _wrap(frame.note, 8, 0.58)
     labels = [replace_missing_glyphs(label) for label, _ in frame.legend]
@@ -132,7 +133,10 @@ def make_framed_figure(height: float, frame: Frame) -> Figure:
 
 
 def _wrap(text: str, size: float, em: float) -> list[str]:
-    """Return the lines of a text that fit the figure; `em` is a letter's mean width as a share of `size`."""
+    """Break a text into lines as wide as the figure.
+
+    `size` is the font size in points; a letter is `em` times `size` wide on average.
+    """
     return textwrap.wrap(replace_missing_glyphs(text), int((_GRID_WIDTH - 2 * _MARGIN) * 72 / (size * em)))
 
 
@@ -141,14 +145,14 @@ def _text_height(lines: Sequence[str], size: float) -> float:
 
 
 def _write(figure: Figure, y: float, lines: Sequence[str], *, size: float, **look: Any) -> float:
-    """Write lines from the height `y` (inches) down, and return the height at which they end."""
+    """Write lines of text from the height `y` (inches) downwards; return the height where they end."""
     place = _MARGIN / _GRID_WIDTH, y / figure.get_figheight()
     figure.text(*place, "\n".join(lines), va="top", fontsize=size, parse_math=False, **look)
     return y - _text_height(lines, size)
 
 
 def draw_lines(axes: Axes, panel: Panel, lines: Lines) -> list[Curve]:
-    """Draw and return the curves of a panel; the first group is in front, uncompressed groups are behind."""
+    """Draw and return a panel's curves; the first group is in front, uncompressed groups are behind."""
     drawn: list[Curve] = []
     for series in panel.series:
         for order, (group, pen) in enumerate(lines):
@@ -211,7 +215,7 @@ def new_figure(width: float, height: float, top: float = 0.0, bottom: float = 0.
 
 
 def as_png(figure: Figure) -> bytes:
-    """Return a figure as PNG with a palette of 256 colours, which takes a third of the bytes."""
+    """Return a figure as PNG with 256 colours, which takes a third of the bytes of a PNG with all colours."""
     canvas, buffer = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()  # type: ignore[no-untyped-call]  # savefig would compute the layout twice
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Heatmaps: the samples of each client and class, and the outcome of each request to a federation's nodes."""
+"""Heatmaps: the samples of each class that clients have, and the outcomes of requests to nodes."""
 
 from __future__ import annotations
 
@@ -52,11 +52,15 @@ Nodes = dict[int, list[Record]]  # the rows of each node, sorted by round
 
 @default_settings
 def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
-    """Write a heatmap of `counts`: clients from left to right, classes from top to bottom; darker is more."""
+    """Write a heatmap as PNG: clients from left to right, classes from top to bottom; darker is more.
+
+    `counts` has shape (clients, classes) and holds the number of samples.
+    """
     counts = np.asarray(counts)
     if counts.ndim != 2 or 0 in counts.shape or (counts < 0).any():
         raise InputError(
-            f"`counts` must be an array (clients, classes) of numbers from 0 up, got shape {counts.shape}"
+            "`counts` must be an array of shape (clients, classes), not empty and without numbers below 0, "
+            f"got shape {counts.shape}"
         )
     clients, classes = counts.shape
     if clients > _MOST_CLIENTS:
@@ -71,7 +75,7 @@ def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
 
 
 def _sort_and_average(counts: NDArray[Any]) -> NDArray[Any]:
-    """Return the counts with clients sorted by their largest and second largest class.
+    """Sort clients by the class of which they have most samples, then by the next; return their counts.
 
     If there are more clients than `_MOST_COLUMNS`, each row is the mean of several neighbours.
     """
@@ -126,7 +130,7 @@ def _draw_counts(figure: Figure, axes: Axes, counts: NDArray[Any], clients: int)
 
 
 def _separate(axes: Axes, counts: NDArray[Any]) -> None:
-    """Draw lines between the cells; if there are few cells, write the counts into them."""
+    """Draw lines between the heatmap's cells; if these are few, write the counts into them."""
     clients, classes = counts.shape
     axes.set_xticks(np.arange(clients + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(classes + 1) - 0.5, minor=True)
@@ -149,7 +153,7 @@ def _hide_frame(axes: Axes) -> None:
 
 
 def group_by_node(rows: Sequence[Record]) -> Nodes:
-    """Return the rows of each node, sorted by round; the keys are node numbers in increasing order."""
+    """Group rows of nodes.jsonl by node number, in increasing order; a node's rows are sorted by round."""
     found: Nodes = defaultdict(list)
     for row in sorted(rows, key=lambda row: (row["number"], row["round"])):
         found[row["number"]].append(row)
@@ -157,7 +161,10 @@ def group_by_node(rows: Sequence[Record]) -> Nodes:
 
 
 def classify(row: Record) -> str:
-    """Return which of `OUTCOMES` a row of nodes.jsonl has; an unknown outcome counts as rejected."""
+    """Return the outcome of a request, one of `OUTCOMES`; an unknown outcome counts as rejected.
+
+    `row` is the request's row in nodes.jsonl.
+    """
     if row.get("applied"):
         return "in the model"
     words = {"replied": "replied, round void", "late": "late", "lost": "lost"}
@@ -166,7 +173,10 @@ def classify(row: Record) -> str:
 
 @default_settings
 def draw_attendance(rows: Sequence[Record]) -> bytes:
-    """Return a PNG of each request's outcome: nodes from top to bottom, rounds from left to right."""
+    """Return a PNG of the outcomes of all requests: nodes from top to bottom, rounds from left to right.
+
+    Below, it shows the norms of the nodes' residuals. `rows` are those of nodes.jsonl.
+    """
     nodes = group_by_node(rows)
     last, kinds = max(row["round"] for row in rows), list(_KINDS)
     # Each cell holds the index in `_KINDS` of the worst outcome in its rounds.
@@ -183,8 +193,8 @@ def draw_attendance(rows: Sequence[Record]) -> bytes:
     _draw_outcomes(above, nodes, cells, last)
     _draw_residuals(below, nodes)
     handles: list[Artist] = [Patch(facecolor=_KINDS[name], linewidth=0) for name in shown]
-    if births := _list_births(nodes):
-        marker = Line2D(*zip(*births, strict=True), marker="D", markersize=5, color="white", linestyle="none")
+    if points := _locate_new_incarnations(nodes):
+        marker = Line2D(*zip(*points, strict=True), marker="D", markersize=5, color="white", linestyle="none")
         marker.set(markeredgecolor=INK, markeredgewidth=0.8)
         handles.append(above.add_line(marker))
         shown.append("new incarnation")
@@ -192,8 +202,8 @@ def draw_attendance(rows: Sequence[Record]) -> bytes:
     return as_png(figure)
 
 
-def _list_births(nodes: Nodes) -> list[tuple[int, int]]:
-    """Return the place (x, y) of each round in which a node had a new incarnation."""
+def _locate_new_incarnations(nodes: Nodes) -> list[tuple[int, int]]:
+    """Return a point (round, line of the node) for each time that a node came with a new or older state."""
     return [
         (row["round"] + 1, i)
         for i, own in enumerate(nodes.values())
@@ -228,7 +238,7 @@ def _name(own: Sequence[Record], longest: int) -> str:
 
 
 def _draw_residuals(axes: Axes, nodes: Nodes) -> None:
-    """Draw a line of residual norms for each node; if there are few nodes, each has its own colour."""
+    """Draw the norm of each node's residual over rounds; if there are few nodes, each has its own colour."""
     panels.style_axes(axes)
     few = len(nodes) <= len(panels.COLOURS)
     pens = panels.COLOURS if few else [panels.BLUE] * len(nodes)

@@ -30,7 +30,7 @@ _MOST_REASONS, _MOST_NAMES = 12, 6
 
 
 class Page(NamedTuple):
-    """A report page with its parts: the rows of its table, and its pictures as PNG."""
+    """A report page, with the rows of its summary table and its pictures as PNG."""
 
     html: bytes
     rows: list[Row]
@@ -39,7 +39,7 @@ class Page(NamedTuple):
 
 
 def make_page(groups: Sequence[Group], metric: str) -> Page:
-    """Draw every picture and return the page; its HTML is in UTF-8, with all texts of a run escaped."""
+    """Draw every picture and return the page; its HTML is in UTF-8, and texts from runs are escaped."""
     rows, panels = summarise(groups, metric), choose_panels(groups, metric)
     pictures = {panel.name: figures.draw_panel(panel, groups) for panel in panels}
     federations = [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
@@ -70,20 +70,21 @@ def make_page(groups: Sequence[Group], metric: str) -> Page:
 
 
 def make_headline(rows: Sequence[Row]) -> str:
-    """Return one sentence about the best row: the one that saves most bytes and loses at most 1%.
+    """Return one sentence about the best row of the summary.
 
-    If every row loses more against its baseline, the row that loses least is the best.
+    The best row saves most bytes among the rows whose final metric is at most 1% worse than the baseline's.
+    If every row is worse by more than 1%, the best row is the one that is worse by least.
     """
     by_label = {row.label: row for row in rows}
-    losses = {
-        row: _loss_against(row, by_label[row.against])
+    declines = {
+        row: _measure_decline(row, by_label[row.against])
         for row in rows
         if row.final and row.ratio and row.against != row.label
     }
-    if not losses:
+    if not declines:
         return _describe_first(rows)
-    near = [row for row, loss in losses.items() if loss <= 0.01]
-    row = max(near, key=lambda row: row.ratio or 0) if near else min(losses, key=losses.__getitem__)
+    near = [row for row, decline in declines.items() if decline <= 0.01]
+    row = max(near, key=lambda row: row.ratio or 0) if near else min(declines, key=declines.__getitem__)
     base, sent = by_label[row.against], format_factor(row.ratio or 1)
     sent = "as many bytes as" if sent == units.SAME else f"{sent} bytes than"
     theirs = f" ({_describe_final(base)})" if base.final else ""
@@ -91,8 +92,11 @@ def make_headline(rows: Sequence[Row]) -> str:
     return f"{row.label}: {_describe_final(row)} with {sent} {base.label}{theirs}{rounds}"
 
 
-def _loss_against(row: Row, base: Row) -> float:
-    """Return how much worse the final metric is than the baseline's; absolute for shares, else relative."""
+def _measure_decline(row: Row, base: Row) -> float:
+    """Return how much worse the final metric of `row` is than that of its baseline.
+
+    For an accuracy this is the difference, for any other metric the relative difference.
+    """
     if row.final is None or base.final is None:
         return float("inf")
     worse = base.final.mean - row.final.mean
@@ -119,7 +123,7 @@ def _describe_final(row: Row) -> str:
 
 
 def _setting(groups: Sequence[Group]) -> str:
-    """Return a line with the number of runs, and the task, model, clients and rounds that all runs share."""
+    """Return a line of text: the number of runs, and their task, model, clients and rounds where equal."""
     differing = find_differences([group.config for group in groups])
     config, runs = groups[0].config, sum(len(group.runs) for group in groups)
     said = {
@@ -133,7 +137,10 @@ def _setting(groups: Sequence[Group]) -> str:
 
 
 def _table(lines: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
-    """Return an HTML table of a header and lines of text; `marks` holds the HTML before each line's name."""
+    """Return an HTML table of lines of text, the header first.
+
+    `marks` holds the HTML that stands before each line's first cell, its name.
+    """
     header, *lines = lines
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = ""
@@ -226,7 +233,7 @@ def _rerun(group: Group) -> str:
 
 
 def _fields(group: Group, differing: Sequence[str]) -> str:
-    """Return HTML rows of the configuration's fields; the fields in `differing` come first, highlighted."""
+    """Return an HTML table row for each option of a group; those in `differing` are first and highlighted."""
     names = [item.name for item in dataclasses.fields(Config) if group.config.uses(item.name)]
     rows = ""
     for name in sorted(names, key=lambda name: name not in differing):
@@ -245,7 +252,10 @@ def _fields(group: Group, differing: Sequence[str]) -> str:
 
 
 def tabulate_nodes(rows: Sequence[Record]) -> list[list[str]]:
-    """Return a row of text for each node, the header first; residual, age, incarnation are the last known."""
+    """Return the table of nodes as text: the header, then a row for each node.
+
+    `rows` are those of nodes.jsonl. Residual, age and incarnation are the last known values.
+    """
     return [_NODE_HEADER, *(_node_cells(own) for own in group_by_node(rows).values())]
 
 
@@ -269,7 +279,10 @@ def _node_cells(own: Sequence[Record]) -> list[str]:
 
 
 def list_reasons(rows: Sequence[Record]) -> list[str]:
-    """Return a sentence for each reason why replies are not in the model, the most frequent first."""
+    """Return a line for each reason why updates of nodes are not in the model, the most frequent first.
+
+    `rows` are those of nodes.jsonl.
+    """
     found: dict[str, list[Record]] = {}
     for row in rows:
         if not row.get("applied"):
@@ -282,7 +295,7 @@ def list_reasons(rows: Sequence[Record]) -> list[str]:
 
 
 def _describe_reason(why: str, own: Sequence[Record]) -> str:
-    """Return a text such as `rounds 1 to 2: lost, node2 3 times, node1`; rounds count from 1."""
+    """Return a text such as `rounds 1 to 2: lost, node2 3 times, node1`; the first round is round 1."""
     first, last = (each(row["round"] for row in own) + 1 for each in (min, max))
     when = f"round {first}" if first == last else f"rounds {first} to {last}"
     nodes = Counter(row["node"] for row in own)

@@ -1,4 +1,4 @@
-"""Panels: which numbers a panel shows over which x, its caption, and the scales and ticks of its axes."""
+"""Panels: the numbers that each panel shows, its caption, and the scales and ticks of its axes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cfedavg.report.runs import Curve, Group, list_metrics, make_curve, prefer_m
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
 LABEL: dict[str, Any] = {"fontsize": 9, "color": MUTED}  # the style of an axis label
-# The places of legends: above all axes, and to the right of the title of one.
+# The places of legends: above all panels, or to the right of one panel's title.
 ABOVE: dict[str, Any] = {
     "loc": "outside upper left", "borderaxespad": 0.9, "labelcolor": INK, "columnspacing": 1.6,
 }  # fmt: skip
@@ -62,7 +62,7 @@ class Pen:
 
 @dataclass(frozen=True)
 class Series:
-    """A column of the metrics, `key`, with its name in the legend and its line style."""
+    """The numbers of a line in a panel: a column `key` of the metrics, with its name in the legend."""
 
     key: str
     name: str
@@ -71,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. `name` is the file name without .png; `caption` says how to read the panel."""
+    """One diagram. `name` is its file name without .png; `caption` says how to read the diagram."""
 
     name: str
     title: str
@@ -142,7 +142,7 @@ _MAIN = ("metric-total", "metric-rounds", "loss", "norms")
 
 
 def choose_panels(groups: Sequence[Group], metric: str, *, main: bool = False) -> list[Panel]:
-    """Return the panels for which a group has numbers, without the series that no group has.
+    """Return the panels for which at least one group has numbers, without series that have no numbers.
 
     With `main`, return the 4 main panels instead; a main panel without numbers is drawn empty.
     """
@@ -172,9 +172,10 @@ def choose_panels(groups: Sequence[Group], metric: str, *, main: bool = False) -
 
 
 def finish_axes(axes: Axes, panel: Panel, drawn: Curves, in_column: Curves = (), in_row: Curves = ()) -> None:
-    """Set the title, scales, ticks and names of axes whose curves are drawn.
+    """Set the title, labels, scales and ticks of axes in which the curves `drawn` are drawn.
 
-    `in_column` holds the curves of all axes that share x with `axes`; `in_row` of all that share y.
+    `in_column` holds the curves of all axes that share the x axis with `axes`. `in_row` holds the curves of
+    all axes that share the y axis.
     """
     set_title(axes, panel.title)
     axes.set_ylabel(replace_missing_glyphs(panel.side), parse_math=False, **LABEL)
@@ -192,26 +193,26 @@ def finish_axes(axes: Axes, panel: Panel, drawn: Curves, in_column: Curves = (),
 
 
 def replace_missing_glyphs(text: str) -> str:
-    """Return the text with `?` for each letter that the font lacks; matplotlib would draw a box and warn."""
+    """Return the text with `?` for each letter that the font lacks, for which matplotlib draws a box."""
     font = get_font(findfont(FontProperties()))
     return "".join(letter if letter == "\n" or font.get_char_index(ord(letter)) else "?" for letter in text)
 
 
 def set_title(axes: Axes, text: str, size: float = 10.5) -> None:
-    """Write a bold title at the left; a `$` is written as it is."""
+    """Write a bold title at the left; a `$` in it begins no formula."""
     text = replace_missing_glyphs(text)
     axes.set_title(text, loc="left", fontsize=size, fontweight="bold", color=INK, parse_math=False)
 
 
 def add_legend(parent: Axes | Figure, handles: Sequence[Artist], labels: Sequence[str], **look: Any) -> None:
-    """Add a legend without a frame, which writes a `$` as it is; `look` goes to matplotlib."""
+    """Add a legend without a frame; a `$` in a label begins no formula. `look` goes to matplotlib."""
     usual: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelspacing": 0.35, "borderpad": 0.1}
     for text in parent.legend(handles, labels, **usual | look).get_texts():
         text.set_parse_math(False)
 
 
 def write_instead(axes: Axes, text: str) -> None:
-    """Write a text into axes without lines, and hide the labels of their ticks."""
+    """Write a text into axes that have no curve to show, and hide the tick labels."""
     axes.grid(False)
     axes.tick_params(labelbottom=False, labelleft=False)
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", **LABEL)
@@ -271,7 +272,7 @@ def _set_y(axes: Axes, panel: Panel, values: list[float]) -> None:
 
 
 def _log_ticks(axis: Axis, low: float, high: float, text: Callable[[float], str] | None = None) -> None:
-    """Put ticks at powers of 10, and at 2 and 5 times these if the axis spans less than two decades."""
+    """Put ticks at powers of 10; if `high` is below 100 `low`, also at 2 and 5 times powers of 10."""
     few = high / low < 100
     axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
     axis.set_minor_locator(ticker.NullLocator())

@@ -1,4 +1,4 @@
-"""Runs that a report compares: run folders as they are read, groups of runs, and curves over rounds."""
+"""The runs that a report compares: the contents of run folders, groups of runs, and curves over rounds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ class Curve(NamedTuple):
 
 
 def make_curve(group: Group, x: str, y: str) -> Curve:
-    """Return `y` over `x` at the rounds that all seeds have; `x` is "rounds" or a column to add up."""
+    """Return the curve of column `y` over `x`, with a point for each round that all seeds have.
+
+    `x` is "rounds", or a column whose values are added up over the rounds.
+    """
     points = [own for run in group.runs if (own := _list_points(run, x, y))]
     shared = sorted(set.intersection(*map(set, points))) if points else []
     if not shared:
@@ -85,7 +88,7 @@ def make_curve(group: Group, x: str, y: str) -> Curve:
 
 
 def _list_points(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
-    """Return (x, y) by round, without the rounds in which x or y is unknown."""
+    """Return the point (x, y) of each round in which both are known; x and y are as in `make_curve`."""
     rounds = get_column(run, "round")
     # After an unknown number (NaN), all later sums are unknown.
     xs = rounds + 1 if x == "rounds" else np.cumsum(get_column(run, x))
@@ -101,10 +104,10 @@ def get_column(run: Run, key: str) -> NDArray[np.float64]:
 
 
 def choose_metric(runs: Sequence[Run]) -> str:
-    """Return the name of the main metric: a `test_<name>` column that all evaluated runs share.
+    """Return the name of the main metric: a column `test_<name>` that all evaluated runs have.
 
-    An accuracy is preferred, a loss comes last. If there is none, return a shared `client_<name>`, which the
-    clients of a federation evaluate.
+    Of several, choose an accuracy first and a loss last. If there is no such column, choose a column
+    `client_<name>`, which the clients of a federation evaluate.
     """
     for prefix in ("test_", "client_"):
         if (names := list_metrics(runs, prefix)) and (
@@ -115,7 +118,7 @@ def choose_metric(runs: Sequence[Run]) -> str:
 
 
 def list_metrics(runs: Sequence[Run], prefix: str) -> list[list[str]]:
-    """Return the names of each run's columns that start with `prefix`; runs without any are left out."""
+    """Return for each run the names of its columns that start with `prefix`; leave out runs without any."""
     every = [dict.fromkeys(key for row in run.rows for key in row) for run in runs]
     found = [[key for key in own if key.startswith(prefix)] for own in every]
     return [names for names in found if names]
@@ -137,7 +140,7 @@ def read_run(path: Path) -> Run:
     for name in (CONFIG, METRICS):
         if not (path / name).is_file():
             inside = sorted(str(each.parent) for each in path.glob(f"*/{CONFIG}"))
-            hint = f"; runs in it are {', '.join(inside[:5])}" if inside else ""
+            hint = f"; give the run folders in it, such as {', '.join(inside[:5])}" if inside else ""
             raise InputError(f"{path} is not a run folder: it has no {name}{hint}")
     config, nodes = read_config(path / CONFIG), list[Record]()
     if exists(path / NODES):
@@ -148,9 +151,10 @@ def read_run(path: Path) -> Run:
 def _read_rows(
     path: Path, key: Sequence[str] = ("round",), types: Mapping[str, type] | None = None
 ) -> list[Record]:
-    """Return the rows of a file, sorted by the columns in `key`; `types` gives the type of other columns.
+    """Return the rows of a JSON Lines file, sorted by the columns in `key`.
 
-    If a resumed run wrote two rows with the same key, the later row counts.
+    `types` gives the columns, beside `round`, that a row must have, with their types. If a resumed run wrote
+    two rows with the same key, the later row counts.
     """
     try:
         *lines, last = read_file(path).split(b"\n")
@@ -188,14 +192,14 @@ def _parse(line: bytes, where: str, types: Mapping[str, type]) -> Record:
         if rule:
             raise InputError(f"{where}: {reprlib.repr(name)} must be {rule}, got {reprlib.repr(value)}")
         if not name.isprintable():
-            raise InputError(f"{where}: every name must be printable, got {reprlib.repr(name)}")
+            raise InputError(f"{where}: each column's name must be printable, got {reprlib.repr(name)}")
     if row.get("uplink_bytes") is not None and row.get("downlink_bytes") is not None:
         row.setdefault("total_bytes", row["uplink_bytes"] + row["downlink_bytes"])  # not in version 0.5
     return row
 
 
 def _limit(value: float | None) -> float | None:
-    """Return the number, or None if its magnitude is too large to draw, or 0 if it is too small.
+    """Return the number; None if its magnitude is too large to draw, 0 if its magnitude is too small.
 
     >>> _limit(0.5), _limit(-1e300), _limit(1e-300), _limit(None)
     (0.5, None, 0.0, None)

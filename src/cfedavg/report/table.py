@@ -1,4 +1,4 @@
-"""The summary of runs: groups of runs that differ only in their seed, with unique labels, and a table."""
+"""The summary table of runs. Runs that differ only in their seed form a group, which has a unique label."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _FORMATS = {
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Return the groups of runs with equal configurations, seed aside, each with a unique label.
+    """Group the runs that differ only in their seed, and give each group a unique label.
 
-    Groups come in the order of their first runs. The order of `runs` does not change a group's runs.
+    Groups come in the order in which their runs first occur in `runs`. Within a group, runs are sorted by
+    seed.
     """
     seen: Counter[tuple[object, ...]] = Counter()
     found: dict[tuple[object, ...], list[Run]] = {}
@@ -62,26 +63,26 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _has_unknown_task(run: Run) -> bool:
-    """Return whether a run's task is from Python and has no fingerprint, as older versions wrote it."""
+    """Return whether a run's task came from Python and an older version recorded no fingerprint of it."""
     return run.config.dataset == f"{OWN})"
 
 
 def find_differences(configs: Sequence[Config]) -> list[str]:
-    """Return the fields, seed aside, that differ between configurations; those of compression come first."""
+    """Return the options, seed aside, that differ between configurations; those of compression come first."""
     names = [item.name for item in dataclasses.fields(Config) if item.name != "seed"]
     differing = [name for name in names if len({_get_field(config, name) for config in configs}) > 1]
     return sorted(differing, key=lambda name: name not in _COMPRESSION)
 
 
 def _get_field(config: Config, name: str) -> Any:
-    """Return the value of a field, or None if the configuration leaves it to a Flower app."""
+    """Return the value of an option, or None if the run does not use this option."""
     return getattr(config, name) if config.uses(name) else None
 
 
 def make_labels(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
-    """Return a unique label for each configuration: its compressors and the fields that differ.
+    """Return a unique label for each configuration: its compressors and the options that differ.
 
-    Equal labels get the folder's name added.
+    If labels are equal, the names of the folders are added.
 
     >>> both = [Config(compressor=text, compressor_down=text) for text in ("none", "rd(0.9)")]
     >>> make_labels([*both, Config(compressor="rd(0.9)", compressor_down="none")], ["a", "b", "c"])
@@ -116,7 +117,7 @@ def _describe_fields(config: Config, names: Sequence[str]) -> list[str]:
 
 
 def _describe_field(name: str, value: Any) -> str:
-    """Return the text for a field in a label; "" if the label is clear without it."""
+    """Return the text for an option in a label; "" if the label is clear without this option."""
     if name == "feedback":
         return {"ef": "", "none": "no feedback"}.get(value, str(value))
     if value is None or value is False or (name, value) == ("engine", "auto"):
@@ -132,7 +133,7 @@ def _describe_field(name: str, value: Any) -> str:
 
 
 def name_task(value: str) -> str:
-    """Return the name in the text that describes a task from Python; return other texts as they are.
+    """Return the task's name if `value` describes a task from Python; return any other text as it is.
 
     >>> name_task("(a task from Python: digits, 77fe)")
     'digits, 77fe'
@@ -162,7 +163,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the summary. Bytes and times are means over the seeds; None means unknown."""
+    """A row of the summary table, for one group. Bytes and times are means over seeds; None means unknown."""
 
     label: str
     metric: str
@@ -180,20 +181,20 @@ class Row:
 
 
 def summary(runs: Sequence[Run]) -> list[Row]:
-    """Return the rows of the summary, one for each group of runs that differ only in their seed."""
+    """Return the rows of the summary table, one for each group of runs that differ only in their seed."""
     return summarise(group_runs(runs), choose_metric(runs))
 
 
 def summarise(groups: Sequence[Group], metric: str) -> list[Row]:
-    """Return a row of the summary for each group."""
+    """Return the rows of the summary table, one for each group."""
     return [_summarise_group(group, find_baseline(group, groups), metric) for group in groups]
 
 
 def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
-    """Return the group whose bytes are the baseline for `group`.
+    """Return the baseline of `group`: another group, or `group` itself, with whose bytes it is compared.
 
-    The baseline has the same task. It is the uncompressed group that is otherwise equal, else the first
-    uncompressed group, else the first group.
+    Of the groups with the same task, the baseline is the uncompressed group that is otherwise equal, else the
+    first uncompressed group, else the first group.
     """
 
     def task(config: Config) -> tuple[str, ...]:
@@ -238,14 +239,14 @@ def measure_spread(values: Sequence[float]) -> Spread | None:
 
 
 def _total(group: Group, key: str) -> float | None:
-    """Return the total of a column over rounds, as a mean over the seeds; None if any value is unknown."""
+    """Return the sum of a column over all rounds, averaged over seeds; None if any value is unknown."""
     totals = [get_column(run, key).sum() for run in group.runs if run.rows]
     mean = float(np.mean(totals)) if totals else float("nan")
     return mean if np.isfinite(mean) else None
 
 
 def tabulate(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the summary as rows of text, the header first, without columns that have no known value."""
+    """Return the summary table as text, the header first; leave out columns without any known value."""
     lines = [_format_row(row) for row in rows]
     if len(rows) == 1:  # nothing to compare with
         lines[0][_AGAINST] = _UNKNOWN
