@@ -96,7 +96,7 @@ def test_data_parts_version(cfedavg: Command, tmp_path: Path) -> None:
         assert text in found
     assert "ef21" in (few := cfedavg("parts", "feedback").out)
     assert "topk" not in few
-    assert "KIND must be compressor, feedback," in cfedavg("parts", "shape").err
+    assert "KIND must be one of compressor, feedback," in cfedavg("parts", "shape").err
     assert cfedavg("version").out == __version__
 
 
@@ -140,7 +140,7 @@ def test_inspect_refuses(cfedavg: Command, tmp_path: Path) -> None:
         refused = cfedavg("inspect", message)
         assert (refused.code, words in refused.err) == (2, True)
     layout.write_text(NET.text)
-    assert "numbers, as many as the message, got 3" in cfedavg("inspect", message, "--dense", dense).err
+    assert "numbers, as many as the model, got 3" in cfedavg("inspect", message, "--dense", dense).err
     for content in (b"", b"PK\3\4", b"no array"):
         dense.write_bytes(content)
         refused = cfedavg("inspect", message, "--dense", dense)

@@ -96,7 +96,7 @@ def test_build_calls_what_the_table_holds() -> None:
         (" picky(1) ", "`x`: picky(1): must be 2"),
         ("no_such_module_:Thing", "`x`: cannot import 'no_such_module_' of 'no_such_module_:Thing' ("),
         ("math.:pi", "`x` must be of the form package.module:name, got 'math.:pi'"),
-        ("math:tau2(1)", "`x`: 'math' ("),
+        ("math:tau2(1)", "`x`: the module 'math' ("),
         ("math:pi(1)", "`x`: 'math:pi' must be a subclass of fractions.Fraction"),
         ("fractions:Fraction('x', 'y')", "`x`: fractions:Fraction('x', 'y') has the wrong arguments ("),
     ],

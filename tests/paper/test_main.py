@@ -146,7 +146,7 @@ def test_a_cell_of_a_version_that_measured_less_is_done_again(tmp_path: Path, ca
     (tmp_path / CELLS).mkdir()
     write_cell(tmp_path / CELLS, SealedCell(name, settings, {"level": 1.0, "rd": {"extra": 1.0}}, MADE))
     assert paper.main(["draw", "variance", "--scale", "smoke", "--out", str(tmp_path)]) == 2
-    assert f"{name}.json lacks topk: it is not drawn" in capsys.readouterr().out
+    assert f"{name}.json lacks the value topk: it is not drawn" in capsys.readouterr().out
     assert paper.main(["claims", "--scale", "smoke", "--out", str(tmp_path)]) == 2
     assert f"the cell {name} lacks the value topk: run this cell again" in capsys.readouterr().err
 

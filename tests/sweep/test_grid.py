@@ -103,7 +103,7 @@ def test_what_is_typed_wins_over_the_base_and_needs_no_trust() -> None:
 def test_a_grid_like_itself(like: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text(f'like = "{like.format(path=path, folder=tmp_path.name)}"')
-    with pytest.raises(InputError, match="`like` must name other grids, got the grid itself"):
+    with pytest.raises(InputError, match="`like` must name other grids, but it leads back to this grid"):
         read_table(path)
 
 

@@ -192,7 +192,7 @@ def test_only_some_cells(mine: str, tmp_path: Path) -> None:
     carried_out(mine, tmp_path, only=["*-p2-none-*"], seeds=2, resume=True)
     rows = (tmp_path / "mine.md").read_text().splitlines()[4:]  # of all that is there, whatever was asked for
     assert [row.split(" | ")[2] for row in rows] == ["2", "0", "1", "1"]
-    with pytest.raises(InputError, match="`only` must match a cell's name, got p3; a cell is embedded-p2-"):
+    with pytest.raises(InputError, match="p3; a cell's name is, for example, embedded-p2-"):
         carried_out(mine, tmp_path, only=["p3"], resume=True)
 
 
@@ -318,7 +318,7 @@ def test_cells_of_other_settings_are_left_alone(
     before = values(tmp_path)
     with pytest.raises(InputError) as caught:
         carried_out(mine, tmp_path, resume=True)
-    assert f"holds a cell of other settings ({difference}); choose another folder" in str(caught.value)
+    assert f"holds a cell with other settings ({difference}); choose another folder" in str(caught.value)
     assert values(tmp_path) == before
 
 
@@ -343,7 +343,7 @@ def test_some_cells_are_drawn(mine: str, tmp_path: Path) -> None:
         assert drawn(mine, tmp_path, *words).exit_code == 0
         lines = (tmp_path / "mine.md").read_text().splitlines()[4:]
         assert [line.split(" | ")[2] for line in lines] == seeds
-    assert "`only` must match a cell's name, got p3" in str(drawn(mine, tmp_path, "--only", "p3").exception)
+    assert "`only`: no cell's name matches p3" in str(drawn(mine, tmp_path, "--only", "p3").exception)
 
 
 def test_divergence_is_a_result(mine: str, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def drawn(name: str, out: Path, *words: str) -> Any:
         (["MINE", "--draw", "--minutes", "3"], "--minutes must not be given with --draw"),
         (["MINE", "--draw", "--rounds", "3"], "--rounds must not be given with --draw"),
         (["MINE", "--draw"], "out holds no cell of this sweep; run the sweep without --draw"),
-        (["MINE", "--only", "p3"], "`only` must match a cell's name, got p3"),
+        (["MINE", "--only", "p3"], "`only`: no cell's name matches p3"),
     ],
 )
 def test_bad_input(words: list[str], sentence: str, mine: str, tmp_path: Path) -> None:

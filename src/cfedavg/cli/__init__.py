@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the typed command and exit with its code; after a signal, with 128 plus the signal's number."""
+    """Run the typed command and exit with its code, or with 128 + the signal's number after a stop signal."""
     interrupted = 128 + signal.SIGINT  # typer returns this code for every signal
     with handle_stops() as request:
         try:
@@ -43,8 +43,8 @@ def main() -> None:
 class SafeStream:
     """A text stream that never raises an error: after a failed write, it discards all further text.
 
-    If the reader of a pipe has closed the pipe, `stop` is called with the number of SIGPIPE, in the main
-    thread. If the terminal is gone or the disk is full, the command continues without output. A character
+    If the reader of a pipe has closed the pipe, the main thread calls `stop` with the number of SIGPIPE.
+    If the terminal is gone or the disk is full, the command continues without output. A character
     that the encoding lacks is written as a question mark.
     """
 
@@ -78,7 +78,7 @@ class SafeStream:
 
 @contextmanager
 def protect_streams(stop: Callable[[int], None]) -> Iterator[None]:
-    """Replace stdout and stderr by SafeStreams within the block; flush both at the end of the block."""
+    """Replace stdout and stderr by SafeStreams in the `with` block; flush both at its end."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and SafeStream(stream, stop) for stream in before)
     try:

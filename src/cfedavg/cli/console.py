@@ -31,21 +31,21 @@ ConfigFile = Annotated[
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="let the file or folder that is read import the module:Class it names"),
+    typer.Option("--trust", help="allow the file or folder that is read to name a module:Class to import"),
 ]
 
 _DEFAULT = Config()
 
 
 class OptionConsole(Console):
-    """A console that prints the library's fields as the command's options: `eta_local` as --eta-local."""
+    """A console that prints a field in backticks as the command's option: `eta_local` as --eta-local."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         super().print(*(name_options(each) if isinstance(each, str) else each for each in objects), **how)
 
 
 def say(text: str) -> None:
-    """Print a text without colours, with its lines as they are."""
+    """Print a text without colours; do not wrap its lines."""
     OptionConsole().print(text, **PLAIN)
 
 
@@ -67,7 +67,7 @@ def name_options(sentence: str) -> str:
 
 @cache
 def list_options() -> dict[str, str]:
-    """Return a dict from the name of each parameter of each command to its option."""
+    """Return a dict from parameters to options, of all commands: `eta_local` to --eta-local, and so on."""
     from cfedavg.cli.commands import app  # not above: `commands` imports this module
 
     found, commands = dict[str, str](), [typer.main.get_command(app)]
@@ -80,7 +80,7 @@ def list_options() -> dict[str, str]:
 
 @contextmanager
 def first_rank_only() -> Iterator[None]:
-    """Within the block, discard the output of this process unless it is the first rank of torchrun."""
+    """Under torchrun, discard what a process prints in the `with` block, unless it is the first process."""
     if not _is_silent():
         yield
         return
@@ -107,7 +107,7 @@ def flag(name: str) -> str:
 
 
 def choose_folder(out: Path | None, resume: bool, name: str = "%Y%m%d-%H%M%S") -> Path:
-    """Return the folder of a run: `out`, else a new path in `runs` named by the strftime format `name`."""
+    """Return the folder of a run: `out`, or else a new one in `runs`, with the time as `name` formats it."""
     if resume and out is None:
         raise InputError("--resume needs --out, the folder of the run to continue")
     return out or Path("runs") / time.strftime(name)
@@ -116,10 +116,10 @@ def choose_folder(out: Path | None, resume: bool, name: str = "%Y%m%d-%H%M%S") -
 def config_from(
     file: Path | None, stored: Path | None, given: dict[str, Any], *, trust: bool, base: Config = _DEFAULT
 ) -> Config:
-    """Return the configuration in `file`, else of the run in the folder `stored`, else `base`.
+    """Return the configuration in `file`, or else that of the run in the folder `stored`, or else `base`.
 
-    The typed options `given` override it. The file may be from a stranger: a class that the file names needs
-    --trust, unless a typed option replaces the class.
+    The typed options in `given` replace its fields. The file may be from a stranger: if it names a class to
+    import, --trust is needed, unless a typed option replaces that class.
     """
     path = file or (stored / CONFIG if stored and exists(stored / CONFIG) else None)
     if path is None:
@@ -136,8 +136,8 @@ def takes_config(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that gives a command an option for each field of Config in `names`.
 
-    The help shows the defaults in `base`. The command receives `given`: the fields whose options were typed,
-    which override a configuration file.
+    The help shows the defaults in `base`. The command receives the typed options as the dict `given`, from
+    fields to values; it does not contain options that were not typed.
     """
     fields = [name for name in OPTIONS if name in names]
 

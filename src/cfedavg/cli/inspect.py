@@ -1,4 +1,4 @@
-"""Commands that show something: `data` a partition, `inspect` a message, `parts` the exchangeable parts."""
+"""Commands that show things: `data` a partition, `inspect` a message, `parts` the exchangeable parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PARTITION = {*fields_where(lambda known: known.group == DATA), "seed"}
 
-# Limits of a layout: numbers, and rows and columns. A decoder allocates 1 GB at each limit.
+# The most numbers, and the most rows and columns in all, of a layout. At each limit, decoding takes 1 GB.
 _MOST, _MOST_ROWS = 2**33, 2**26
 
 
@@ -33,7 +33,7 @@ def data(
     given: dict[str, Any],
     picture: Annotated[Path, typer.Option(help="PNG file for the picture")] = Path("partition.png"),
 ) -> None:
-    """Load a data set, divide it among clients, and draw how many samples of each class a client has."""
+    """Load a data set, divide it among clients, and draw how many samples of each class every client has."""
     from cfedavg.data import load
     from cfedavg.data.tasks import deal
     from cfedavg.report import plot_partition
@@ -103,7 +103,7 @@ def _measure_snr(payload: Payload, dense: Path) -> float:
         raise InputError(f"`dense`: {dense} must hold one array of real numbers, as numpy.save writes it")
     if loaded.size != payload.d:
         raise InputError(
-            f"`dense`: {dense} must have {payload.d} numbers, as many as the message, got {loaded.size}"
+            f"`dense`: {dense} must have {payload.d} numbers, as many as the model, got {loaded.size}"
         )
     p = loaded.reshape(-1).astype(np.float64)
     noise = ((p - decompress(payload)[0]) ** 2).sum()
@@ -117,13 +117,15 @@ def _read_layout(path: Path) -> Layout:
     try:
         layout = Layout.from_text(data.decode())
     except (ValueError, TypeError, RecursionError):
-        raise InputError(f"`layout`: {path} is not the layout of a model") from None
+        raise InputError(
+            f"`layout`: {path} is not the layout of a model; give the layout.json beside the messages"
+        ) from None
     if not all(name.isprintable() for name in layout.names):
-        raise InputError(f"`layout`: {path} names a tensor with characters that cannot be printed")
+        raise InputError(f"`layout`: the names of the tensors in {path} must be printable")
     if layout.d > _MOST or sum(sum(shape[:2]) for shape in layout.shapes) > _MOST_ROWS:
         raise InputError(
-            f"`layout`: the model in {path} must have at most {_MOST:,} numbers and {_MOST_ROWS:,} rows and "
-            f"columns, got {layout.d:,} numbers"
+            f"`layout`: the model in {path} must have at most {_MOST:,} numbers, and at most "
+            f"{_MOST_ROWS:,} rows and columns in all; it has {layout.d:,} numbers"
         )
     return layout
 
@@ -149,8 +151,8 @@ def parts(
 ) -> None:
     """List the exchangeable parts: what each does, what it guarantees, what it remembers.
 
-    The same text names a part on the command line, in TOML, in Python and in Flower. A class of your own is
-    package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
+    The same text names a part on the command line, in TOML, in Python and in Flower. Write a class of your
+    own as package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
     """
     tables: dict[str, Callable[[int], Table]] = {
         "compressor": _compressors,
@@ -160,7 +162,7 @@ def parts(
     }
     kind = kind and kind.removeprefix("--").replace("-", "_")
     if kind is not None and kind not in tables:
-        raise InputError(f"KIND must be {', '.join(tables)}, got {kind!r}")
+        raise InputError(f"KIND must be one of {', '.join(tables)}, got {kind!r}")
     console = OptionConsole()
     for name, table in tables.items():
         if kind in (None, name):
@@ -170,9 +172,9 @@ def parts(
 
 
 def _compressors(d: int) -> Table:
-    """Return a table of compressors: the guaranteed SNR, and the bytes of a message of Gaussian noise.
+    """Return a table of compressors: the guaranteed SNR (gamma), and the size of a message.
 
-    The bytes are those of at most 2^20 numbers, scaled to `d`.
+    The size is measured on Gaussian noise of at most 2^20 numbers and scaled to `d` numbers.
     """
     import torch
 

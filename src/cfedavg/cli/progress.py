@@ -96,7 +96,7 @@ class Display(Observer):
 
 @contextmanager
 def show_progress(title: str, rounds: int) -> Iterator[Display]:
-    """Give the `with` block a Display, and print the total of bytes if the block raises nothing."""
+    """Give the `with` block a Display; if the block raises no error, print how many bytes were sent."""
     with Display(OptionConsole(), rounds, title) as display:
         yield display
     display.say_total()

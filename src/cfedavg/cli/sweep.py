@@ -33,7 +33,7 @@ Vary = Annotated[
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(help="run each cell with seeds 0, 1, ..., whatever --seed says", min=1, max=1000),
+    typer.Option(help="number of seeds for each cell: 0, 1, ...; --seed has no effect", min=1, max=1000),
 ]
 Only = Annotated[
     list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
@@ -56,7 +56,7 @@ def sweep(
     config: ConfigFile = None,
     trust: Trust = False,
 ) -> None:
-    """Run a grid of configurations and compare: mean and spread over seeds, a figure, a table and one page.
+    """Run a grid of configurations and compare: mean and spread over seeds, in a figure, a table and a page.
 
     For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
     """
@@ -83,7 +83,7 @@ def sweep(
 
 
 def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None) -> None:
-    """Draw the cells in `out` without training; refuse given options in `idle`, which only training uses."""
+    """Draw the finished cells in `out`; refuse the options in `idle`, which only training uses, if given."""
     for name, is_given in idle.items():
         if is_given:
             raise InputError(f"{flag(name)} must not be given with --draw, which trains nothing")
@@ -114,7 +114,7 @@ def _grid(
 
 
 def _command(grid: Path | None, typed: dict[str, Any]) -> str:
-    """Return the command that runs a cell again, without the folders of the grid and the data."""
+    """Return the command that runs a cell again; leave out the folders of the grid file and of the data."""
     words = ["cfedavg", "sweep", *([grid.name] if grid else [])]
     for name, value in typed.items():
         for each in value if isinstance(value, list) else [] if value is None else [value]:

@@ -64,7 +64,9 @@ def federate_up(
     ] = 120,
     quorum: Annotated[
         float,
-        typer.Option(help="share of the needed replies without which a round changes nothing", min=0, max=1),
+        typer.Option(
+            help="with less than this share of the needed replies, a round changes nothing", min=0, max=1
+        ),
     ] = 0.5,
     port: Annotated[
         int | None,
@@ -104,7 +106,7 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
 ) -> None:
-    """Compare runs in pictures and one page: accuracy over rounds, bytes and simulated time, loss, norms."""
+    """Compare runs in pictures and a page: accuracy (by rounds, bytes and simulated time), loss, norms."""
     from cfedavg.report import write_report
 
     made = write_report(runs, out)

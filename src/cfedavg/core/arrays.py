@@ -37,9 +37,9 @@ def _hash_sources(folder: Path) -> str:
 
 
 def kernel(function: F) -> F:
-    """Compile a function of numbers and NumPy arrays with numba; it runs without Python's global lock.
+    """Compile a function of numbers and NumPy arrays with numba; cache the machine code on disk.
 
-    The machine code is cached on disk.
+    The compiled function runs without Python's global lock.
     """
     compile_it = numba.njit(nogil=True, error_model="numpy")
     compiled: Any = compile_it(function)
@@ -97,7 +97,7 @@ def place(array: np.ndarray, like: Array) -> Array:
 
 
 def zeros(shape: int | tuple[int, ...], like: Array) -> Array:
-    """Return zeros of the dtype, library and device of `like`."""
+    """Return an array of zeros with the dtype, library and device of `like`."""
     return np.zeros(shape, like.dtype) if module_of(like) is np else like.new_zeros(shape)
 
 
@@ -114,7 +114,7 @@ def copy(array: Array) -> Array:
 
 
 def sqrt(array: Array) -> Array:
-    """Return correctly rounded square roots; those of torch on a CPU are not."""
+    """Return correctly rounded square roots; on a CPU, torch's own `sqrt` rounds some of them wrongly."""
     if module_of(array) is np or array.is_cuda:
         return module_of(array).sqrt(array)
     return place(np.sqrt(array.numpy()), array)
@@ -126,7 +126,7 @@ def sort_rows(array: Array) -> Array:
 
 
 def kth_largest(array: Array, k: int) -> Array:
-    """Return the k-th largest number of each row, shape (n, 1)."""
+    """Return the k-th largest number of each row; the last axis of the result has length 1."""
     if module_of(array) is np:
         at = array.shape[-1] - k
         return np.partition(array, at, -1)[..., at : at + 1]
@@ -134,17 +134,17 @@ def kth_largest(array: Array, k: int) -> Array:
 
 
 def gather(array: Array, at: Array) -> Array:
-    """Return, for each row of `array`, the entries at the positions in the same row of `at`."""
+    """Take from each row of `array` the entries at the positions that the same row of `at` lists."""
     return np.take_along_axis(array, at, -1) if module_of(array) is np else array.gather(-1, at)
 
 
 def columns(mask: Array) -> Array:
-    """Return the column of each true entry of a boolean matrix, row after row."""
+    """Return the column number of each true entry of a boolean matrix, row after row."""
     return mask.nonzero()[1] if module_of(mask) is np else mask.nonzero()[:, 1]
 
 
 def repeat(counts: Array) -> Array:
-    """Return a 1-D array that holds each i counts[i] times, in increasing order.
+    """Return a sorted 1-D array that contains the integer i exactly counts[i] times.
 
     >>> repeat(np.array([2, 0, 1])).tolist()
     [0, 0, 2]
@@ -155,7 +155,7 @@ def repeat(counts: Array) -> Array:
 
 
 def extremes(array: Array) -> tuple[float, float]:
-    """Return the least and the largest number of an array; both are NaN if the array holds NaN."""
+    """Return the smallest and the largest number of an array; both are NaN if the array contains NaN."""
     if module_of(array) is np:
         return float(array.min()), float(array.max())
     least, largest = module_of(array).stack(array.aminmax()).tolist()
@@ -163,7 +163,7 @@ def extremes(array: Array) -> tuple[float, float]:
 
 
 def to_bf16(values: Array) -> Array:
-    """Return float32 numbers as bf16, correctly rounded (ties to even); int16 holds the bits.
+    """Round float32 numbers to bf16 (ties to even); return their bit patterns as int16.
 
     >>> hex(to_bf16(np.array([1.0], np.float32))[0])
     '0x3f80'
@@ -175,14 +175,14 @@ def to_bf16(values: Array) -> Array:
 
 
 def from_bf16(bits: Array) -> Array:
-    """Return as float32 the bf16 numbers whose bits an int16 array holds."""
+    """Return bf16 numbers as float32; `bits` holds their bit patterns as int16."""
     if module_of(bits) is np:
         return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return bits.view(sys.modules["torch"].bfloat16).float()
 
 
 def round_to_bf16(values: Array) -> Array:
-    """Return the values rounded to bf16 numbers, in their own dtype; no finite value becomes infinite.
+    """Round each value to the nearest bf16 number; keep the dtype. No finite value becomes infinite.
 
     >>> round_to_bf16(np.array([1.001, 3.0], np.float32)).tolist()
     [1.0, 3.0]
@@ -192,7 +192,7 @@ def round_to_bf16(values: Array) -> Array:
 
 
 def add_in_order(total: Array, indices: Array, values: Array) -> None:
-    """Add values[j] to total[indices[j]], in the order of j if a coordinate occurs more than once."""
+    """Add values[j] to total[indices[j]] for j = 0, 1, ... in this order, which matters if indices repeat."""
     if module_of(total) is np:
         np.add.at(total, indices, values)
     elif total.is_cuda:
@@ -202,7 +202,7 @@ def add_in_order(total: Array, indices: Array, values: Array) -> None:
 
 
 def norm2(v: Array) -> float:
-    """Return |v|^2, summed in float64."""
+    """Return the squared norm |v|^2, summed in float64."""
     if dtype_of(v) in ("float32", "float64") and not getattr(v, "is_cuda", False):
         flat = v.reshape(-1) if module_of(v) is np else v.detach().reshape(-1).numpy()
         return float(_squares(flat))
@@ -211,7 +211,7 @@ def norm2(v: Array) -> float:
 
 
 def norms2(vectors: Iterable[Array]) -> list[float]:
-    """Return |v|^2 of each vector, or of each row of a matrix; wait for a GPU only once."""
+    """Return the squared norm of each vector, or of each row of a matrix; wait for the GPU only once."""
     is_matrix_on_gpu = getattr(vectors, "is_cuda", False)
     vectors = vectors if is_matrix_on_gpu else list(vectors)
     if not is_matrix_on_gpu and not any(getattr(v, "is_cuda", False) for v in vectors):
@@ -224,7 +224,7 @@ def norms2(vectors: Iterable[Array]) -> list[float]:
 
 @kernel
 def _squares(v: np.ndarray) -> float:
-    """Return the sum of squares in eight partial sums: fast, and the same for any number of threads."""
+    """Return the sum of squares; unlike a BLAS, give the same bits for any number of threads."""
     sums = np.zeros(8)
     end = len(v) // 8 * 8
     for i in range(0, end, 8):

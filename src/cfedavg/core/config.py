@@ -1,6 +1,6 @@
 """Config: the configuration of a run. Its fields are the command's options and the keys of a TOML file.
 
-Each field has an Option, which describes it to Config, the command, resumed runs and federations.
+Each field has an Option, which holds its help, its bounds, and which kinds of run use or may change it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWN = "(a task from Python"  # how the value of `model` and `dataset` begins if 
 
 @dataclass(frozen=True)
 class Option:
-    """The description of a field of Config. A number must lie within the bounds.
+    """The description of a field of Config: its help, its bounds or choices, and which kinds of run use it.
 
     >>> Option("Local work", "local learning rate", above=0).check("eta_local", -3)
     Traceback (most recent call last):
@@ -50,20 +50,22 @@ class Option:
     choices: tuple[str, ...] = ()
     may_change: bool = False  # whether a resumed run may have another value
     federated: bool = True  # whether a federation of real clients uses the field
-    # Whether a Flower app's server decides the field: no (""), only if it averages ("alone"), or "always".
+    # When the server of a Flower app decides the field: never (""), if no inner strategy averages ("alone"),
+    # or "always".
     server: Literal["", "alone", "always"] = ""
     in_task: bool = False  # whether a Task object decides the field
     per_client: bool = False  # whether the value is a text for Range; the bounds then hold for its numbers
-    integer: bool = False  # whether the numbers of such a text must be integers
+    integer: bool = False  # whether the numbers of a Range must be integers
     is_part: bool = False  # whether the value is a text that may name a module:Class
     exclusive: str = ""  # the name of a group of fields of which at most one may be given
     otherwise: Any = None  # the value if no field of the group is given
 
     def check(self, name: str, value: Any) -> None:
-        """Raise InputError if `value`, of the field `name`, is out of bounds or not one of the choices."""
+        """Raise InputError if `value` is out of bounds or not one of the choices; `name` is the field."""
         is_number = isinstance(value, int | float)
         if is_number and not abs(value) <= sys.float_info.max:
-            got = repr(value) if isinstance(value, float) else "a larger number"  # of any number of digits
+            # An integer may have thousands of digits: do not print it.
+            got = repr(value) if isinstance(value, float) else "a larger number"
             raise InputError(f"`{name}` must be a finite number below 1.8e308, got {got}")
         if self.choices:
             holds = value in self.choices
@@ -91,7 +93,7 @@ class Option:
 
 
 def option(default: Any, group: str, help: str, **known: Any) -> Any:
-    """Return a dataclass field with a default value and an Option of the other arguments."""
+    """Return a dataclass field with a default value; the other arguments make its Option."""
     return field(default=default, metadata={"option": Option(group, help, **known)})
 
 
@@ -261,13 +263,13 @@ class Config:
                 known.check(name, value)
 
     def per_client(self, name: str) -> Range | None:
-        """Return the Range of a field that may differ between clients, or None if the field is not given."""
+        """Return the field `name`, which may differ between clients, as a Range; None if it is not given."""
         text = getattr(self, name)
         return None if text is None else Range.parse(text, name, integer=OPTIONS[name].integer)
 
     @property
     def names_task(self) -> bool:
-        """Whether `model` and `dataset` hold names; if not, they hold a remark in brackets (APP or OWN)."""
+        """Whether `model` and `dataset` are names to load, not remarks such as `(a Flower app)`."""
         return not self.dataset.startswith("(")
 
     @property
@@ -289,7 +291,9 @@ class Config:
         return self.model == APP and known.server == "alone"
 
     def for_task(self, name: str, model: str, prints: tuple[str, str], clients: int) -> Config:
-        """Return the configuration for a Task object, with the names and fingerprints of its model and data.
+        """Return the configuration for a Task object: `dataset` and `model` become remarks about the task.
+
+        `prints` holds the fingerprint of the model and that of the data.
 
         >>> Config(iid=True).for_task("digits", "Net", ("3fa9", "77fe"), 8).dataset
         '(a task from Python: digits, 77fe)'
@@ -300,9 +304,9 @@ class Config:
         return dataclasses.replace(self, **changes, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
-        """Return a configuration with other values.
+        """Return a copy of the configuration with the fields in `changes` replaced.
 
-        A value for one field of an exclusive group resets the other fields of the group.
+        If fields exclude each other, a value for one of them resets the others.
         """
         for group in EXCLUSIVE:
             if any(_is_given(changes.get(name)) for name in group):
@@ -310,7 +314,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def to_toml(self) -> str:
-        """Return the fields that the run uses as a TOML text, with help as comments; see `from_toml`."""
+        """Return the fields that the run uses as a TOML text, with the help of each field as a comment."""
         lines, group = list[str](), ""
         for name, known in OPTIONS.items():
             if not self.uses(name):
@@ -352,7 +356,7 @@ class Config:
 
 
 def parse_toml(text: str | bytes, where: str) -> dict[str, Any]:
-    """Return the table of a TOML text; raise InputError if the text is not valid."""
+    """Return a TOML text as a dict; raise InputError, which names the text by `where`, if it is not valid."""
     try:
         return tomllib.loads(text if isinstance(text, str) else text.decode())
     except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits
@@ -366,7 +370,7 @@ OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dat
 
 
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
-    """Return the names of the fields of Config for whose Option `holds` returns True.
+    """Return the names of those fields of Config whose Option satisfies `holds`.
 
     >>> fields_where(lambda known: known.in_task)
     ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
@@ -394,7 +398,7 @@ def refuse_code(table: Mapping[str, Any], where: str, remedy: str) -> None:
 
 
 def _names_code(text: str) -> bool:
-    """Return whether a text names a `module:Class`; a remark in brackets (APP, OWN) does not."""
+    """Return whether a text names a `module:Class`; a remark such as `(a Flower app)` does not."""
     return ":" in text and not text.startswith((f"{OWN}: ", APP[:-1]))
 
 
@@ -403,17 +407,17 @@ def _is_given(value: object) -> bool:
 
 
 def read_config(path: Path, *, written: bool = True) -> Config:
-    """Return the configuration in a TOML file. Reading imports nothing; call `refuse_code` before a run.
+    """Return the configuration in a TOML file. This imports no code; call `refuse_code` before a run.
 
-    With `written`, the file comes from a run and may have option names of version 0.5. Without it, the file
-    is the user's, and old names are refused.
+    Set `written` if a run wrote the file: the file may then have option names of version 0.5. In a file that
+    a user wrote, these old names are refused.
     """
     table = parse_toml(read_input(path), str(path))
     return Config.from_dict(renew(table) if written else table, str(path), trust=True)
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Return the value in the field's type; an integer becomes a float, or a number the text of a Range."""
+    """Convert a value to the field's type: an integer to a float, or a number to the text of a Range."""
     kinds = getattr(kind, "__args__", (kind,))
     if value is None and type(None) in kinds:
         return None
@@ -444,14 +448,15 @@ RETIRED = {"error_feedback": "feedback", "momentum": "local_optimiser", "weight_
 
 
 def renew(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a file of version 0.5 or later under their present names.
+    """Return options with today's names; `table` comes from a file of version 0.5 or later.
 
     >>> renew({"rounds": 5, "error_feedback": False, "momentum": 0.0})
     {'rounds': 5, 'local_optimiser': 'sgd', 'server_optimiser': 'sgd', 'feedback': 'none'}
-    >>> renew({"dataset": "mnist", "compressor": "rd(0.9)"})  # when the whole model was broadcast
+    >>> renew({"dataset": "mnist", "compressor": "rd(0.9)"})  # this run broadcast the whole model
     {'dataset': 'mnist', 'compressor': 'rd(0.9)', 'compressor_down': 'none'}
 
-    A table without `dataset` is not that of a run; no `compressor_down` is added to it.
+    The options of a whole run contain `dataset` and `compressor`. If they lack `compressor_down`, the run did
+    not compress its broadcast, and `compressor_down` becomes "none".
     """
     found = {name: value for name, value in table.items() if name not in RETIRED}
     if {"dataset", "compressor"} <= table.keys():

@@ -21,7 +21,7 @@ class ShapesDiffer(InputError):
 
 
 class NotFinite(ArithmeticError):
-    """An update holds NaN or Inf; `rows` lists the rows (clients) of the block that do."""
+    """Some clients' updates contain NaN or Inf; `rows` lists these clients' rows in the block of updates."""
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__(f"the update of {name_rows(rows)} holds NaN or Inf")
@@ -29,7 +29,7 @@ class NotFinite(ArithmeticError):
 
 
 class Diverged(InputError):
-    """Training gave NaN or infinity in round `t` (counted from 0), for the listed clients."""
+    """Training gave NaN or infinity for `clients` in round `t` (counted from 0)."""
 
     def __init__(self, t: int, clients: list[int], what: str) -> None:
         whose = f" for {name_rows(clients, 'client')}" if clients else ""
@@ -51,7 +51,7 @@ def summarise_error(error: Exception) -> str:
 
 
 def name_rows(rows: list[int], noun: str = "row") -> str:
-    """Return row numbers as a text that names at most eight: `client 3`, `clients 3, 5`.
+    """Return numbers as a text such as `clients 3, 5`, which names at most eight of them.
 
     >>> name_rows([3], "client")
     'client 3'

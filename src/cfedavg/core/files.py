@@ -35,9 +35,9 @@ def report_failure(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Give the `with` block a temporary path to write to; if the block raises nothing, rename it to `path`.
+    """Give the `with` block a temporary file to write; if the block succeeds, rename the file to `path`.
 
-    Without `durable`, the file is not synced: other processes see a whole file, but a power cut may undo it.
+    Without `durable`, the file is not synced: processes see a complete file, but a power cut may undo it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with report_failure(f"cannot write {path}"):
@@ -80,7 +80,7 @@ def read_input(path: Path) -> bytes:
 
 
 def open_regular(path: Path, mode: str) -> IO[bytes]:
-    """Return a regular file, opened in `mode` for bytes; raise OSError if the path is anything else."""
+    """Open a regular file for bytes, in `mode`; raise OSError if the path is anything else."""
     return cast(IO[bytes], open(path, mode, opener=_open_regular))
 
 
@@ -108,7 +108,7 @@ def exists(path: Path) -> bool:
 
 
 def check_no_file(path: Path, option: str) -> None:
-    """Raise InputError if the path exists and is not a folder; `option` names it in the error."""
+    """Raise InputError if the path exists and is not a folder; `option` is the option that gave the path."""
     if exists(path) and not path.is_dir():
         raise InputError(f"{option}: {path} is a file, not a folder")
 

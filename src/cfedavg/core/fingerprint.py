@@ -1,8 +1,8 @@
 """Fingerprints of models and data: short texts that are equal for the same task, in any process.
 
-A model's weights do not count, since they may depend on the seed. Small tensors are hashed completely. Of
-large tensors, and of data that are not tensors, some rows of every client are hashed. Rows that change at
-random when they are read are not hashed.
+A model's weights are not hashed, since they may depend on the seed. Small tensors are hashed completely. If
+a tensor is large, or if data are not tensors, only some rows of every client are hashed. Rows that change at
+random when they are read (augmented data) are not hashed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def fingerprint_model(model: nn.Module, *functions: Callable[..., Any]) -> str:
 
 
 def fingerprint_data(data: Sequence[Any], version: str = "") -> str:
-    """Return a hash of data sets; if `version` is given, of the version and the number of data sets only."""
+    """Return a hash of data sets; with a `version`, hash only the version and the number of data sets."""
     if version:
         return _digest([version, str(len(data))])
     return _digest(part for samples in data for part in _parts(samples, _BYTES // len(data)))
 
 
 def _parts(data: Any, most: int) -> Iterator[str | bytes]:
-    """Yield what to hash of a data set: size, shapes, dtypes, and at most about `most` bytes of rows."""
+    """Yield what to hash of a data set: its size, shapes, dtypes, and about `most` bytes of rows at most."""
     if hasattr(data, "batch"):
         yield f"{type(data).__qualname__} {len(data)}"
         rows = _some(len(data), _LEAST)
@@ -70,10 +70,10 @@ def _parts(data: Any, most: int) -> Iterator[str | bytes]:
 
 
 def _unless_drawn(read: Callable[[], Any], most: int) -> list[str | bytes]:
-    """Return what to hash of the rows that `read` gives; return [] if they are drawn at random.
+    """Return what to hash of the rows that `read` returns; return [] if reading changes them at random.
 
-    Rows are drawn at random if two reads differ or a random generator was used, as for augmented data.
-    Comparing two reads is not enough: both may miss a rare random change.
+    Reading is random if two reads differ, or if a read used a random generator. The first test alone is not
+    enough: a rare random change may happen in neither read.
     """
     with restore_generators(torch.device("cpu")):
         try:
@@ -98,7 +98,7 @@ def _rows_of(tree: Any, most: int) -> Iterator[str | bytes]:
 
 
 def _bytes(tensor: Tensor, most: int) -> bytes:
-    """Return the bytes of a tensor; if there are more than `most`, those of evenly spread rows."""
+    """Return the bytes of a tensor, or only of evenly spread rows if it has more than `most` bytes."""
     tensor = tensor[None] if not tensor.dim() else tensor
     rows = max(_LEAST, most * len(tensor) // max(1, tensor.nbytes))
     if rows < len(tensor):
@@ -112,7 +112,7 @@ def _some(n: int, rows: int) -> np.ndarray:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Return a function's name and the values bound to it; for a lambda, also a hash of its code."""
+    """Return a function's name, its defaults and captured values, and for a lambda a hash of its code."""
     if isinstance(function, partial):
         return f"partial {_name(function.func)} {_plain(function.args)} {_plain(function.keywords.items())}"
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -164,7 +164,7 @@ def _digest(parts: Any) -> str:
 
 @contextmanager
 def restore_generators(device: torch.device) -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch after the `with` block."""
+    """Restore the states of Python's, NumPy's and torch's random generators after the `with` block."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -22,18 +22,18 @@ TOGETHER = 1.0
 
 
 def ignore_stops() -> AbstractContextManager[None]:
-    """Ignore all stop signals in the `with` block, even the second. For short work only."""
+    """Ignore all stop signals in the `with` block, even a second one. For short work only."""
     return _handling(dict.fromkeys(STOPS, signal.SIG_IGN))
 
 
 def mute_stops() -> AbstractContextManager[None]:
-    """Let stop signals raise nothing in the `with` block; `watch_second_stop` still sees them."""
+    """Let stop signals raise no error in the `with` block; `watch_second_stop` still counts them."""
     heard = (n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN)
     return _handling(dict.fromkeys(heard, lambda *_: None))
 
 
 def catch_kills() -> AbstractContextManager[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the `with` block, if they would end the process."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the `with` block, unless handled or ignored."""
     unheard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     return _handling(dict.fromkeys(unheard, signal.default_int_handler))
 
@@ -60,7 +60,7 @@ class StopRequest:
         self._is_over = False
 
     def stop(self, signal: int, frame: object = None) -> None:
-        """Store `signal` and raise KeyboardInterrupt if it is the first stop signal; else do nothing."""
+        """Store the first stop signal and raise KeyboardInterrupt; do nothing at later stop signals."""
         if self.signal is None and not self._is_over:
             self.signal = signal
             raise KeyboardInterrupt
@@ -77,9 +77,10 @@ class StopRequest:
 
 @contextmanager
 def handle_stops() -> Iterator[StopRequest]:
-    """Handle stop signals for a command in the `with` block; ignore them after it, until the process ends.
+    """Raise KeyboardInterrupt at the first stop signal in the `with` block; end the process at the second.
 
-    A signal that was ignored before the block, like SIGHUP under nohup, stays ignored.
+    After the block, stop signals are ignored until the process ends. A signal that was ignored before the
+    block, like SIGHUP under nohup, stays ignored.
     """
     request = StopRequest()
     heard = [n for n in STOPS if signal.getsignal(n) is not signal.SIG_IGN]
@@ -93,7 +94,7 @@ def handle_stops() -> Iterator[StopRequest]:
 
 
 def end_at_once(number: int) -> None:
-    """End this process and its worker processes, even suspended ones, without saving or cleaning up."""
+    """End this process and its workers, even suspended ones, with exit code 128 + `number`; save nothing."""
     try:
         from multiprocessing import active_children  # imported here, so that commands start fast
 
@@ -118,10 +119,11 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def watch_second_stop(end: Callable[[int], None]) -> Iterator[None]:
-    """Call `end` with the number of the second stop signal in the `with` block, from another thread.
+    """At the second stop signal in the `with` block, call `end` with its number, from another thread.
 
-    Python's signal handlers run in the main thread, which may hang in a call (for example, it waits for a
-    suspended worker). So a thread reads signals from the wakeup descriptor, which gets them at once.
+    Python's signal handlers run in the main thread, which may hang in a call (for example, while it waits for
+    a suspended worker). So another thread reads the signals from a pipe, the wakeup descriptor, into which
+    Python writes each signal at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set the wakeup descriptor
@@ -142,7 +144,10 @@ def watch_second_stop(end: Callable[[int], None]) -> Iterator[None]:
 
 
 def _listen(reader: int, onward: int, end: Callable[[int], None]) -> None:
-    """Pass signals from `reader` on to `onward` until a zero byte; call `end` at the second stop signal."""
+    """Read signal numbers from the pipe `reader` until a zero byte; call `end` at the second stop signal.
+
+    Write each number also to `onward`, the wakeup descriptor that was set before, unless it is -1 (none).
+    """
     first: float | None = None
     while (data := os.read(reader, 1)) != b"\0":
         if onward != -1:

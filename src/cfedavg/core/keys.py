@@ -1,9 +1,11 @@
 """Keyed random numbers: every draw is a pure function of (seed, round, client, purpose, coordinate).
 
-A key is a 64-bit integer. The draw for coordinate j is output j of the generator splitmix64 started at the
-key. So a draw is the same in NumPy, in torch on a CPU or GPU, in any order, and after a resume.
-The same code works for NumPy and torch, since both wrap int64 products on overflow. An unsigned shift is a
-signed shift with the sign bits masked off. A client without torch draws the same numbers.
+A key is a 64-bit integer. The draw for coordinate j is output j (counted from 0) of the random generator
+splitmix64, seeded with the key. So a draw is the same in NumPy, in torch on a CPU or GPU, in any order, and
+after a resume. A client without torch draws the same numbers.
+
+The same code works for NumPy and torch, since in both an int64 product wraps around on overflow. int64 has
+no unsigned shift, so the code shifts and then masks off the copies of the sign bit.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _GOLDEN_WORD, _MIX_1_WORD, _MIX_2_WORD = np.uint64(_GOLDEN), np.uint64(_MIX_1), 
 
 
 class Purpose(IntEnum):
-    """What a random draw is for. Draws of different purposes are independent. The numbers must not change."""
+    """What a random draw is for. Draws for different purposes are independent. Never change these numbers."""
 
     INIT = 0
     SAMPLE = 1
@@ -69,7 +71,7 @@ def key(seed: int, t: int, client: int, purpose: Purpose) -> int:
 
 
 def keys(*parts: Any) -> Any:
-    """Return keys as an int64 array; the arguments are those of `key`, as numbers or arrays that broadcast.
+    """Return many keys as an int64 array; the arguments are those of `key`, but may be arrays (broadcast).
 
     >>> int(keys(0, 0, np.arange(3), int(Purpose.BATCH))[2]) == signed(key(0, 0, 2, Purpose.BATCH))
     True
@@ -83,7 +85,7 @@ def keys(*parts: Any) -> Any:
 def bits(word: Any, coordinates: Any) -> Any:
     """Return 64 random bits (as int64) for each entry of `coordinates`, an int64 array.
 
-    `word` is a key as an int64: an integer from `signed`, or an array that broadcasts.
+    `word` is the key: an integer that `signed` returned, or an int64 array of keys (broadcast).
     """
     z = (coordinates + 1) * signed(_GOLDEN) + word
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * signed(_MIX_1)
@@ -92,7 +94,7 @@ def bits(word: Any, coordinates: Any) -> Any:
 
 
 def derive(words: Any, purpose: Purpose) -> Any:
-    """Return new keys for a purpose, derived from keys (an array or one integer)."""
+    """Derive a new key for `purpose` from each key in `words`, an int64 array or one integer."""
     if isinstance(words, int):
         return signed(_mix_word((words + (int(purpose) + 1) * _GOLDEN) & _WORD))
     return bits(words, words * 0 + int(purpose))
@@ -119,7 +121,9 @@ def permutation(word: int, n: int) -> np.ndarray:
 
 
 def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
-    """Return the coordinates j < d for which bits53(key, j) < keep, in increasing order.
+    """Draw each coordinate from 0 to d - 1 with probability keep / 2**53; return the drawn ones, sorted.
+
+    Coordinate j is drawn if bits53(key, j) < keep.
 
     >>> draw_coordinates(0, 2**52, 10)
     array([1, 2, 4, 5, 6, 8])
@@ -135,9 +139,9 @@ def draw_coordinates(key: int, keep: int, d: int) -> np.ndarray:
 
 
 def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
-    """Fill `indices` with the coordinates j < d for which bits53(key, j) < keep; return their number.
+    """Write the coordinates that `draw_coordinates` returns into `indices`; return how many were drawn.
 
-    The number may exceed the length of `indices`; the coordinates beyond it are left out.
+    If more are drawn than `indices` has room for, the last ones are counted but not written.
     """
     return int(_compile_draw()(key, keep, d, indices))
 

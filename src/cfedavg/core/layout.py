@@ -51,7 +51,7 @@ class Layout:
         return sum(self.sizes)
 
     def slices(self) -> Iterator[slice]:
-        """Yield the slice of the flat vector that each tensor takes."""
+        """Yield, for each tensor, its slice of the flat vector."""
         start = 0
         for size in self.sizes:
             yield slice(start, start + size)
@@ -59,7 +59,7 @@ class Layout:
 
     @cached_property
     def text(self) -> str:
-        """The names, shapes and dtypes as JSON, which `from_text` reads.
+        """The names, shapes and dtypes as a JSON text, which `from_text` reads.
 
         >>> Layout.from_text('[["w"], [[3, 2]], ["float32"]]').text
         '[["w"], [[3, 2]], ["float32"]]'
@@ -68,7 +68,7 @@ class Layout:
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
-        """Return the layout in a JSON text that `text` wrote; raise ValueError if the text is invalid."""
+        """Return the layout in a JSON text from `Layout.text`; raise ValueError if the text is invalid."""
         names, shapes, dtypes = json.loads(text)
         layout = cls(tuple(names), tuple(map(tuple, shapes)), tuple(dtypes))
         numbers = [size for shape in layout.shapes for size in shape]
@@ -76,13 +76,16 @@ class Layout:
         integers = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         short = all(len(shape) <= 64 for shape in layout.shapes)  # torch and NumPy allow at most 64 axes
         if not len(names) == len(shapes) == len(dtypes) or not (texts and integers and short):
-            raise ValueError("a layout needs as many names as shapes and dtypes, and whole numbers in shapes")
+            raise ValueError(
+                "a layout must list a name, a dtype and a shape for each tensor; a shape must be at most 64 "
+                "whole numbers"
+            )
         return layout
 
     def difference(self, other: Layout, alike: Callable[[str, str], bool] = operator.eq) -> str:
-        """Return the first difference of layout `other` in words, or "" if there is none.
+        """Return in words how `other` first differs from this layout, or "" if it does not differ.
 
-        The order of the tensors does not matter. `alike` compares two dtypes.
+        The order of the tensors does not matter. `alike` says whether two dtypes count as equal.
 
         >>> Layout(("w",), ((3, 2),), ("float32",)).difference(Layout.flat(6))
         "'w' is missing"
@@ -105,5 +108,5 @@ class Layout:
 
     @cached_property
     def schema_hash(self) -> int:
-        """The first 64 bits of the SHA-256 of `text`. Equal hashes mean equal layouts."""
+        """The first 64 bits of the SHA-256 of `text`. Layouts with equal hashes are taken to be equal."""
         return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little")

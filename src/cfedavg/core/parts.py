@@ -1,10 +1,13 @@
 """Parts: the pieces of the algorithm that a user exchanges by a text such as `topk(0.99) >> bf16`.
 
-A part is a frozen dataclass whose fields are its arguments. A part has no state: its functions take a memory
-as an argument and return the next memory. A Registry holds the parts of one kind by name.
+A part is a frozen dataclass whose fields are its arguments. A part has no state: its functions take what it
+remembers (the memory) as an argument and return the next memory. A Registry lists the parts of one kind, such
+as all server optimisers, by name.
 
-A text becomes a part in two steps. `parse_call` reads the name and the literals and runs no code. `build`
-calls the class of that name: an entry of a table, or `package.module:Class` if the text is trusted.
+A text becomes a part in two steps. `parse_call` reads the name and the arguments and runs no code. `build`
+calls the class that is registered under the name. Only a trusted text may name another class, as
+`package.module:Class`, which is imported.
+
 Another kind of text, such as `5..50`, is a Range: a number that may differ by client.
 """
 
@@ -41,7 +44,7 @@ class Part:
 
     @classmethod
     def written_name(cls) -> str:
-        """Return the name of the class in a text: its own `name`, not an inherited one, or `module:Class`."""
+        """Return how a text names this class: by its `name`, if not inherited, or else as `module:Class`."""
         return str(vars(cls).get("name", "")) or f"{cls.__module__}:{cls.__name__}"
 
     def __str__(self) -> str:
@@ -57,14 +60,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Registry(Generic[P]):
-    """The parts of one kind, by name; `field` is the field of Config that holds the text of such a part."""
+    """The parts of one kind, by name; `field` is the field of Config that names a part of this kind."""
 
     field: str
     kind: type[P]
     entries: Mapping[str, Callable[..., P]]
 
     def examples(self) -> list[str]:
-        """Return example texts of every entry, to show in a list of parts."""
+        """Return example texts for every part, which `cfedavg parts` shows."""
         found = [(name, getattr(entry, "examples", ())) for name, entry in self.entries.items()]
         return [text for name, texts in found for text in texts or (name,)]
 
@@ -88,7 +91,7 @@ class Registry(Generic[P]):
         _check_length(text, self.field)
         pieces = [piece.strip() for piece in text.split(">>")]
         if len(pieces) > longest:
-            most = "one name" if longest == 1 else f"at most {longest} names"
+            most = "one name, without >>" if longest == 1 else f"at most {longest} names, joined by >>"
             raise InputError(f"`{self.field}` must have {most}, got {text!r}")
         parts = [build(piece, table, self.kind, self.field, trust=trust) for piece in pieces]
         for piece, part in zip(pieces, parts, strict=True):
@@ -103,9 +106,9 @@ class Registry(Generic[P]):
 def argument(
     rule: str, holds: Callable[[Any], bool], default: Any = MISSING, *, integer: bool = False
 ) -> Any:
-    """Return the dataclass field of a part's argument, which `check_argument` checks.
+    """Return a dataclass field for an argument of a part; `check_argument` checks the given values.
 
-    A default of None is not checked.
+    The default is not checked, so it may be None.
     """
     known = {"rule": rule, "holds": holds, "integer": integer}
     return field(default=default, metadata={"argument": known})
@@ -114,9 +117,9 @@ def argument(
 def check_argument(
     name: str, value: object, rule: str, holds: Callable[[Any], bool], *, integer: bool = False
 ) -> None:
-    """Raise InputError unless `value` is a number, or with `integer` an integer, for which `holds` is true.
+    """Raise InputError unless `value` is a number for which `holds` returns True.
 
-    `rule` says in words what `holds` checks.
+    With `integer`, the number must be an integer. `rule` says in words what `holds` checks.
 
     >>> check_argument("decay", 2, "above 0 and at most 1", lambda decay: 0 < decay <= 1)
     Traceback (most recent call last):
@@ -178,10 +181,10 @@ def _literal(node: ast.expr) -> Any:
 
 
 def build(text: str, table: Mapping[str, Any], kind: type, field: str, *, trust: bool) -> Any:
-    """Return the result of calling the entry of `table` that `text` names, with the arguments in `text`.
+    """Call the entry of `table` that `text` names, with the arguments in `text`; return the result.
 
-    With `trust`, `module:Class(...)` calls a user's class, which must be a subclass of `kind`. Without
-    `trust`, nothing is imported: the text may come from somebody else.
+    With `trust`, the text may also be `module:Class(...)`, a user's subclass of `kind`, which is imported.
+    Without `trust`, nothing is imported: the text may come from somebody else.
 
     >>> build("complex(1, imag=2)", {"complex": complex}, complex, "number", trust=False)
     (1+2j)
@@ -221,7 +224,7 @@ def load(path: str, field: str) -> Any:
         raise InputError(f"`{field}`: cannot import {module!r} of {path!r} ({error})") from None
     if not is_there:
         where = getattr(found, "__file__", None) or "built in"
-        raise InputError(f"`{field}`: {module!r} ({where}) has no {name!r}")
+        raise InputError(f"`{field}`: the module {module!r} ({where}) has no {name!r}")
     return getattr(found, name)
 
 
@@ -273,11 +276,11 @@ class Range:
         return cls(low, high, () if is_range or len(values) == 1 else values, integer)
 
     def mean(self) -> float:
-        """Return the mean over the clients."""
+        """Return the mean over the clients; for a range, the middle of the range."""
         return sum(self.each) / len(self.each) if self.each else (self.low + self.high) / 2
 
     def at(self, client: int, u: float) -> float:
-        """Return the value of a client; for a range, `u` in [0, 1) says where in the range it lies."""
+        """Return a client's value; in a range, `u` from 0 (the low end) to 1 (the high end) chooses it."""
         if self.each:
             return self.each[client]
         if self.integer:

@@ -1,4 +1,4 @@
-"""Payload: what a block of clients sends, which is coordinates and their values.
+"""Payload: the coordinates and values that one or more clients (a block) send.
 
 A compressor makes payloads of torch tensors or NumPy arrays; the wire format reads NumPy arrays. bf16 numbers
 are held as bit patterns in int16, since NumPy has no bf16.
@@ -15,7 +15,7 @@ from cfedavg.core.arrays import Array
 
 @dataclass(frozen=True)
 class Floats:
-    """Values as floating point numbers; if `dtype` is "bf16", `data` holds the bit patterns in int16."""
+    """Values as floating point numbers; if `dtype` is "bf16", `data` holds their bit patterns as int16."""
 
     data: Array
     dtype: str  # "fp32", "fp64" or "bf16"
@@ -27,9 +27,10 @@ class Floats:
 
 @dataclass(frozen=True)
 class Levels:
-    """Values as integers times float32 scales: value j of a client is levels[j] * scales[j // block].
+    """Values as integer levels times float32 scales, one scale for each `block` values of a client.
 
-    A level is from -top to top. Each client starts a new block. If `block` is 0, each client has one block.
+    Value j of a client is level[j] * scale[j // block], of this client's levels and scales. If `block` is 0,
+    a client has one scale for all its values. A level is an integer from -top to top.
     """
 
     levels: Array  # int8 or int16
@@ -44,7 +45,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Mask:
-    """Coordinates drawn from a key: j is sent if bits53(key, j) < keep. The receiver repeats the draw."""
+    """Coordinates drawn by a key: j is sent if bits53(key, j) < keep. The receiver repeats the draw."""
 
     keys: Array  # int64, one for each client
     keep: int  # the share of coordinates sent, times 2**53
@@ -52,10 +53,11 @@ class Mask:
 
 @dataclass(frozen=True)
 class Payload:
-    """The coordinates and values that n clients send of their vectors of length d.
+    """The coordinates and values that n clients send; each client compresses a vector of length d.
 
-    The values of client c are values[offsets[c]:offsets[c+1]], since clients differ in the number of values.
-    `indices` holds each client's coordinates in increasing order; None if all d coordinates are sent.
+    The values of all clients stand one after another: those of client c are values[offsets[c]:offsets[c+1]].
+    `indices` holds the coordinates of these values, in increasing order for each client. It is None if every
+    client sends all d coordinates.
     """
 
     d: int
@@ -103,5 +105,5 @@ class Payload:
 
 
 def blocks(k: int, block: int) -> int:
-    """Return the number of scales that k values of one client need, with `block` values a scale."""
+    """Return how many scales a client needs for k values if `block` values share a scale (0: all values)."""
     return -(-k // block) if block else min(k, 1)

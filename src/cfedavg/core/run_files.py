@@ -33,7 +33,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """The numbers of one client's reply in a round. g2, p2 and noise2 are |g|^2, |p|^2 and |p - C(p)|^2."""
+    """What one client's reply adds to the metrics of a round; K is the number of local steps.
+
+    g is the client's update, p is g plus the residual, and C(p) is what the client sends of p. The fields
+    g2, p2 and noise2 are the squared norms |g|^2, |p|^2 and |p - C(p)|^2.
+    """
 
     client: int
     K: int
@@ -52,10 +56,10 @@ class Reply:
 
 
 def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) -> Record:
-    """Return the columns of a round's row of metrics that come from the clients' replies.
+    """Return those metrics of a round that come from the clients' replies, for a model of d parameters.
 
-    `abstained` clients did no local steps and sent nothing; they count in `clients` and the local steps.
-    `mean_g2` is |mean g_i|^2.
+    `abstained` is the number of clients that did no local step and sent nothing. They count in the metric
+    `clients` and in those of local steps. `mean_g2` is the squared norm of the mean of all updates g.
     """
     n = len(replies)
     steps = [r.K for r in replies] + [0] * abstained
@@ -81,7 +85,9 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
 
 
 def residual_norms(norms2: Iterable[float], m: int) -> Record:
-    """Return the columns of mean residual norms over m clients; a client not in `norms2` has residual 0.
+    """Return the mean squared norm and the mean norm of the residuals of m clients, as metrics.
+
+    `norms2` lists squared norms; if it has fewer than m, the residuals of the other clients are 0.
 
     >>> residual_norms([4.0, 16.0], m=4)
     {'error_norm2': 5.0, 'error_norm': 1.5}
@@ -131,7 +137,7 @@ def _parse_finite(text: str) -> float:
 
 
 def are_usable(rows: list[Record]) -> bool:
-    """Return whether rows have all columns that a resumed run needs, with values of the right type."""
+    """Return whether rows of metrics have all columns that a resumed run needs, with the right types."""
     try:
         checksum_rows(rows)
     except RecursionError:  # lists nested so deep that they can be read but not written
@@ -156,9 +162,9 @@ def _is_usable(row: Record) -> bool:
 
 
 def checksum_rows(rows: list[Record], before: int = 0) -> int:
-    """Return the CRC-32 of rows; `before` is the checksum of the rows before them.
+    """Return the CRC-32 of rows of metrics; `before` is the checksum of all earlier rows.
 
-    The column `seconds` does not count, so that two equal runs write the same checkpoint, byte for byte.
+    The column `seconds` is left out, so that two equal runs write the same checkpoint, byte for byte.
     """
     for row in rows:
         before = zlib.crc32(format_row({**row, CLOCK: 0}).encode(), before)
@@ -166,7 +172,7 @@ def checksum_rows(rows: list[Record], before: int = 0) -> int:
 
 
 def format_row(row: Record) -> str:
-    """Return a row as a line of the metrics file, in JSON; raise ValueError if it holds NaN or Inf."""
+    """Return a row of metrics as a line of JSON; raise ValueError if the row contains NaN or Inf."""
     return json.dumps(row, allow_nan=False) + "\n"
 
 
@@ -210,7 +216,7 @@ def check_options(before: dict[str, Any], config: Config, file: Path) -> None:
 
 
 def _find_changes(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield name, old value and new value of each field that has changed although a resume must not."""
+    """Yield name, old value and new value of each changed field that a resume must not change."""
     for name, now in fixed_options(config).items():
         if name in before and before[name] != now:
             old, new = ("none" if value is None else repr(value) for value in (before[name], now))

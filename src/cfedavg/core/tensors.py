@@ -30,7 +30,7 @@ _NAMES = {
 def save_tensors(
     tensors: Mapping[str, Array], path: Path, about: dict[str, Any] | None = None, *, durable: bool = True
 ) -> None:
-    """Write tensors and the table `about` to a safetensors file, atomically.
+    """Write tensors, and the dict `about` as metadata, to a safetensors file, atomically.
 
     Without `durable`, the caller must sync the file for it to survive a power cut.
     """
@@ -41,8 +41,9 @@ def save_tensors(
 def save_file(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, byte for byte as the library safetensors does.
 
-    The library writes to a temporary file under its own name, which would stay on disk if the process were
-    killed. Here a tensor is copied only if it is not contiguous or not on the CPU, and one at a time.
+    The library would first write to a temporary file with a name of its own choice; a killed process would
+    leave that file behind. This function copies a tensor only if it is not contiguous or not on the CPU, and
+    holds one copy at a time.
     """
     order = list(_NAMES)
     for name, tensor in tensors.items():
@@ -75,15 +76,16 @@ def _bytes(array: Array) -> memoryview:
 
 
 def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and the table that `save_tensors` wrote; else raise one of UNREADABLE.
+    """Return the tensors and the dict `about` that `save_tensors` wrote.
 
-    The tensors are torch's, or NumPy arrays if `library` is "np". NumPy cannot hold bf16.
+    If the file is missing or damaged, an error of a type in UNREADABLE is raised. The tensors are torch's, or
+    NumPy arrays if `library` is "np". NumPy cannot hold bf16.
     """
     check_regular(path)
     with safe_open(path, framework=library) as file:
         about = json.loads((file.metadata() or {})["cfedavg"])
         if not isinstance(about, dict):
-            raise ValueError("the description of the file must be a table")
+            raise ValueError("the metadata `cfedavg` of the file must be a JSON object")
         return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - no mapping
 
 
@@ -93,7 +95,7 @@ UNREADABLE = (
 
 
 def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
-    """Return the CRC-32 over the tensors' names, shapes, dtypes and bytes and over the table `about`."""
+    """Return one CRC-32 of the dict `about` and of all tensors' names, shapes, dtypes and bytes."""
     found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -55,7 +55,7 @@ def spell_out(name: str) -> str:
 
 
 def is_share(name: str) -> bool:
-    """Return whether a metric is shown in percent."""
+    """Return whether a metric is a share, such as an accuracy, which is shown in percent."""
     return name.endswith(("accuracy", "_acc"))
 
 
@@ -65,7 +65,7 @@ def lower_is_better(name: str) -> bool:
 
 
 def format_factor(ratio: float) -> str:
-    """Return a ratio of bytes or coordinates in words; above 1 means fewer.
+    """Return `ratio` in words: above 1, how many times fewer; below 1, how many times more.
 
     >>> format_factor(46.31), format_factor(4.631), format_factor(1.0), format_factor(0.5)
     ('46× fewer', '4.6× fewer', 'the same', '2.0× more')

@@ -1,4 +1,7 @@
-"""Cells, the runs of a sweep: the file of a cell's results with a checksum (seal), its lines and numbers."""
+"""Cells, the runs of a sweep: their files of results, and what figures and tables show of them.
+
+A cell's file is sealed: it holds a checksum of its content.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class SealedCell:
-    """A finished cell: its settings, its measured values, and its command, versions and hardware (`made`)."""
+    """A finished cell: settings, measured values, and how it was `made` (command, versions, hardware)."""
 
     name: str
     settings: Settings
@@ -63,7 +66,7 @@ class DamagedCell(InputError):
 
 
 class Study:
-    """The base class of what a sweep runs: cells, how to measure a cell, and their figure and table."""
+    """The base class of a study, which lists cells (runs), measures them, and makes a figure and a table."""
 
     name: str
     title: str
@@ -71,11 +74,11 @@ class Study:
     note: str = ""  # a text about all cells, shown under the figure
 
     def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
-        """Return the settings of every cell, by name."""
+        """Return the settings of every cell, for each of `seeds`, by the cell's name."""
         raise NotImplementedError
 
     def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
-        """Run a cell and return its values; `folder` may hold files to resume the cell after a stop."""
+        """Run the cell `name` in `folder`, or resume it after a stop; return its measured values."""
         raise NotImplementedError
 
     def figure(self, found: Found, note: str) -> bytes:
@@ -91,19 +94,19 @@ class Study:
         return "cpu"
 
     def missing_values(self, cell: SealedCell) -> list[str]:
-        """Return the names of values that the study needs and that `cell`, of another version, lacks."""
+        """Return the names of values that the study needs but `cell`, made by an older version, lacks."""
         return []
 
 
 def config_settings(config: Config) -> Settings:
-    """Return the fields of `config` that a cell stores: those that decide the result, and `precision`."""
+    """Return the fields of `config` that a cell stores: `precision`, and those that decide the result."""
     left_out = MACHINE - {"precision"}
     table = dataclasses.asdict(config).items()
     return {name: value for name, value in table if value is not None and name not in left_out}
 
 
 def train_cell(config: Config, folder: Path, observer: Observer) -> dict[str, Any]:
-    """Train in `folder`, resuming a run that is there; return each metric as a list over all rounds."""
+    """Train in `folder`, or resume the run that is there; return for each metric the list of its values."""
     diverged = {}
     try:
         try:
@@ -157,7 +160,7 @@ def read_cells(folder: Path) -> dict[str, SealedCell]:
 
 
 def _is_usable(cell: SealedCell) -> bool:
-    """Return whether a cell has the fields and types that figures need, which the seal does not check."""
+    """Return whether a cell has the fields and types that figures need; the checksum does not show this."""
     made, settings = cell.made, cell.settings
     is_value = _is_column if "dataset" in settings else _holds_numbers
     return (
@@ -171,25 +174,25 @@ def _is_usable(cell: SealedCell) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Return whether a value is a list of numbers or None, one for each round of a run."""
+    """Return whether a value is a list in which every entry is a number or None."""
     return isinstance(value, list) and all(isinstance(each, _NUMBER) for each in value)
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Return whether a value is a number or None, or a list or dict of such values, nested or not."""
+    """Return whether a value is a number, None, or a list or dict of such values, also nested."""
     if isinstance(value, list | dict):
         return all(map(_holds_numbers, value.values() if isinstance(value, dict) else value))
     return isinstance(value, _NUMBER)
 
 
 def is_same(found: Settings, wanted: Settings) -> bool:
-    """Return whether two settings are of the same cell; fields about the machine (`MACHINE`) do not count."""
+    """Return whether two settings describe the same cell; fields about the machine (`MACHINE`) may differ."""
     left, right = ({k: v for k, v in each.items() if k not in MACHINE} for each in (found, wanted))
     return left == right
 
 
 def is_beginning(found: Settings, wanted: Settings) -> bool:
-    """Return whether `found` are the settings of the wanted cell, or of the same cell with fewer rounds."""
+    """Return whether `found` describes the same cell as `wanted`, with as many rounds or fewer."""
     rounds = found.get("rounds", 0)
     cut = {"rounds": rounds} if "dataset" in wanted and rounds <= wanted["rounds"] else {}
     return is_same(found, wanted | cut)
@@ -219,7 +222,10 @@ def _seal(table: dict[str, Any]) -> str:
 
 
 def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pen]]) -> tuple[Panel, Lines]:
-    """Return a panel with its lines: a mean over seeds, and each diverged seed alone, ending with a cross."""
+    """Return a panel and its curves: for each line the mean over seeds, and each diverged seed alone.
+
+    The curve of a diverged seed ends with a cross.
+    """
     drawn: list[tuple[Group, Pen]] = []
     for label, cells, pen in lines:
         if whole := tuple(_as_run(cell, label) for cell in cells if not cell.diverged):
@@ -230,7 +236,7 @@ def fill_panel(panel: Panel, lines: Sequence[tuple[str, Sequence[SealedCell], Pe
 
 
 def _as_run(cell: SealedCell, label: str) -> Run:
-    """Return a cell as a Run of the report: rows instead of columns, and the mean uplink bytes per client."""
+    """Return a cell as a Run, as the report reads it: a row for each round, with a client's uplink bytes."""
     config = Config.from_dict(cell.settings, cell.name, trust=True)  # safe: drawing imports no class
     columns = {key: values for key, values in cell.values.items() if isinstance(values, list)}
     sent = columns.get("uplink_bytes", [])
@@ -247,12 +253,12 @@ def count_cells(cells: Sequence[SealedCell]) -> str:
 
 
 def count_rounds(cells: Sequence[SealedCell]) -> str:
-    """Return the cells' number of rounds as text, or "A to B" for the fewest and the most if they differ."""
+    """Return the cells' number of rounds as text: "20", or "10 to 20" if the cells differ."""
     return _show_range({len(cell.values.get("uplink_bytes") or ()) for cell in cells})
 
 
 def describe_seeds(counts: Iterable[int]) -> str:
-    """Return the words of a subtitle for the numbers of seeds of all lines.
+    """Return words for a subtitle: how many seeds a line has; `counts` has a number for each line.
 
     >>> describe_seeds([3, 0, 2]), describe_seeds([1, 1]), describe_seeds([0])
     ('mean of 2 to 3 seeds, shaded from the lowest to the highest', 'one seed', '')
@@ -268,7 +274,7 @@ def _show_range(counts: set[int]) -> str:
 
 
 def summarise_cells(cells: Sequence[SealedCell], columns: Sequence[str]) -> list[str]:
-    """Return texts: rounds, the last known value of each column (mean ± spread), uplink bytes of a client."""
+    """Return texts for a table: rounds, last values of metrics (mean ± spread), a client's uplink bytes."""
     if not cells:
         return [NOTHING] * (len(columns) + 2)
     texts = [count_rounds(cells)]

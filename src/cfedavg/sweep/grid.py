@@ -1,4 +1,4 @@
-"""Grids of runs over p (classes per client), the lines of a figure and seeds: read, run and drawn."""
+"""Grids: a run for each p (classes per client), each line of a figure and each seed; read, run and drawn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OVER = ("rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "simulated
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a figure: name, label and colour, and the fields that it changes in the configuration."""
+    """One line of a figure: its name, label and colour, and its changes to the grid's base configuration."""
 
     name: str
     label: str
@@ -50,7 +50,7 @@ class Grid(Study):
     columns: tuple[str, ...] = ("test_accuracy",)
     over: tuple[str, ...] = ("rounds",)
     subtitle: str = ""
-    prefix: str = ""  # of the cells' names, so that grids of different data sets can share a folder
+    prefix: str = ""  # how the cells' names begin, so that grids of different data sets can share a folder
     rounds: int | None = None  # upper limit on the rounds of a run
     note: str = ""  # a text under the figure
 
@@ -65,9 +65,10 @@ class Grid(Study):
         trust: bool = False,
         **more: Any,
     ) -> Self:
-        """Return the grid that a TOML table describes; if the table is empty, `vary` alone gives the lines.
+        """Return the grid that a TOML table describes; if the table is empty, `vary` alone makes the lines.
 
-        The user's fields in `typed` and texts in `vary` override the table and need no `trust`.
+        `typed` (fields of Config) and `vary` (texts such as `eta=0.5|1`) come from the user. Both override
+        the table. Without `trust`, only these two may name a class to import.
         """
         where, typed = f"grid {name}", dict(typed or {})
         _check_keys(table, where, _KEYS)
@@ -88,7 +89,7 @@ class Grid(Study):
         return made
 
     def _check(self, where: str) -> None:
-        """Refuse a grid with two cells of one name, or with a configuration that cannot run."""
+        """Refuse a grid if two of its cells have the same name, or if a configuration cannot run."""
         names = [f"{self.stem(p, line)}-seed{seed}" for p, line in self.pairs() for seed in self.seeds]
         if same := {name for name in names if names.count(name) > 1}:
             raise InputError(f"{where or '`vary`'}: cells must have different names, got {min(same)} twice")
@@ -103,7 +104,7 @@ class Grid(Study):
 
     @cached_property
     def _configs(self) -> dict[str, Config]:
-        """The configuration of each pair of p and line, by the stem (the first part) of its cells' names."""
+        """The configuration of each p and line, by the name that its cells have without the seed."""
         base = Config.from_dict(self.base, self.name, trust=True)
         found = {}
         for p, line in self.pairs():
@@ -118,11 +119,14 @@ class Grid(Study):
         return str(self.base.get("device", Config.device))
 
     def pairs(self) -> Iterator[tuple[int | None, Line]]:
-        """Return an iterator over all pairs of a p and a line."""
+        """Return an iterator over all pairs of a p (classes per client) and a line."""
         return itertools.product(self.p, self.lines)
 
     def stem(self, p: int | None, line: Line) -> str:
-        """Return the name of a line's cells without the seed; grids share the cells of one name."""
+        """Return the name that the cells of `p` and `line` have without the seed.
+
+        Two grids in one folder share the cells that have the same name.
+        """
         return "-".join(filter(None, [self.prefix, "" if p is None else f"p{p}", line.name]))
 
     def cells(self, seeds: Iterable[int]) -> dict[str, Settings]:
@@ -141,7 +145,7 @@ class Grid(Study):
         return sorted(mine, key=lambda cell: int(cell.settings["seed"]))
 
     def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
-        """Train a cell in `folder`, resuming a run that is there; return one list over rounds per metric."""
+        """Train a cell in `folder`, or resume the run there; return a list of values for each metric."""
         config = self._configs[name.rpartition("-seed")[0]].replace(seed=settings["seed"])
         if "checkpoint_every" not in self.base:
             # A checkpoint holds every client's residual and is large: write only four in a run.
@@ -149,7 +153,7 @@ class Grid(Study):
         return sealed.train_cell(config, folder, observer)
 
     def figure(self, found: Found, note: str) -> bytes:
-        """Return a PNG with a row of panels for each p, and a panel for each metric and x axis."""
+        """Return a PNG: for each p (classes per client) a row, with a panel for each metric and x axis."""
         started_p, lines = self.list_started(found)
         rows = [
             [self._fill_panel(found, p, key, x) for x in self.over for key in self.columns] for p in started_p
@@ -174,7 +178,7 @@ class Grid(Study):
         return Pen(line.colour or usual, dashed=settings[line.name].get("feedback") == "none")
 
     def list_started(self, found: Found) -> tuple[list[int | None], list[Line]]:
-        """Return each p (classes per client) and line with a cell in `found`; without cells, return all."""
+        """Return each p (classes per client) and each line that has cells in `found`; all, if none has."""
         pairs = [pair for pair in self.pairs() if self.find_cells(found, *pair)] or list(self.pairs())
         started = [line for _, line in pairs]
         return list(dict.fromkeys(p for p, _ in pairs)), [line for line in self.lines if line in started]
@@ -187,7 +191,7 @@ class Grid(Study):
         return Frame(self.title, subtitle, legend, "; ".join(filter(None, [note, self._name_missing(found)])))
 
     def _name_missing(self, found: Found) -> str:
-        """Return a note that names each p and line without any cell, and each other pair without a cell."""
+        """Return a note that names each p and each line without cells, and each other pair without cells."""
         started_p, started = self.list_started(found)
         names = [f"p = {p}" for p in self.p if p not in started_p]
         names += [line.label for line in self.lines if line not in started]
@@ -199,7 +203,7 @@ class Grid(Study):
         return f"not run yet: {'; '.join(names)}" if names else ""
 
     def table(self, found: Found) -> list[list[str]]:
-        """Return a table, header first, with a row per p and line: last values (mean ± spread) and bytes."""
+        """Return a table with a header: for each p and line, last values (mean ± spread) and bytes sent."""
         names = [f"{spell_out(name)} after the last round" for name in self.columns]
         rows = [["p", "line", "seeds", "rounds", *names, "uplink of a client"]]
         for p, line in self.pairs():
@@ -213,10 +217,13 @@ class Grid(Study):
 
 
 def read_table(path: Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the TOML table of a grid; missing keys come from the grid file that the key `like` names."""
+    """Return the TOML table of a grid; missing keys come from the grid file that the key `like` names.
+
+    `above` lists the grid files that led to this one by their key `like`.
+    """
     file = os.path.realpath(path)
     if file in above:
-        raise InputError(f"grid {path}: `like` must name other grids, got the grid itself")
+        raise InputError(f"grid {path}: `like` must name other grids, but it leads back to this grid")
     try:
         table = parse_toml(read_file(path).decode(), f"grid {path}")
     except (OSError, UnicodeDecodeError) as error:
@@ -232,7 +239,7 @@ def read_table(path: Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _put_on_top(below: Mapping[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return both tables joined; a field in `above` replaces the same and exclusive fields in `below`."""
+    """Join two tables; a field in `above` replaces the same field in `below`, and all that it excludes."""
     gone = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
     return {name: value for name, value in below.items() if name not in gone} | above
 
@@ -271,7 +278,7 @@ _FIELDS: _Rules = dict.fromkeys(OPTIONS, (lambda value: True, ""))  # Config che
 
 
 def _check_keys(table: Mapping[str, Any], where: str, rules: _Rules) -> None:
-    """Refuse an unknown key, and a value that breaks the rule of its key."""
+    """Refuse an unknown key, and a value that breaks its key's rule."""
     for key, value in table.items():
         if key not in rules:
             raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(rules))}")
@@ -297,13 +304,13 @@ def _parse_line(table: Mapping[str, Any], where: str, trust: bool) -> Line:
 
 
 def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[int, ...]]:
-    """Return each line with each combination of values in `vary`, and the seeds in `vary`."""
+    """Return each line with each combination of the values in `vary`; return also the seeds in `vary`."""
     seen, seeds = set[str](), ()
     for text in vary:
         left, equals, right = text.partition("=")
         fields = [name.strip().lstrip("-").replace("-", "_") for name in left.split(",")]
         if not equals or any(name not in OPTIONS for name in fields):
-            raise InputError(f"`vary` must be field=value|value, with fields of Config, got {text!r}")
+            raise InputError(f"`vary` must be field=value|value, such as seed=0|1|2, got {text!r}")
         for name in fields:
             if name in seen:
                 raise InputError(f"`vary` must name {name} once, got {name} twice; join its values with |")
@@ -317,7 +324,7 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """Return the value that a text in TOML stands for; a string may be without quotes."""
+    """Return the value of a text in TOML syntax; a string needs no quotes."""
     if str in (get_args(kind) or (kind,)):
         return text
     try:

@@ -1,4 +1,4 @@
-"""A sweep: the cells (runs) of studies in one folder, run one after another, written to files and drawn."""
+"""A sweep: it runs the cells (runs) of studies one after another, writes them to a folder, and draws them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Sweep:
     studies: Sequence[Study]
     out: Path
     seeds: tuple[int, ...] | None = None  # None: the seeds of each study
-    only: Sequence[str] = ("*",)  # patterns of the names of cells
+    only: Sequence[str] = ("*",)  # patterns for cells' names, such as *-seed0
     say: Callable[[str], None] = print
     found: dict[str, SealedCell] = field(default_factory=dict)
 
@@ -68,15 +68,21 @@ class Sweep:
         return {name: (study, each) for study in self.studies for name, each in self._plan(study).items()}
 
     def _plan(self, study: Study, seeds: Iterable[int] | None = None) -> dict[str, Settings]:
-        """Return the settings of those cells of a study whose names match `only`, by name."""
+        """Return, by name, the settings of those cells of a study whose names match `only`."""
         every = study.cells(self.seeds or seeds or study.seeds)
         if chosen := {n: s for n, s in every.items() if any(fnmatch.fnmatch(n, one) for one in self.only)}:
             return chosen
         one = next(iter(every))
-        raise InputError(f"`only` must match a cell's name, got {' or '.join(self.only)}; a cell is {one}")
+        raise InputError(
+            f"`only`: no cell's name matches {' or '.join(self.only)}; a cell's name is, for example, {one}"
+        )
 
     def open(self, *, resume: bool) -> None:
-        """Read the finished cells in `out`; a damaged cell counts as missing, other settings are refused."""
+        """Read the finished cells in `out`; a damaged cell counts as missing.
+
+        Raise InputError if a cell has other settings than in this sweep, or if the sweep was begun but
+        not finished, and `resume` is not set.
+        """
         found, damaged = self._read(self.cells)
         for name, cell in found.items():
             if not archive.is_same(cell.settings, wanted := self.cells[name][1]):
@@ -86,7 +92,7 @@ class Sweep:
         begun = len(found) + sum(self._rounds_done(name) > 0 for name in self.missing)
         if begun and self.missing and not resume:
             raise InputError(
-                f"`out`: {self.out} holds {begun} of the {len(self.cells)} cells, done or begun; "
+                f"`out`: {self.out} already holds {begun} of the {len(self.cells)} cells, done or begun; "
                 "set `resume` to continue, or choose another folder"
             )
         for error in damaged:
@@ -95,7 +101,7 @@ class Sweep:
     def _read(
         self, cells: Mapping[str, tuple[Study, Settings]]
     ) -> tuple[dict[str, SealedCell], list[DamagedCell]]:
-        """Return those of `cells` that have a file in the folder, and an error for each damaged file."""
+        """Return the cells that have a good file in the folder, and an error for each damaged file."""
         found, damaged = {}, []
         for name, (study, _) in cells.items():
             if not os.path.lexists(path := self.out / CELLS / f"{name}.json"):
@@ -103,7 +109,7 @@ class Sweep:
             try:
                 cell = archive.read_cell(path)
                 if missing := study.missing_values(cell):
-                    raise DamagedCell(f"{path} lacks {missing[0]}")
+                    raise DamagedCell(f"{path} lacks the value {missing[0]}")
                 found[name] = cell
             except DamagedCell as error:
                 damaged.append(error)
@@ -117,7 +123,7 @@ class Sweep:
         return len(read_rows(self.out / name / METRICS))
 
     def seconds_left(self) -> float | None:
-        """Return the estimated seconds of the missing cells, or None if no cell is finished.
+        """Return the estimated seconds that the missing cells will take, or None if no cell is finished.
 
         The estimate comes from finished cells of the same study, or else of all studies.
         """
@@ -150,7 +156,7 @@ class Sweep:
                 break
             self.say(f"{name}: done, {len(self.found)} of {len(self.cells)} cells{self._time_left()}")
         if self.missing:
-            self.say(f"the time is over: {len(self.missing)} cells are left; `resume` goes on")
+            self.say(f"the time is over: {len(self.missing)} cells are left; continue with `resume`")
         return not self.missing
 
     def _time_left(self) -> str:
@@ -187,7 +193,7 @@ class Sweep:
         return pictures
 
     def _drawable(self, study: Study, planned: Mapping[str, Settings]) -> dict[str, SealedCell]:
-        """Return the study's cells in the folder, with all rounds or fewer; report the cells left out."""
+        """Return the study's cells in the folder, also those with fewer rounds; say which are left out."""
         found, damaged = self._read({name: (study, settings) for name, settings in planned.items()})
         for error in damaged:
             self.say(f"{error}: it is not drawn")
@@ -199,7 +205,7 @@ class Sweep:
 
 
 def _note(study: Study, found: Found, planned: Mapping[str, Settings]) -> str:
-    """Return the text under a figure: the versions, the hardware, and how many rounds were run if not all."""
+    """Return the text under a figure: versions, hardware, and the number of rounds if some are missing."""
     versions, hardware = (sorted({c.made[key] for c in found.values()}) for key in ("version", "hardware"))
     cuts = sorted({_cut(cell.settings, planned[name]) for name, cell in found.items()})
     part = "in part " if len(cuts) > 1 else ""
@@ -214,7 +220,7 @@ def _cut(done: Settings, whole: Settings) -> str:
 
 
 def _difference(found: Settings, wanted: Settings) -> str:
-    """Return the words of an error: how a cell differs from the wanted cell, and what to do."""
+    """Return words for an error: how the cell in the folder differs from the wanted cell, and what to do."""
     if archive.is_beginning(found, wanted):
         return (
             f"{_cut(found, wanted)}, without a checkpoint to continue from; "
@@ -223,11 +229,11 @@ def _difference(found: Settings, wanted: Settings) -> str:
     keys = [key for key in {**found, **wanted} if key not in archive.MACHINE]
     name = next(key for key in keys if found.get(key) != wanted.get(key))
     differs = f"{name} is {found.get(name)!r}, not {wanted.get(name)!r}"
-    return f"a cell of other settings ({differs}); choose another folder"
+    return f"a cell with other settings ({differs}); choose another folder"
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Return the versions and the hardware that compute a cell."""
+    """Return the versions of the software and the name of the hardware, to store with a cell."""
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     index = torch.device(device).index if device != "auto" else None
     return {
@@ -239,7 +245,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's name from Linux, or else the kind of machine."""
+    """Return the processor's name as Linux gives it, or else the machine type, such as x86_64."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
