@@ -301,4 +301,4 @@ def test_uncompressed_arrays(tmp_path: Path) -> None:
     it = Federation(tmp_path / "unsaid", Adding(metrics={"a": 1}).app)
     it.start(1, weighting="samples")
     assert it.outcomes == [{"metrics": 3}]
-    assert it.of_nodes[0]["why"] == "weighting = 'samples' needs 'num-examples'"
+    assert it.of_nodes[0]["why"] == "weighting = 'samples' needs the metric 'num-examples'"

@@ -554,7 +554,7 @@ def test_a_server_of_another_version(change: Any, tmp_path: Path) -> None:
     it = Watched(tmp_path, app := Adding())
     it.run(1, Summing())
     meddle(it, change)
-    why = "the server has another version of cfedavg than this node: install the same on both"
+    why = "server and node have different cfedavg versions: install the same version on both"
     check_one_request_lost(it, app, "another version", why)
 
 
@@ -586,7 +586,7 @@ def test_a_node_of_version_05(tmp_path: Path) -> None:
         raise AssertionError
 
     it.grid.on_request = old
-    why = "the node has an older version of cfedavg than the server: install the same on both"
+    why = "the node has an older version of cfedavg than the server: install the same version on both"
     check_one_request_lost(it, app, "another version", why)
 
 
@@ -638,8 +638,8 @@ def spoil_body(message: Message, *, cut: bool, draw: random.Random) -> None:
 @pytest.mark.parametrize(
     ("down", "more", "why"),
     [
-        (DOWN, Body(b"", b"12"), "0 bytes must be uncompressed arrays, 2 are"),
-        ("none", Body(b"1234", b""), "its model has another length"),
+        (DOWN, Body(b"", b"12"), "its uncompressed arrays must have 0 bytes, got 2"),
+        ("none", Body(b"1234", b""), "its vector x must have 2024 float32 values"),
     ],
 )
 def test_a_body_of_another_length(down: str, more: Body, why: str, tmp_path: Path) -> None:

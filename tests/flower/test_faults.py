@@ -264,7 +264,7 @@ def test_a_server_from_a_backup(tmp_path: Path) -> None:
     later = sum(disks.payload(sent[i, t]) for i in range(3) for t in (3, 4))  # and told; 5 is still known
     shutil.rmtree(it.out / "state")
     shutil.copytree(tmp_path / "backup", it.out / "state")
-    with pytest.raises(InputError, match=r"answered later ones.* older copy .* `from_backup`"):
+    with pytest.raises(InputError, match=r"took part in later rounds.* older copy .* `from_backup`"):
         it.start(5, Summing(), resume=True)
     assert disks.server().t == 2
     assert len(app.calls) == 15

@@ -176,7 +176,7 @@ def test_a_client_that_heeds_no_bound(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Channel, "_limit", lambda self, p, payload, *_: payload)
     it = compared(tmp_path, spiking(), 2)
     assert it.outcomes[1] == {"replied": 3, "too large": 1}
-    assert re.search(r"its norm is .*, max_norm is 100", it.of_nodes[5]["why"])
+    assert re.search(r"the payload's norm is .*, max_norm is 100", it.of_nodes[5]["why"])
 
 
 def test_a_spike_goes_bit_by_bit(tmp_path: Path) -> None:
@@ -335,20 +335,20 @@ def test_a_client_without_the_mod(
     it.nodes[1].app = plain.app
     it.start(1)
     assert it.outcomes == [{"app failed": 1, "replied": 3}]
-    hint = "has its client app mods=[cfedavg.flower.compressed]?"
+    hint = "does the node's ClientApp have mods=[cfedavg.flower.compressed]?"
     assert it.of_nodes[1]["why"].endswith(f"; {hint}")
     assert f"node1: app failed ({it.of_nodes[1]['why']})" in caplog.text
     monkeypatch.setattr("cfedavg.flower.rounds.SHORT", 0)
     it.start(2, resume=True)
     assert it.outcomes[1] == {"not compressed": 1, "replied": 3}
-    assert "the client app needs mods=[cfedavg.flower.compressed]" in it.of_nodes[5]["why"]
+    assert "add mods=[cfedavg.flower.compressed] to the ClientApp" in it.of_nodes[5]["why"]
     it.nodes[2].app = ClientApp()
     it.start(3, resume=True)
     assert it.outcomes[2] == {"app failed": 1, "not compressed": 1, "replied": 2}
     plain.spoil[1] = raising(KeyError("w"))  # it knows nothing of the packed model
     it.start(4, resume=True)
     why = {row["node"]: row["why"] for row in it.of_nodes[-4:]}
-    assert why["node1"] == "KeyError: 'w'; has its client app mods=[cfedavg.flower.compressed]?"
+    assert why["node1"] == f"KeyError: 'w'; {hint}"
     assert "mods" not in why["node2"]  # which has been heard with it
 
 

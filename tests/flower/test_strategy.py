@@ -522,7 +522,7 @@ def test_uncompressed_arrays_diverge(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, [1.7e308 / 6 * 5, 5 / 6])
     it.start(2, resume=True)
     assert it.outcomes[1] == {"too large": 3}
-    assert it.of_nodes[-1]["why"] == "an uncompressed array holds 1.7e+308, at most 1e+15 is taken"
+    assert it.of_nodes[-1]["why"] == "an uncompressed array holds 1.7e+308, at most 1e+15 is allowed"
 
 
 def test_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:

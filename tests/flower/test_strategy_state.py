@@ -342,7 +342,7 @@ def test_a_strategy_that_cannot_evaluate(tmp_path: Path, caplog: pytest.LogCaptu
     it = Federation(tmp_path, Adding().app)
     it.start(2, Clumsy())
     assert it.outcomes == [{"replied": 3}] * 2
-    assert "nothing is known of the clients' evaluation: ZeroDivisionError: by zero" in caplog.text
+    assert "the inner strategy cannot average the evaluations: ZeroDivisionError: by zero" in caplog.text
 
 
 def test_who_has_evaluated(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_evaluation_by_clients_is_counted(tmp_path: Path) -> None:
 
 def test_not_within_others() -> None:
     outer = DifferentialPrivacyServerSideAdaptiveClipping(CFedAvg(), 0.0, 4, clipped_count_stddev=0.0)
-    with pytest.raises(InputError, match="Pass that strategy as `inner`"):
+    with pytest.raises(InputError, match="Pass that strategy to CFedAvg as `inner`"):
         outer.configure_train(1, record(MODEL), ConfigRecord(), LocalGrid([]))
 
 
@@ -414,14 +414,14 @@ BAD_EVALUATIONS: dict[str, tuple[Any, str]] = {
     "long": ({"num-examples": 1, "x" * 101: 1.0}, "at most 100 printable characters, got 'xxx"),
     "negative": (
         {"num-examples": -2, "total": 1.0},
-        "'num-examples' must be a number from 0 to 2^53, got -2",
+        "the metric 'num-examples' must be from 0 to 2^53, got -2",
     ),
-    "large": ({"num-examples": 1, "total": 1e200}, "the metric 'total' is 1e+200: at most 1e+100 is taken"),
+    "large": ({"num-examples": 1, "total": 1e200}, "the metric 'total' is 1e+200: at most 1e+100 is allowed"),
     "infinite": (
         {"num-examples": 1, "total": math.inf},
         "lacks the number 'total' and has the number 'total' ",
     ),
-    "endless": ({"num-examples": 1, "total": 1.0, "all": [0.5] * 70_000}, "more than 65,536 characters"),
+    "endless": ({"num-examples": 1, "total": 1.0, "all": [0.5] * 70_000}, "at most 65,536 characters"),
 }
 
 
@@ -629,7 +629,7 @@ def test_strategies_that_refer_to_each_other(tmp_path: Path) -> None:
     assert read_config(it.out / "config.toml").model.endswith("by Itself(Keeping))")
     it.start(1, again := Itself(), resume=True)
     assert again.other_again.best == 1
-    with pytest.raises(InputError, match=r"`inner` must be .*, but it has no attribute 'other\.best'"):
+    with pytest.raises(InputError, match=r"`inner` must be .*, but `inner` has no attribute 'other\.best'"):
         it.start(2, Itself("another"), resume=True)
 
 

@@ -1,4 +1,4 @@
-"""The form of a model, which splits the arrays into a vector to compress and bytes to send uncompressed."""
+"""The form of a model: which arrays are compressed as one vector, and which are sent as plain bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from cfedavg.core.layout import Layout
 
 Arrays = Mapping[str, NDArray[Any]]
 
-# Running statistics are not compressed: each is already an average, and unsent rests would add up.
+# Running statistics are not compressed: each is already an average, to which no residual may be added.
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
-LARGEST = 1e36  # the largest value of a model: its replicas, and differences of two models, stay finite
+LARGEST = 1e36  # the largest value in a model: model copies, and differences of two models, stay finite
 # A packed body: the CRC-32 of the rest, the broadcast's length, the broadcast, the uncompressed arrays.
 _CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -47,7 +47,10 @@ class Form:
 
     @classmethod
     def of(cls, arrays: Arrays, uncompressed: Sequence[str] = STATISTICS) -> Form:
-        """Return the form of `arrays`. Arrays of float32 that match no pattern are compressed."""
+        """Return the form of `arrays`.
+
+        Float32 arrays are compressed, except those whose names match a pattern in `uncompressed`.
+        """
         chosen = tuple(
             array.dtype == np.float32 and not _matches(name, uncompressed) for name, array in arrays.items()
         )
@@ -67,14 +70,14 @@ class Form:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the vector to compress: names, shapes and dtypes of its arrays."""
+        """The layout of the vector to compress: names, shapes and dtypes of the arrays in it."""
         rows = zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
         names, shapes, dtypes = zip(*(row for *row, yes in rows if yes), strict=True)
         return Layout(names, shapes, dtypes)
 
     @cached_property
     def _apart(self) -> list[tuple[tuple[int, ...], str, bool]]:
-        """Each uncompressed array's shape and dtype, and whether it is a float32 running statistic."""
+        """For each uncompressed array: shape, dtype, and whether it is a float32 running statistic."""
         rows = zip(self.names, self.shapes, self.dtypes, self.compressed, strict=True)
         return [
             (shape, dtype, dtype == "float32" and _matches(name, STATISTICS))
@@ -83,7 +86,7 @@ class Form:
         ]
 
     def count_bytes(self, *, short: bool = False) -> int:
-        """Return the number of bytes of all uncompressed arrays; with `short`, of the bytes of `pack`."""
+        """Return how many bytes the uncompressed arrays take; with `short`, after `pack(short=True)`."""
         return sum(
             math.prod(shape) * (2 if short and is_statistic else np.dtype(dtype).itemsize)
             for shape, dtype, is_statistic in self._apart
@@ -92,14 +95,18 @@ class Form:
     def difference(self, arrays: Arrays, *, kinds: bool = True) -> str:
         """Return how `arrays` differ from this form, or an empty string if they do not differ.
 
-        Dtypes of one kind, such as float32 and float64, are equal. If `kinds` is false, all dtypes are equal.
+        Two dtypes of the same kind, such as float32 and float64, count as equal. If `kinds` is false, dtypes
+        are not compared.
         """
         return Layout(self.names, self.shapes, self.dtypes).difference(
             _layout_of(arrays), lambda a, b: not kinds or np.dtype(a).kind == np.dtype(b).kind
         )
 
     def split(self, arrays: Arrays) -> tuple[NDArray[np.float32], bytes]:
-        """Return the vector to compress and the bytes of the other arrays, in the dtypes of this form."""
+        """Convert `arrays` to the dtypes of this form, and split them.
+
+        Return the vector to compress, and the bytes of the uncompressed arrays.
+        """
         parts, uncompressed = [], []
         for name, dtype, yes in zip(self.names, self.dtypes, self.compressed, strict=True):
             array = _convert(arrays[name], dtype)
@@ -110,7 +117,7 @@ class Form:
         return np.concatenate(parts), b"".join(uncompressed)
 
     def join(self, x: NDArray[np.float32], uncompressed: bytes) -> dict[str, NDArray[Any]]:
-        """Return the model's arrays from the vector `x` and the bytes `uncompressed` that `split` made."""
+        """Undo `split`: return the model's arrays, made from the vector `x` and the bytes `uncompressed`."""
         arrays: dict[str, NDArray[Any]] = {}
         apart, at = self._read(uncompressed), 0
         for name, shape, yes in zip(self.names, self.shapes, self.compressed, strict=True):
@@ -119,7 +126,7 @@ class Form:
         return arrays
 
     def _read(self, uncompressed: bytes, *, short: bool = False) -> Iterator[NDArray[Any]]:
-        """Yield the uncompressed arrays in order; with `short`, from bytes that `pack` made short."""
+        """Yield the arrays in the bytes `uncompressed`; with `short`, running statistics are in bf16."""
         at = 0
         for shape, dtype, is_statistic in self._apart:
             is_short = short and is_statistic
@@ -128,7 +135,7 @@ class Form:
             yield (from_bf16(array) if is_short else array).reshape(shape)
 
     def pack(self, uncompressed: bytes, *, short: bool) -> bytes:
-        """Return the bytes to send; with `short`, running statistics are rounded to bf16.
+        """Return the uncompressed arrays as bytes to send; with `short`, running statistics are in bf16.
 
         >>> form = Form.of({"w": np.ones(2, np.float32), "n.running_mean": np.ones(3, np.float32)})
         >>> _, kept = form.split({"w": np.ones(2), "n.running_mean": np.full(3, 1.001)})
@@ -142,7 +149,7 @@ class Form:
         return b"".join((to_bf16(each) if halves else each).tobytes() for each, (_, _, halves) in pairs)
 
     def unpack(self, sent: bytes, *, short: bool) -> bytes:
-        """Return the bytes that `pack` made, with running statistics in float32 again."""
+        """Undo `pack`: return the bytes in `sent` with running statistics in float32 again."""
         return b"".join(each.tobytes() for each in self._read(sent, short=True)) if short else sent
 
     def is_finite(self, uncompressed: bytes) -> bool:
@@ -151,7 +158,10 @@ class Form:
         return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")
 
     def largest(self, uncompressed: bytes, kinds: str = "iuf") -> float:
-        """Return the largest absolute value in the uncompressed arrays whose dtype kinds are in `kinds`."""
+        """Return the largest absolute value in the uncompressed arrays.
+
+        Only arrays whose dtype kind, such as "f" for floats, is in `kinds` count.
+        """
         numbers = [array for array in self._read(uncompressed) if array.dtype.kind in kinds]
         ends = (end for each in numbers for end in (each.max(initial=0), each.min(initial=0)))
         return max((abs(float(end)) for end in ends), default=0.0)
@@ -177,7 +187,11 @@ class Form:
 
 
 class Body(NamedTuple):
-    """The bytes that give a client the model: the broadcast or the vector x, and the uncompressed arrays."""
+    """The bytes from which a client makes the model.
+
+    `broadcast`: the compressed broadcast, or the vector x if broadcasts are not compressed. `uncompressed`:
+    the arrays that are never compressed.
+    """
 
     broadcast: bytes
     uncompressed: bytes
@@ -189,13 +203,13 @@ class Body(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Body:
-        """Return the body in the bytes `data` of `pack`; raise InputError if `data` is damaged."""
+        """Undo `pack`: return the body in `data`; raise InputError if `data` is damaged."""
         at, start = _CHECKSUM.size, _CHECKSUM.size + _LENGTH.size
         if len(data) < start or _CHECKSUM.unpack_from(data)[0] != zlib.crc32(memoryview(data)[at:]):
             raise InputError("the request is damaged: the checksum of its body is wrong")
         end = start + _LENGTH.unpack_from(data, at)[0]
         if end > len(data):
-            raise InputError("the request is damaged: its body is too short for what it lists")
+            raise InputError("the request is damaged: its body is shorter than the length that it states")
         return cls(data[start:end], data[end:])
 
 
@@ -209,9 +223,10 @@ def _layout_of(arrays: Arrays) -> Layout:
 
 
 def _convert(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Return `array` in `dtype`. Floats are rounded to integers: the mean of seven tens may be 9.999999999.
+    """Return `array` converted to `dtype`.
 
-    Integers are clipped: the float 2^63 as int64 would become -2^63.
+    If `dtype` is an integer, floats are rounded, because a mean of tens may be 9.999999999. They are also
+    clipped to the range of `dtype`: otherwise the float 2^63 would become -2^63 as int64.
     """
     if array.dtype.kind != "f" or np.dtype(dtype).kind not in "iu":
         return np.ascontiguousarray(array, dtype)
@@ -234,7 +249,7 @@ def _mean(arrays: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> ND
 
 
 def _suggest(arrays: Arrays) -> str:
-    """Return a hint if no array is float32: the arrays may be float64, NumPy's default."""
+    """Return a hint for the user of a model without a float32 array to compress."""
     for name, array in arrays.items():
         if array.dtype.kind == "f" and array.dtype != np.float32:
             return f": {name!r} is {array.dtype}; convert it, here and on clients, with astype('float32')"

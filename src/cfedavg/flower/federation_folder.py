@@ -1,7 +1,7 @@
 """A federation's folder: config.toml and metrics.jsonl as in a simulation, nodes.jsonl, and the state.
 
-The state stored at the end of a round holds the round's rows. So after a kill at any moment, the rows in the
-files can be made to match the state.
+The state stored at the end of a round also holds that round's rows of metrics. So if the server is killed at
+any moment, the next start can make the files match the state.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class FederationFolder:
 
     @contextmanager
     def hold(self) -> Iterator[FederationFolder]:
-        """Make the folder and hold its lock; wait up to `HANDOVER` seconds for another server to end."""
+        """Make the folder and lock it; wait up to `HANDOVER` seconds until another server unlocks it."""
         if not exists(self.out / STATE / FILE) and read_rows(self.out / METRICS):
             raise InputError(
-                f"`out`: {self.out / METRICS} is of a run that has no federation's state. "
+                f"`out`: {self.out / METRICS} exists, but the folder holds no federation's state. "
                 "Give another folder."
             )
         make_folder(self.out, "`out`")
@@ -78,7 +78,7 @@ class FederationFolder:
             yield self
 
     def _read_name(self) -> str:
-        """Return the federation's name, which nodes keep with their state; a new one gets a random name."""
+        """Return the federation's name, which nodes store with their state; draw one for a new folder."""
         path = self.out / run_files.FEDERATION
         if not path.is_symlink() and not exists(path):
             if exists(self.out / STATE / FILE):
@@ -104,9 +104,10 @@ class FederationFolder:
         resume: bool,
         from_backup: bool,
     ) -> FederationState:
-        """Return the checked state to start from. A new federation starts with the first three arguments.
+        """Return the state to start from. This method writes no file: `open` does.
 
-        `open` writes the files; this method writes none.
+        A new federation starts from the model, which is `x` and `uncompressed`, and from the server's first
+        `memory`. With `resume`, the federation starts from the stored state, which is checked.
         """
         state = self._load()
         if state is None:
@@ -132,24 +133,33 @@ class FederationFolder:
         return hashlib.sha256(self.form.text.encode()).hexdigest()
 
     def _check(self, state: FederationState, memory: ServerMemory) -> None:
-        """Raise InputError unless the state fits the model, the options and the number of rounds."""
+        """Raise InputError if the stored state does not fit the model, the options or `num_rounds`."""
         if state.form != self._form_hash:
-            raise InputError(f"{self.out / STATE} is of another model: the uncompressed arrays differ")
+            raise InputError(
+                f"{self.out / STATE} is of another model: names, shapes or dtypes of the uncompressed arrays "
+                "differ. Start with the same model, or give another `out`."
+            )
         if state.server.t > self.config.rounds:
             raise InputError(
                 f"`num_rounds` is {self.config.rounds}, but the federation in {self.out} has done "
-                f"{state.server.t} rounds"
+                f"{state.server.t} rounds. Raise `num_rounds`."
             )
         for item in fields(FixedOptions):
             before, now = getattr(state.options, item.name), getattr(self.options, item.name)
             if before != now:
                 was = reprlib.repr(before)
-                raise InputError(f"`{item.name}` is {now!r}, but the federation in {self.out} has {was}")
+                raise InputError(
+                    f"`{item.name}` is {now!r}, but the federation in {self.out} has {was}. "
+                    "A resume must not change this option."
+                )
         with self.store.naming_damage():
             state.check(self.form, self.replica, memory)
 
     def open(self, state: FederationState) -> None:
-        """Write the rows of `begin` to the files, and store `state` durably, before any request is sent."""
+        """Write the rows of metrics that `begin` has checked to the files, and store `state` durably.
+
+        Call this before any request is sent.
+        """
         self.rows = self._read[METRICS]
         for name, rows in self._read.items():
             write_atomic(self.out / name, "".join(map(format_row, rows)).encode())
@@ -160,12 +170,14 @@ class FederationFolder:
         try:
             stored = self.store.load()
         except OtherModel as error:
-            raise InputError(f"{error}; if the model is the same, `uncompressed` differs") from None
+            raise InputError(
+                f"{error}; if the model is the same, `uncompressed` differs: give the same as before"
+            ) from None
         except OtherCopy:
             which = "does not round" if self.replica and self.replica.rounds_values else "rounds"
             raise InputError(
                 f"`compressor_down` is {self.options.compressor_down!r}, but the federation in {self.out} "
-                f"began with a compressor that {which} values"
+                f"began with a compressor that {which} values. Give that compressor."
             ) from None
         if stored is None:
             return None
@@ -183,7 +195,10 @@ class FederationFolder:
         write_atomic(self.out / run_files.CONFIG, text.encode())
 
     def _read_rows(self, state: FederationState) -> dict[str, list[Record]]:
-        """Return each file's rows up to the state's round; the rows of the last round are from the state."""
+        """Return the rows of metrics of all rounds in the state, by file name.
+
+        The last round's rows come from the state, earlier rows from the files.
+        """
         t, last = state.server.t, state.last
         ended = {METRICS: [last.row], NODES: last.nodes} if last else {METRICS: [], NODES: []}
         rows = {}
@@ -194,7 +209,8 @@ class FederationFolder:
             rows[name] = read[:count] + last_rows
         if len(rows[METRICS]) != t or any(row["round"] != i for i, row in enumerate(rows[METRICS])):
             raise InputError(
-                f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs"
+                f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs; "
+                "put the original file back, or start another federation"
             )
         found = _sum_rows(rows)
         for name in rows:
@@ -206,10 +222,13 @@ class FederationFolder:
         return rows
 
     def store_round(self, state: FederationState, row: Record, nodes: list[Record]) -> FederationState:
-        """Store the state after a round durably, with the round's rows, which `end_round` later writes."""
+        """Store the state after a round durably, with the round's rows of metrics in it.
+
+        `end_round` later appends these rows to the files.
+        """
         sums = _sum_rows({METRICS: [row], NODES: nodes}, state.checksums)
         state = replace(state, last=RoundRows(row, nodes), checksums=sums)
-        for name in (METRICS, NODES):  # sync first: the new state drops earlier rows
+        for name in (METRICS, NODES):  # sync first: the new state lacks the previous round's rows
             with self._writing(name) as path:
                 sync(path)
         self.store.save(state.to_stored())
@@ -232,12 +251,12 @@ class FederationFolder:
             raise InputError(f"`out`: cannot write {self.out / name} ({error.strerror})") from None
 
     def round_statistics(self, uncompressed: bytes) -> bytes:
-        """Return the uncompressed arrays with running statistics rounded as the model copy is rounded."""
+        """Return the uncompressed arrays; round running statistics to bf16 if model copies are rounded."""
         short = bool(self.replica and self.replica.rounds_values)
         return self.form.unpack(self.form.pack(uncompressed, short=short), short=short)
 
     def held_model(self, state: FederationState) -> NDArray[np.float32]:
-        """Return the model that the clients hold: their model copy, or x if they keep no copy."""
+        """Return the model that clients train from: their model copy, or the server's x if they keep none."""
         primary = state.server.primary
         if primary is None or self.replica is None:
             x: NDArray[np.float32] = state.server.x
@@ -259,5 +278,5 @@ class FederationFolder:
 
 
 def _sum_rows(rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return each file's checksum after `rows` are appended; `before` has the checksums of earlier rows."""
+    """Return each file's checksum after `rows` are appended; `before`: the checksums without these rows."""
     return {name: checksum_rows(each, (before or {}).get(name, 0)) for name, each in rows.items()}

@@ -1,8 +1,8 @@
 """The state that a federation's server keeps between rounds, and its conversion to the stored form.
 
-The store writes a line for each client, a table of JSON ("facts") and named tensors. Only the methods
-`to_stored` and `from_stored` of FederationState know where each field is stored: a new field needs one line
-in each method. A checksum does not prove who wrote a file, so `from_stored` checks every field, and raises
+The stored form has three parts: a line for each client, a JSON object (the "facts"), and named tensors. Only
+`FederationState.to_stored` and `from_stored` know which field is in which part: a new field needs one line in
+each method. A file with a right checksum may still be forged. So `from_stored` checks every field, and raises
 ValueError or KeyError if a field is wrong.
 """
 
@@ -41,7 +41,7 @@ _INNER, _SERVER = "inner/", "server/"  # prefixes of the names of the other tens
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is online: Flower's id, the hash of the node's key, its number as a client, its name."""
+    """An online node: Flower's id, its identity (the hash of its public key), its client number, its name."""
 
     id: int
     identity: str
@@ -50,9 +50,9 @@ class Node:
 
 
 class Numbers:
-    """The numbers of nodes, by identity. A new node gets the lowest free number.
+    """The client number of each node, by the node's identity. A new node gets the lowest free number.
 
-    `kept`: the permanent numbers of nodes with an update in the model. `lent`: the numbers of the other
+    `kept`: the permanent numbers, of nodes whose updates were aggregated. `lent`: the numbers of the other
     nodes. A lent number becomes free when its node goes offline.
     """
 
@@ -70,7 +70,7 @@ class Numbers:
         return identity in self.kept or identity in self.lent
 
     def of(self, identity: str) -> int:
-        """Return the number of the node `identity`; a new node gets the lowest free number."""
+        """Return the client number of the node `identity`; a new node gets the lowest free number."""
         if identity in self.kept:
             return self.kept[identity]
         if identity not in self.lent:
@@ -85,7 +85,10 @@ class Numbers:
         return self.lent[identity]
 
     def settle(self, delivered: Iterable[str], online: Collection[str]) -> None:
-        """Make the numbers of `delivered` nodes permanent, and free the lent numbers of offline nodes."""
+        """Make the numbers of `delivered` permanent, and free the lent numbers of nodes not in `online`.
+
+        `delivered`: the identities of nodes whose updates were aggregated.
+        """
         self.kept |= {who: self.lent.pop(who) for who in delivered if who in self.lent}
         for who in [who for who in self.lent if who not in online]:
             number = self.lent.pop(who)
@@ -95,7 +98,7 @@ class Numbers:
 
 
 class Note(NamedTuple):
-    """What the server knows of a client: number, round of its last update in the model, |residual|^2."""
+    """What the server stores about a client: number, round of the last aggregated update, |residual|^2."""
 
     number: int
     heard: int
@@ -103,14 +106,18 @@ class Note(NamedTuple):
 
 
 class StrategyMemory(NamedTuple):
-    """The memory of a wrapped strategy: arrays by path and index, other values as JSON by attribute path."""
+    """The attributes of a wrapped strategy that must survive a restart.
+
+    `codes`: the values as JSON, by attribute path, such as `moments`. `arrays`: the arrays in these values,
+    by attribute path and index, such as `moments/0`.
+    """
 
     arrays: dict[str, NDArray[Any]]
     codes: dict[str, Any]
 
 
 class RoundRows(NamedTuple):
-    """The rows that a round writes: one for the round, and one for each node that the round asked."""
+    """The rows of metrics of a round: one for the round, and one for each node that the round asked."""
 
     row: Record
     nodes: list[Record]
@@ -118,9 +125,10 @@ class RoundRows(NamedTuple):
 
 @dataclass(frozen=True)
 class FixedOptions:
-    """The options that a resume must not change.
+    """The options that must not change when a federation resumes.
 
-    Residuals have the units of `update`, `seed` keys the random draws, and a run's curves need fixed options.
+    Residuals are in the units of `update`, and `seed` determines the random draws. The other options stay the
+    same so that one setting explains all rounds of a run.
     """
 
     inner: str | None  # the names of the classes of a wrapped strategy
@@ -133,7 +141,7 @@ class FixedOptions:
 
     @classmethod
     def of(cls, inner: str | None, parts: Parts) -> FixedOptions:
-        """Return the options of a federation with these parts around the strategy `inner`."""
+        """Return the fixed options in `parts`, with the name of the wrapped strategy (None: no strategy)."""
         up, down, feedback = str(parts.compressor), str(parts.compressor_down), str(parts.feedback)
         return cls(inner, up, down, feedback, parts.update, str(parts.server_optimiser), parts.seed)
 
@@ -146,27 +154,31 @@ class FederationState:
     form: str  # the hash of the model's form
     options: FixedOptions
     uncompressed: bytes  # the bytes of the model's uncompressed arrays
-    checksums: Mapping[str, int]  # of the rows in each file
-    clients: Table[KnownClient] = field(default_factory=Table)  # those with an update in the model
+    checksums: Mapping[str, int]  # of the rows of metrics, by file name
+    clients: Table[KnownClient] = field(default_factory=Table)  # those whose updates were aggregated
     lent: Mapping[str, int] = field(default_factory=dict)  # the numbers of all other nodes
-    norms: Sequence[float] = ()  # of the last payloads in the model
+    norms: Sequence[float] = ()  # of the last payloads that were aggregated
     claims: Claims = field(default_factory=Claims)  # local steps and examples of the last replies
     inner: StrategyMemory | None = None  # of a wrapped strategy
     memory: ServerMemory = field(default_factory=ServerMemory)  # of the feedback and the server optimiser
-    last: RoundRows | None = None  # None before the first round ends
+    last: RoundRows | None = None  # the rows of the last round; None before the first round ends
 
     def check(self, form: Form, replica: ModelReplica | None, memory: ServerMemory) -> None:
-        """Raise ValueError unless the state's arrays fit the model, are finite, and are those it needs.
+        """Raise ValueError if an array of the state is missing, unknown, of a wrong size or not finite.
 
-        `replica` is None if broadcasts are not compressed. `memory` is the server's memory at the start.
+        `replica` is None if broadcasts are not compressed. `memory` is the memory of a new server: the
+        state's memory must have the same vectors.
         """
         if len(self.uncompressed) != form.count_bytes():
-            raise ValueError(f"`whole` must have {form.count_bytes()} bytes, got {len(self.uncompressed)}")
+            raise ValueError(
+                f"`whole` (the uncompressed arrays) must have {form.count_bytes()} bytes, "
+                f"got {len(self.uncompressed)}"
+            )
         found, wanted, primary = self.memory.vectors(), memory.vectors(), self.server.primary
         if odd := sorted(found.keys() ^ wanted.keys()):
-            raise ValueError(f"the server's memory {reprlib.repr(odd[0])} is missing or unknown")
+            raise ValueError(f"the server's memory vector {reprlib.repr(odd[0])} is missing or unknown")
         if (primary is None) != (replica is None):
-            raise ValueError("the state must hold a model copy if broadcasts are compressed, and only then")
+            raise ValueError("the state must hold a model copy if broadcasts are compressed, else none")
         finite = {"`whole`": form.is_finite(self.uncompressed)}
         for name, vector in found.items():
             check_vector(f"the server's memory {name}", vector, "float32", len(wanted[name]))
@@ -178,7 +190,7 @@ class FederationState:
                 raise ValueError(f"{name} must be finite, but holds NaN or Inf")
 
     def to_stored(self) -> ServerState:
-        """Return the state as the store writes it."""
+        """Return the state in the form that the store writes to disk."""
         facts: dict[str, Any] = {
             "form": self.form,
             "options": asdict(self.options),
@@ -218,7 +230,7 @@ class FederationState:
             last=_read_rows(facts.pop("last", None), t),
         )
         if unknown := [*facts, *arrays]:
-            raise ValueError(f"the state has an unknown field, {reprlib.repr(min(unknown))}")
+            raise ValueError(f"the state has the unknown field {reprlib.repr(min(unknown))}")
         numbers = [*state.lent.values(), *(known.note.number for known in state.clients.values())]
         if len(set(numbers)) < len(numbers):
             raise ValueError("two clients have the same number")
@@ -231,7 +243,7 @@ def _read_options(stored: Any) -> FixedOptions:
     table.setdefault("compressor_down", "none")  # older versions lack this option
     options = FixedOptions(**{item.name: table.pop(item.name) for item in fields(FixedOptions)})
     if table:
-        raise ValueError(f"the state has an unknown option, {reprlib.repr(min(table))}")
+        raise ValueError(f"the state has the unknown option {reprlib.repr(min(table))}")
     for item in fields(FixedOptions):
         if item.type == "str" or (item.name == "inner" and options.inner is not None):
             check_text(item.name, getattr(options, item.name))
@@ -254,7 +266,7 @@ def _check_norm(name: str, value: Any) -> float:
 
 
 def _take(arrays: dict[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Remove and return the arrays whose names begin with `prefix`, under their names without `prefix`."""
+    """Remove the arrays whose names begin with `prefix`; return them by their names without the prefix."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays.pop(name) for name in names}
 
@@ -262,7 +274,7 @@ def _take(arrays: dict[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any
 def _read_rows(stored: Any, t: int) -> RoundRows | None:
     if (stored is None) != (t == 0):
         raise ValueError(
-            f"the state must hold the rows of the last round if and only if `t` is above 0, got `t` {t}"
+            f"`t` is {t}: the state must hold the last round's rows if `t` is above 0, else no rows"
         )
     if stored is None:
         return None

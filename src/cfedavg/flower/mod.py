@@ -40,8 +40,8 @@ from cfedavg.flower.replies import OURS, ReplyRecord, pack_reply, read_number
 from cfedavg.flower.requests import Order, make_record, read_body, read_order
 from cfedavg.wire import WireError
 
-STEPS = "local-steps"  # the metric by which a client reports K_i
-MOST_METRICS = MOST_FACTS - 1024  # the most bytes of an app's metrics among the facts
+STEPS = "local-steps"  # the metric by which a client app reports its number of local steps
+MOST_METRICS = MOST_FACTS - 1024  # the most bytes of an app's metrics; other facts need the rest
 
 
 def compressed(
@@ -50,11 +50,11 @@ def compressed(
     """Compress the updates that a client app sends: `ClientApp(mods=[compressed])`.
 
     Messages from other strategies than CFedAvg pass unchanged. The node keeps its residual in the folder
-    `state-dir` of its --node-config, else in $CFEDAVG_STATE, else in Flower's own folder. A client that
-    reports the metric `local-steps` may do any number of local steps.
+    `state-dir` of its --node-config, else in $CFEDAVG_STATE, else in Flower's own folder. The app may report
+    its number of local steps as the metric `local-steps`; `update="mean"` on the server needs this metric.
 
-    The server names the compressor and the feedback, and the mod imports no code for these names. If the
-    server names classes of your own, list them: `mods=[partial(compressed, own=[MySelector])]`.
+    The server names the compressor and the feedback. For safety, the mod never imports code that a server
+    names. If the server uses classes of your own, list them: `mods=[partial(compressed, own=[MySelector])]`.
     """
     try:
         order = read_order(message)
@@ -73,7 +73,7 @@ def compressed(
 
 
 class _Refusal(Exception):
-    """The error of a node that sends no update, with an error code for the server."""
+    """The error of a node that sends an error code and the reason to the server instead of an update."""
 
     def __init__(self, code: int, why: object) -> None:
         super().__init__(str(why))
@@ -81,7 +81,7 @@ class _Refusal(Exception):
 
 
 def _refuse(code: int, why: Exception, request: Message) -> Message:
-    log(WARNING, "nothing is sent: %s", why)
+    log(WARNING, "this node sends no update: %s", why)
     return Message(Error(code, str(why)), reply_to=request)
 
 
@@ -94,7 +94,7 @@ def state_folder(context: Context) -> Path:
 
 
 class _Exchange:
-    """One request, to train or to evaluate, from its arrival to the reply."""
+    """The handling of one request, to train or to evaluate, from its arrival to the reply."""
 
     def __init__(self, message: Message, context: Context, order: Order, own: Collection[type[Part]]) -> None:
         self.message, self.context, self.order, self.own = message, context, order, own
@@ -104,16 +104,19 @@ class _Exchange:
         self.body = read_body(message.content, order)
         size, found = self.form.count_bytes(short=self.replica.rounds_values), len(self.body.uncompressed)
         if found != size:
-            raise InputError(f"the request is damaged: {size} bytes must be uncompressed arrays, {found} are")
+            raise InputError(
+                f"the request is damaged: its uncompressed arrays must have {size} bytes, got {found}"
+            )
         if not order.copy and len(self.body.broadcast) != 4 * layout.d:
-            raise InputError("the request is damaged: its model has another length")
+            raise InputError(f"the request is damaged: its vector x must have {layout.d} float32 values")
         folder = state_folder(context)
         self.store = ClientStore(folder, order.federation, order.client, layout, self.replica.dtype)
 
     def reply(self, call_next: ClientAppCallable) -> Message:
         """Return the reply to the request.
 
-        An InputError of the app becomes a RuntimeError: here, InputError means a bad disk or request.
+        An InputError that the app raises becomes a RuntimeError, because the mod reports an InputError as a
+        damaged state of the node.
         """
 
         def run_app() -> Message:
@@ -129,7 +132,7 @@ class _Exchange:
 
     @cached_property
     def broadcast(self) -> Broadcast | None:
-        """The broadcast that updates the model copy, or None if broadcasts are not compressed."""
+        """The broadcast that updates this node's model copy, or None if broadcasts are not compressed."""
         try:
             return unpack(self.body.broadcast) if self.order.copy else None
         except WireError as error:
@@ -140,14 +143,17 @@ class _Exchange:
         return self.order.request(self.broadcast)
 
     def _check(self, action: Any) -> None:
-        """Raise _Refusal if the state machine orders the node to send no answer."""
+        """Raise _Refusal if `action`, the decision of the protocol, is to send no update."""
         if isinstance(action, Refuse):
             raise _Refusal(replies.REFUSED, action.why)
         if isinstance(action, NeedWhole):
-            raise _Refusal(replies.NEED_WHOLE, "this node's copy of the model cannot follow the broadcast")
+            raise _Refusal(replies.NEED_WHOLE, "the broadcast does not fit this node's model copy")
 
     def _give_model(self, client: Client | None) -> Array:
-        """Put the model's arrays into the request for the app, remove the order, and return the vector x."""
+        """Put the model's arrays into the request, and remove the server's order, as the app expects.
+
+        Return the vector x of the compressed arrays.
+        """
         if client is None or client.copy is None or not self.order.copy:
             x = np.frombuffer(self.body.broadcast, np.float32)
         else:
@@ -159,7 +165,7 @@ class _Exchange:
         return x
 
     def _evaluate(self, run_app: Callable[[], Message]) -> Message:
-        """Return the app's evaluation of the present model, with the version of this node's model copy."""
+        """Let the app evaluate the model; add the version of this node's model copy to the app's reply."""
         if self.broadcast is None:
             self._give_model(None)
             return run_app()
@@ -168,7 +174,7 @@ class _Exchange:
         with self.store.lock():
             before = self.store.load()
             client, action = machine.catch_up(before, self.broadcast, self.replica)
-            if client.copy is not before.copy:  # so the next request need not carry the copy again
+            if client.copy is not before.copy:  # store it: the next request need not update it again
                 self.store.save(client)
         self._check(action)
         self._give_model(client)
@@ -189,7 +195,7 @@ class _Exchange:
         if client.forgotten > kept.forgotten:
             log(WARNING, "the server was restored from a backup, and has lost updates that this node sent")
         if isinstance(action, Outdated):
-            log(WARNING, "this node's residual is from an old copy of its disk: it starts again without one")
+            log(WARNING, "this node's residual is from an old copy of its disk: the residual is dropped")
             client, action = self._receive(self.store.fresh(kept.copy))
         self._check(action)
         if isinstance(action, Resend):
@@ -199,18 +205,21 @@ class _Exchange:
         return trained if trained.has_error() else self._send(client, x, trained)
 
     def _make_channel(self) -> Channel:
-        """Return the channel that the order names; raise InputError for a part unknown to this node."""
+        """Return the channel with the compressor and the feedback that the server names.
+
+        Raise InputError if this node does not know one of them.
+        """
         stages = [part for part in self.own if issubclass(part, Stage)]
         feedbacks = [part for part in self.own if issubclass(part, Feedback)]
         feedback = FEEDBACKS.parse(self.order.feedback, trust=False, own=feedbacks)
         return Channel(parse(self.order.compressor, trust=False, own=stages), feedback, self.form.layout)
 
     def _receive(self, client: Client) -> tuple[Client, Any]:
-        with self.store.naming_damage():  # the last answer is decoded only here
+        with self.store.naming_damage():  # the stored last reply is decoded only here
             return machine.receive(client, self.request, self.uplink, self.replica)
 
     def _send(self, client: Client, x: Array, trained: Message) -> Message:
-        """Store the client's state after training from `x`; return the reply with the compressed update."""
+        """Compress the update from `x` to the trained model, store the client's state, return the reply."""
         name, arrays = self._read_model(trained)
         facts = self._read_facts(trained)
         x_K, uncompressed = self.form.split(arrays)
@@ -233,7 +242,10 @@ class _Exchange:
         return self._pack_reply(client, sent)
 
     def _read_model(self, trained: Message) -> tuple[str, dict[str, Any]]:
-        """Return the name and the arrays of the app's model; raise _Refusal if it is another model."""
+        """Return the trained model in the app's reply: the name of its ArrayRecord, and its arrays.
+
+        Raise _Refusal if names, shapes or dtypes of the arrays are not those of the model.
+        """
         records = trained.content.array_records
         if len(records) != 1:
             why = f"the client app replied with {len(records)} ArrayRecords: exactly one is needed"
@@ -245,7 +257,10 @@ class _Exchange:
         return name, arrays
 
     def _read_facts(self, trained: Message) -> dict[str, Any]:
-        """Return the app's metrics, local steps K and loss; raise _Refusal if the metrics are not valid."""
+        """Return what the app reports: its metrics, the number of local steps K, and the training loss.
+
+        Raise _Refusal if the metrics are too large, or if the needed metric `local-steps` is missing.
+        """
         records = {name: dict(record) for name, record in trained.content.metric_records.items()}
         merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
         loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)
@@ -254,14 +269,15 @@ class _Exchange:
             why = f"update = 'mean' needs the metric {STEPS!r}, the number of local steps, above 0"
             raise _Refusal(replies.BAD_METRICS, why)
         if size > MOST_METRICS:
-            why = f"the metrics of the client app take {size:,} bytes: at most {MOST_METRICS:,} travel"
+            why = f"the metrics of the client app take {size:,} bytes: at most {MOST_METRICS:,} are allowed"
             raise _Refusal(replies.BAD_METRICS, why)
         return {"metrics": records, "K": K, "loss": read_number(loss)}
 
     def _make_answer(self, client: Client, g: Array, sender: Uplink) -> tuple[Client, bytes]:
-        """Return the next state and the message; drop a residual that alone is too large to ever be sent.
+        """Return the client's next state, and the message with the update and the residual.
 
-        If the server mirrors the feedback's memory, keep the residual and raise TooLarge or NotFinite.
+        Raise TooLarge or NotFinite if the update cannot be sent. If the residual alone is too large to ever
+        be sent, drop the residual. But keep it if the server has a sum of all clients' feedback memories.
         """
         try:
             return machine.make_answer(client, self.request, g, sender)
@@ -269,7 +285,7 @@ class _Exchange:
             mirrored = self.uplink.channel.feedback.mirrors_clients
             if mirrored or sender.can_send(client.memory, self.request.t):
                 raise
-        log(WARNING, "this node's residual is too large to be ever sent: it starts again without one")
+        log(WARNING, "this node's residual is too large to ever be sent: the residual is dropped")
         client, _ = self._receive(self.store.fresh(client.copy))
         return machine.make_answer(client, self.request, g, sender)
 

@@ -2,10 +2,11 @@
 
 This module needs neither Flower nor a network.
 
-If the user sets no bound, an update's norm may be at most 100 times the median norm of the last updates in
-the model. The bound does not stop clients who conspire, but one client that sends 1e20 cannot ruin a model.
-Honest clients differ by less than the bound: in local steps, data and residuals. The server tells every
-client the bound. A client with a larger update sends a share of it, and the rest in later rounds.
+If the user sets no bound, an update's norm may be at most 100 times the median norm of the updates that were
+aggregated last. The bound does not stop clients who conspire, but one client that sends 1e20 cannot ruin a
+model. Honest clients differ in local steps, data and residuals, but their norms differ by a factor below 100.
+The server tells every client the bound. A client with a larger update sends a part of it, and the rest in
+later rounds.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ LATE, LOST = "late", "lost"
 Node = TypeVar("Node")
 Rate = float | Callable[[int], float]  # a number, or a function of the round
 MULTIPLE = 100.0
-ENOUGH = 3  # the fewest norms for a bound: the median of fewer may be the wrong norm
-WINDOW = 100  # norms that are kept: one client that is alone for some rounds cannot raise the bound
+ENOUGH = 3  # the fewest norms for a bound: a median of fewer norms may be that of a bad client
+WINDOW = 100  # the number of norms kept, so that a client alone in some rounds cannot raise the bound
 LARGEST_NORM = 1e15  # the largest bound: its square, which Adam computes, is far below float32's maximum
 
 # For each field of a policy: its type, its smallest and its largest value, and the range in words.
@@ -43,7 +44,7 @@ _SAMPLING = ("participation", "over_selection", "min_nodes")  # the fields of a 
 
 
 class Missing(NamedTuple):
-    """The outcome of a missing reply: the cause, LATE or LOST, and the reason."""
+    """Why a reply is missing: the cause, which is LATE or LOST, and the reason in words."""
 
     cause: str
     why: str
@@ -56,7 +57,8 @@ class RoundPolicy:
     `participation`: the share of the online nodes whose replies a round needs. `over_selection`: the share
     of additional nodes that the round asks (0.2: a fifth more). The round ends when it has the replies it
     needs. `min_nodes`: a round starts when this many nodes are online. `quorum`: the smallest share of the
-    needed replies with which a round changes the model. With fewer, clients send their updates again later.
+    needed replies with which a round changes the model. With fewer replies, the round changes nothing, and
+    the clients send their updates again later.
 
     `deadline`: the most seconds that a round waits, first for nodes and then for replies. It is the
     `timeout` of `CFedAvg.start`.
@@ -81,7 +83,7 @@ class RoundPolicy:
                 raise InputError(f"`{name}` must be {words}, got {value!r}.")
 
     def with_deadline(self, timeout: float) -> Self:
-        """Return the same policy with another deadline, in seconds."""
+        """Return a copy of this policy with the deadline `timeout`, in seconds."""
         if not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout > 0:
             raise InputError(f"`timeout` must be a number of seconds above 0, got {timeout!r}.")
         policy = copy(self)
@@ -93,11 +95,11 @@ class RoundPolicy:
         return online >= self.min_nodes
 
     def count_needed(self, online: int) -> int:
-        """Return how many replies a round needs: as many as a simulated round has clients."""
+        """Return how many replies a round needs: `participation` times the online nodes, at least 1."""
         return max(1, round(self.participation * online))
 
     def count_asked(self, online: int) -> int:
-        """Return how many nodes a round asks."""
+        """Return how many nodes a round asks: those it needs, plus the share `over_selection`."""
         return min(online, math.ceil(self.count_needed(online) * (1 + self.over_selection)))
 
     def choose(self, nodes: Sequence[Node], seed: int, t: int) -> list[Node]:
@@ -122,7 +124,7 @@ class RoundPolicy:
         return f"{replies} of {needed} replies: less than the quorum"
 
     def classify_missing(self, *, is_online: bool, has_enough: bool) -> Missing:
-        """Return the outcome of a node that has not replied when the round ends."""
+        """Return why a node has not replied when the round ends."""
         if not is_online:
             return Missing(LOST, "it is offline")
         if has_enough:
@@ -131,7 +133,7 @@ class RoundPolicy:
 
 
 def bound_norm(norms: Sequence[float]) -> float:
-    """Return the largest norm that a new update may have after updates with these `norms`.
+    """Return the largest norm that a new update may have, from the `norms` of earlier updates.
 
     >>> bound_norm([1.0, 2.0, 1e20])
     200.0
@@ -140,7 +142,10 @@ def bound_norm(norms: Sequence[float]) -> float:
 
 
 def keep_last(new: Iterable[float], before: Sequence[float]) -> list[float]:
-    """Return the last norms or claims: all above 0 in `new`, then those `before`, up to WINDOW in all."""
+    """Return the numbers to remember: all above 0 in `new`, then those in `before`, up to WINDOW in all.
+
+    The numbers are norms of updates, or clients' claims. Newer numbers stand first.
+    """
     kept = [norm for norm in new if norm > 0]
     return [*kept, *before][: max(WINDOW, len(kept))]
 
@@ -148,8 +153,8 @@ def keep_last(new: Iterable[float], before: Sequence[float]) -> list[float]:
 def cap_claims(claims: Sequence[float], before: Sequence[float]) -> list[float]:
     """Return the clients' claims (local steps or examples), each capped at MULTIPLE times the median.
 
-    The median is the lower median of `claims` and `before`. So one of two clients cannot raise its own cap
-    by a large claim.
+    The median is the lower median of these claims and the claims `before`, from earlier rounds. So one of two
+    clients cannot raise its own cap by a large claim.
 
     >>> cap_claims([10.0, 2.0**53], [])
     [10.0, 1000.0]
@@ -161,23 +166,23 @@ def cap_claims(claims: Sequence[float], before: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Claims:
-    """The clients' claims about their work: local steps and examples; 0 if a client reports no number."""
+    """The numbers of local steps and of examples that clients claim; 0 if a client reports no number."""
 
     steps: Sequence[float] = ()
     samples: Sequence[float] = ()
 
     def cap(self, before: Claims) -> Claims:
-        """Return these claims, each capped by the median of these claims and the claims `before`."""
+        """Return these claims, each capped by `cap_claims`; `before`: the claims of earlier rounds."""
         return Claims(cap_claims(self.steps, before.steps), cap_claims(self.samples, before.samples))
 
     def join(self, before: Claims) -> Claims:
-        """Return the last claims: these claims, and then the claims `before`."""
+        """Return the claims to remember: these, then claims of earlier rounds, as `keep_last` does."""
         return Claims(keep_last(self.steps, before.steps), keep_last(self.samples, before.samples))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of Algorithm 1 that a federation uses. A request names those that a client needs."""
+    """The options that select the variant of Algorithm 1. A request tells a client those that it needs."""
 
     compressor: Compressor
     compressor_down: Compressor
@@ -188,7 +193,7 @@ class Parts:
 
 
 def _check_rules(rules: Mapping[str, bool]) -> None:
-    """Raise InputError with the first sentence whose rule does not hold."""
+    """Raise InputError with the first key of `rules`, which is an error sentence, whose value is false."""
     for sentence, holds in rules.items():
         if not holds:
             raise InputError(sentence)
@@ -197,10 +202,10 @@ def _check_rules(rules: Mapping[str, bool]) -> None:
 def check_values(
     policy: RoundPolicy, max_norm: float | None, eta: Rate | None, uncompressed: Sequence[str]
 ) -> None:
-    """Raise InputError for a wrong option among those that `Config` does not check."""
+    """Raise InputError if one of these options, which `Config` does not check, has a wrong value."""
     is_norm = max_norm is None or (isinstance(max_norm, Real) and max_norm > 0)
     is_rate = eta is None or callable(eta) or (isinstance(eta, Real) and 0 < eta <= 1e300)
-    one = f"a list of patterns, as [{uncompressed!r}], got {uncompressed!r}"
+    one = f"a list of patterns, such as [{uncompressed!r}], got {uncompressed!r}"
     _check_rules({
         f"`policy` must be a RoundPolicy, got {policy!r}": isinstance(policy, RoundPolicy),
         f"`max_norm` must be a number above 0, which may be infinite, got {max_norm!r}": is_norm,
@@ -210,7 +215,7 @@ def check_values(
 
 
 def check_start(*, resume: bool, from_backup: bool, has_out: bool) -> None:
-    """Raise InputError unless the options say from which state a server starts."""
+    """Raise InputError if `resume` or `from_backup` is wrong; `has_out`: whether `out` is given."""
     _check_rules({
         f"`resume` must be true or false, got {resume!r}": isinstance(resume, bool),
         f"`from_backup` must be true or false, got {from_backup!r}": isinstance(from_backup, bool),

@@ -26,8 +26,8 @@ from cfedavg.wire import WireError, decode, read_header
 OURS = "cfedavg"  # the name of our record, in both directions
 MODS = "mods=[cfedavg.flower.compressed]"
 
-# The error codes of a client that sends no update, and the causes that rounds count. Flower's own error
-# codes are below 10: an expired request (3), an expired reply (4), an unavailable node (5).
+# The error codes of a client that sends no update, and the cause that the metrics name for each. Flower's
+# own error codes are below 10: an expired request (3), an expired reply (4), an unavailable node (5).
 REFUSED, NOT_FINITE, OTHER_MODEL, BAD_STATE, BAD_METRICS, TOO_LARGE, BUSY = range(1001, 1008)
 UNKNOWN_PART, FORGED, OTHER_VERSION, NEED_WHOLE = range(1008, 1012)
 CAUSES = {
@@ -47,12 +47,12 @@ FAILED = "app failed"  # the cause of an exception in the client app
 _LATE, _LOST = ("late", "no reply by the deadline"), ("lost", "it is offline")
 _FLOWERS = {3: _LATE, 4: _LATE, 5: _LOST}
 _RAISED = re.compile(r"<class '(?:[^'.]*[.])*([^'.]*)'>:<[\"']")
-# The error of a node with cfedavg 0.5 that reads a present order.
+# The error of a node with cfedavg 0.5 that gets an order of this version.
 _OLDER = "Order.__init__() got an unexpected keyword"
-_INSTALL = "the node has an older version of cfedavg than the server: install the same on both"
+_INSTALL = "the node has an older version of cfedavg than the server: install the same version on both"
 
 _MOST = 1e100  # above any loss or squared norm of float32 numbers
-# The numbers that a client reports of its round, and the smallest and largest value of each.
+# The numbers that a client reports about its round, and the smallest and largest value of each.
 _BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53)}
 _BOUNDS |= dict.fromkeys(("g2", "p2", "noise2", "memory2"), (0.0, _MOST))
 SAMPLES = "num-examples"  # the metric by which a client reports how many examples it has
@@ -61,7 +61,7 @@ MOST_TEXT = 300  # the most characters that are kept of a node's text
 
 
 class Rejected(Exception):
-    """The error for a rejected reply: rounds count rejections by `cause`, and the text explains this one."""
+    """The error for a rejected reply. `cause` is the category in the metrics; the text is the reason."""
 
     def __init__(self, cause: str, why: str = "") -> None:
         super().__init__(in_a_line(why or cause))
@@ -69,7 +69,11 @@ class Rejected(Exception):
 
 
 class ReplyRecord(NamedTuple):
-    """The record of a client's reply: the request's stamp, the client's incarnation, the message."""
+    """What a client's reply holds.
+
+    `stamp`: the name of the request that the client answers. `incarnation`: a random number, which a client
+    draws when it starts without a stored state. `message`: the compressed update as bytes.
+    """
 
     stamp: Stamp
     incarnation: int
@@ -77,18 +81,18 @@ class ReplyRecord(NamedTuple):
 
     @property
     def check(self) -> int:
-        """The checksum of all fields. A wrong incarnation would make the client send its update twice."""
+        """The checksum of all fields: a damaged `incarnation` would make the client send its update twice."""
         return zlib.crc32(self.message, zlib.crc32(f"{[*self.stamp, self.incarnation]}".encode()))
 
 
 def pack_reply(reply: ReplyRecord, request: Message) -> Message:
-    """Return the Flower message that carries `reply` to the sender of `request`."""
+    """Return the Flower message that carries `reply` to the server, which sent `request`."""
     record = ConfigRecord({**reply._asdict(), "stamp": list(reply.stamp), "check": reply.check})
     return Message(RecordDict({OURS: record}), reply_to=request)
 
 
 def read_reply(content: RecordDict) -> ReplyRecord:
-    """Return the record of a reply; raise ValueError if there is none, WireError if it is damaged."""
+    """Return cfedavg's record in a reply; raise ValueError if there is none, WireError if it is damaged."""
     record: Mapping[str, Any] = content.config_records.get(OURS, {})
     match record.get("stamp"), record.get("incarnation"), record.get("message"):
         case [int(generation), int(number)], int(incarnation), bytes(message) if (
@@ -98,11 +102,11 @@ def read_reply(content: RecordDict) -> ReplyRecord:
             if record.get("check") != found.check:
                 raise WireError("the checksum does not fit: the reply was damaged on its way")
             return found
-    raise ValueError(f"the reply is not compressed: the client app needs {MODS}")
+    raise ValueError(f"the reply must hold a valid record {OURS!r}")
 
 
 def measure_reply(reply: Message) -> int:
-    """Return the number of bytes of the client's message in a reply, valid or not; 0 if there is none."""
+    """Return how many bytes the client's message in `reply` has, valid or not; 0 if there is no message."""
     record: Mapping[str, Any] = {} if reply.has_error() else reply.content.config_records.get(OURS, {})
     message = record.get("message")
     return len(message) if isinstance(message, bytes) else 0
@@ -110,7 +114,7 @@ def measure_reply(reply: Message) -> int:
 
 @dataclass(frozen=True)
 class TakenReply:
-    """A valid, decoded reply, whose update goes into the model."""
+    """A decoded reply that the server has accepted, to be aggregated at the end of the round."""
 
     node: Node
     mark: Mark
@@ -128,18 +132,21 @@ class TakenReply:
 
     @property
     def memory2(self) -> float | None:
-        """|memory|^2 of the client's feedback; if not reported, it equals `noise2`, which is |p - C(p)|^2."""
+        """The squared norm of the client's feedback memory, or None if unknown.
+
+        If the client does not report it, the memory is the compression error, and this is `noise2`.
+        """
         found = self.facts["memory2"]
         return self.facts["noise2"] if found is None else found
 
     @property
     def samples(self) -> float | None:
-        """The number of examples that the client reports, or None."""
+        """The number of examples that the client reports, or None if it reports none."""
         return read_samples(self.metrics)
 
     @property
     def reply(self) -> Reply:
-        """The reply in the form for a round's metrics; a number that the client did not report is NaN."""
+        """What the round's metrics need of this reply; a number that the client did not report is NaN."""
         known = {name: math.nan if value is None else value for name, value in self.facts.items()}
         K, sent = max(1, int(self.K or 1)), sum(self.payload.counts())
         loss, g2, p2, noise2 = (known[name] for name in ("loss", "g2", "p2", "noise2"))
@@ -148,7 +155,7 @@ class TakenReply:
 
 @dataclass(frozen=True)
 class ReplyValidator:
-    """The rules for the replies of a round."""
+    """The rules by which a round accepts or rejects replies."""
 
     form: Form
     compressor: Compressor
@@ -159,19 +166,24 @@ class ReplyValidator:
     def take(
         self, reply: Message, node: Node, server: Server, asked: Collection[str], taken: Collection[str]
     ) -> TakenReply:
-        """Return the decoded reply; raise Rejected if the reply is not valid."""
+        """Return the decoded reply of `node`; raise Rejected if the reply is not valid.
+
+        `asked`: the identities of the nodes asked. `taken`: those whose replies are already accepted.
+        """
         # A value takes at most 16 bytes, whatever its encoding; the codec has the same bound.
         most = 16 * self.form.layout.d + 65_536
         record = self._read(reply, most)
         if found := find_fault_in_reply(server, asked, taken, node.identity, record.stamp):
-            raise Rejected(found, f"its stamp is {record.stamp}, the round's {server.stamp}")
+            raise Rejected(
+                found, f"the reply is to request {record.stamp}, this round's request is {server.stamp}"
+            )
         form, short = self.form, self.compressor.rounds_values
         try:
             message = unpack_message(record.message, most, form.count_bytes(short=short))
             payload = self._decode(message.payload, node, record)
             facts, metrics = read_facts(message.facts), read_metrics(message.facts)
             if self.by_samples and read_samples(metrics) is None:
-                raise Rejected("metrics", f"weighting = 'samples' needs {SAMPLES!r}")
+                raise Rejected("metrics", f"weighting = 'samples' needs the metric {SAMPLES!r}")
         except (WireError, RecursionError) as error:
             raise Rejected("malformed", str(error)) from None
         uncompressed = form.unpack(message.uncompressed, short=short)
@@ -188,18 +200,20 @@ class ReplyValidator:
                 raise Rejected(CAUSES[OTHER_VERSION], _INSTALL)
             raise Rejected(*_FLOWERS.get(code, (CAUSES.get(code, FAILED), why)))
         if (size := measure_reply(reply)) > most + MOST_FACTS + self.form.count_bytes():
-            raise Rejected("malformed", f"a message of {size:,} bytes is longer than any of this model")
+            raise Rejected("malformed", f"the message has {size:,} bytes, more than an update of this model")
         try:
             return read_reply(reply.content)
         except WireError as error:
             raise Rejected("malformed", str(error)) from None
-        except ValueError as error:
-            raise Rejected("not compressed", str(error)) from None
+        except ValueError:
+            raise Rejected(
+                "not compressed", f"the reply is not compressed: add {MODS} to the ClientApp of this node"
+            ) from None
 
     def _decode(self, payload: bytes, node: Node, record: ReplyRecord) -> Payload:
         layout = self.form.layout
         if read_header(payload).schema != layout.schema_hash:
-            raise Rejected("another model", "names, shapes, dtypes or order of its arrays differ")
+            raise Rejected("another model", "names, shapes, dtypes or order of arrays are not the model's")
         most = self.compressor.selector.most(layout)
         return decode(payload, layout=layout, kmax=most, client=node.number, sequence=record.stamp.sequence)
 
@@ -208,18 +222,18 @@ class ReplyValidator:
         with np.errstate(over="ignore"):
             values = cast(values_of(payload), "float32")  # as the server adds them: a float64 may overflow
         if not np.isfinite(values).all() or not self.form.is_finite(uncompressed):
-            raise Rejected("not finite", "it holds NaN or Inf")
+            raise Rejected("not finite", "the update holds NaN or Inf")
         if (norm := math.sqrt(norm2(values))) > self.max_norm:
             raise Rejected(CAUSES[TOO_LARGE], explain_norm(norm, self.max_norm))
         if (largest := self.form.largest(uncompressed)) > self.most_uncompressed:
-            most = f"at most {self.most_uncompressed:g} is taken"
+            most = f"at most {self.most_uncompressed:g} is allowed"
             raise Rejected(CAUSES[TOO_LARGE], f"an uncompressed array holds {largest:.4g}, {most}")
         return norm
 
 
 def explain_norm(norm: float, most: float) -> str:
     """Return the reason for rejecting a payload whose `norm` exceeds `most`."""
-    return f"its norm is {norm:.4g}, max_norm is {most:.4g}"
+    return f"the payload's norm is {norm:.4g}, max_norm is {most:.4g}"
 
 
 def in_a_line(text: str) -> str:
@@ -228,7 +242,7 @@ def in_a_line(text: str) -> str:
 
 
 def shorten_reason(reason: str | None) -> str:
-    """Return a node's error text as one short line, with an exception written as Python prints it.
+    """Return a node's error text as one short line; write an exception as Python prints it.
 
     >>> shorten_reason("<class 'my.Error'>:<'too bad'>")
     'Error: too bad'
@@ -249,12 +263,15 @@ def read_number(value: Any) -> float | None:
 
 
 def read_facts(reported: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the numbers that a client reports, None for a missing one; raise WireError for a wrong one."""
+    """Return the numbers that a client reports about its round; None for each missing number.
+
+    Raise WireError if a number is out of its range.
+    """
     found = {name: read_number(reported.get(name)) for name in _BOUNDS}
     for name, (low, high) in _BOUNDS.items():
         said, value = reported.get(name), found[name]
         if said is not None and (value is None or not low <= value <= high):
-            raise WireError(f"{name!r} must be a number from {low:g} to {high:g}, got {said!r:.40}")
+            raise WireError(f"the reported {name!r} must be from {low:g} to {high:g}, got {said!r:.40}")
     return found
 
 
@@ -263,7 +280,7 @@ def read_metrics(reported: Mapping[str, Any]) -> dict[str, MetricRecord]:
     try:
         found = {name: MetricRecord(values) for name, values in reported["metrics"].items()}
     except (KeyError, TypeError, AttributeError):
-        raise WireError("its metrics are not records of numbers") from None
+        raise WireError("the reply's metrics must be records of numbers") from None
     check_metrics(found)
     return found
 
@@ -273,7 +290,7 @@ def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
     items = [(name, as_list(value)) for record in metrics.values() for name, value in record.items()]
     names = [*metrics, *(name for name, _ in items)]
     if sum(map(len, names)) + sum(len(values) for _, values in items) > MOST_FACTS:
-        raise WireError(f"its metrics have more than {MOST_FACTS:,} characters and numbers")
+        raise WireError(f"the reply's metrics must have at most {MOST_FACTS:,} characters and numbers")
     for name in names:
         if not name.isprintable() or len(name) > MOST_NAME:  # a name may become a column of metrics.jsonl
             raise WireError(
@@ -282,19 +299,19 @@ def check_metrics(metrics: Mapping[str, MetricRecord]) -> None:
     for name, values in items:
         for each in values:
             if _MOST < abs(each) < math.inf:
-                raise WireError(f"the metric {name!r:.40} is {each!r:.40}: at most {_MOST:g} is taken")
+                raise WireError(f"the metric {name!r:.40} is {each!r:.40}: at most {_MOST:g} is allowed")
     for record in metrics.values():
         found = read_number(record.get(SAMPLES, 0))
         if found is None or not 0 <= found <= 2**53:
-            raise WireError(f"{SAMPLES!r} must be a number from 0 to 2^53, got {record[SAMPLES]!r:.40}")
+            raise WireError(f"the metric {SAMPLES!r} must be from 0 to 2^53, got {record[SAMPLES]!r:.40}")
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a metric's numbers: `value` itself if it is a list, else a list of `value`."""
+    """Return a metric's value as a list: a single number becomes a list with one number."""
     return value if isinstance(value, list) else [value]
 
 
 def read_samples(metrics: Mapping[str, MetricRecord]) -> float | None:
-    """Return the number of examples in the first record that reports one, or None."""
+    """Return the number of examples in the first record that reports it, or None if no record does."""
     found = (read_number(record.get(SAMPLES)) for record in metrics.values())
     return next((n for n in found if n is not None), None)

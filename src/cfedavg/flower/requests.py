@@ -1,8 +1,9 @@
 """A request on its way from the server to a client: choose nodes, pack the model, send, collect replies.
 
-The body of a request is the bytes from which a client makes the model. A short body is a field of the order;
-a long body is an array. Flower sends every array in requests of its own, and their signed headers alone are
-longer than a client's reply. But Flower stores a long array only once for all nodes that get the same body.
+A request holds an order (the server's instructions) and a body (the bytes from which a client makes the
+model). A short body is a field of the order, because Flower sends an array in extra requests, whose signed
+headers alone are longer than a client's reply. A long body is an array, because Flower stores an array only
+once for all nodes that get the same body.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PATIENCE = 1.0  # seconds between two checks for nodes
 
 
 def make_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Return Flower's ArrayRecord with a copy of each array."""
+    """Return a Flower ArrayRecord with a copy of each array."""
     return ArrayRecord({name: Array(np.array(array)) for name, array in arrays.items()})
 
 
@@ -47,11 +48,11 @@ class Order:
 
     federation: str
     client: str  # the identity that the node has proved
-    number: int  # of the client; it keys the random draws
-    generation: int
+    number: int  # of the client; it determines the client's random draws
+    generation: int  # with `stamp`: the stamp that names this request
     stamp: int
     t: int
-    mark: list[int]  # of the client's last answer in the model; empty if there is none
+    mark: list[int]  # names the client's last aggregated reply; empty if there is none
     form: str
     arrays: str  # the name of the record with the model
     compressor: str
@@ -64,7 +65,7 @@ class Order:
 
     @property
     def size(self) -> int:
-        """The order's length in bytes without the body: a text counts its characters, a number 8."""
+        """The order's bytes without the body: one for each character of a text, eight for a number."""
         values = [getattr(self, item.name) for item in fields(self) if item.name != "body"]
         return sum(
             len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list) else 8
@@ -72,33 +73,36 @@ class Order:
         )
 
     def request(self, broadcast: Broadcast | None) -> Request:
-        """Return the protocol's request that this order and `broadcast` make."""
+        """Return the protocol's Request, made from this order and `broadcast`."""
         mark = Mark(Stamp(*self.mark[:2]), *self.mark[2:]) if self.mark else None
         return Request(Stamp(self.generation, self.stamp), self.t, mark, broadcast)
 
 
 def read_order(message: Message) -> Order | None:
-    """Return a message's order, or None if there is none; raise InputError for another version's order."""
+    """Return the server's order in a message, or None if there is none.
+
+    Raise InputError if the order has the fields of another version of cfedavg.
+    """
     record = message.content.config_records.get(OURS)
     if not record:
         return None
     if record.keys() != {item.name for item in fields(Order)}:
-        raise InputError("the server has another version of cfedavg than this node: install the same on both")
+        raise InputError("server and node have different cfedavg versions: install the same version on both")
     return Order(**dict(record))  # type: ignore[arg-type]
 
 
 def read_body(content: RecordDict, order: Order) -> Body:
-    """Return the body of a request, from the order or from the array; raise InputError if it is damaged."""
+    """Return the body of a request, which is in the order or an array; raise InputError if it is damaged."""
     if order.body:
         return Body.unpack(order.body)
     record: Mapping[str, Array] = content.array_records.get(order.arrays, {})
     if set(record) != {"body"}:
-        raise InputError("the request is damaged: it has no body")
+        raise InputError("the request is damaged: the body with the model is missing")
     return Body.unpack(record["body"].numpy().tobytes())
 
 
 def list_online(grid: Grid, numbers: Numbers) -> list[Node]:
-    """Return the online nodes, sorted by number. New nodes get numbers in the order of their names.
+    """Return the online nodes, sorted by client number. New nodes get numbers in the order of their names.
 
     Without authentication, a node has a new key after every restart, and so counts as a new node.
     """
@@ -124,7 +128,7 @@ def _sort_key(name: str) -> list[tuple[int, str]]:
 
 @dataclass
 class Dispatcher:
-    """The sender of requests and receiver of replies. Every online node gets a number in `numbers`."""
+    """The sender of requests and receiver of replies. `numbers` gives each online node a client number."""
 
     grid: Grid
     form: Form
@@ -133,10 +137,13 @@ class Dispatcher:
     numbers: Numbers
     policy: RoundPolicy
     parts: Parts
-    reported: dict[str, Version] = field(default_factory=dict)  # each node's model version, by its last reply
+    reported: dict[str, Version] = field(default_factory=dict)  # of each node's model copy, by its last reply
 
     def sample(self, now: Round, train_config: ConfigRecord) -> list[Message]:
-        """Choose nodes to train, and return a message to each; `pack` replaces the model in the messages."""
+        """Choose the nodes that train in round `now`, and return a message with the model to each node.
+
+        `pack` later replaces the model in the messages by packed bytes.
+        """
         nodes = self._wait_for_nodes()
         now.needed = self.policy.count_needed(len(nodes))
         config = ConfigRecord({**train_config, "server-round": now.server_round})
@@ -145,7 +152,7 @@ class Dispatcher:
         return [Message(content, dst_node_id=node.id, message_type=MessageType.TRAIN) for node in chosen]
 
     def _wait_for_nodes(self) -> list[Node]:
-        """Wait until the policy lets a round start with the online nodes, and return these nodes."""
+        """Wait until enough nodes are online for the policy to start a round; return the online nodes."""
         policy, logged = self.policy, -1
         end, least = time.monotonic() + policy.deadline, policy.min_nodes
         while not policy.can_start(len(nodes := list_online(self.grid, self.numbers))):
@@ -161,7 +168,7 @@ class Dispatcher:
         return nodes
 
     def pack(self, now: Round, messages: Iterable[Message], state: FederationState) -> list[Message]:
-        """Return a request for each message to an online node, with the packed model and the order."""
+        """Turn each message to an online node into a request, with the packed model and the order."""
         known = {node.id: node for node in list_online(self.grid, self.numbers)}
         made = []
         for message in messages:
@@ -177,7 +184,7 @@ class Dispatcher:
         return made
 
     def find_version(self, state: FederationState, identity: str) -> Version | None:
-        """Return the model version that a node is known to hold, or None if none is known."""
+        """Return the version of the model copy that the node `identity` holds, or None if it is unknown."""
         return find_held_version(state.server, identity, self.reported.get(identity))
 
     def exchange(
@@ -185,8 +192,8 @@ class Dispatcher:
     ) -> Iterator[tuple[Node, Message]]:
         """Send the requests, and yield each reply that comes by the deadline, with the node that was asked.
 
-        If a node's model copy cannot follow the broadcast, the node gets the whole model at once. An error
-        reply can lack its node's id, so each reply is matched by the id of its request.
+        If a broadcast does not fit a node's model copy, the node gets the whole model at once. An error reply
+        can lack the id of its node. So the id of the request tells which node a reply is from.
         """
         end, again = time.monotonic() + self.policy.deadline, set[int]()
         waiting = self._push(messages)
@@ -210,7 +217,7 @@ class Dispatcher:
     def collect(
         self, now: Round, messages: list[Message], state: FederationState, validator: ReplyValidator
     ) -> None:
-        """Send the requests, take replies until the policy ends the round, and note all outcomes."""
+        """Send the requests, accept replies until the policy ends the round, note how each request ended."""
         asked = {node.identity for node in now.nodes.values()}
         for node, reply in self.exchange(now, messages, state):
             facts = time.monotonic() - now.began, measure_reply(reply)
@@ -220,8 +227,8 @@ class Dispatcher:
             except Rejected as rejected:
                 why = str(rejected)
                 if rejected.cause == replies.FAILED and node.identity not in state.clients:
-                    why += f"; has its client app {replies.MODS}?"
-                if node.identity not in now.taken:  # else the node was asked twice, and has replied
+                    why += f"; does the node's ClientApp have {replies.MODS}?"
+                if node.identity not in now.taken:  # else asked twice, and its other reply is accepted
                     now.outcomes[node.identity] = Outcome(rejected.cause, why, *facts)
                 log(WARNING, "%s: %s (%s)", node.name, rejected.cause, why)
             if self.policy.has_enough(len(now.taken), now.needed):
@@ -234,7 +241,7 @@ class Dispatcher:
             now.outcomes.setdefault(node.identity, Outcome(*missing, None, 0))
 
     def _push(self, messages: list[Message]) -> dict[str, int]:
-        """Send `messages`; return the id of the node asked for each message id of Flower's."""
+        """Send `messages`; return a dict from the id of each message to the id of its node."""
         names = list(self.grid.push_messages(messages)) if messages else []
         pairs = zip(names, messages, strict=True)
         return {name: message.metadata.dst_node_id for name, message in pairs if name}
@@ -244,7 +251,8 @@ class Dispatcher:
     ) -> Message:
         """Return the request to `node`, and note in `now` what the node downloads.
 
-        The request is the strategy's message with `load` in place of the model, and with the order added.
+        The request is the strategy's message, in which `load`, the packed model, replaces the model, and to
+        which the order is added.
         """
         wanted, order = now.wanted[node.id], self._make_order(now, node, state, load)
         now.downloads.setdefault(node.id, []).append(Download(load, load.size + order.size, is_first))
@@ -284,7 +292,7 @@ class Dispatcher:
 
 
 def _find_model(message: Message, model: ArrayRecord) -> str:
-    """Return the name of the ArrayRecord in which the strategy's `message` holds `model`."""
+    """Return the name of the ArrayRecord with `model` in the strategy's `message`."""
     names = [
         name
         for name, record in message.content.array_records.items()
@@ -293,6 +301,7 @@ def _find_model(message: Message, model: ArrayRecord) -> str:
     ]
     if len(names) != 1:
         raise InputError(
-            f"the inner strategy must send each client the model in one ArrayRecord, got {len(names)} of them"
+            "the inner strategy must send each client the model in one ArrayRecord, "
+            f"got {len(names)} ArrayRecords with the model"
         )
     return names[0]

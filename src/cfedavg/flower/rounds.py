@@ -1,4 +1,4 @@
-"""One round: the nodes asked, their downloads, the outcomes of their requests, and the rows for the files.
+"""One round: the nodes asked, their downloads, the outcomes of their requests, and the rows of metrics.
 
 The row of a round has a simulation's columns, as far as a server knows them. Each node asked has its own row.
 """
@@ -30,7 +30,10 @@ Who = TypeVar("Who")
 
 
 class Load:
-    """A packed body, made once for all requests that share it: in `within` if short, else in `arrays`."""
+    """The packed model in a request, made once for all nodes that get the same bytes.
+
+    `within`: the bytes, if there are at most SHORT. Otherwise, `arrays` holds the bytes.
+    """
 
     def __init__(self, packed: PackedBroadcast, uncompressed: bytes) -> None:
         self.kind, self.messages = packed.kind, packed.messages
@@ -41,7 +44,10 @@ class Load:
 
 
 class Loads:
-    """The packed bodies that give nodes the model of `state`: one load for each version that nodes hold."""
+    """The packed models that bring nodes to the model of `state`.
+
+    Nodes whose model copies have the same version share one `Load`.
+    """
 
     def __init__(self, form: Form, replica: ModelReplica | None, state: FederationState) -> None:
         primary = state.server.primary
@@ -51,7 +57,7 @@ class Loads:
         self._made: dict[PackedBroadcast, Load] = {}
 
     def load_for(self, held: Version | None) -> Load:
-        """Return the load for a node that holds version `held`; the whole model if `held` is None."""
+        """Return the load for a node whose model copy has version `held`; None: the whole model."""
         packed = self._broadcaster.broadcast_to(held) if self._broadcaster else self._model
         if packed not in self._made:
             self._made[packed] = Load(packed, self._uncompressed)
@@ -59,7 +65,7 @@ class Loads:
 
 
 class Download(NamedTuple):
-    """The download of one node: the load, and the bytes of the load and the order."""
+    """What a node downloads in a request: the packed model `load`; `bytes` also counts the order."""
 
     load: Load
     bytes: int
@@ -67,7 +73,11 @@ class Download(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a request ended (replied, late, lost, or why rejected), with the reason, time and size."""
+    """How a request ended.
+
+    `what`: replied, late, lost, or the cause of a rejection. `why`: the reason. `seconds`: the time from the
+    start of the round to the reply. `bytes`: the size of the reply's message.
+    """
 
     what: str
     why: str
@@ -86,52 +96,56 @@ class Round:
     max_norm: float
     before: Claims = field(default_factory=Claims)  # of earlier rounds
     needed: int = 0
-    nodes: dict[int, Node] = field(default_factory=dict)  # those asked, by Flower's id
-    wanted: dict[int, Message] = field(default_factory=dict)  # the strategy's message to each
-    requests: dict[int, Message] = field(default_factory=dict)  # the request sent to each
-    downloads: dict[int, list[Download]] = field(default_factory=dict)  # two if a model copy did not fit
+    nodes: dict[int, Node] = field(default_factory=dict)  # the nodes asked, by Flower's id
+    wanted: dict[int, Message] = field(default_factory=dict)  # the strategy's message to each node
+    requests: dict[int, Message] = field(default_factory=dict)  # the request sent to each node
+    downloads: dict[int, list[Download]] = field(default_factory=dict)  # two if a node's copy did not fit
     taken: dict[str, TakenReply] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     online: set[str] = field(default_factory=set)  # the nodes online at the round's end
 
     @property
     def in_order(self) -> list[TakenReply]:
-        """The replies sorted by node number, so that their sum does not depend on when they arrive."""
+        """The accepted replies by client number, so that their sum does not depend on when they arrive."""
         return sorted(self.taken.values(), key=lambda taken: taken.node.number)
 
     @property
     def claims(self) -> Claims:
-        """The claims of the replies `in_order`, capped so that no single client decides the model."""
+        """The local steps and examples that clients claim, in the order of `in_order`.
+
+        Claims are capped, so that no single client decides the model.
+        """
         taken = self.in_order
         steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
         return Claims(steps, samples).cap(self.before)
 
     def make_void(self, why: str) -> None:
-        """Keep all replies out of the model, and note the reason `why`."""
+        """Discard all replies, so that the round does not change the model, and note the reason `why`."""
         log(WARNING, why)
         for who in self.taken:
             self.outcomes[who] = self.outcomes[who]._replace(why=why)
         self.taken.clear()
 
     def leave_out(self, who: str, cause: str, why: str) -> None:
-        """Reject the taken reply of node `who` after a comparison with the other replies."""
+        """Reject the accepted reply of node `who`, because it is too unlike the other replies."""
         log(WARNING, "%s: %s (%s)", self.taken.pop(who).node.name, cause, why)
         self.outcomes[who] = self.outcomes[who]._replace(what=cause, why=why)
 
 
 class ServerAge:
-    """The evidence from nodes, since the start, that the server's state is an older copy."""
+    """The nodes that refused or replied since the start: they show if the server's state is an older copy."""
 
     def __init__(self) -> None:
         self.ahead, self.in_step = set[str](), set[str]()  # nodes that have refused; that have replied
 
     def is_older(self, now: Round, in_model: Collection[str], everyone: int) -> bool:
-        """Return whether enough nodes have refused the server because they have answered later rounds.
+        """Return whether enough nodes have refused requests to prove that the state is an older copy.
 
-        If the server is an older copy, every node that took part in later rounds refuses; other nodes reply.
-        One node may be wrong, or may lie under a new name in each round. So at least two nodes that are still
-        online must have refused, and more nodes than have replied since the start. If a node in the model
-        has replied, only nodes in the model count. Otherwise, all nodes together may also give the proof.
+        A node that took part in later rounds refuses the requests of an older copy; other nodes reply. One
+        node may be wrong, or may lie under a new name in each round. So at least two online nodes must have
+        refused (one, if `everyone`, the number of nodes, is 1). Also, more nodes must have refused than
+        replied. Both are counted among the nodes `in_model`, whose updates were aggregated. If none of these
+        has replied, both may instead be counted among all nodes.
         """
         self.in_step |= {who for who, outcome in now.outcomes.items() if outcome.what == "replied"}
         refused = {who for who, outcome in now.outcomes.items() if outcome.what == CAUSES[REFUSED]}
@@ -143,7 +157,10 @@ class ServerAge:
 
 
 class Residuals:
-    """The mean norms of all residuals. The sums are exact, so a round need not add all residuals again."""
+    """The means of the clients' residual norms, and of their squares.
+
+    The sums are exact integers. So a round can replace some terms, and need not add all terms again.
+    """
 
     def __init__(self, norms2: Iterable[float | None]) -> None:
         self._norms2 = self._norms = 0  # in units of 2^-1074
@@ -151,14 +168,14 @@ class Residuals:
             self.change(None, each)
 
     def change(self, before: float | None, after: float | None) -> None:
-        """Replace one client's |residual|^2 `before` by `after`; None means that it is unknown."""
+        """Replace a client's squared residual norm `before` by `after`; None if the norm is unknown."""
         for norm2, sign in ((before, -1), (after, 1)):
             if norm2 is not None:
                 self._norms2 += sign * _in_units(norm2)
                 self._norms += sign * _in_units(math.sqrt(norm2))
 
     def columns(self, m: int) -> Record:
-        """Return the means over `m` clients, as columns of a row."""
+        """Return the means over `m` clients, as columns of the round's row of metrics."""
         totals = {"error_norm2": self._norms2, "error_norm": self._norms}
         return {name: total / 2**_UNITS / m for name, total in totals.items()}
 
@@ -169,7 +186,11 @@ def _in_units(value: float) -> int:
 
 
 def make_round_row(now: Round, d: int, residuals: Record, gap2: float | None) -> Record:
-    """Return the row of a round; `gap2` is |x - model copy|^2, or None if clients keep no model copy."""
+    """Return a round's row of metrics.
+
+    `d`: the number of values that a client compresses. `residuals`: the columns of the residual norms.
+    `gap2`: |x - model copy|^2, or None if clients keep no model copy.
+    """
     taken, outcomes = now.in_order, now.outcomes.values()
     found = summarise([each.reply for each in taken], 0 if taken else 1, d, mean_g2=0.0)
     if not all(each.K for each in taken):  # an unchanged client does not report its local steps
@@ -202,7 +223,10 @@ def make_round_row(now: Round, d: int, residuals: Record, gap2: float | None) ->
 
 
 def make_node_row(node: Node, now: Round, version: Version | None, after: FederationState) -> Record:
-    """Return the row of a node; `age` is the number of rounds since the node's last update in the model."""
+    """Return a node's row of metrics for the round `now`; `version` is that of its model copy.
+
+    The column `age` is the number of rounds since the node's last aggregated update.
+    """
     outcome, reply = now.outcomes[node.identity], now.taken.get(node.identity)
     known, downloads = after.clients.get(node.identity), now.downloads[node.id]
     residual2, t = known.note.residual2 if known else None, now.server_round - 1
@@ -229,7 +253,8 @@ def make_node_row(node: Node, now: Round, version: Version | None, after: Federa
 def describe_kind(metrics: Mapping[str, MetricRecord], arrays: str = "") -> frozenset[str]:
     """Return the kind of a reply: the names of its records and metrics, with the lengths of lists.
 
-    A metric that is not finite changes the kind, since the mean of all replies would not be finite.
+    Only replies of the same kind can be averaged. A metric that is NaN or Inf makes another kind, since the
+    mean over all replies would not be finite.
     """
     found = {f"the ArrayRecord {arrays!r}"} if arrays else set()
     for name, record in metrics.items():
@@ -245,7 +270,8 @@ def describe_kind(metrics: Mapping[str, MetricRecord], arrays: str = "") -> froz
 def find_odd_ones(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, str]:
     """Return the nodes whose kind of reply differs from the most common kind, and how each differs.
 
-    A strategy cannot average replies of different kinds. Among equally common kinds, `turn` selects one.
+    `kinds`: the kind of each node's reply, from `describe_kind`. A strategy cannot average replies of
+    different kinds. If several kinds are equally common, the number `turn` selects one of them.
     """
     counted = Counter(kinds.values())
     most = max(counted.values(), default=0)
@@ -261,10 +287,10 @@ def find_odd_ones(kinds: Mapping[Who, frozenset[str]], turn: int) -> dict[Who, s
 
 
 def make_columns(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record:
-    """Return an evaluation's numbers as columns of a row.
+    """Return the numbers of an evaluation as columns of a row of metrics.
 
-    A name gets `prefix`, unless it begins with `prefix` or one of `known`. A name that cannot be printed
-    becomes no column, since a report would refuse the name.
+    `prefix` is put before each metric's name, unless the name begins with `prefix` or one of `known`. A
+    metric whose name cannot be printed is left out, since a report would refuse the name.
     """
     found = {name: read_number(value) for name, value in metrics.items()}
     return {
@@ -275,7 +301,7 @@ def make_columns(metrics: Mapping[str, Any], prefix: str, *known: str) -> Record
 
 
 def describe_row(row: Record) -> str:
-    """Return a summary of a round's row in words."""
+    """Return a summary of a round's row of metrics in words, for the log."""
     parts = [f"{row['clients'] - row['lost']} of {row['clients']} taken"]
     parts += [f"{cause} {count}" for cause, count in row["outcomes"].items() if cause != "replied"]
     parts.append(f"{row['uplink_bytes']:,} bytes up, {row['downlink_bytes']:,} down")

@@ -1,4 +1,4 @@
-"""CFedAvg as a Flower strategy: Algorithm 1, or compression around another strategy."""
+"""CFedAvg as a Flower strategy: the paper's Algorithm 1, or compression around another strategy."""
 
 from __future__ import annotations
 
@@ -52,18 +52,21 @@ class CFedAvg(Strategy):
 
     `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The
     server tells the clients what they need, so the mod needs no options. `uncompressed`: patterns for the
-    names of arrays that are sent uncompressed. With a `compressor_down`, every client keeps a model copy. The
-    clients train from this copy, and `evaluate_fn` and the result get the same copy. `inner` gets the
-    server's model.
+    names of arrays that are sent uncompressed.
+
+    With a `compressor_down`, every client keeps a model copy, which can differ from the server's exact
+    model. The clients train from the copy. `evaluate_fn` evaluates the copy, and `start` returns the copy.
+    `inner` gets the server's exact model.
 
     `policy`: which nodes a round asks, when it ends and which quorum it needs; see `RoundPolicy`. If `inner`
     is given, only the policy's quorum and deadline have an effect, because `inner` samples the nodes.
 
-    `max_norm`: the largest norm of a payload; a client sends the rest later. The default is 100 times the
-    median norm of the last 100 payloads in the model. math.inf means no bound.
+    `max_norm`: the largest norm of a payload. A client sends only a part of a larger one, and the rest in
+    later rounds. The default is 100 times the median norm of the last 100 payloads that were aggregated.
+    math.inf means no bound.
 
     `out`: the folder for metrics and state. `resume`: continue the federation in `out`. `from_backup`: `out`
-    is an older copy of the folder, and the clients have seen later rounds.
+    is an older copy of the federation's folder, and the clients have taken part in later rounds.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class CFedAvg(Strategy):
         options.check_parts(self.parts, self.policy, eta, weighting, wraps=wraps, from_backup=from_backup)
 
     def summary(self) -> None:
-        """Log what the strategy does, and where its metrics are."""
+        """Log the strategy's options, and the folder of its metrics."""
         parts = self.parts
         text = f"{parts.compressor} up, {parts.compressor_down} down, feedback {parts.feedback}"
         text += "" if self.inner else f", server optimiser {parts.server_optimiser}"
@@ -133,7 +136,7 @@ class CFedAvg(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFunction | None = None,
     ) -> Result:
-        """Do the remaining rounds, and return the result. `timeout` is each round's deadline in seconds."""
+        """Do all rounds up to `num_rounds`; return the result. `timeout`: a round's deadline in seconds."""
         policy = self.policy.with_deadline(timeout)
         self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
@@ -156,7 +159,7 @@ class CFedAvg(Strategy):
             return session.run(num_rounds)
 
     def _make_form(self, arrays: Arrays) -> Form:
-        """Return the form of the initial model; raise InputError if a value is not finite or too large."""
+        """Return the form of the initial model; raise InputError if a value is NaN, Inf or too large."""
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise InputError(f"`initial_arrays` must be finite, but {name!r} holds NaN or Inf")
@@ -168,7 +171,7 @@ class CFedAvg(Strategy):
         return form
 
     def _list_more_options(self, policy: RoundPolicy) -> dict[str, Any]:
-        """Return the options that config.toml has no fields for."""
+        """Return the options that are not fields of config.toml, where they are written as comments."""
         names = ["quorum"] if self.inner else ["over_selection", "min_nodes", "quorum"]
         found: dict[str, Any] = {name: getattr(policy, name) for name in names}
         if type(policy) is not RoundPolicy:
@@ -179,9 +182,9 @@ class CFedAvg(Strategy):
         return {**found, **more, "uncompressed": [*self.uncompressed]}
 
     def _refuse_wrapping(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InputError: the `start` of another strategy would not store the state of a round."""
+        """Raise InputError, because the `start` of another strategy would not store the server's state."""
         raise InputError(
-            "CFedAvg cannot be wrapped by another strategy. Pass that strategy as `inner`, and call start()."
+            "CFedAvg cannot be wrapped by another strategy. Pass that strategy to CFedAvg as `inner`."
         )
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse_wrapping
@@ -189,7 +192,7 @@ class CFedAvg(Strategy):
 
 @dataclass
 class Session:
-    """A run of the server from a given state to the last round; the end of every round is stored durably."""
+    """A run of the server from a given state to the last round. The state is stored after every round."""
 
     strategy: CFedAvg
     grid: Grid
@@ -232,7 +235,7 @@ class Session:
         return make_record(self.form.join(x, self.state.uncompressed))
 
     def _evaluate(self, server_round: int) -> Record:
-        """Evaluate the clients' model with the app's own function; return the metrics as columns."""
+        """Evaluate the model that clients hold by `evaluate_fn`; return the metrics as columns of a row."""
         if self.evaluate_fn is None:
             return {}
         found = self.evaluate_fn(server_round, self._arrays(self.folder.held_model(self.state)))
@@ -251,10 +254,10 @@ class Session:
         self.dispatcher.collect(now, requests, self.state, self._make_validator(now))
         self._leave_out(now)
         if self.age.is_older(now, self.state.clients, len(self.numbers)):
-            # The nodes have seen these round numbers: only a new generation may use them again.
+            # Nodes refuse round numbers that they have seen, until `from_backup` begins a new generation.
             raise InputError(
-                f"{self.folder.out} holds {now.server_round - 1} rounds, but nodes have answered later ones. "
-                "The folder is an older copy of the federation: resume with `from_backup`."
+                f"{self.folder.out} holds {now.server_round - 1} rounds, but nodes took part in later "
+                "rounds. The folder is an older copy of the federation: resume with `from_backup`."
             )
         if not self.policy.has_quorum(len(now.taken), now.needed):
             now.make_void(self.policy.explain_void(len(now.taken), now.needed))
@@ -269,13 +272,16 @@ class Session:
         self.state = self.folder.end_round(state, *self._make_rows(now, tested))
 
     def _make_requests(self, now: Round) -> list[Message]:
-        """Return the requests of a round. The round's number was stored at the end of the round before."""
+        """Return the requests of a round; first store the client numbers of new nodes.
+
+        The stamp that names these requests was stored at the end of the previous round.
+        """
         if self.inner is None:
             wanted: Iterable[Message] = self.dispatcher.sample(now, self.train_config)
         else:
             wanted = self.inner.configure_train(now.server_round, now.arrays, self.train_config, self.grid)
         messages = self.dispatcher.pack(now, wanted, self.state)
-        if self.numbers.lent != self.state.lent:  # numbers key random draws: store them first
+        if self.numbers.lent != self.state.lent:  # numbers determine random draws: store them before sending
             self.state = replace(self.state, lent=dict(self.numbers.lent))
             self.folder.store_state(self.state)
         return messages
@@ -288,7 +294,7 @@ class Session:
         return ReplyValidator(self.form, self.parts.compressor, now.max_norm, most, by_samples)
 
     def _leave_out(self, now: Round) -> None:
-        """Reject replies that are too large compared with the others, or that `inner` cannot average."""
+        """Reject accepted replies that are much larger than the others, or that `inner` cannot average."""
         if self.strategy.max_norm is None and len(self.state.norms) < options.ENOUGH:
             most = bound_norm([each.norm for each in now.taken.values() if each.norm > 0])
             for who, each in list(now.taken.items()):
@@ -298,11 +304,14 @@ class Session:
             self.wrapped.leave_out_odd_ones(now)
 
     def _average(self, now: Round) -> Averaged | None:
-        """Return what lines 17 to 19 of Algorithm 1 make; if it is not valid, void the round, return None."""
+        """Return the next x, uncompressed arrays and server memory: lines 17 to 19 of Algorithm 1.
+
+        If a value would not be finite or would be too large, make the round void, and return None.
+        """
         taken, claims, state, t = now.in_order, now.claims, self.state, now.server_round - 1
         weights = claims.samples if self.strategy.weighting == "samples" else [1.0] * len(taken)
         if not any(weights):
-            now.make_void("nobody has an example")
+            now.make_void("no client has an example, so weighting = 'samples' gives no mean")
             return None
         optimiser, eta = self.parts.server_optimiser, self.strategy.eta
         rate = eta(t) if callable(eta) else eta
@@ -329,7 +338,7 @@ class Session:
         return x, uncompressed, memory
 
     def _end(self, now: Round) -> None:
-        """Set `state` to the state after the round; the caller stores it with the round's rows."""
+        """Set `self.state` to the state after the round. The caller stores it with the rows of metrics."""
         state, primary = self.state, self.state.server.primary
         x, uncompressed, memory = state.server.x, state.uncompressed, state.memory
         if now.taken and self.wrapped:
@@ -353,7 +362,10 @@ class Session:
         self.numbers.settle(now.taken, now.online)
 
     def _make_notes(self, now: Round) -> dict[str, Note]:
-        """Return a note on each client whose reply goes into the model, and update the residual norms."""
+        """Return what the server will store about each client whose reply was aggregated in this round.
+
+        Also put their residual norms into `self.residuals`.
+        """
         notes = {}
         for who, taken in now.taken.items():
             known = self.state.clients.get(who)
@@ -363,7 +375,7 @@ class Session:
         return notes
 
     def _make_rows(self, now: Round, tested: Record) -> RoundRows:
-        """Return the rows of a round that has ended; `tested` holds the evaluation results so far."""
+        """Return the rows of metrics of an ended round; `tested`: the columns with evaluation results."""
         state, residuals, gap2 = self.state, self.residuals.columns(max(1, len(self.numbers))), None
         if state.server.primary is not None:
             gap2 = norm2(state.server.x - self.folder.held_model(state))

@@ -1,9 +1,9 @@
-"""A strategy within CFedAvg: its average, its evaluation by clients, and its memory between rounds.
+"""A strategy that CFedAvg wraps: its average, its evaluation by clients, and its memory between rounds.
 
-The memory is FedAdam's moments, an adaptive clipping norm, and so on. Flower has no interface for the memory.
-So this module reads the attributes that have changed since the start of the server: numbers, texts and arrays
+The memory is, for example, FedAdam's moments or an adaptive clipping norm. Flower has no interface for it. So
+this module stores the attributes that have changed since the start of the server: numbers, texts and arrays
 of numbers, also in lists, tuples and dicts. Other attributes, such as a generator of random numbers, are not
-kept.
+stored.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class WrappedStrategy:
     """A strategy of Flower's or a user's own, which CFedAvg calls with uncompressed models and metrics."""
 
     def __init__(self, inner: Strategy, form: Form, result: Result, memory: StrategyMemory | None) -> None:
-        """Give the strategy its stored `memory`; raise InputError if the memory does not fit it."""
+        """Set the attributes of `inner` that `memory` holds; raise InputError if they do not fit `inner`."""
         self.inner, self.form, self.result = inner, form, result
         self._at_first = read_attributes(inner)
         if memory is not None:
             restore_memory(inner, memory)
 
     def read_memory(self) -> StrategyMemory:
-        """Return the attributes whose values have changed since the start of the server."""
+        """Return the strategy's attributes whose values have changed since the start of the server."""
         memory = StrategyMemory({}, {})
         for path, value in read_attributes(self.inner).items():
             if value and not value.equals(self._at_first.get(path)):
@@ -62,21 +62,24 @@ class WrappedStrategy:
             now.leave_out(who, "metrics", why)
 
     def average(self, now: Round, x: NDArray[np.float32]) -> tuple[NDArray[np.float32], bytes] | None:
-        """Return the next x and uncompressed arrays; if they are not valid, void the round, return None."""
+        """Let the strategy average the replies; return the next x and the next uncompressed arrays.
+
+        If the strategy fails or makes NaN or Inf, undo its changes, make the round void, and return None.
+        """
         before = read_attributes(self.inner)
         pairs = zip(now.in_order, now.claims.samples, strict=True)
         made = self._aggregate(now, [self._restore_reply(*pair, now, x) for pair in pairs])
         if made and (path := find_spoilt(self.inner, before)):
             now.make_void(f"the inner strategy would remember NaN or Inf, in {path!r}")
             made = None
-        if made is None:  # the strategy must forget a void round
+        if made is None:  # undo what the strategy learnt in a void round
             roll_back(self.inner, before)
         return made
 
     def _aggregate(self, now: Round, replies: list[Message]) -> tuple[NDArray[np.float32], bytes] | None:
         try:
             arrays, metrics = self.inner.aggregate_train(now.server_round, replies)
-        except Exception as error:  # a retry would get the same replies: go on with another round
+        except Exception as error:  # a retry would get the same replies and fail again
             now.make_void(f"the inner strategy failed: {summarise_error(error)}")
             return None
         if metrics is not None:
@@ -86,7 +89,7 @@ class WrappedStrategy:
             return None
         found = {name: array.numpy() for name, array in arrays.items()}
         if wrong := self.form.difference(found, kinds=False):
-            raise InputError(f"the inner strategy must make a model of the same arrays: {wrong}")
+            raise InputError(f"the inner strategy must return the same arrays as the model: {wrong}")
         made = self.form.split(found)
         if why := self.form.find_fault_in_model(*made):
             now.make_void(why)
@@ -96,9 +99,10 @@ class WrappedStrategy:
     def _restore_reply(
         self, taken: TakenReply, samples: float, now: Round, x: NDArray[np.float32]
     ) -> Message:
-        """Return the reply, with a whole model, that a client without the mod would have sent.
+        """Return the reply that a client without the mod would have sent, with the whole trained model.
 
-        A strategy may weight replies by the number of examples, so no record may have more than `samples`.
+        A strategy may weight replies by their numbers of examples. So the number in each record is capped at
+        `samples`.
         """
         model = make_record(self.form.join(x + decompress(taken.payload)[0], taken.uncompressed))
         records = {}
@@ -119,7 +123,7 @@ class WrappedStrategy:
         dispatcher: Dispatcher,
         state: FederationState,
     ) -> Record:
-        """Let the clients that the strategy chooses evaluate `arrays`; return their metrics as columns."""
+        """Let clients that the strategy chooses evaluate `arrays`; return the metrics as columns of a row."""
         loads = Loads(self.form, dispatcher.replica, state)
         asked = Round(now.server_round, arrays, loads, now.began, now.max_norm)
         wanted = self.inner.configure_evaluate(now.server_round, arrays, config, dispatcher.grid)
@@ -133,7 +137,7 @@ class WrappedStrategy:
         try:
             found = self.inner.aggregate_evaluate(now.server_round, _choose_alike(replies, asked))
         except Exception as error:  # the round stays valid
-            log(WARNING, "nothing is known of the clients' evaluation: %s", summarise_error(error))
+            log(WARNING, "the inner strategy cannot average the evaluations: %s", summarise_error(error))
             return {}
         if found is None:
             return {}
@@ -142,7 +146,7 @@ class WrappedStrategy:
 
 
 def _take_version(reply: Message) -> Version | None:
-    """Remove cfedavg's record from a reply; return the model version in the record, or None."""
+    """Remove cfedavg's record from a reply; return the version of the node's model copy in it, or None."""
     if reply.has_error() or OURS not in reply.content:
         return None
     record: Mapping[str, Any] = reply.content.config_records.get(OURS, {})
@@ -156,13 +160,13 @@ def _take_version(reply: Message) -> Version | None:
 def _choose_alike(replies: list[tuple[Node, Message]], asked: Round) -> list[Message]:
     """Return the evaluation replies, except those with invalid or unusual metrics; log what is wrong.
 
-    A strategy may log an error's reason unchanged, so the reason is made one printable line.
+    Replies with an error stay. Their reason becomes one printable line, since a strategy may log it as it is.
     """
     wrong, kinds = dict[Node, str](), dict[Node, frozenset[str]]()
     for node, reply in replies:
         try:
             if reply.has_error():
-                raise WireError(shorten_reason(reply.error.reason) or "it failed")
+                raise WireError(shorten_reason(reply.error.reason) or "the node failed without a reason")
             check_metrics(reply.content.metric_records)
             kinds[node] = describe_kind(reply.content.metric_records)
         except WireError as error:
@@ -181,9 +185,12 @@ def _choose_alike(replies: list[tuple[Node, Message]], asked: Round) -> list[Mes
 
 
 class Value(NamedTuple):
-    """The value of an attribute: JSON in `code`, and its arrays by path and index, as in `moments/0`."""
+    """The value of an attribute, as JSON in `code`. An index in `code` stands for each array of the value.
 
-    code: Any  # the index stands for an array
+    `arrays`: these arrays by attribute path and index, such as `moments/0`.
+    """
+
+    code: Any
     arrays: dict[str, NDArray[Any]]
 
     def equals(self, other: Value | None) -> bool:
@@ -195,7 +202,7 @@ class Value(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the value is not NaN or Inf, and none of its arrays holds NaN or Inf."""
+        """Whether the value is not NaN or Inf, and its arrays hold no NaN or Inf."""
         if isinstance(self.code, float) and not math.isfinite(self.code):
             return False
         return all(bool(np.isfinite(each).all()) for each in self.arrays.values())
@@ -205,13 +212,13 @@ Attributes = dict[str, Value | None]
 
 
 def name_strategy(strategy: Strategy) -> str:
-    """Return the class name of a strategy and of the strategies within it, as `Clipping(FedAdam)`."""
+    """Return the class names of a strategy and the strategies within it, such as `Clipping(FedAdam)`."""
     within = [type(each).__name__ for path, each in _find_strategies(strategy).items() if path]
     return type(strategy).__name__ + (f"({', '.join(within)})" if within else "")
 
 
 def _find_strategies(strategy: Strategy) -> dict[str, Strategy]:
-    """Return the strategy and the strategies within it, each once, by attribute path."""
+    """Return the strategy and the strategies in its attributes, by attribute path, each strategy once."""
     found, new = dict[str, Strategy](), [("", strategy)]
     while new:
         path, each = new.pop()
@@ -223,7 +230,10 @@ def _find_strategies(strategy: Strategy) -> dict[str, Strategy]:
 
 
 def read_attributes(strategy: Strategy) -> Attributes:
-    """Return the attributes by path, also of strategies within the strategy; None if one cannot be kept."""
+    """Return the values of a strategy's attributes, and of strategies within it, by attribute path.
+
+    A value that cannot be stored is None.
+    """
     found: Attributes = {}
     for path, each in _find_strategies(strategy).items():
         for name, value in vars(each).items():
@@ -234,7 +244,7 @@ def read_attributes(strategy: Strategy) -> Attributes:
 
 
 def _encode(value: Any, arrays: dict[str, NDArray[Any]], path: str) -> Any:
-    """Return `value` as JSON, and add its arrays to `arrays`; raise TypeError if it cannot be kept."""
+    """Return `value` as JSON, and add its arrays to `arrays`; raise TypeError if it cannot be stored."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray) and value.dtype in _NUMBERS:
@@ -249,7 +259,7 @@ def _encode(value: Any, arrays: dict[str, NDArray[Any]], path: str) -> Any:
         return [_encode(each, arrays, path) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(type(value))
+    raise TypeError(f"cannot store a value of type {type(value).__name__}")
 
 
 def _decode(code: Any, arrays: dict[str, NDArray[Any]], path: str) -> Any:
@@ -261,13 +271,13 @@ def _decode(code: Any, arrays: dict[str, NDArray[Any]], path: str) -> Any:
     if kind == "array":
         return arrays[f"{path}/{held}"]
     if kind not in ("dict", "tuple") or not isinstance(held, list):
-        raise ValueError(f"an object must be a dict, tuple or array, got {kind!r:.40}")
+        raise ValueError(f"a JSON object must have the key dict, tuple or array, got {kind!r:.40}")
     parts = _decode(held, arrays, path)
     return dict(parts) if kind == "dict" else tuple(parts)
 
 
 def find_spoilt(strategy: Strategy, before: Attributes) -> str:
-    """Return the path of a value that has become NaN or Inf since `before`, or an empty string."""
+    """Return the path of an attribute that has become NaN or Inf since `before`, or an empty string."""
     for path, value in read_attributes(strategy).items():
         old = before.get(path)
         if value and not value.is_finite and (old is None or old.is_finite):
@@ -286,14 +296,14 @@ def roll_back(strategy: Strategy, before: Attributes) -> None:
 
 
 def restore_memory(strategy: Strategy, memory: StrategyMemory) -> None:
-    """Set the attributes in `memory`; if they do not fit the strategy, raise InputError and set none."""
+    """Set the strategy's attributes to `memory`; if one does not fit, raise InputError and set none."""
     found, owners = [], _find_strategies(strategy)
     for path, code in memory.codes.items():
         within, _, name = path.rpartition(".")
         owner = owners.get(within and f"{within}.")
         if owner is None or name.startswith("__") or callable(getattr(owner, name, None)):
             raise InputError(
-                f"`inner` must be the federation's strategy, but it has no attribute {path!r:.80}"
+                f"`inner` must be the federation's strategy, but `inner` has no attribute {path!r:.80}"
             )
         try:
             found.append((owner, name, _decode(code, memory.arrays, path)))
@@ -311,7 +321,7 @@ def _find_owner(strategy: Strategy, path: str) -> tuple[Any, str]:
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute. Keep an old dict and replace its items, since it may be a defaultdict."""
+    """Set an attribute. If it is a dict, replace only the dict's items, since it may be a defaultdict."""
     old = getattr(owner, name, None)
     if isinstance(old, dict) and isinstance(value, dict):
         old.clear()
