@@ -29,12 +29,13 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="TOML file with any of the options; typed options win over it"),
 ]
-Trust = Annotated[
-    bool,
-    typer.Option("--trust", help="allow the file or folder that is read to name a module:Class to import"),
-]
 
 _DEFAULT = Config()
+
+
+def trust_option(file: str) -> Any:
+    """Return the option --trust of a command that reads `file`."""
+    return typer.Option("--trust", help=f"import the module:Class that {file} names")
 
 
 class OptionConsole(Console):

@@ -33,7 +33,7 @@ def data(
     given: dict[str, Any],
     picture: Annotated[Path, typer.Option(help="PNG file for the picture")] = Path("partition.png"),
 ) -> None:
-    """Load a data set, divide it among clients, and draw how many samples of each class every client has."""
+    """Load a data set, divide it among clients, and plot how many samples of each class a client has."""
     from cfedavg.data import load
     from cfedavg.data.tasks import deal
     from cfedavg.report import plot_partition

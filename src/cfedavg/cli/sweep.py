@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cfedavg.cli import console
-from cfedavg.cli.console import ConfigFile, Out, Resume, Trust, flag, takes_config
+from cfedavg.cli.console import ConfigFile, Resume, flag, takes_config, trust_option
 from cfedavg.cli.training import report
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GridFile = Annotated[
     Path | None,
-    typer.Argument(help="a TOML file: base, p, line and seeds; see docs/runs.md", metavar="GRID.toml"),
+    typer.Argument(help="TOML file of the grid; see docs/runs.md", metavar="GRID.toml"),
 ]
 Vary = Annotated[
     list[str] | None,
@@ -33,12 +33,15 @@ Vary = Annotated[
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(help="number of seeds for each cell: 0, 1, ...; --seed has no effect", min=1, max=1000),
+    typer.Option(help="run each cell with this many seeds: 0, 1, ...; --seed is ignored", min=1, max=1000),
 ]
 Only = Annotated[
     list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
 ]
 Minutes = Annotated[float, typer.Option(help="stop after this many minutes; continue with --resume", min=0)]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="folder to write to", show_default="runs/sweep-DATE-TIME")
+]
 Draw = Annotated[bool, typer.Option("--draw", help="train nothing; plot the finished cells in --out")]
 
 
@@ -54,7 +57,7 @@ def sweep(
     out: Out = None,
     resume: Resume = False,
     config: ConfigFile = None,
-    trust: Trust = False,
+    trust: Annotated[bool, trust_option("GRID.toml or the --config file")] = False,
 ) -> None:
     """Run a grid of configurations and compare: mean and spread over seeds, in a figure, a table and a page.
 

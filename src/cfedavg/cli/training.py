@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cfedavg.cli import console
-from cfedavg.cli.console import ConfigFile, Out, Resume, Trust, takes_config
+from cfedavg.cli.console import ConfigFile, Out, Resume, takes_config, trust_option
 from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
 from cfedavg.core.run_files import CONFIG
@@ -28,7 +28,7 @@ def run(
     out: Out = None,
     resume: Resume = False,
     config: ConfigFile = None,
-    trust: Trust = False,
+    trust: Annotated[bool, trust_option("the --config file or the resumed run")] = False,
     messages: Annotated[
         Path | None,
         typer.Option(help="folder for every client's message, to be read with `cfedavg inspect`"),
@@ -58,9 +58,9 @@ def federate_up(
     ] = None,
     out: Out = None,
     resume: Resume = False,
-    trust: Trust = False,
+    trust: Annotated[bool, trust_option("the resumed run")] = False,
     round_timeout: Annotated[
-        float, typer.Option(help="seconds after which a round continues without missing replies", min=1)
+        float, typer.Option(help="seconds after which a round stops waiting for replies", min=1)
     ] = 120,
     quorum: Annotated[
         float,
@@ -102,7 +102,8 @@ def federate_up(
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="folders that run, sweep or federate up wrote", metavar="RUN...")
+        list[Path],
+        typer.Argument(help="folders written by run, sweep or federate up", metavar="RUN..."),
     ],
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
 ) -> None:

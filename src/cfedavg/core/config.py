@@ -119,7 +119,7 @@ class Config:
         federated=False,  # a federation has one client per node
     )  # fmt: skip
     classes_per_client: int | None = option(
-        None, DATA, "p classes per client, equal counts", low=1, in_task=True,
+        None, DATA, "p classes per client, equally many samples of each", low=1, in_task=True,
         exclusive="partition", otherwise=2,
     )  # fmt: skip
     dirichlet: float | None = option(
@@ -149,14 +149,16 @@ class Config:
     eta_local: float = option(0.1, LOCAL, "local learning rate", above=0)
     schedule: str = option(
         "constant", LOCAL,
-        "constant, decaying(a=1), or a corollary's rates: corollary1, corollary2(a=1), corollary3",
+        "constant, decaying(a=1), or the CFedAvg paper's: corollary1, corollary2(a=1), corollary3",
         is_part=True,
     )  # fmt: skip
     smoothness: float | None = option(
-        None, LOCAL, "the constant L of the corollaries and the rate conditions", above=0
-    )
+        None, LOCAL, "the loss's smoothness L: for corollary1 to 3, and to check the paper's rate conditions",
+        above=0,
+    )  # fmt: skip
     local_optimiser: str = option(
-        "sgd", LOCAL, "sgd(momentum=0.9), clip(1.0) >> adamw(0.1), prox(0.01) >> sgd; see `cfedavg parts`",
+        "sgd", LOCAL,
+        "sgd(momentum=0.9), or clip(1.0) >> adamw(0.1), or prox(0.01) >> sgd, ...; see `cfedavg parts`",
         is_part=True,
     )  # fmt: skip
 
@@ -185,12 +187,14 @@ class Config:
         choices=("uniform", "samples"), server="alone",
     )  # fmt: skip
     sample_iterate: bool = option(
-        False, ROUND, "keep z of Theorem 2: the model of a round drawn in proportion to eta_local",
+        False, ROUND,
+        "keep z of the paper's Theorem 2: the model of a random round, drawn with weight eta_local",
         federated=False,
     )  # fmt: skip
 
     compressor: str = option(
-        BOTH_WAYS, SENT, "compressor of the updates: selector >> quantiser; see `cfedavg parts`",
+        BOTH_WAYS, SENT,
+        "compressor of the updates: selector >> quantiser; topk(0.97) leaves out 97%; see `cfedavg parts`",
         is_part=True, server="always",
     )  # fmt: skip
     compressor_down: str = option(
@@ -231,7 +235,8 @@ class Config:
         may_change=True, federated=False,
     )  # fmt: skip
     precision: str = option(
-        "float32", RUN, "precision of local steps: float32 or float64; on a GPU also bf16 or tf32 products",
+        "float32", RUN,
+        "precision of local steps: float32 or float64; bf16 or (on a GPU) tf32 matrix products",
         choices=("float32", "float64", "tf32", "bf16"), federated=False,
     )  # fmt: skip
     residuals: str = option(
