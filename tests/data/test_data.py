@@ -551,7 +551,7 @@ def test_images_that_cannot_be_decoded_are_refused(folder: Path, cache: Path) ->
         ({"label": None}, "has no label columns"),
         (
             {"label": None, "size": pa.array([0, 1, 2]), "kind": pa.array([0, 1, 2])},
-            "has several possible label columns .*: size, kind; rename the right column to 'label'",
+            "has several possible label columns .*: size, kind; rename the one to use to 'label'",
         ),
         ({"label": pa.array([0, -1, 2])}, "labels of the .* split must be 0 or more, got -1"),
         ({"label": pa.array([0, None, 2])}, "has samples without a label"),
@@ -678,7 +678,9 @@ def test_an_unknown_name_does_not_reach_the_hub(
     name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", None)
-    with pytest.raises(InputError, match=r"`dataset` must be embedded, mnist, .* owner/name") as caught:
+    with pytest.raises(
+        InputError, match=r"`dataset` must be one of embedded, mnist, .* owner/name"
+    ) as caught:
         load(name, cache=cache)
     assert repr(name) in str(caught.value)
 

@@ -214,6 +214,6 @@ def _find_columns(schema: Any, where: str) -> list[str]:
             raise InputError(f"{where} has no {what}")
         if len(candidates) > 1:
             several = f"several possible {what}: {', '.join(names)}"
-            raise InputError(f"{where} has {several}; rename the right column to {known[0]!r}")
+            raise InputError(f"{where} has {several}; rename the one to use to {known[0]!r}")
         found += candidates
     return found

@@ -60,8 +60,8 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
     match = _REPO.fullmatch(source)
     if not match:
         raise InputError(
-            f"`dataset` must be embedded, {', '.join(HUB)}, "
-            f"or owner/name or owner/name@revision of the Hugging Face hub, got {dataset!r}"
+            f"`dataset` must be one of embedded, {', '.join(HUB)}, or a data set of the Hugging Face hub "
+            f"(owner/name or owner/name@revision), got {dataset!r}"
         )
     where = f"`dataset`: {dataset}"
     download = partial(_download, **match.groupdict(), where=where)

@@ -266,8 +266,8 @@ class Uplink:
     def send(self, g: Array, memory: Array, request: Request) -> tuple[bytes, Array]:
         """Return the message that sends update `g`, and the new memory of the feedback.
 
-        The message also reports squared norms: of p (what is compressed), of p minus the payload, and of the
-        new memory if it is not p minus the payload.
+        p is the vector that is compressed (with `ef`: g + memory). The message also reports the squared norms
+        of p and of the error, p minus the payload; and of the new memory if it differs from the error.
         """
         made = self._compress(g, memory, request.t)
         facts = {**self.facts, "p2": norm2(made.p), "noise2": norm2(made.left)}

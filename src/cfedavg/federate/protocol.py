@@ -113,7 +113,7 @@ def compute_digest(*parts: Any) -> int:
 
 
 def make_first_version(generation: int, round: int, digest: int) -> Version:
-    """Return the first version in a generation of the server; `digest` is the digest of the model copy."""
+    """Return the version of the first model copy after a server's start or restore, number `generation`."""
     return Version(generation, round, compute_digest(_FIRST.pack(generation, round, digest)))
 
 

@@ -177,7 +177,7 @@ class FederationFolder:
             which = "does not round" if self.replica and self.replica.rounds_values else "rounds"
             raise InputError(
                 f"`compressor_down` is {self.options.compressor_down!r}, but the federation in {self.out} "
-                f"began with a compressor that {which} values. Give that compressor."
+                f"began with a compressor that {which} values. Give the `compressor_down` of its config.toml."
             ) from None
         if stored is None:
             return None

@@ -57,7 +57,7 @@ class Loads:
         self._made: dict[PackedBroadcast, Load] = {}
 
     def load_for(self, held: Version | None) -> Load:
-        """Return the load for a node whose model copy has version `held`; None: the whole model."""
+        """Return what brings a node from version `held` to the present model; if None, the whole model."""
         packed = self._broadcaster.broadcast_to(held) if self._broadcaster else self._model
         if packed not in self._made:
             self._made[packed] = Load(packed, self._uncompressed)

@@ -55,7 +55,7 @@ class Residuals(ABC):
 
     @abstractmethod
     def _store(self, new: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Store the residuals of `new`; return the fields with which `update` makes the new store."""
+        """Store the residuals in `new`; return the arguments from which `update` makes the next store."""
 
     def adopt(self, other: Residuals, like: Tensor) -> Self:
         """Return a store of this class (in memory or on disk) with the residuals of the store `other`."""

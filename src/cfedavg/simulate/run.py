@@ -35,7 +35,7 @@ class Observer:
         """Receive the start of a run; `rows` are the rows of rounds done before a resume."""
 
     def say(self, text: str) -> None:
-        """Receive a sentence for the user; a sentence about a silent worker comes from another thread."""
+        """Receive a sentence for the user. Another thread may call this, to report a worker that hangs."""
 
     def now(self, text: str) -> None:
         """Receive a text that says what the run waits for; the text is valid until the next row."""

@@ -145,7 +145,7 @@ def start_workers(
 def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job: bytes) -> None:
     """Start a worker and add it to `processes`.
 
-    Interrupts are delayed until both are done: an interrupt ends only the workers in `processes`.
+    Delay interrupts meanwhile: an interrupt ends the workers in `processes`, and would miss the new one.
     """
     process = multiprocessing.get_context("spawn").Process(
         target=_work, args=(os.getpid(), rank, size, folder, job), daemon=True, name=f"rank {rank}"

@@ -203,7 +203,7 @@ class Grid(Study):
         return f"not run yet: {'; '.join(names)}" if names else ""
 
     def table(self, found: Found) -> list[list[str]]:
-        """Return a table with a header: for each p and line, last values (mean ± spread) and bytes sent."""
+        """Return a header and, for each p and line of the grid, the last metrics and the bytes sent."""
         names = [f"{spell_out(name)} after the last round" for name in self.columns]
         rows = [["p", "line", "seeds", "rounds", *names, "uplink of a client"]]
         for p, line in self.pairs():

@@ -166,7 +166,7 @@ def put_tensor(
 
 @kernel
 def locate(indices: Array, start: Int, columns: Int, depth: Int) -> tuple[Array, Array, Array]:
-    """Return each index's row, column and position in the depth, in a tensor that begins at index `start`."""
+    """Return the row, column and depth of each index. The tensor (rows, columns, depth) begins at `start`."""
     n = len(indices)
     row, column, inner = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int64)
     current, row_start, width = 0, start, columns * depth

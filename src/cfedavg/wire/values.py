@@ -132,10 +132,10 @@ def _decode(coded: memoryview, header: Header, indices: Array | None, row_ends: 
 
 @kernel
 def new_table(spread: Int) -> tuple[Int, Array, Array]:
-    """Return the number of low bits that symbols leave out, and the counts and sums of a new frequency table.
+    """Return a new frequency table for numbers from 0 to `spread`.
 
-    The table is for numbers from 0 to `spread`. The symbol of a number is the number without its low bits.
-    All counts are 1.
+    A number's symbol is the number without its lowest bits. Return how many bits these are, a count for each
+    symbol (all are 1), and the running sums of the counts.
     """
     copied = 0
     while spread >> (copied + LEADING):

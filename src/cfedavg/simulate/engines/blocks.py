@@ -222,7 +222,7 @@ class BlockEngine(Engine):
     def _record_ranks(
         self, parts: Sequence[RankRound], broadcast: Broadcast | None, counts: Mapping[int, Count]
     ) -> Record:
-        """Return the round's row of metrics, for the clients of all ranks; wait until bytes are counted."""
+        """Wait until all bytes are counted, then return the row of metrics over the clients of all ranks."""
         replies = [
             replace(reply, up_bytes=up + self.buffers_up.bytes(b))
             for part in parts
