@@ -181,7 +181,7 @@ class Prox(GradientChange):
 
 
 def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:
-    """Return p - rate * direction. With a float `rate`, the result is rounded only once, as in torch.optim."""
+    """Return p - rate * direction. If `rate` is a float, the result is rounded once, like torch.optim."""
     if isinstance(rate, Tensor):
         return p - rate * direction
     return torch.add(p, direction, alpha=-rate)
