@@ -899,3 +899,25 @@ def test_sweep_and_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             main()
         said.append(capsys.readouterr().err)
     assert said == ["error: torchrun must not start a sweep; leave torchrun out and set --workers\n", ""]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_coders_that_are_not_ready_compile_in_another_process(
+    ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(workers, "is_ready", lambda: ready)
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    with workers.compile_coders_beside():
+        assert len(started) == (not ready)
+        until = time.monotonic() + 60
+        while started and not any(tmp_path.iterdir()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert any(tmp_path.iterdir()) != ready  # it has begun to fill the cache
+    assert all(process.returncode is not None for process in started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -256,3 +257,23 @@ def test_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+CODE_ALL = """
+from cfedavg.wire import coder, decode, encode, format, indices, sets, values
+from tests.golden_cases import cases, whole_float_cases
+
+for _, layout, payload in (*cases(), *whole_float_cases()):
+    for code_floats in (False, True):
+        decode(encode(payload, layout, code_floats=code_floats), layout=layout)
+for module in (coder, format, indices, sets, values):
+    for name, each in vars(module).items():
+        assert not getattr(getattr(each, "stats", None), "cache_misses", {}), f"{name} was compiled anew"
+"""
+
+
+@pytest.mark.slow
+def test_coders_compiled_beforehand_are_not_compiled_again(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for code in ("from cfedavg.wire import compile_coders; compile_coders()", CODE_ALL):
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)

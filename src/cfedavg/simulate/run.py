@@ -23,7 +23,7 @@ from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
 from cfedavg.simulate.residuals import OnDisk, open_store
 from cfedavg.simulate.state import State
-from cfedavg.simulate.workers import join_torchrun, serve, start_workers
+from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve, start_workers
 from cfedavg.task import Task
 from cfedavg.wire import is_ready
 
@@ -89,6 +89,19 @@ def run(
     (2, 4)
     """
     _check_arguments(config, task, out, resume)
+    with compile_coders_beside():
+        return _run(config, task, out, resume, observer or Observer(), draw, messages)
+
+
+def _run(
+    config: Config,
+    task: Task | None,
+    out: str | Path | None,
+    resume: bool,
+    observer: Observer,
+    draw: bool,
+    messages: str | Path | None,
+) -> Result:
     own = task is not None
     if task is None:
         from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
@@ -96,7 +109,7 @@ def run(
         task = build_task(config)
     else:
         config = config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients))
-    observer, messages = observer or Observer(), Path(messages) if messages else None
+    messages = Path(messages) if messages else None
     if messages:
         check_no_file(messages, "`messages`")
     ranks = join_torchrun(config, task, messages)
@@ -197,7 +210,7 @@ class Loop:
             most = (m + sampled + between * (self._folder is not None)) * residual_bytes
             say(f"residuals live on disk, in {state.residuals.folder}, and can grow to {format_bytes(most)}")
         if not is_ready():
-            say("compiling the coders of messages, once: the first round takes 15 s longer")
+            say("compiling the coders of messages, once: in another process, up to 30 s")
         if state.t:
             say(f"resuming after round {state.t} of {self.config.rounds}")
         elif resume:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,6 +35,7 @@ from cfedavg.simulate.local import after, batches, local_steps, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.task import Task
+from cfedavg.wire import is_ready
 
 WORTH = 20.0  # if a run takes more seconds than this on one core, more processes are started unasked
 MOST = 8  # at most so many processes are started unasked
@@ -77,6 +79,27 @@ def _seconds_a_step(config: Config, task: Task) -> float:
         local_steps(model, task.loss, [to_device(batch, cpu, torch.float32)], SGD(), 0.0, after(1))
         seconds = time.perf_counter() - began
     return seconds
+
+
+@contextmanager
+def compile_coders_beside() -> Iterator[None]:
+    """Inside `with`, compile the message coders in another process, if their machine code is not on disk.
+
+    The process fills the cache on disk while this process prepares the run. A coder that is needed earlier is
+    compiled in this process too.
+    """
+    if is_ready() or int(os.environ.get("RANK", "0")):
+        yield
+        return
+    code = "from cfedavg.wire import compile_coders; compile_coders()"
+    # -P: modules of the current folder must not take the place of installed ones.
+    command, nothing = [sys.executable, "-P", "-c", code], subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def join_torchrun(config: Config, task: Task, messages: Path | None) -> Ranks | None:

@@ -1,7 +1,10 @@
 """The wire format, without torch: `encode` turns payloads into bytes, `decode` restores them bit for bit."""
 
-from cfedavg.wire.format import decode, encode, measure, plain_length
+from cfedavg.wire.format import compile_coders, decode, encode, measure, plain_length
 from cfedavg.wire.frame import Header, WireError, read_header
 from cfedavg.wire.indices import is_ready
 
-__all__ = ["Header", "WireError", "decode", "encode", "is_ready", "measure", "plain_length", "read_header"]
+__all__ = [
+    "Header", "WireError", "compile_coders", "decode", "encode", "is_ready", "measure", "plain_length",
+    "read_header",
+]  # fmt: skip

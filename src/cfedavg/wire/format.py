@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
-from cfedavg.core.payload import Floats, Payload, blocks
+from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
 from cfedavg.wire import frame
 from cfedavg.wire.frame import Coding, Where, WireError
 from cfedavg.wire.indices import Matrices, are_increasing, pack_coordinates, unpack_coordinates
@@ -160,3 +161,19 @@ def decode(
     indices, mask = unpack_coordinates(coordinates, header, matrices)
     values = unpack_values(coded, copied, header, indices, matrices.row_ends)
     return Payload(header.d, np.array([0, header.k]), indices, values, mask)
+
+
+def compile_coders() -> None:
+    """Compile all coders and keep their machine code on disk, by coding a small message of every kind."""
+    layout = Layout(("matrix", "vector"), ((20, 20), (100,)), ("float32", "float32"))
+    d, indices = layout.d, np.arange(0, layout.d, 5)
+    mask = Mask(np.zeros(1, np.int64), 2**53 // 5)
+    drawn = draw_coordinates(0, mask.keep, d)
+    for where, which in ((None, None), (indices, None), (drawn, mask)):
+        k = d if where is None else len(where)
+        values: list[Floats | Levels] = [Floats(np.ones(k, dtype), name) for name, dtype in ARRAYS.items()]
+        for dtype in (np.int8, np.int16):
+            values.append(Levels(np.ones(k, dtype), np.ones(1, np.float32), 0, 1))
+        for each in values:
+            payload = Payload(d, np.array([0, k]), where, each, which)
+            decode(encode(payload, layout, code_floats=True), layout=layout)
