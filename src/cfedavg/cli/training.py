@@ -64,9 +64,7 @@ def federate_up(
     ] = 120,
     quorum: Annotated[
         float,
-        typer.Option(
-            help="with less than this share of the needed replies, a round changes nothing", min=0, max=1
-        ),
+        typer.Option(help="smallest share of the needed replies with which a round counts", min=0, max=1),
     ] = 0.5,
     port: Annotated[
         int | None,

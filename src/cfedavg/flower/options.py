@@ -19,11 +19,12 @@ from numbers import Integral, Real
 from statistics import median, median_low
 from typing import Any, NamedTuple, Self, TypeVar
 
-from cfedavg.compress import Compressor
+from cfedavg.compress import Compressor, parse
+from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, permutation
-from cfedavg.feedback import Feedback
-from cfedavg.optimise import ServerOptimiser
+from cfedavg.feedback import FEEDBACKS, Feedback
+from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
 
 LATE, LOST = "late", "lost"
 Node = TypeVar("Node")
@@ -190,6 +191,18 @@ class Parts:
     server_optimiser: ServerOptimiser
     update: str  # "sum" or "mean": line 10 or line 11 of Algorithm 1
     seed: int  # of all random draws
+
+    @classmethod
+    def of(cls, config: Config) -> Parts:
+        """Return the parts that the texts of a configuration name."""
+        return cls(
+            parse(config.compressor),
+            parse(config.compressor_down, "compressor_down"),
+            FEEDBACKS.parse(config.feedback),
+            SERVER_OPTIMISERS.parse(config.server_optimiser),
+            config.update,
+            config.seed,
+        )
 
 
 def _check_rules(rules: Mapping[str, bool]) -> None:

@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Downlink, make_downlink
-from cfedavg.compress import parse
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.run_files import Record
 from cfedavg.federate.replica import ModelReplica, advance
 from cfedavg.federate.server import ServerState
-from cfedavg.feedback import FEEDBACKS
 from cfedavg.flower import options, rounds
 from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
 from cfedavg.flower.federation_folder import FederationFolder
@@ -37,7 +35,6 @@ from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_no
 from cfedavg.flower.requests import Dispatcher, make_record
 from cfedavg.flower.rounds import Loads, Residuals, Round, ServerAge, make_columns
 from cfedavg.flower.wrapped_strategy import WrappedStrategy, name_strategy
-from cfedavg.optimise.server import SERVER_OPTIMISERS
 
 EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
 Averaged = tuple[NDArray[np.float32], bytes, ServerMemory]  # x, the uncompressed arrays, the memory
@@ -104,14 +101,7 @@ class CFedAvg(Strategy):
             by = f"{APP[:-1]}, averaged by {name_strategy(inner)})" if inner else APP
             config, given = Config(dataset=APP), {**given, "model": by, "eta": None if callable(eta) else eta}
         self.config = config.replace(**given)
-        self.parts = Parts(
-            parse(compressor),
-            parse(compressor_down, "compressor_down"),
-            FEEDBACKS.parse(feedback),
-            SERVER_OPTIMISERS.parse(server_optimiser),
-            update,
-            seed,
-        )
+        self.parts = Parts.of(self.config)
         self.aggregator = Aggregator(self.parts.feedback, self.parts.server_optimiser)
         wraps = inner is not None
         options.check_parts(self.parts, self.policy, eta, weighting, wraps=wraps, from_backup=from_backup)

@@ -47,14 +47,7 @@ def choose_engine(
         raise InputError(f"`precision` tf32 needs a GPU, got `device` {device}; take float32 or bf16")
     unused = try_task(task, config, device)
     if config.engine == "reference":
-        if ranks.size > 1:
-            raise InputError(
-                "the engine `reference` runs in one process: leave out torchrun, or take another engine"
-            )
-        if config.precision in ("tf32", "bf16"):
-            raise InputError(
-                f"`precision` must be float32 or float64 with `engine` reference, got {config.precision}"
-            )
+        _check_reference(config, ranks)
         return ReferenceEngine(plan, task, device, messages)
     choice = _choose_trainer(config, task, device, ranks.size, unused)
     if choice.note:
@@ -78,6 +71,18 @@ def choose_engine(
     processes = f", {ranks.size} processes" if ranks.size > 1 else ""
     say(f"engine: {name} on {device}, {config.precision}{processes}: {choice.why}")
     return engine
+
+
+def _check_reference(config: Config, ranks: Ranks) -> None:
+    """Raise InputError if the reference engine cannot run with this precision, or in several processes."""
+    if ranks.size > 1:
+        raise InputError(
+            "the engine `reference` runs in one process: leave out torchrun, or take another engine"
+        )
+    if config.precision in ("tf32", "bf16"):
+        raise InputError(
+            f"`precision` must be float32 or float64 with `engine` reference, got {config.precision}"
+        )
 
 
 class _Choice(NamedTuple):
