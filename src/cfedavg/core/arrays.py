@@ -63,6 +63,11 @@ def is_compiled(function: Any) -> bool:
         return False
 
 
+def can_cache(function: Any) -> bool:
+    """Return whether numba can keep the machine code of a kernel on disk; not if no folder is writable."""
+    return hasattr(getattr(function, "_cache", None), "_cache_file")
+
+
 def module_of(array: Array) -> Any:
     """Return the module of an array's library: numpy or torch."""
     return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]

@@ -35,7 +35,7 @@ from cfedavg.simulate.local import after, batches, local_steps, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.task import Task
-from cfedavg.wire import is_ready
+from cfedavg.wire import can_prepare
 
 WORTH = 20.0  # if a run takes more seconds than this on one core, more processes are started unasked
 MOST = 8  # at most so many processes are started unasked
@@ -88,7 +88,7 @@ def compile_coders_beside() -> Iterator[None]:
     The process fills the cache on disk while this process prepares the run. A coder that is needed earlier is
     compiled in this process too.
     """
-    if is_ready() or int(os.environ.get("RANK", "0")):
+    if not can_prepare() or os.environ.get("RANK", "0") != "0":  # one rank of torchrun is enough
         yield
         return
     code = "from cfedavg.wire import compile_coders; compile_coders()"

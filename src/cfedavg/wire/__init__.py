@@ -2,9 +2,9 @@
 
 from cfedavg.wire.format import compile_coders, decode, encode, measure, plain_length
 from cfedavg.wire.frame import Header, WireError, read_header
-from cfedavg.wire.indices import is_ready
+from cfedavg.wire.indices import can_prepare, is_ready
 
 __all__ = [
-    "Header", "WireError", "compile_coders", "decode", "encode", "is_ready", "measure", "plain_length",
-    "read_header",
+    "Header", "WireError", "can_prepare", "compile_coders", "decode", "encode", "is_ready", "measure",
+    "plain_length", "read_header",
 ]  # fmt: skip

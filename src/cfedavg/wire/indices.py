@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cfedavg.core.arrays import Int, is_compiled, kernel
+from cfedavg.core.arrays import Int, can_cache, is_compiled, kernel
 from cfedavg.core.keys import draw_into
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Mask, Payload
@@ -62,6 +62,11 @@ class Matrices(NamedTuple):
 def is_ready() -> bool:
     """Return whether the coders are compiled. If not, the first message takes about 15 s longer."""
     return is_compiled(encode_indices)
+
+
+def can_prepare() -> bool:
+    """Return whether another process can compile the coders for this one: they are kept on disk."""
+    return can_cache(encode_indices) and not is_ready()
 
 
 def pack_coordinates(payload: Payload, matrices: Matrices) -> bytes:
