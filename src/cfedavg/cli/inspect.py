@@ -149,9 +149,9 @@ def parts(
         int, typer.Option("--d", help="model size for which guarantees are shown", min=1, max=2**53)
     ] = 582_026,
 ) -> None:
-    """List the exchangeable parts: what each does, what it guarantees, what it remembers.
+    """List compressors, feedbacks and optimisers: what each does, guarantees and remembers.
 
-    The same text names a part on the command line, in TOML, in Python and in Flower. Write a class of your
+    A part is written alike on the command line, in TOML, in Python and in Flower. Write a class of your
     own as package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
     """
     tables: dict[str, Callable[[int], Table]] = {

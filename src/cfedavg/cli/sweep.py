@@ -33,7 +33,7 @@ Vary = Annotated[
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(help="run each cell with this many seeds: 0, 1, ...; --seed is ignored", min=1, max=1000),
+    typer.Option(help="number of seeds for each setting: 0, 1, ...; --seed is ignored", min=1, max=1000),
 ]
 Only = Annotated[
     list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")

@@ -64,7 +64,7 @@ def federate_up(
     ] = 120,
     quorum: Annotated[
         float,
-        typer.Option(help="smallest share of the needed replies with which a round counts", min=0, max=1),
+        typer.Option(help="least share of the replies waited for with which a round counts", min=0, max=1),
     ] = 0.5,
     port: Annotated[
         int | None,

@@ -236,7 +236,7 @@ class Config:
     )  # fmt: skip
     precision: str = option(
         "float32", RUN,
-        "precision of local steps: float32 or float64; bf16 or (on a GPU) tf32 matrix products",
+        "precision of local steps: float32, float64; bf16, tf32 (GPU): in matrix products only",
         choices=("float32", "float64", "tf32", "bf16"), federated=False,
     )  # fmt: skip
     residuals: str = option(
