@@ -181,6 +181,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "GRU": lambda: recurrent(nn.GRU),
     "GRU, deep": lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True),
     "GRU, unbiased": lambda: recurrent(nn.GRU, bias=False),
+    "GRU, changed in place": lambda: Do(
+        lambda x, gru: gru(x)[0].relu_()[:, -1], nn.GRU(6, 6, batch_first=True)
+    ),
     "GRUCell": lambda: Do(lambda x, cell: cell(x[:, 0]), nn.GRUCell(6, 6)),
     "RNN": lambda: recurrent(nn.RNN, num_layers=2),
     "RNN, relu": lambda: recurrent(nn.RNN, nonlinearity="relu"),

@@ -47,8 +47,12 @@ def kernel(function: F) -> F:
     # kernels that it calls, also from other files of the folder: a change in any file must recompile all.
     try:
         compiled.enable_caching()
-        stamp = _hash_sources(Path(function.__code__.co_filename).parent)
-        compiled._cache._cache_file._source_stamp = stamp
+        file, stamp = compiled._cache._cache_file, _hash_sources(Path(function.__code__.co_filename).parent)
+        file._source_stamp = stamp
+        # numba writes an index and then a data file, without a lock. With names of their own, data files of
+        # another source or another process are never taken for this one's.
+        names = f"{stamp[:8]}-{os.getpid()}-{{"
+        file._data_name_pattern = file._data_name_pattern.replace("{", names, 1)
     except (RuntimeError, AttributeError):
         compiled = compile_it(function)  # no writable cache, or another numba version: no caching
     result: F = compiled

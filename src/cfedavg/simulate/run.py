@@ -25,7 +25,7 @@ from cfedavg.simulate.residuals import OnDisk, open_store
 from cfedavg.simulate.state import State
 from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve, start_workers
 from cfedavg.task import Task
-from cfedavg.wire import is_ready
+from cfedavg.wire import can_prepare
 
 
 class Observer:
@@ -209,7 +209,7 @@ class Loop:
             between = min(m, sampled * (self.config.checkpoint_every or self.config.rounds))
             most = (m + sampled + between * (self._folder is not None)) * residual_bytes
             say(f"residuals live on disk, in {state.residuals.folder}, and can grow to {format_bytes(most)}")
-        if not is_ready():
+        if can_prepare():
             say("compiling the coders of messages, once: in another process, up to 30 s")
         if state.t:
             say(f"resuming after round {state.t} of {self.config.rounds}")

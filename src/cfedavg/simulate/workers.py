@@ -88,13 +88,19 @@ def compile_coders_beside() -> Iterator[None]:
     The process fills the cache on disk while this process prepares the run. A coder that is needed earlier is
     compiled in this process too.
     """
-    if not can_prepare() or os.environ.get("RANK", "0") != "0":  # one rank of torchrun is enough
+    if not can_prepare() or os.environ.get("LOCAL_RANK", "0") != "0":  # one rank of a machine is enough
         yield
         return
     code = "from cfedavg.wire import compile_coders; compile_coders()"
     # -P: modules of the current folder must not take the place of installed ones.
     command, nothing = [sys.executable, "-P", "-c", code], subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    try:
+        process = subprocess.Popen(
+            command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+    except (OSError, TypeError):  # Python is embedded, or the system starts no process: this one compiles
+        yield
+        return
     try:
         yield
     finally:

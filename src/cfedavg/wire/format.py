@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from cfedavg.core.arrays import Int, can_cache, is_compiled, kernel
 from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
@@ -163,6 +164,22 @@ def decode(
     return Payload(header.d, np.array([0, header.k]), indices, values, mask)
 
 
+@kernel
+def _mark_ready() -> Int:
+    """Return 1. The machine code of this kernel on disk says that `compile_coders` has ended."""
+    return 1
+
+
+def is_ready() -> bool:
+    """Return whether `compile_coders` has ended. If not, first messages take up to 15 s longer."""
+    return is_compiled(_mark_ready)
+
+
+def can_prepare() -> bool:
+    """Return whether another process can compile the coders for this one, since they are kept on disk."""
+    return can_cache(_mark_ready) and not is_ready()
+
+
 def compile_coders() -> None:
     """Compile all coders and keep their machine code on disk, by coding a small message of every kind."""
     layout = Layout(("matrix", "vector"), ((20, 20), (100,)), ("float32", "float32"))
@@ -177,3 +194,4 @@ def compile_coders() -> None:
         for each in values:
             payload = Payload(d, np.array([0, k]), where, each, which)
             decode(encode(payload, layout, code_floats=True), layout=layout)
+    _mark_ready()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cfedavg.core.arrays import Int, can_cache, is_compiled, kernel
+from cfedavg.core.arrays import Int, kernel
 from cfedavg.core.keys import draw_into
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Mask, Payload
@@ -57,16 +57,6 @@ class Matrices(NamedTuple):
         if (views[:, :2] >= 2**31).any():
             raise WireError(f"a tensor must have fewer than 2^31 rows and columns, got {views[:, :2].max()}")
         return Matrices(views, np.cumsum(np.repeat(views[:, 1] * views[:, 2], views[:, 0])))
-
-
-def is_ready() -> bool:
-    """Return whether the coders are compiled. If not, the first message takes about 15 s longer."""
-    return is_compiled(encode_indices)
-
-
-def can_prepare() -> bool:
-    """Return whether another process can compile the coders for this one: they are kept on disk."""
-    return can_cache(encode_indices) and not is_ready()
 
 
 def pack_coordinates(payload: Payload, matrices: Matrices) -> bytes:

@@ -272,6 +272,8 @@ def recurrent(
     """Return the output and the last states of a recurrent network of several layers and directions."""
     per, ways = 4 if biased else 2, 1 + both
     x = input.transpose(0, 1) if batch_first else input
+    if not len(x):
+        raise RuntimeError("a sequence must have at least one time step, got none")
     h_0 = states[0]
     c_0 = states[1] if len(states) > 1 else h_0[..., :0]
     last = []
@@ -283,7 +285,7 @@ def recurrent(
             y, c = _scan(cell, given, parameters[per * k : per * (k + 1)], h_0[k], c_0[k])
             last.append((y[-1], c))
             outs.append(y.flip(0) if way else y)
-        x = torch.cat(outs, -1) if both else outs[0]
+        x = torch.cat(outs, -1)  # a copy also of one output: the user may change it in place
         if layer < layers - 1:
             x = F.dropout(x, dropout, training)
     out = x.transpose(0, 1) if batch_first else x
