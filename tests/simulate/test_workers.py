@@ -912,7 +912,7 @@ def test_coders_that_are_not_ready_compile_in_another_process(
         return started[-1]
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(workers, "can_prepare", lambda: not ready)
+    monkeypatch.setattr(workers, "needs_compiling", lambda: not ready)
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
     with workers.compile_coders_beside():
         assert len(started) == (not ready)

@@ -25,7 +25,7 @@ from cfedavg.simulate.residuals import OnDisk, open_store
 from cfedavg.simulate.state import State
 from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve, start_workers
 from cfedavg.task import Task
-from cfedavg.wire import can_prepare
+from cfedavg.wire import needs_compiling
 
 
 class Observer:
@@ -89,19 +89,6 @@ def run(
     (2, 4)
     """
     _check_arguments(config, task, out, resume)
-    with compile_coders_beside():
-        return _run(config, task, out, resume, observer or Observer(), draw, messages)
-
-
-def _run(
-    config: Config,
-    task: Task | None,
-    out: str | Path | None,
-    resume: bool,
-    observer: Observer,
-    draw: bool,
-    messages: str | Path | None,
-) -> Result:
     own = task is not None
     if task is None:
         from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
@@ -109,7 +96,7 @@ def _run(
         task = build_task(config)
     else:
         config = config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients))
-    messages = Path(messages) if messages else None
+    observer, messages = observer or Observer(), Path(messages) if messages else None
     if messages:
         check_no_file(messages, "`messages`")
     ranks = join_torchrun(config, task, messages)
@@ -118,12 +105,13 @@ def _run(
             engine, last = serve(config, task, ranks, messages)
         model = engine.model_at(last.x, last.b)
         return Result(config, [], model, model, None, None)
-    with ExitStack() as lock:  # locks the folder until the pictures are drawn, which writes temporary files
+    with ExitStack() as stack:  # keeps the folder locked until the pictures are drawn in it
+        stack.enter_context(compile_coders_beside())
         started = closing(ranks) if ranks else start_workers(config, task, messages, observer.say, own=own)
         with started as ranks:
             loop = Loop(config, task, observer, messages, ranks)
             # The folder is opened only now: a run that cannot start must not create its folder.
-            folder = lock.enter_context(Folder.open(Path(out))) if out is not None else None
+            folder = stack.enter_context(Folder.open(Path(out))) if out is not None else None
             result = loop.run(folder, resume=resume)
         if draw and folder:
             from cfedavg.report import write_run_pictures  # imports matplotlib only if needed
@@ -209,8 +197,8 @@ class Loop:
             between = min(m, sampled * (self.config.checkpoint_every or self.config.rounds))
             most = (m + sampled + between * (self._folder is not None)) * residual_bytes
             say(f"residuals live on disk, in {state.residuals.folder}, and can grow to {format_bytes(most)}")
-        if can_prepare():
-            say("compiling the coders of messages, once: in another process, up to 30 s")
+        if needs_compiling():
+            say("another process compiles the message coders, once: up to 30 s")
         if state.t:
             say(f"resuming after round {state.t} of {self.config.rounds}")
         elif resume:

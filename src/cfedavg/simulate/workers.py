@@ -35,7 +35,7 @@ from cfedavg.simulate.local import after, batches, local_steps, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
 from cfedavg.task import Task
-from cfedavg.wire import can_prepare
+from cfedavg.wire import needs_compiling
 
 WORTH = 20.0  # if a run takes more seconds than this on one core, more processes are started unasked
 MOST = 8  # at most so many processes are started unasked
@@ -83,12 +83,12 @@ def _seconds_a_step(config: Config, task: Task) -> float:
 
 @contextmanager
 def compile_coders_beside() -> Iterator[None]:
-    """Inside `with`, compile the message coders in another process, if their machine code is not on disk.
+    """Inside `with`, another process compiles the message coders, if their machine code is not on disk.
 
     The process fills the cache on disk while this process prepares the run. A coder that is needed earlier is
     compiled in this process too.
     """
-    if not can_prepare() or os.environ.get("LOCAL_RANK", "0") != "0":  # one rank of a machine is enough
+    if not needs_compiling():
         yield
         return
     code = "from cfedavg.wire import compile_coders; compile_coders()"

@@ -170,14 +170,9 @@ def _mark_ready() -> Int:
     return 1
 
 
-def is_ready() -> bool:
-    """Return whether `compile_coders` has ended. If not, first messages take up to 15 s longer."""
-    return is_compiled(_mark_ready)
-
-
-def can_prepare() -> bool:
-    """Return whether another process can compile the coders for this one, since they are kept on disk."""
-    return can_cache(_mark_ready) and not is_ready()
+def needs_compiling() -> bool:
+    """Return whether `compile_coders` has not ended on this machine, and can keep machine code on disk."""
+    return can_cache(_mark_ready) and not is_compiled(_mark_ready)
 
 
 def compile_coders() -> None:
