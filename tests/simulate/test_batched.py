@@ -41,8 +41,9 @@ from cfedavg.simulate.vectorised import convolution, layers, replacements
 from cfedavg.simulate.vectorised import step as step_module
 from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
 from cfedavg.simulate.vectorised.convolution import OPERANDS, convolve
+from cfedavg.simulate.vectorised.recorder import Recorder
 from cfedavg.simulate.vectorised.replacements import NoDropout, Replacements, masks_hold
-from cfedavg.simulate.vectorised.step import Recorder, Stack, Step
+from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.task import Tensors
 from tests.conftest import blobs
 from tests.simulate.test_engines import MODELS, Transformer, agree, images, play, seeded

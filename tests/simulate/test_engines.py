@@ -19,7 +19,7 @@ from cfedavg.simulate.engines import choose_engine
 from cfedavg.simulate.engines.traffic import CountingThreads
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.state import State
-from cfedavg.simulate.vectorised.step import Recorder
+from cfedavg.simulate.vectorised.recorder import Recorder
 from tests.conftest import blobs, half_square, quadratic
 
 ROUNDS = 3

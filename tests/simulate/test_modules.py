@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cfedavg import Config, InputError, Task, run
 from cfedavg.simulate.run import Observer
-from cfedavg.simulate.vectorised.step import Recorder
+from cfedavg.simulate.vectorised.recorder import Recorder
 from tests.simulate.test_engines import DEVICES, agree, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore:RNN module weights")

@@ -15,6 +15,7 @@ from cfedavg.cli.console import ConfigFile, Resume, flag, takes_config, trust_op
 from cfedavg.cli.training import report
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
+from cfedavg.simulate.vectorised.compiler import start_compiler
 
 if TYPE_CHECKING:
     from cfedavg.sweep import Grid, Sweep
@@ -63,6 +64,8 @@ def sweep(
 
     For instance: cfedavg sweep --vary "compressor,compressor_down=none|topk(0.9) >> int4" --vary "seed=0|1|2"
     """
+    if not draw:
+        start_compiler(given.get("device", "auto"), given.get("engine", "auto"))  # before slow imports
     from cfedavg.cli.progress import show_progress
     from cfedavg.sweep import Sweep
 

@@ -16,6 +16,7 @@ from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
 from cfedavg.core.run_files import CONFIG
 from cfedavg.launch.app import DEFAULT
+from cfedavg.simulate.vectorised.compiler import start_compiler
 
 federation = typer.Typer(
     no_args_is_help=True, help="Train with Flower: real clients, real messages, faults survived."
@@ -39,11 +40,12 @@ def run(
     Without options: train on the MNIST subset inside the package with 10 clients of 2 classes each, and send
     3% of the numbers in 3 bits, in both directions.
     """
+    out = console.choose_folder(out, resume)
+    options = console.config_from(config, out if resume else None, given, trust=trust)
+    start_compiler(options.device, options.engine)  # before the imports of torch, which take seconds
     from cfedavg.cli.progress import show_progress
     from cfedavg.simulate.run import run as run_loop
 
-    out = console.choose_folder(out, resume)
-    options = console.config_from(config, out if resume else None, given, trust=trust)
     with show_progress("training", options.rounds) as display:
         run_loop(options, out=out, resume=resume, observer=display, messages=messages)
     console.say(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl")

@@ -52,6 +52,11 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)  # may raise OSError too, if the parent is not a folder
 
 
+def cache_folder() -> Path:
+    """Return the folder of what can be made again: `$CFEDAVG_CACHE` if set, else `~/.cache/cfedavg`."""
+    return Path(os.environ.get("CFEDAVG_CACHE") or Path.home() / ".cache" / "cfedavg").expanduser()
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace the content of a file; after a crash the file holds either the old bytes or the new bytes."""
     with replace_file(path) as temporary:

@@ -1,8 +1,9 @@
 """Data sets of images, and partitions of their samples over clients."""
 
+from cfedavg.core.files import cache_folder
 from cfedavg.data.images import ImageData, Images
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
-from cfedavg.data.sources import HUB, cache_folder, load
+from cfedavg.data.sources import HUB, load
 from cfedavg.data.tasks import build_task
 
 __all__ = [

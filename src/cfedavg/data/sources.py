@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -22,7 +21,7 @@ from uuid import uuid4
 import numpy as np
 
 from cfedavg.core.errors import InputError, summarise_error
-from cfedavg.core.files import check_regular, exists, read_file
+from cfedavg.core.files import cache_folder, check_regular, exists, read_file
 from cfedavg.data.images import SPLITS, VERSION, ImageData, Images, decode, histogram, mean_std
 
 # Data sets on the hub, by name. Each revision is a commit, so the files cannot change.
@@ -67,11 +66,6 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
     download = partial(_download, **match.groupdict(), where=where)
     folder = cache / source.replace("/", "--")
     return _load_cached(dataset, folder, lambda draft: decode(download(), draft, where))
-
-
-def cache_folder() -> Path:
-    """Return the folder of decoded data sets: `$CFEDAVG_CACHE` if set, else `~/.cache/cfedavg`."""
-    return Path(os.environ.get("CFEDAVG_CACHE") or Path.home() / ".cache" / "cfedavg").expanduser()
 
 
 def _load_embedded() -> ImageData:

@@ -23,6 +23,7 @@ from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
 from cfedavg.simulate.residuals import OnDisk, open_store
 from cfedavg.simulate.state import State
+from cfedavg.simulate.vectorised.compiler import start_compiler
 from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve, start_workers
 from cfedavg.task import Task
 from cfedavg.wire import needs_compiling
@@ -89,6 +90,7 @@ def run(
     (2, 4)
     """
     _check_arguments(config, task, out, resume)
+    start_compiler(config.device, config.engine)
     own = task is not None
     if task is None:
         from cfedavg.data.tasks import build_task  # imports packages that only named data sets need

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
@@ -13,14 +14,16 @@ from torch import Tensor, nn
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, ShapesDiffer
+from cfedavg.core.fingerprint import restore_generators
 from cfedavg.core.layout import Layout
 from cfedavg.simulate.engines.blocks import BlockEngine
 from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_device, describe_run
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
 from cfedavg.simulate.engines.trainers import Batched, Sequential, Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import explain_failure, find_fault_in_batching, try_task
-from cfedavg.simulate.local import Vectors
+from cfedavg.simulate.local import PRECISIONS, Vectors, reproducible
 from cfedavg.simulate.plan import Plan
+from cfedavg.simulate.vectorised.compiler import running_compiler
 from cfedavg.task import Batch, Task
 
 __all__ = [
@@ -49,7 +52,9 @@ def choose_engine(
     if config.engine == "reference":
         _check_reference(config, ranks)
         return ReferenceEngine(plan, task, device, messages)
-    choice = _choose_trainer(config, task, device, ranks.size, unused)
+    compiles = device.type == "cuda" and config.engine != "sequential"
+    many = _begin_compiling(plan, task, device, ranks, unused, say) if compiles else None
+    choice = _choose_trainer(config, task, device, ranks.size, unused, many)
     if choice.note:
         say(choice.note)
 
@@ -62,9 +67,10 @@ def choose_engine(
 
         if not choice.batched:
             return one_by_one()
-        conv_precision = choice.conv_precision
-        many = Batched(plan, task, vectors, device, say, conv_precision=conv_precision, unused=unused)
-        return BatchedWithFallback(many, one_by_one, say, required=config.engine == "batched")
+        ours, trainer = choice.conv_precision, many
+        if trainer is None or trainer.step.conv_precision != ours:
+            trainer = Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
+        return BatchedWithFallback(trainer, one_by_one, say, required=config.engine == "batched")
 
     engine = BlockEngine(plan, task, device, make, messages, ranks)
     name = "batched" if choice.batched else "sequential"
@@ -94,8 +100,40 @@ class _Choice(NamedTuple):
     note: str = ""
 
 
+def _conv_precision(config: Config, device: torch.device) -> str | None:
+    """Return the precision of our own convolutions, which run on a GPU only; None means torch's."""
+    return config.precision if device.type == "cuda" and config.precision != "float64" else None
+
+
+def _begin_compiling(
+    plan: Plan,
+    task: Task,
+    device: torch.device,
+    ranks: Ranks,
+    unused: Collection[str],
+    say: Callable[[str], None],
+) -> Batched:
+    """Return a trainer whose steps the compiler process compiles, while the trial runs in this process."""
+    precision, ours = plan.config.precision, _conv_precision(plan.config, device)
+    vectors = Vectors(copy.deepcopy(task.model).to(device, PRECISIONS[precision]))
+    many = Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
+    clients = ranks.own(i for i in plan.sampled(0) if plan.steps.at(0, i) > 0)
+    try:
+        with restore_generators(device), reproducible(device, precision):
+            if clients and running_compiler():
+                many.prepare(0, clients)
+    except Exception:  # the trial says why the steps of this model cannot be listed
+        many.release()
+    return many
+
+
 def _choose_trainer(
-    config: Config, task: Task, device: torch.device, processes: int, unused: Collection[str]
+    config: Config,
+    task: Task,
+    device: torch.device,
+    processes: int,
+    unused: Collection[str],
+    many: Batched | None,
 ) -> _Choice:
     if config.engine == "sequential":
         return _Choice(False, "as asked for")
@@ -103,8 +141,9 @@ def _choose_trainer(
         return _Choice(False, "on a CPU a model of this size is fastest one client after another")
     if config.engine == "auto" and device.type == "cpu" and processes > 1:
         return _Choice(False, "one client after another, the number of processes changes no bit")
-    note, ours = "", config.precision if device.type == "cuda" and config.precision != "float64" else None
-    problem = find_fault_in_batching(task, config, device, ours, unused)
+    note, ours = "", _conv_precision(config, device)
+    wait = many.recorder.wait_for_kernels if many else lambda: None
+    problem = find_fault_in_batching(task, config, device, ours, unused, wait)
     if ours and problem:
         note = f"torch's own convolutions, which are slower, since the model does not take ours ({problem})"
         ours, problem = None, find_fault_in_batching(task, config, device, None, unused)

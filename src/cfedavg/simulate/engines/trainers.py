@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,13 +20,16 @@ from torch.utils._pytree import tree_leaves
 from cfedavg.core.errors import InputError
 from cfedavg.simulate.local import Vectors, after, batches, local_steps, seed_generators, to_device
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.vectorised.batches import Pool, Rows, Timetable, Turn, round_up
+from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
+from cfedavg.simulate.vectorised.recorder import Recorder
 from cfedavg.simulate.vectorised.replacements import can_mask
-from cfedavg.simulate.vectorised.step import Recorder, Stack, Step
+from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.task import Batch, Task, wrap_errors
 
+_PREPARED = 4  # kinds of steps that are compiled before the first round
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
 
+_StepArguments = tuple[Stack, Batch, Tensor | None, Tensor | None, Tensor]
 Start = Callable[[list[int]], Tensor]  # gives starting points: one x (d,) for all clients, or a row for each
 
 
@@ -200,15 +203,50 @@ class Batched:
         n, self.block = self.block, -(-self.block // 2)
         if n == 1:
             raise too_large(self.device) from None
-        self._stack = None
-        self.recorder.forget()
-        self.pool.clear()
-        torch.cuda.empty_cache()
+        self.release()
         self.say(
             f"{n} clients at once do not fit into the memory of {self.device}: going on with {self.block}"
         )
 
+    def release(self) -> None:
+        """Free the memory of the device that this trainer holds."""
+        self._stack = None
+        self.recorder.forget()
+        self.pool.clear()
+        torch.cuda.empty_cache()
+
+    def prepare(self, t: int, clients: list[int]) -> None:
+        """Begin to compile the steps of round t, in the compiler process; the round is trained later.
+
+        Raise an error if a step cannot be listed.
+        """
+        _, timetable = self._timetable(t, clients[: self.block])
+        stack, source, rows = self._room(len(timetable.clients)), *self._data(timetable)
+        kinds: dict[Any, Turn] = {}
+        for turn in self._turns(timetable):
+            if isinstance(turn.clients, int):
+                kind = turn.clients, turn.width, turn.sizes is None, turn.active == turn.clients
+                kinds.setdefault(kind, turn)
+        for turn in list(kinds.values())[:_PREPARED]:
+            batch = source.gather(rows.at(turn), turn.clients)
+            self.recorder.prepare(*self._arguments(stack, batch, turn))
+
     def _train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Trained:
+        order, timetable = self._timetable(t, clients)
+        x_0 = start(list(timetable.clients))
+        stack = self._fill(len(timetable.clients), x_0, b)
+        self.eta.fill_(self.plan.rates.eta_local(t))
+        seed_generators(self.device, self.plan.config.seed, t, clients[0])
+        self._steps(stack, timetable)
+        back = torch.from_numpy(np.argsort(order)).to(self.device)
+        steps = timetable.steps[np.argsort(order)]
+        K = torch.from_numpy(steps).to(self.device)
+        x_K, b_K = self._flat(stack)
+        x_0 = x_0 if x_0.dim() == 1 else x_0[back]
+        return Trained(clients, steps.tolist(), x_0, x_K[back], b_K[back], stack.losses[back] / K)
+
+    def _timetable(self, t: int, clients: list[int]) -> tuple[np.ndarray, Timetable]:
+        """Return the timetable of a block of clients, and the order of the clients in it."""
         config, n = self.plan.config, len(clients)
         steps = np.array([self.plan.steps.at(t, i) for i in clients])
         order = np.argsort(-steps, kind="stable")  # clients with few steps come last
@@ -216,23 +254,19 @@ class Batched:
         ordered = [clients[i] for i in order] + [clients[0]] * (round_up(n, self.block) - n)
         samples = np.array([self.plan.samples[i] for i in ordered])
         some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
-        timetable = Timetable(ordered, samples, some, config.batch_size, config.seed, t)
-        x_0 = start(ordered)
-        stack = self._fill(len(ordered), x_0, b)
-        self.eta.fill_(self.plan.rates.eta_local(t))
-        seed_generators(self.device, config.seed, t, clients[0])
-        self._steps(stack, timetable)
-        back = torch.from_numpy(np.argsort(order)).to(self.device)
-        K = torch.from_numpy(steps).to(self.device)
-        x_K, b_K = self._flat(stack)
-        x_0 = x_0 if x_0.dim() == 1 else x_0[back]
-        return Trained(clients, steps.tolist(), x_0, x_K[back], b_K[back], stack.losses[back] / K)
+        return order, Timetable(ordered, samples, some, config.batch_size, config.seed, t)
+
+    def _data(self, timetable: Timetable) -> tuple[Resident | Hosted, Rows]:
+        """Return the source of the block's samples, and the sample numbers of every batch."""
+        return self.pool.block(list(timetable.clients)), Rows(timetable, self.device)
+
+    def _turns(self, timetable: Timetable) -> Iterator[Turn]:
+        together = timetable.uniform or self._can_mask(timetable.clients)
+        return timetable.together() if together else timetable.apart()
 
     def _steps(self, stack: Stack, timetable: Timetable) -> None:
-        source = self.pool.block(list(timetable.clients))
-        rows = Rows(timetable, self.device)
-        together = timetable.uniform or self._can_mask(timetable.clients)
-        for turn in timetable.together() if together else timetable.apart():
+        source, rows = self._data(timetable)
+        for turn in self._turns(timetable):
             try:
                 self._step(stack, source.gather(rows.at(turn), turn.clients), turn)
             except ValueError as error:
@@ -240,26 +274,29 @@ class Batched:
                 raise explain_one_sample(error, timetable.clients[first]) from None
 
     def _step(self, stack: Stack, batch: Batch, turn: Turn) -> None:
-        if not isinstance(turn.clients, int):  # copied out of the block and back; sizes vary, so not recorded
-            rows = torch.as_tensor(turn.clients, device=self.device)
-            part = stack.at(rows)
-            self.step(part, batch, None, None, self.eta)
-            stack.put(rows, part)
+        if isinstance(turn.clients, int):
+            self.recorder(*self._arguments(stack, batch, turn))
             return
+        # Copied out of the block and back; sizes vary, so the step is not recorded.
+        rows = torch.as_tensor(turn.clients, device=self.device)
+        part = stack.at(rows)
+        self.step(part, batch, None, None, self.eta)
+        stack.put(rows, part)
+
+    def _arguments(self, stack: Stack, batch: Batch, turn: Turn) -> _StepArguments:
+        """Return the arguments of a step of the first clients of the block."""
+        assert isinstance(turn.clients, int)
         valid = active = None
         if turn.sizes is not None:
             sizes = torch.from_numpy(turn.sizes).to(self.device)
             valid = torch.arange(turn.width, device=self.device) < sizes[:, None]
         if turn.active < turn.clients:
             active = torch.arange(turn.clients, device=self.device) < turn.active
-        self.recorder(stack.part(turn.clients), batch, valid, active, self.eta)
+        return stack.part(turn.clients), batch, valid, active, self.eta
 
     def _fill(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
         """Return the training state (Stack) of n clients, each at its starting point in `x_0` and `b`."""
-        if self._stack is None or len(self._stack.losses) < n:
-            self.recorder.forget()
-            self._stack = self._empty(max(n, self.block))
-        stack = self._stack.part(n)
+        stack = self._room(n)
         for p, part in zip(stack.parameters, self.vectors.layout.slices(), strict=True):
             p.copy_(x_0[..., part].reshape(-1, *p.shape[1:]).expand_as(p))
         for mine, p in zip(stack.start, stack.parameters, strict=bool(stack.start)):
@@ -273,6 +310,13 @@ class Batched:
         for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
             mine.copy_(buffer.expand_as(mine))
         return stack
+
+    def _room(self, n: int) -> Stack:
+        """Return a stack of n clients with arbitrary values."""
+        if self._stack is None or len(self._stack.losses) < n:
+            self.recorder.forget()
+            self._stack = self._empty(max(n, self.block))
+        return self._stack.part(n)
 
     def _empty(self, n: int) -> Stack:
         parameters = [p for p in self.model.parameters() if p.requires_grad]

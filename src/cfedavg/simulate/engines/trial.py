@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
@@ -96,9 +96,17 @@ def takes_channels_last(task: Task, dtype: torch.dtype) -> bool:
 
 
 def find_fault_in_batching(
-    task: Task, config: Config, device: torch.device, conv_precision: str | None, unused: Collection[str]
+    task: Task,
+    config: Config,
+    device: torch.device,
+    conv_precision: str | None,
+    unused: Collection[str],
+    wait_for_kernels: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return the reason why clients cannot step together, with the module at fault; "" if they can."""
+    """Return the reason why clients cannot step together, with the module at fault; "" if they can.
+
+    `wait_for_kernels` is called before our kernels are: another process may be compiling them.
+    """
     try:
         with restore_generators(device):
             small, trial = _two_clients(task, config)
@@ -107,6 +115,8 @@ def find_fault_in_batching(
                 return f"a step changes the attribute {changed!r}, which all clients share"
             for precision in dict.fromkeys(("float64", config.precision)):
                 lists, at = precision == config.precision, trial.replace(precision=precision)
+                if lists:
+                    wait_for_kernels()
                 ours = conv_precision if lists else None
                 if not _agree(small, at, device, ours, unused, lists=lists, compares=not draws):
                     return f"{_name(task.model)} computes other numbers in a step of many clients"

@@ -1,34 +1,23 @@
-"""One local step of many clients at once, for any module that torch.func can handle, and its recorder.
+"""One local step of many clients at once, for any module that torch.func can handle.
 
 The step of one client is a function of the client's parameters, buffers and batch. `vmap` turns this function
 into a step of n clients, each with its own weights.
-
-`make_fx` lists the operators of that step, once for each shape of the inputs. On a GPU the list is compiled.
-The second run of the list is recorded as a CUDA graph, which one launch replays. If a stage fails, the stage
-before is used.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
-from cfedavg.core.errors import summarise_error
 from cfedavg.optimise.local import LocalOptimiser
 from cfedavg.simulate.vectorised.replacements import Replacements
 from cfedavg.task import Batch, Loss
-
-Play = Callable[[list[Tensor]], Any]
-_COMPILED: dict[Any, Any] = {}
 
 
 class _Objective(nn.Module):
@@ -150,152 +139,3 @@ def _detach(leaf: Any) -> Any:
 def _choose(active: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
     """Return `new` for the active clients, `old` for the others."""
     return new if active is None else torch.where(active.view(-1, *[1] * (old.dim() - 1)), new, old)
-
-
-class Recorder:
-    """A recorder that prepares a step once (lists, compiles, records it) and then replays it.
-
-    The tensors of the stack must keep their place in memory; otherwise call `forget`.
-    """
-
-    compiling = True  # whether to compile on a GPU; tests of many small models set False
-
-    def __init__(self, step: Step, device: torch.device, say: Callable[[str], None]) -> None:
-        self.step, self.device, self.say = step, device, say
-        self.lists, self.records = True, device.type == "cuda"
-        self.compiles = self.records and self.compiling
-        self._plays: dict[Any, Play] = {}
-
-    def simplify(self, *, lists: bool) -> None:
-        """Switch off compilation and, without `lists`, listing and recording: few steps do not repay them."""
-        self.compiles, self.lists, self.records = False, lists, self.records and lists
-
-    def __call__(
-        self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
-    ) -> None:
-        """Run a step of the clients of the stack; the arguments are those of `Step.__call__`."""
-        masks = {name: mask for name, mask in (("valid", valid), ("active", active)) if mask is not None}
-        inputs, tree = tree_flatten((batch, masks, eta))
-        kind = (tree, stack.losses.shape, *((each.shape, each.dtype) for each in inputs))
-        if kind not in self._plays:
-            self._plays[kind] = self._first(stack, inputs, tree, kind)
-        self._plays[kind](inputs)
-
-    def forget(self) -> None:
-        """Drop all prepared steps; call this if the stack moves, or if memory is needed."""
-        self._plays.clear()
-
-    def _first(self, stack: Stack, inputs: list[Tensor], tree: Any, kind: Any) -> Play:
-        """Return a function that runs the step.
-
-        On a GPU, the first run loads all code. The second run is recorded and replaces the function.
-        """
-        tensors = tree_leaves(stack)
-        listed = self._list(stack, inputs, tree)
-        n, width = inputs[0].shape[:2]
-        step = f"the step of {n} clients on batches of {width}"
-        run = self._compile(listed, step) if self.compiles else listed
-        if not self.records:
-            return lambda given: run(*tensors, *given)
-
-        def first(given: list[Tensor]) -> None:
-            run(*tensors, *given)
-            self._plays[kind] = second
-
-        def second(given: list[Tensor]) -> None:
-            play = lambda inputs: run(*tensors, *inputs)  # noqa: E731
-            self._plays[kind] = self._record(play, given) if self.records else play
-            self._plays[kind](given)
-
-        return first
-
-    def _list(self, stack: Stack, inputs: list[Tensor], tree: Any) -> Any:
-        """Return the listed operators of the step for these shapes; if listing fails, the step itself."""
-        mine, structure = tree_flatten(stack)
-
-        def flat(*tensors: Tensor) -> None:
-            batch, masks, eta = tree_unflatten(tensors[len(mine) :], tree)
-            again = tree_unflatten(tensors[: len(mine)], structure)
-            self.step(again, batch, masks.get("valid"), masks.get("active"), eta)
-
-        if not self.lists:
-            return flat
-        before = _python_generators()
-        try:
-            # Frozen parameters and tensors of the loss become constants of the list.
-            fake = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
-            listed = fake(*mine, *inputs)
-        except (torch.OutOfMemoryError, ValueError):  # BatchNorm raises ValueError for one sample
-            raise
-        except Exception as error:
-            self.say(f"the step cannot be listed ({summarise_error(error)}): it runs as it is, slower")
-            self.compiles = False
-            return flat
-        if _python_generators() != before:  # a replayed list would repeat the same random numbers
-            self.say("the model draws with Python's or NumPy's generator: its step runs as it is, slower")
-            self.compiles = self.records = False
-            return flat
-        return listed
-
-    def _compile(self, listed: Any, step: str) -> Any:
-        run: Any = None
-
-        def compiled(*tensors: Tensor) -> None:
-            nonlocal run
-            try:
-                with warnings.catch_warnings(action="ignore"):  # the compiler warns about itself
-                    if run is None:
-                        run = self._shared(listed, tensors, step)
-                    run(*tensors)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                if run is listed:
-                    raise
-                self.say(f"the step cannot be compiled ({summarise_error(error)}): it runs as it is, slower")
-                _COMPILED.clear()  # the next run in this process tries again
-                run, self.compiles = listed, False
-                run(*tensors)
-
-        return compiled
-
-    def _shared(self, listed: Any, tensors: tuple[Tensor, ...], step: str) -> Any:
-        """Return the compiled step; reuse it if this process compiled the same operators before."""
-        constants = any(node.op == "get_attr" for node in listed.graph.nodes)  # `code` does not show these
-        key = (listed.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
-        if not constants and key in _COMPILED:
-            return _COMPILED[key]
-        self.say(f"compiling {step}, once: half a minute or more")
-        # Without `deterministic`, the compiler takes the kernel that it timed fastest. Without its cache, the
-        # compiler may take another kernel, and a resumed run would round differently.
-        made = torch.compile(listed, fullgraph=True, dynamic=False, options={"deterministic": True})
-        if not constants:
-            _COMPILED[key] = made
-        return made
-
-    def _record(self, run: Play, given: list[Tensor]) -> Play:
-        """Record the step as a CUDA graph; return a function that replays the graph on given inputs."""
-        inputs = [each.clone() for each in given]
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Threads that count bytes use the GPU meanwhile. The default mode forbids them to wait for it.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                run(inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self.say(f"the step cannot be recorded ({summarise_error(error)}): it is launched piece by piece")
-            self.records = False
-            return run
-
-        def play(given: list[Tensor]) -> None:
-            for mine, theirs in zip(inputs, given, strict=True):
-                mine.copy_(theirs)
-            graph.replay()
-
-        return play
-
-
-def _python_generators() -> tuple[Any, ...]:
-    words: Any = np.random.get_state()
-    return random.getstate(), words[1].tobytes(), *words[2:]
