@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from cfedavg.core.files import cache_folder
-from cfedavg.simulate.vectorised import convolution, recurrent  # noqa: F401 - defines operators of a list
+from cfedavg.simulate.vectorised import replacements  # noqa: F401 - defines the operators of a list
 from cfedavg.simulate.vectorised.compiler import running_compiler
 
 KEPT = 100  # artifacts in the folder
@@ -30,7 +30,8 @@ CHILDREN = 8  # of the compiler process, that compile Triton kernels of one step
 # Without `deterministic`, the compiler takes the kernel that it timed fastest. Another run may time another
 # kernel fastest, and a resumed run would round differently.
 OPTIONS = {"config_patches": {"deterministic": True}}
-KERNELS = ("convolve", "convolve_input_grad", "convolve_weight_grad")  # operators that are Triton kernels
+# Operators that are Triton kernels.
+KERNELS = ("convolve", "convolve_input_grad", "convolve_weight_grad", "moments", "channel_sums")
 
 Call = tuple[str, list[Any]]  # an operator of ours and its arguments, with Like in the place of tensors
 Row = tuple[str, Any, tuple[Any, ...], dict[str, Any]]  # op, target, args and kwargs of a node
@@ -157,6 +158,10 @@ def load_step(path: Path) -> Step:
 
 def compile_and_save(rows: Sequence[Row], inputs: Sequence[Like], tf32: bool, path: Path) -> None:
     """Compile a listed step and write the artifact; a job of the compiler process."""
+    from torch._inductor import config
+
+    # A forked worker has imported the compiler already; torch's default is to start processes anew.
+    config.worker_start_method = "fork"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     save_step(compile_step(rows_to_graph(rows), inputs), path)
 

@@ -120,7 +120,7 @@ def convolve(
         return NotImplemented
     pairs = (input.shape[2:], weight.shape[2:], stride, padding, dilation)
     shape = tuple(number for each in pairs for number in _pair(each))
-    y = _apply(Convolution)(input, weight, shape, precision)
+    y = apply_of(Convolution)(input, weight, shape, precision)
     return y if bias is None else y + bias.view(-1, 1, 1).to(y.dtype)
 
 
@@ -154,10 +154,12 @@ class OfClients(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Any:
-        return cls.block(_front(a, in_dims[0], info), _front(b, in_dims[1], info), shape, precision), 0
+        return cls.block(
+            clients_first(a, in_dims[0], info), clients_first(b, in_dims[1], info), shape, precision
+        ), 0
 
 
-def _front(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
+def clients_first(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
     """Return the tensor with the clients' axis in front; a tensor that clients share is repeated."""
     return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
@@ -182,10 +184,10 @@ class Convolution(OfClients):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        dx = _apply(InputGrad)(dy, w, ctx.shape, ctx.precision) if ctx.needs_input_grad[0] else None
-        dw = _apply(WeightGrad)(x, dy, ctx.shape, ctx.precision) if ctx.needs_input_grad[1] else None
+        dx = apply_of(InputGrad)(dy, w, ctx.shape, ctx.precision) if ctx.needs_input_grad[0] else None
+        dw = apply_of(WeightGrad)(x, dy, ctx.shape, ctx.precision) if ctx.needs_input_grad[1] else None
         return dx, dw, None, None
 
 
-def _apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return function.apply

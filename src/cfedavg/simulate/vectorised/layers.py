@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cfedavg.simulate.vectorised.channel_sums import sums_with, variance_and_mean
+
 LARGE_CHANNEL = 256  # numbers; if a sample's channel has at least so many, each sample is summed first
 
 
@@ -45,7 +47,7 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        var, mean = _variance_and_mean(_widen(x))
+        var, mean = variance_and_mean(x) if _takes_kernels(x) else _variance_and_mean(_widen(x))
         return _normalise(x, mean, var, weight, bias, eps), mean, var
 
     @staticmethod
@@ -59,9 +61,14 @@ class BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, weight, mean, var = ctx.saved_tensors
         n = x.numel() // x.shape[1]
-        dy, scale = _widen(dy), torch.rsqrt(var + ctx.eps)
+        scale = torch.rsqrt(var + ctx.eps)
         normal = (_widen(x) - _channel(mean, x)) * _channel(scale, x)
-        db, dw = _channel_sums(dy), _channel_sums(dy * normal)
+        if _takes_kernels(x):
+            db, dw = sums_with(dy, x, mean)
+            dw = dw * scale
+        else:
+            db, dw = _channel_sums(_widen(dy)), _channel_sums(_widen(dy) * normal)
+        dy = _widen(dy)
         dx = (dy - _channel(db / n, x) - normal * _channel(dw / n, x)) * _channel(scale, x)
         if weight is None:
             return dx.to(x.dtype), None, db if ctx.biased else None, None
@@ -148,6 +155,11 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _channel(values: Tensor, x: Tensor) -> Tensor:
     """Return `values`, one for each channel, reshaped so that they broadcast along axis 1 of `x`."""
     return values.view(-1, *[1] * (x.dim() - 2))
+
+
+def _takes_kernels(x: Tensor) -> bool:
+    """Return whether our kernels sum the channels of x: images of at most float32 on a GPU."""
+    return x.is_cuda and x.dim() > 2 and x.dtype != torch.float64
 
 
 def _channel_sums(x: Tensor) -> Tensor:
