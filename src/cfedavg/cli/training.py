@@ -15,6 +15,7 @@ from cfedavg.cli.console import ConfigFile, Out, Resume, takes_config, trust_opt
 from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
 from cfedavg.core.run_files import CONFIG
+from cfedavg.data.decoder import start_decoder
 from cfedavg.launch.app import DEFAULT
 from cfedavg.simulate.vectorised.compiler import start_compiler
 
@@ -42,7 +43,9 @@ def run(
     """
     out = console.choose_folder(out, resume)
     options = console.config_from(config, out if resume else None, given, trust=trust)
-    start_compiler(options.device, options.engine)  # before the imports of torch, which take seconds
+    # These processes work while this one imports torch, which takes seconds.
+    start_compiler(options.device, options.engine)
+    start_decoder(options.dataset, options.data_dir)
     from cfedavg.cli.progress import show_progress
     from cfedavg.simulate.run import run as run_loop
 

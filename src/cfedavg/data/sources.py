@@ -22,6 +22,7 @@ import numpy as np
 
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.files import cache_folder, check_regular, exists, read_file
+from cfedavg.data.decoder import wait_for_decoder
 from cfedavg.data.images import SPLITS, VERSION, ImageData, Images, decode, histogram, mean_std
 
 # Data sets on the hub, by name. Each revision is a commit, so the files cannot change.
@@ -50,11 +51,12 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
     >>> data.train.pixels.shape, len(data.test), data.classes
     ((10000, 1, 28, 28), 2000, 10)
     """
-    cache = cache_folder() if cache is None else cache
-    if data_dir is not None:
-        return _load_folder(dataset, Path(data_dir).expanduser(), cache)
-    if dataset == "embedded":
+    wait_for_decoder()
+    folder = cached_folder(dataset, data_dir, cache)
+    if folder is None:
         return _load_embedded()
+    if data_dir is not None:
+        return _load_folder(dataset, Path(data_dir).expanduser(), folder)
     source = HUB.get(dataset, dataset)
     match = _REPO.fullmatch(source)
     if not match:
@@ -64,8 +66,23 @@ def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = 
         )
     where = f"`dataset`: {dataset}"
     download = partial(_download, **match.groupdict(), where=where)
-    folder = cache / source.replace("/", "--")
     return _load_cached(dataset, folder, lambda draft: decode(download(), draft, where))
+
+
+def cached_folder(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> Path | None:
+    """Return the folder of the decoded data set in the cache; None for `embedded`, which needs none."""
+    cache = cache_folder() if cache is None else cache
+    if data_dir is None:
+        return None if dataset == "embedded" else cache / HUB.get(dataset, dataset).replace("/", "--")
+    folder = Path(data_dir).expanduser()
+    files = _find_files(dataset, folder, f"`data_dir`: {folder}")
+    try:
+        stats = [(path, path.stat()) for path in files["train"] + files["test"]]
+    except OSError as error:
+        raise InputError(f"`data_dir`: cannot read {error.filename} ({error.strerror})") from None
+    # The key changes when a file is moved, replaced or written to.
+    text = "\n".join(f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path, info in stats)
+    return cache / f"folder-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _load_embedded() -> ImageData:
@@ -80,18 +97,11 @@ def _load_embedded() -> ImageData:
     return ImageData("embedded", train, test, 10, *mean_std(histogram(train.pixels)))
 
 
-def _load_folder(dataset: str, folder: Path, cache: Path) -> ImageData:
+def _load_folder(dataset: str, folder: Path, cached: Path) -> ImageData:
     where = f"`data_dir`: {folder}"
     files = _find_files(dataset, folder, where)
     name = folder.resolve().name if dataset == "embedded" else dataset
-    try:
-        stats = [(path, path.stat()) for path in files["train"] + files["test"]]
-    except OSError as error:
-        raise InputError(f"`data_dir`: cannot read {error.filename} ({error.strerror})") from None
-    # The key changes when a file is moved, replaced or written to.
-    text = "\n".join(f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path, info in stats)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    data = _load_cached(name, cache / f"folder-{key}", lambda draft: decode(files, draft, where))
+    data = _load_cached(name, cached, lambda draft: decode(files, draft, where))
     shape = data.train.pixels.shape[1:]
     if shape != _SHAPES.get(dataset, shape):
         raise InputError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ class Folder:
     Each round appends a row of metrics. A checkpoint holds a checksum of the rows before the checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writer: ThreadPoolExecutor) -> None:
+        self._writer = writer
+        self._saving: Future[None] | None = None
         self.path, self.residuals = path, path / run_files.RESIDUALS
         self._metrics, self._checkpoint = path / run_files.METRICS, path / run_files.CHECKPOINT
         self._rows, self._options, self._engines = 0, dict[str, Any](), ""
@@ -41,8 +44,9 @@ class Folder:
     def open(cls, path: Path) -> Iterator[Folder]:
         """Create the folder and lock it inside `with`, so that only one run writes to the folder."""
         make_folder(path, "`out`")
-        with lock_folder(path, f"`out`: another run is writing to {path} right now"):
-            yield cls(path)
+        busy = f"`out`: another run is writing to {path} right now"
+        with lock_folder(path, busy), ThreadPoolExecutor(1, "checkpoint") as writer:
+            yield cls(path, writer)
 
     def begin(
         self, config: Config, identity: int, start: State, *, resume: bool
@@ -128,14 +132,25 @@ class Folder:
         write_atomic(self._metrics, "".join(map(run_files.format_row, rows)).encode())
         self._rows = run_files.checksum_rows(rows)
 
-    def checkpoint(self, state: State, identity: int) -> None:
-        """Save a state: first sync rows and residuals to disk, then write the checkpoint that needs both."""
+    def checkpoint(self, state: State, identity: int, beside: bool = False) -> None:
+        """Save a state: first sync rows and residuals to disk, then write the checkpoint that needs both.
+
+        With `beside`, a thread does it, and the next call raises the thread's error. Use this for a state
+        whose residuals are in memory: threads must not delete residual files.
+        """
+        if self._saving:
+            self._saving.result()
+        about = {"identity": identity, "rows": self._rows, "options": self._options}
+        self._saving = self._writer.submit(self._save, state, about)
+        if not beside:
+            self._saving.result()
+
+    def _save(self, state: State, about: dict[str, Any]) -> None:
         try:
             sync(self._metrics)
         except OSError as error:
             raise InputError(f"`out`: cannot write {self._metrics} ({error.strerror})") from None
         state.residuals.flush()
-        about = {"identity": identity, "rows": self._rows, "options": self._options}
         save(state, self._checkpoint, about)
         state.residuals.settle()
         if isinstance(state.residuals, InMemory):

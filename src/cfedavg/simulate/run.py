@@ -23,7 +23,8 @@ from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
 from cfedavg.simulate.residuals import OnDisk, open_store
 from cfedavg.simulate.state import State
-from cfedavg.simulate.vectorised.compiler import start_compiler
+from cfedavg.simulate.vectorised.artifacts import import_compiler
+from cfedavg.simulate.vectorised.compiler import running_compiler, start_compiler
 from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve, start_workers
 from cfedavg.task import Task
 from cfedavg.wire import needs_compiling
@@ -92,6 +93,8 @@ def run(
     _check_arguments(config, task, out, resume)
     start_compiler(config.device, config.engine)
     own = task is not None
+    if running_compiler():
+        import_compiler()  # a step is listed and loaded with it; meanwhile, another process decodes the data
     if task is None:
         from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
 
@@ -148,8 +151,11 @@ class Loop:
         self._pending: list[Callable[[], Record]] = []  # functions that give the rows not yet written
         self._engines: list[str] = []  # sentences about the engine that are not yet in engine.txt
         self._done = 0  # number of finished rounds
+        self._unsaved: State | None = None  # a checkpoint is due of it, once its row is written
         self._folder: Folder | None = None
         self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say)
+        # A GPU leaves the processor free to write checkpoints. Other ranks hold only their latest residuals.
+        self._saves_beside = self.engine.behind == 1 and ranks.size == 1
 
     def _say(self, text: str) -> None:
         """Pass a sentence to the observer; write a sentence about the engine also to engine.txt."""
@@ -208,9 +214,8 @@ class Loop:
 
     def _rounds(self, state: State) -> State:
         """Run the remaining rounds, add a row for each round, and return the last state."""
-        every, rounds = self.config.checkpoint_every, self.config.rounds
         try:
-            while state.t < rounds:
+            while state.t < self.config.rounds:
                 self._done = state.t
                 state_next, finish = self.engine.round(state)
                 tested = self._evaluate(state_next)
@@ -219,10 +224,7 @@ class Loop:
                 row = partial(self._row, state.t, finish, tested, self._ended - began)
                 state = state_next
                 self._pending.append(row)
-                due = bool(self._folder and every and state.t % every == 0) or state.t == rounds
-                self._write_rows(0 if due else self.engine.behind)
-                if due:
-                    self._save(state)
+                self._write_rows_and_save(state)
         except Exception:
             with suppress(KeyboardInterrupt):
                 self._write_rows(0)  # the rounds before the error are valid
@@ -232,6 +234,19 @@ class Loop:
                 self._save_at_stop(state)
             raise
         return state
+
+    def _write_rows_and_save(self, state: State) -> None:
+        """Write the rows of rounds whose bytes are counted; save a checkpoint if one is due."""
+        every, last = self.config.checkpoint_every, state.t == self.config.rounds
+        due = last or bool(self._folder and every and state.t % every == 0)
+        if due and (last or not self._saves_beside or isinstance(state.residuals, OnDisk)):
+            self._write_rows(0)
+            self._save(state)
+            return
+        self._write_rows(self.engine.behind)
+        if self._unsaved:
+            self._save(self._unsaved, beside=True)
+        self._unsaved = state if due else None
 
     def _save_at_stop(self, state: State) -> None:
         """Save the state after the last whole round, if every rank can still send its residuals."""
@@ -256,9 +271,12 @@ class Loop:
                 self._folder.append(row)
             self.observer.row(row)
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: State, *, beside: bool = False) -> None:
+        """Save a checkpoint; with `beside`, a thread writes it while the next rounds run."""
         if folder := self._folder:
-            self.engine.checkpoint(state, lambda whole: folder.checkpoint(whole, self.engine.identity))
+            self.engine.checkpoint(
+                state, lambda whole: folder.checkpoint(whole, self.engine.identity, beside)
+            )
 
     def _evaluate(self, state: State) -> Record:
         """Return the test columns of a row of metrics; none if no evaluation is due after this round.
