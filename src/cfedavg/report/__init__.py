@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BLUE", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Panel", "Pen", "Report", "Row",
     "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid", "format_bytes",
-    "make_framed_figure", "plot_partition", "read_run", "style_axes", "summary", "write_report",
-    "write_run_pictures",
+    "import_drawing", "make_framed_figure", "plot_partition", "read_run", "style_axes", "summary",
+    "write_report", "write_run_pictures",
 ]  # fmt: skip
 
 
@@ -64,6 +64,12 @@ class Report:
     def table(self) -> list[list[str]]:
         """Return the cells of the summary table as text; the first row is the header."""
         return tabulate(self.rows)
+
+
+def import_drawing() -> None:
+    """Import matplotlib and all that draws, which takes a second or two."""
+    for module in ("figures", "page", "panels"):
+        import_module(f"cfedavg.report.{module}")
 
 
 def write_run_pictures(path: Path) -> None:

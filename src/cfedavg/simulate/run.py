@@ -117,10 +117,13 @@ def run(
             loop = Loop(config, task, observer, messages, ranks)
             # The folder is opened only now: a run that cannot start must not create its folder.
             folder = stack.enter_context(Folder.open(Path(out))) if out is not None else None
+            if draw and folder:
+                from cfedavg.report import import_drawing, write_run_pictures
+
+                if running_compiler():
+                    import_drawing()  # while the process compiles the first step
             result = loop.run(folder, resume=resume)
         if draw and folder:
-            from cfedavg.report import write_run_pictures  # imports matplotlib only if needed
-
             write_run_pictures(folder.path)
     return result
 
