@@ -248,7 +248,7 @@ def test_where_residuals_live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr("cfedavg.simulate.residuals.free_memory", lambda device: 300)
     assert [choose("auto", size, cpu) for size in (100, 101)] == [InMemory, OnDisk]
     assert [choose(where, 1, cpu) for where in ("memory", "disk")] == [InMemory, OnDisk]
-    with pytest.raises(InputError, match="`residuals` must be auto, memory or disk, got 'here'"):
+    with pytest.raises(InputError, match="`residuals` must be auto, device, memory or disk, got 'here'"):
         Config(residuals="here")
     with pytest.raises(InputError, match="`residual_precision` must be full or bf16, got 'int8'"):
         Config(residual_precision="int8")

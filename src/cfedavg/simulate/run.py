@@ -167,7 +167,7 @@ class Loop:
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
         """Run all remaining rounds; return the rows and models."""
         start = self.engine.start()
-        where = self.config.residuals if self.plan.feedback.keeps_client_memory else "memory"
+        where = self.config.residuals if self.plan.feedback.keeps_client_memory else "device"
         each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
         path = folder.residuals if folder else None
         with open_store(where, self.plan.m * each, start.x.device, path) as residuals:
