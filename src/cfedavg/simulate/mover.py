@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from cfedavg.simulate.residuals import Put, Residuals, Writes, gather, write_now
+from cfedavg.simulate.residuals import Put, Residuals, Writes, gather
 
 Rows = Callable[[Sequence[int]], Tensor]  # gives the residuals of some clients of the round, a row for each
 _MOST = 8  # threads that read, and as many that write, beside a GPU
@@ -42,7 +42,7 @@ class Mover:
 
     def update(self, residuals: Residuals, new: Mapping[int, Tensor]) -> Residuals:
         """Return a store with the residuals `new`; if they leave the device, threads write them."""
-        return residuals.update(new, write_now if residuals.lives_on(self.device) else self.write)
+        return residuals.update(new, None if residuals.lives_on(self.device) else self.write)
 
     def fetch(self, residuals: Residuals, clients: Sequence[int], like: Tensor) -> Rows:
         """Return a function that gives residuals of some of these clients; begin to read them.

@@ -54,15 +54,8 @@ class Writes:
             self._of_clients[client].result()
 
 
-# Calls the function once, then `Put` for each residual: at once (returns None), or in threads.
-Write = Callable[[Mapping[int, Tensor], Put, Callable[[], None]], Writes | None]
-
-
-def write_now(new: Mapping[int, Tensor], put: Put, first: Callable[[], None]) -> None:
-    """Call `first()`, and then `put(client, residual)` for each entry of `new`."""
-    first()
-    for client, e in new.items():
-        put(client, e)
+# Begins to call the function once, and then `Put` for each residual, in threads.
+Write = Callable[[Mapping[int, Tensor], Put, Callable[[], None]], Writes]
 
 
 @dataclass(eq=False)
@@ -107,24 +100,24 @@ class Residuals(ABC):
     def lives_on(self, device: torch.device) -> bool:
         """Return whether the residuals are in the memory of this device."""
 
-    def update(self, new: Mapping[int, Tensor], write: Write = write_now) -> Self:
+    def update(self, new: Mapping[int, Tensor], write: Write | None = None) -> Self:
         """Return a new store in which the residuals of `new` replace the old residuals.
 
-        `write` writes them; threads may do so while this store and the new one are used.
+        With `write`, threads write them while this store and the new one are used.
         """
         return self._updated(new, dict(zip(new, norms2(new.values()), strict=True)), write)
 
-    def _updated(self, new: Mapping[int, Tensor], norms: Mapping[int, float], write: Write) -> Self:
+    def _updated(self, new: Mapping[int, Tensor], norms: Mapping[int, float], write: Write | None) -> Self:
         return replace(self, norms2=self.norms2.update(norms), **self._store(new, write))
 
     @abstractmethod
-    def _store(self, new: Mapping[int, Tensor], write: Write) -> dict[str, Any]:
+    def _store(self, new: Mapping[int, Tensor], write: Write | None) -> dict[str, Any]:
         """Store the residuals in `new`; return the fields in which the next store differs, beside norms."""
 
     def adopt(self, other: Residuals, shape: torch.Size) -> Self:
         """Return a store of the kind and in the place of this one, with the residuals of `other`."""
         new = {i: other.stored(i, shape) for i in other.norms2}
-        return self._updated(new, other.norms2, write_now)  # another device may not compute the same norms
+        return self._updated(new, other.norms2, None)  # another device may not compute the same norms
 
     def select(self, clients: Container[int]) -> Self:
         """Return a store with the residuals of `clients` only."""
@@ -179,12 +172,15 @@ class InMemory(Residuals):
     def lives_on(self, device: torch.device) -> bool:
         return self.device is None or self.device.type == device.type
 
-    def _store(self, new: Mapping[int, Tensor], write: Write) -> dict[str, Any]:
-        # Copies: a row that is not copied would keep its whole block in memory.
-        vectors = {i: torch.empty_like(e, device=self.device or e.device) for i, e in new.items()}
-        writes = write(new, lambda client, e: copy(vectors[client], e), lambda: None)
+    def _store(self, new: Mapping[int, Tensor], write: Write | None) -> dict[str, Any]:
         assert isinstance(self.vectors, Table)
-        return {"vectors": self.vectors.update(vectors), "writes": writes}
+        places = {client: self.device or e.device for client, e in new.items()}
+        if write is None:
+            here = {client: e.to(places[client]) for client, e in new.items()}
+            return {"vectors": self.vectors.update(here), "writes": None}
+        empty = {client: torch.empty_like(e, device=places[client]) for client, e in new.items()}
+        writes = write(new, lambda client, e: copy(empty[client], e), lambda: None)
+        return {"vectors": self.vectors.update(empty), "writes": writes}
 
 
 @dataclass(eq=False)
@@ -229,7 +225,7 @@ class OnDisk(Residuals):
     def adopt(self, other: Residuals, shape: torch.Size) -> Self:
         return other if isinstance(other, type(self)) else super().adopt(other, shape)
 
-    def _store(self, new: Mapping[int, Tensor], write: Write) -> dict[str, Any]:
+    def _store(self, new: Mapping[int, Tensor], write: Write | None) -> dict[str, Any]:
         before = {client: self.versions.get(client, 0) for client in new}
         versions = {client: version + 1 for client, version in before.items()}
         # No store needs the replaced versions now, and no thread is writing one: `write` has waited for it.
@@ -237,9 +233,14 @@ class OnDisk(Residuals):
         with self._naming_folder():
             if new:
                 self.folder.mkdir(exist_ok=True)
-        writes = write(
-            new, lambda client, e: self._save(client, versions[client], e), partial(_delete, outdated)
-        )
+        delete = partial(_delete, outdated)
+        writes = None
+        if write:
+            writes = write(new, lambda client, e: self._save(client, versions[client], e), delete)
+        else:
+            delete()
+            for client, e in new.items():
+                self._save(client, versions[client], e)
         new_here = {client: version for client, version in before.items() if client not in self.checkpointed}
         assert isinstance(self.versions, Table)
         assert isinstance(self.checkpointed, Table)

@@ -199,6 +199,9 @@ class Loop:
             between = min(m, sampled * (self.config.checkpoint_every or self.config.rounds))
             most = (m + sampled + between * (self._folder is not None)) * residual_bytes
             say(f"residuals live on disk, in {state.residuals.folder}, and can grow to {format_bytes(most)}")
+        elif not state.residuals.lives_on(state.x.device):
+            most = self.plan.m * residual_bytes
+            say(f"residuals live in the memory of the host, and can grow to {format_bytes(most)}")
         if needs_compiling():
             say("another process compiles the message coders, once: up to 30 s")
         if state.t:

@@ -174,7 +174,8 @@ class BlockEngine(Engine):
             if any(lost):
                 rows = torch.tensor(lost, device=self.device)[:, None]
                 after = torch.where(rows, self.channel.feedback.restore(made.memory, made.payload), after)
-            kept = self._kept(t, clients, after)
+            stays = state.residuals.lives_on(self.device)
+            kept = self._kept(t, clients, after, copies=stays)  # else the mover copies rows
         g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
         # The lines below allocate little memory: if memory ran out, the block would be delivered twice.
         self._deliver(t, block, made.payload, mine)

@@ -111,10 +111,16 @@ class Engine(ABC):
         shared: Tensor | None = self.plan.feedback.broadcast(state.memory.feedback)
         return shared
 
-    def _kept(self, t: int, clients: list[int], memories: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return the clients' next memories, in `residual_precision`."""
+    def _kept(
+        self, t: int, clients: list[int], memories: Iterable[Tensor], *, copies: bool = True
+    ) -> dict[int, Tensor]:
+        """Return copies of the clients' next memories, in `residual_precision`.
+
+        A row that is not copied would keep its whole block in memory. Without `copies`, rows are not copied.
+        """
         if self.plan.config.residual_precision == "full":
-            return dict(zip(clients, memories, strict=True))
+            rows = (row.clone() if copies else row for row in memories)
+            return dict(zip(clients, rows, strict=True))
         words = self._keys(t, clients, Purpose.RESIDUAL)
         return {i: stochastic_bf16(row, word) for i, row, word in zip(clients, memories, words, strict=True)}
 
