@@ -51,7 +51,9 @@ class Mover:
         """
         if residuals.lives_on(self.device):
             return lambda some: gather(residuals, some, like)
-        return self._read(residuals, [i for i in clients if i in residuals.norms2], like)
+        known = [i for i in clients if i in residuals.norms2]
+        # A thread that waits for a residual which is still being written must not keep others waiting.
+        return self._read(residuals, sorted(known, key=residuals.is_being_written), like)
 
     def _read(self, residuals: Residuals, known: list[int], like: Tensor) -> Rows:
         """Read the residuals of clients that took part, for `fetch`."""

@@ -53,6 +53,10 @@ class Writes:
         elif client in self._of_clients:
             self._of_clients[client].result()
 
+    def has_ended(self, client: int) -> bool:
+        """Return whether no thread has to write this client's residual any more."""
+        return client not in self._of_clients or self._of_clients[client].done()
+
 
 # Begins to call the function once, and then `Put` for each residual, in threads.
 Write = Callable[[Mapping[int, Tensor], Put, Callable[[], None]], Writes]
@@ -85,6 +89,10 @@ class Residuals(ABC):
         if self.writes:
             self.writes.wait(client)
         return self._find(client, shape)
+
+    def is_being_written(self, client: int) -> bool:
+        """Return whether a thread still has to write the client's residual."""
+        return self.writes is not None and not self.writes.has_ended(client)
 
     def copy_to(self, client: int, target: Tensor) -> None:
         """Copy the stored residual of a client that took part into `target`, a vector on the host."""
