@@ -56,7 +56,7 @@ bench-peers: install  ## us, pfl-research, plain PyTorch and Flower at the same 
 	$(BIN)/python bench/compare.py
 
 bench-many: install  ## ten thousand clients: time and memory of each round, residuals in each place
-	$(BIN)/python bench/many.py --residuals none memory disk --workers 2 --out runs/many
+	$(BIN)/python bench/many.py --residuals none memory disk --out runs/many
 
 paper: install  ## figures, tables and the claims page again, from the cells in paper/cfedavg/results alone
 	$(BIN)/python -m paper.cfedavg draw

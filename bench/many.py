@@ -1,6 +1,6 @@
 """Ten or a hundred thousand clients: time and memory of each round, and what moving residuals costs.
 
-    python bench/many.py --device cuda --clients 10000 --per-round 100 1000 --residuals none device memory disk
+    python bench/many.py --device cuda --clients 10000 --per-round 100 --residuals none device memory disk
 
 Each run prints one line of JSON: medians of the first and the second half of its rounds (without the first 5,
 in which steps are compiled and memory grows to its size), the share of the time that the run waits for
@@ -66,7 +66,7 @@ def make_task(model: str, clients: int) -> Task:
 
 
 class Watch:
-    """The seconds that runs have waited for residuals, and the number of residuals that the last run holds."""
+    """The seconds that runs have waited for residuals, and how many residuals the last run holds."""
 
     def __init__(self) -> None:
         self.seconds, self.held = 0.0, 0
@@ -127,21 +127,9 @@ class Meter(Observer):
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory of a process and its children; pages of files in the cache are not among them."""
-    total = 0
-    for each in [pid, *children(pid)]:
-        try:
-            lines = Path(f"/proc/{each}/status").read_text().splitlines()
-        except OSError:
-            continue  # it has ended
-        total += sum(
-            1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))
-        )
-    return total
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Bytes of memory of a process; pages of files in the cache are not among them."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 def used_disk() -> int:
@@ -156,7 +144,7 @@ def measure(given: argparse.Namespace, model: str, clients: int, a_round: int, w
     d, device = sum(p.numel() for p in task.model.parameters()), torch.device(given.device)
     config = Config(
         clients=clients, local_steps="1", batch_size=EACH, participation=a_round / clients,
-        rounds=given.rounds, compressor=given.compressor, device=given.device, workers=given.workers,
+        rounds=given.rounds, compressor=given.compressor, device=given.device,
         eval_every=given.rounds, feedback="none" if where == "none" else "ef", engine=given.engine,
         residuals="auto" if where == "none" else where,
     )  # fmt: skip
@@ -218,7 +206,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--compressor", default="topk(0.99)")
     parser.add_argument("--engine", default="auto")
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the lines to OUT.jsonl and a picture to OUT.png")
     given = parser.parse_args()
     blocks.Mover = WatchedMover  # type: ignore[misc]

@@ -24,7 +24,8 @@ from cfedavg import InputError
 from cfedavg import run as run_and_draw
 from cfedavg.core.errors import Diverged
 from cfedavg.simulate.mover import Mover
-from cfedavg.simulate.residuals import InMemory, OnDisk, Residuals, gather
+from cfedavg.simulate.residual_files import OnDisk
+from cfedavg.simulate.residuals import InMemory, Residuals, gather
 from tests.conftest import blobs
 from tests.disk import Disk, Killed
 from tests.simulate.test_residuals import BASE, QUICK, contents, same, small

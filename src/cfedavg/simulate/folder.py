@@ -19,7 +19,8 @@ from cfedavg.core.errors import CannotResume, InputError
 from cfedavg.core.files import exists, lock_folder, make_folder, read_file, sync, write_atomic
 from cfedavg.core.run_files import Record
 from cfedavg.core.tensors import save_tensors
-from cfedavg.simulate.residuals import InMemory, sweep
+from cfedavg.simulate.residual_files import sweep
+from cfedavg.simulate.residuals import InMemory
 from cfedavg.simulate.state import State, load, save
 
 ENGINE = "engine.txt"  # which engine ran, and why

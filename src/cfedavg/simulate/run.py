@@ -21,7 +21,7 @@ from cfedavg.core.units import format_bytes
 from cfedavg.simulate.engines import RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
-from cfedavg.simulate.residuals import OnDisk, open_store
+from cfedavg.simulate.residual_files import OnDisk, open_store
 from cfedavg.simulate.state import State
 from cfedavg.simulate.vectorised.compiler import start_compiler
 from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve, start_workers

@@ -23,7 +23,8 @@ from cfedavg.channel import KEPT
 from cfedavg.core.errors import CannotResume, InputError
 from cfedavg.core.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 from cfedavg.simulate.downloads import Downloads
-from cfedavg.simulate.residuals import InMemory, OnDisk, Residuals
+from cfedavg.simulate.residual_files import OnDisk
+from cfedavg.simulate.residuals import InMemory, Residuals
 from cfedavg.simulate.tables import Norms, Table
 
 FORMAT = "cfedavg checkpoint 2"
