@@ -55,9 +55,8 @@ bench-peers: install  ## us, pfl-research, plain PyTorch and Flower at the same 
 	test -x .venv-peers/bin/python || bench/peers/install
 	$(BIN)/python bench/compare.py
 
-bench-many: install  ## ten thousand clients: memory and disk over the rounds (some 20 GB in runs/many)
-	rm -rf runs/many
-	$(BIN)/python bench/many.py --out runs/many
+bench-many: install  ## ten thousand clients: time and memory of each round, residuals in each place
+	$(BIN)/python bench/many.py --residuals none memory disk --out runs/many
 
 paper: install  ## figures, tables and the claims page again, from the cells in paper/cfedavg/results alone
 	$(BIN)/python -m paper.cfedavg draw

@@ -1,87 +1,196 @@
-"""Ten thousand clients on a small machine: memory and disk, round by round, as numbers and a picture.
+"""Ten or a hundred thousand clients: time and memory of each round, and what moving residuals costs.
 
-    python bench/many.py --out runs/many --rounds 100
+    python bench/many.py --device cuda --clients 10000 --per-round 100 --residuals none device memory disk
 
-The paper's CNN, 100 of 10,000 clients a round, one local step each (the residuals are what is looked at),
-top-k 0.99. Their residuals come to 23 GB once everyone has taken part, so they live on disk.
+Each run prints one line of JSON: medians of the first and the second half of its rounds (without the first 5,
+in which steps are compiled and memory grows to its size), the share of the time that the run waits for
+residuals, and every round. `none` is a run with `--feedback none`, with which the other runs are compared.
+
+Clients do one local step on 20 of 60,000 noise images; the images of a batch are read when it is needed.
+Residuals on disk are in a temporary folder, which TMPDIR chooses.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import shutil
+import statistics
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import Tensor
 
-from cfedavg import Config, run
+from cfedavg import Config, Task, run
+from cfedavg.models import build_model
+from cfedavg.simulate.engines import blocks
+from cfedavg.simulate.mover import Mover, Rows
+from cfedavg.simulate.residuals import Put, Residuals, Writes
 from cfedavg.simulate.run import Observer
 
-CLIENTS, A_ROUND = 10_000, 100
+IMAGES, EACH = 60_000, 20  # images in all, and images of a client
+SKIPPED = 5  # rounds that the summary leaves out
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory of a process and its children; pages of files in the cache are not among them."""
-    total = 0
-    for each in [pid, *children(pid)]:
+class Client:
+    """A client's samples: images that it shares with others, taken when a batch is read."""
+
+    def __init__(self, images: Tensor, labels: Tensor, first: int) -> None:
+        self.images, self.labels, self.first = images, labels, first
+
+    def __len__(self) -> int:
+        return EACH
+
+    def batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        at = torch.from_numpy((self.first + rows) % IMAGES)
+        return self.images[at], self.labels[at]
+
+
+def make_task(model: str, clients: int) -> Task:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(IMAGES, 1, 28, 28, generator=generator)
+    labels = torch.randint(10, (IMAGES,), generator=generator)
+    parts = [Client(images, labels, EACH * i) for i in range(clients)]
+    return Task(
+        build_model(model, (1, 28, 28), 10, 0), parts, test=(images[:1000], labels[:1000]), version="1"
+    )
+
+
+class Watch:
+    """The seconds that runs have waited for residuals, and how many residuals the last run holds."""
+
+    def __init__(self) -> None:
+        self.seconds, self.held = 0.0, 0
+
+    def timed(self, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
         try:
-            lines = Path(f"/proc/{each}/status").read_text().splitlines()
-        except OSError:
-            continue  # it has ended
-        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-    return total
+            return call()
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+WATCH = Watch()
+
+
+class WatchedMover(Mover):
+    """A mover that reports to WATCH the time in which its run can do nothing else."""
+
+    def fetch(self, residuals: Residuals, clients: Sequence[int], like: Tensor) -> Rows:
+        rows: Rows = WATCH.timed(lambda: super(WatchedMover, self).fetch(residuals, clients, like))
+        return lambda some: WATCH.timed(lambda: rows(some))
+
+    def write(self, new: Mapping[int, Tensor], put: Put, first: Callable[[], None]) -> Writes:
+        writes: Writes = WATCH.timed(lambda: super(WatchedMover, self).write(new, put, first))
+        return writes
+
+    def update(self, residuals: Residuals, new: Mapping[int, Tensor]) -> Residuals:
+        after = super().update(residuals, new)
+        WATCH.held = len(after.norms2)
+        return after
 
 
 class Meter(Observer):
-    """Memory (the most since the last round) and disk at the end of each round."""
+    """Time and memory of each round; the host's memory is the most since the last round."""
 
-    def __init__(self, out: Path) -> None:
-        self.out, self.rows = out, list[dict[str, Any]]()
-        self._most = 0
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.rows, self._most = device, list[dict[str, Any]](), 0
+        self._waited, self._used = 0.0, used_disk()
+        self._over = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
-        while True:
+        while not self._over.wait(0.05):
             self._most = max(self._most, resident(os.getpid()))
-            time.sleep(0.05)
-
-    def say(self, text: str) -> None:
-        print(text, flush=True)
 
     def row(self, row: dict[str, Any]) -> None:
-        files = (path.stat().st_size for path in self.out.rglob("*") if path.is_file())
-        self.rows.append(
-            {
-                "round": row["round"],
-                "seconds": row["seconds"],
-                "memory": self._most,
-                "disk": sum(files),
-                "clients_with_a_residual": len(
-                    {p.name[:6] for p in self.out.glob("residuals/*.safetensors")}
-                ),
-            }
-        )
-        self._most = 0
-        print(self.rows[-1], flush=True)
+        found = {"seconds": row["seconds"], "waited": WATCH.seconds - self._waited, "held": WATCH.held}
+        found |= {"host": max(self._most, resident(os.getpid())), "disk": used_disk() - self._used}
+        if self.device.type == "cuda":
+            found["gpu"] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        self.rows.append(found)
+        self._most, self._waited = 0, WATCH.seconds
+
+    def close(self) -> list[dict[str, Any]]:
+        self._over.set()
+        return self.rows
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    rounds = [row["round"] + 1 for row in rows]
-    left.plot(rounds, [row["memory"] / 1e9 for row in rows], color="#3366aa")
-    left.set(xlabel="round", ylabel="GB of memory, all processes", ylim=(0, None), title="memory")
-    right.plot(rounds, [row["disk"] / 1e9 for row in rows], color="#aa5533")
-    right.set(xlabel="round", ylabel="GB on disk", ylim=(0, None), title="disk: grows with the clients seen")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
+def resident(pid: int) -> int:
+    """Bytes of memory of a process; pages of files in the cache are not among them."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def used_disk() -> int:
+    """Bytes in use on the disk of temporary folders."""
+    return shutil.disk_usage(tempfile.gettempdir()).used
+
+
+def measure(given: argparse.Namespace, model: str, clients: int, a_round: int, where: str) -> dict[str, Any]:
+    """Run once and return the line that is printed."""
+    began = time.perf_counter()
+    task = make_task(model, clients)
+    d, device = sum(p.numel() for p in task.model.parameters()), torch.device(given.device)
+    config = Config(
+        clients=clients, local_steps="1", batch_size=EACH, participation=a_round / clients,
+        rounds=given.rounds, compressor=given.compressor, device=given.device,
+        eval_every=given.rounds, feedback="none" if where == "none" else "ef", engine=given.engine,
+        residuals="auto" if where == "none" else where,
+    )  # fmt: skip
+    meter, WATCH.held = Meter(device), 0
+    try:
+        run(config, task, observer=meter, draw=False)
+    finally:
+        rows = meter.close()
+    about = {"model": model, "d": d, "clients": clients, "a_round": a_round, "residuals": where}
+    about |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
+    about |= {"torch": torch.__version__, "seconds_in_all": round(time.perf_counter() - began, 1)}
+    return about | summary(rows, 4 * d, where) | {"rounds": rows}
+
+
+def summary(rows: list[dict[str, Any]], size: int, where: str) -> dict[str, Any]:
+    """Return medians of both halves of the rounds; a residual has `size` bytes, and they live at `where`.
+
+    Memory is counted without the residuals that are held in it: those grow until all clients took part.
+    """
+    left = rows[SKIPPED:-1]  # the model is evaluated after the last round
+    holds = {"gpu": ("device",), "host": ("memory",)} if "gpu" in rows[0] else {"host": ("device", "memory")}
+    found: dict[str, Any] = {}
+    for name, half in (("first", left[: len(left) // 2]), ("second", left[len(left) // 2 :])):
+        found[f"seconds_{name}"] = statistics.median(row["seconds"] for row in half)
+        for place, held_here in holds.items():
+            held = size if where in held_here else 0
+            found[f"{place}_{name}"] = statistics.median(row[place] - held * row["held"] for row in half)
+    seconds = sum(row["seconds"] for row in left)
+    return found | {"waiting": sum(row["waited"] for row in left) / seconds, "held": size * rows[-1]["held"]}
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Draw seconds and memory of each round, a line for each run."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    for line in lines:
+        label = f"{line['a_round']:,} of {line['clients']:,}, {line['model']}, {line['residuals']}"
+        rows = line["rounds"][SKIPPED:-1]
+        for ax, name, scale in zip(axes, ("seconds", "gpu", "host"), (1, 1e9, 1e9), strict=True):
+            if name in rows[0]:
+                numbers = range(SKIPPED + 1, SKIPPED + 1 + len(rows))
+                ax.plot(numbers, [row[name] / scale for row in rows], label=label)
+    titles = ("seconds", "GB of GPU memory", "GB of host memory")
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set(xlabel="round", title=title, ylim=(0, None))
+        ax.grid(alpha=0.3)
+    axes[0].legend(fontsize=6)
     figure.savefig(path, dpi=150)
 
 
@@ -89,20 +198,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/many"))
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--data-dir", help="MNIST as parquet files; without it, the embedded subset")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", nargs="+", default=["cnn"], help="cnn (582,026 numbers), mlp (50,890)")
+    parser.add_argument("--clients", nargs="+", type=int, default=[10_000])
+    parser.add_argument("--per-round", nargs="+", type=int, default=[100])
+    parser.add_argument("--residuals", nargs="+", default=["none", "device", "memory", "disk"])
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--compressor", default="topk(0.99)")
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--out", type=Path, help="write the lines to OUT.jsonl and a picture to OUT.png")
     given = parser.parse_args()
-    config = Config(
-        dataset="mnist" if given.data_dir else "embedded", data_dir=given.data_dir, clients=CLIENTS, iid=True,
-        model="cnn", local_steps="1", batch_size=20, participation=A_ROUND / CLIENTS, rounds=given.rounds,
-        compressor="topk(0.99)", workers=given.workers, device="cpu", eval_every=given.rounds,
-    )  # fmt: skip
-    meter = Meter(given.out)
-    run(config, out=given.out, observer=meter)
-    (given.out / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in meter.rows))
-    draw(meter.rows, given.out / "memory.png")
+    blocks.Mover = WatchedMover  # type: ignore[misc]
+    lines, alone = [], 0.0
+    for model, clients, a_round, where in itertools.product(
+        given.model, given.clients, given.per_round, given.residuals
+    ):
+        line = measure(given, model, clients, a_round, where)
+        alone = line["seconds_second"] if where == "none" else alone
+        if alone:
+            line["times_without_feedback"] = line["seconds_second"] / alone
+        lines.append(line)
+        print(json.dumps({name: value for name, value in line.items() if name != "rounds"}), flush=True)
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        draw(lines, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,16 +39,18 @@ class Disk:
 
     def __init__(self, n: float) -> None:
         self.n, self.steps, self.number = n, 0, next(_numbers)
+        self._lock = threading.Lock()  # threads write residuals
         self.places: list[Place] = []  # where each step was taken
         self.undo: list[tuple[Path, Callable[[], None]]] = []  # the folder whose sync makes it final
         self.synced: dict[Path, int] = {}  # bytes of the file that are safe
         self.dirty: set[Path] = set()
 
     def step(self) -> None:
-        self.steps += 1
-        if self.steps > self.n:
-            raise Killed
-        self.places.append(_place())
+        with self._lock:
+            self.steps += 1
+            if self.steps > self.n:
+                raise Killed
+            self.places.append(_place())
 
     def dying(self) -> bool:
         return self.steps == self.n

@@ -111,6 +111,20 @@ class Task:
         return name if name.isidentifier() and name != "loss" else "metric"
 
     @cached_property
+    def test_groups(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`test_parts` without empty ones, as groups of parts with equally many rows.
+
+        A group holds the places of its parts among all parts, and their rows, one part below the other: one
+        call averages over all parts of a group.
+        """
+        if self.test_parts is None:
+            return []
+        parts = [np.asarray(rows, np.int64) for rows in self.test_parts if len(rows)]
+        sizes = np.array([len(rows) for rows in parts])
+        places = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
+        return [(each, np.stack([parts[i] for i in each])) for each in places]
+
+    @cached_property
     def prints(self) -> tuple[str, str]:
         """Two fingerprints: that of the model, loss and metric, and that of the data."""
         return fingerprint_model(self.model, self.loss, self.metric), fingerprint_content(self, self.version)

@@ -9,7 +9,8 @@ import pytest
 
 from cfedavg.core.errors import Busy
 from cfedavg.core.files import check_regular, lock_folder, make_folder, read_file, remove_temporaries
-from cfedavg.simulate.residuals import InMemory, sweep
+from cfedavg.simulate.residual_files import sweep
+from cfedavg.simulate.residuals import InMemory
 
 
 def test_only_who_holds_a_folder_tidies_it(tmp_path: Path) -> None:

@@ -22,13 +22,12 @@ from torch import nn
 import cfedavg
 from cfedavg import InputError
 from cfedavg.core.config import Config, read_config
-from cfedavg.core.run_files import read_rows, residual_norms
+from cfedavg.core.run_files import ResidualNorms, read_rows
 from cfedavg.data.tasks import build_task
 from cfedavg.federate.stores import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy
 from cfedavg.flower.federation_state import FederationState, Numbers
 from cfedavg.flower.requests import list_online
-from cfedavg.flower.rounds import Residuals
 from cfedavg.launch.app import TRUST, client, config_of, run_config_of, server
 from tests.grid import (
     MODEL,
@@ -386,17 +385,18 @@ def test_residuals_are_added_up_exactly() -> None:
     """What a client said before is taken out again: the means are those of a sum that is made anew."""
     draw = random.Random(0)
     said: dict[int, float | None] = {}
-    residuals = Residuals([])
+    residuals = ResidualNorms()
     for _ in range(500):
         who, value = (
             draw.randrange(40),
             draw.choice([None, 0.0, draw.random() * 10.0 ** draw.randint(-300, 99)]),
         )
-        residuals.change(said.get(who), value)
+        residuals = residuals.add([said.get(who)], -1).add([value])
         said[who] = value
         known = [each for each in said.values() if each is not None]
-        assert residuals.columns(50) == residual_norms(known, 50)
-    assert Residuals(said.values()).columns(50) == residuals.columns(50)
+        sums = math.fsum(known), math.fsum(map(math.sqrt, known))
+        assert residuals.columns(50) == {"error_norm2": sums[0] / 50, "error_norm": sums[1] / 50}
+    assert ResidualNorms().add(said.values()) == residuals
 
 
 def test_numbers_outlive_a_kill(tmp_path: Path) -> None:

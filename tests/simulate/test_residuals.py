@@ -27,7 +27,8 @@ from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
 from cfedavg.core.keys import Purpose, key, signed
 from cfedavg.simulate.folder import Folder
-from cfedavg.simulate.residuals import InMemory, OnDisk, free_memory, open_store, stochastic_bf16
+from cfedavg.simulate.residual_files import OnDisk, free_memory, open_store
+from cfedavg.simulate.residuals import InMemory, stochastic_bf16
 from cfedavg.simulate.run import Observer
 from cfedavg.simulate.state import State, load
 from tests.conftest import blobs, quadratic
@@ -239,16 +240,20 @@ def test_any_flipped_bit_is_recognised(tmp_path: Path) -> None:
 
 
 def test_where_residuals_live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def choose(where: str, size: int, device: torch.device) -> type:
+    def choose(where: str, size: int, device: torch.device) -> str:
         with open_store(where, size, device, tmp_path) as store:
-            return type(store)
+            return str(store.device) if isinstance(store, InMemory) else "disk"
 
-    cpu = torch.device("cpu")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert 2**20 < free_memory(cpu) < 2**50
-    monkeypatch.setattr("cfedavg.simulate.residuals.free_memory", lambda device: 300)
-    assert [choose("auto", size, cpu) for size in (100, 101)] == [InMemory, OnDisk]
-    assert [choose(where, 1, cpu) for where in ("memory", "disk")] == [InMemory, OnDisk]
-    with pytest.raises(InputError, match="`residuals` must be auto, memory or disk, got 'here'"):
+    free = {cpu: 600, gpu: 300}
+    monkeypatch.setattr("cfedavg.simulate.residual_files.free_memory", lambda device: free[device])
+    assert [choose("auto", size, cpu) for size in (200, 201)] == ["cpu", "disk"]
+    assert [choose("auto", size, gpu) for size in (100, 101, 200, 201)] == ["cuda", "cpu", "cpu", "disk"]
+    for device in (cpu, gpu):
+        found = [choose(where, 1, device) for where in ("device", "memory", "disk")]
+        assert found == [str(device), "cpu", "disk"]
+    with pytest.raises(InputError, match="`residuals` must be auto, device, memory or disk, got 'here'"):
         Config(residuals="here")
     with pytest.raises(InputError, match="`residual_precision` must be full or bf16, got 'int8'"):
         Config(residual_precision="int8")

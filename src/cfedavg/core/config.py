@@ -240,8 +240,8 @@ class Config:
         choices=("float32", "float64", "tf32", "bf16"), federated=False,
     )  # fmt: skip
     residuals: str = option(
-        "auto", RUN, "where the clients' residuals are kept: auto, memory, or disk",
-        choices=("auto", "memory", "disk"), may_change=True, federated=False,
+        "auto", RUN, "where residuals are kept: auto, device, memory (of the host), or disk",
+        choices=("auto", "device", "memory", "disk"), may_change=True, federated=False,
     )  # fmt: skip
     residual_precision: str = option(
         "full", RUN, "full: as the model; bf16: half the memory, with random rounding",

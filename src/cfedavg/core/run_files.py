@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cfedavg.core.config import OPTIONS, OWN, Config, fields_where
 from cfedavg.core.errors import InputError
@@ -27,6 +27,7 @@ FEDERATION = "federation.txt"  # the name by which clients know a federation; a 
 
 CLOCK = "seconds"  # the only column that differs between two runs with equal options
 _TOTALS = ("uplink_bytes", "downlink_bytes", CLOCK)
+_UNITS = 1074  # every float is an integer times 2^-1074
 
 Record = dict[str, Any]
 
@@ -84,16 +85,40 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
     }
 
 
-def residual_norms(norms2: Iterable[float], m: int) -> Record:
-    """Return the mean squared norm and the mean norm of the residuals of m clients, as metrics.
+class ResidualNorms(NamedTuple):
+    """The sums of the clients' residual norms and of their squares, as exact multiples of 2^-1074.
 
-    `norms2` lists squared norms; if it has fewer than m, the residuals of the other clients are 0.
+    Every float is such a multiple. So a round replaces the terms of its clients, and need not add the terms
+    of all clients again. Norms that are infinite are counted.
 
-    >>> residual_norms([4.0, 16.0], m=4)
+    >>> ResidualNorms().add([4.0, 16.0]).columns(m=4)
     {'error_norm2': 5.0, 'error_norm': 1.5}
     """
-    known = list(norms2)
-    return {"error_norm2": math.fsum(known) / m, "error_norm": math.fsum(map(math.sqrt, known)) / m}
+
+    squares: int = 0
+    norms: int = 0
+    infinite: int = 0
+
+    def add(self, norms2: Iterable[float | None], sign: int = 1) -> ResidualNorms:
+        """Return the sums with these squared norms; `sign` -1 takes them out, None is an unknown norm."""
+        squares, norms, infinite = self
+        for norm2 in norms2:
+            if norm2 == math.inf:
+                infinite += sign
+            elif norm2 is not None:
+                squares += sign * _in_units(norm2)
+                norms += sign * _in_units(math.sqrt(norm2))
+        return ResidualNorms(squares, norms, infinite)
+
+    def columns(self, m: int) -> Record:
+        """Return the means over m clients as columns of metrics; clients without a residual have norm 0."""
+        totals = {"error_norm2": self.squares, "error_norm": self.norms}
+        return {name: math.inf if self.infinite else total / 2**_UNITS / m for name, total in totals.items()}
+
+
+def _in_units(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator << (_UNITS + 1 - denominator.bit_length())
 
 
 def is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +25,6 @@ from cfedavg.flower.options import Claims
 from cfedavg.flower.replies import CAUSES, REFUSED, TakenReply, as_list, in_a_line, read_number
 
 SHORT = 32_768  # the most bytes of a body that is a field of the order
-_UNITS = 1074  # every float is an integer times 2^-1074
 Who = TypeVar("Who")
 
 
@@ -154,35 +153,6 @@ class ServerAge:
         groups = [known] if known & self.in_step else [known, self.ahead | self.in_step]
         least = min(2, everyone)
         return any(len(group & self.ahead) >= max(least, len(group & self.in_step) + 1) for group in groups)
-
-
-class Residuals:
-    """The means of the clients' residual norms, and of their squares.
-
-    The sums are exact integers. So a round can replace some terms, and need not add all terms again.
-    """
-
-    def __init__(self, norms2: Iterable[float | None]) -> None:
-        self._norms2 = self._norms = 0  # in units of 2^-1074
-        for each in norms2:
-            self.change(None, each)
-
-    def change(self, before: float | None, after: float | None) -> None:
-        """Replace a client's squared residual norm `before` by `after`; None if the norm is unknown."""
-        for norm2, sign in ((before, -1), (after, 1)):
-            if norm2 is not None:
-                self._norms2 += sign * _in_units(norm2)
-                self._norms += sign * _in_units(math.sqrt(norm2))
-
-    def columns(self, m: int) -> Record:
-        """Return the means over `m` clients, as columns of the round's row of metrics."""
-        totals = {"error_norm2": self._norms2, "error_norm": self._norms}
-        return {name: total / 2**_UNITS / m for name, total in totals.items()}
-
-
-def _in_units(value: float) -> int:
-    numerator, denominator = value.as_integer_ratio()
-    return numerator << (_UNITS + 1 - denominator.bit_length())
 
 
 def make_round_row(now: Round, d: int, residuals: Record, gap2: float | None) -> Record:

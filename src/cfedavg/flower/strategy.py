@@ -23,7 +23,7 @@ from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
-from cfedavg.core.run_files import Record
+from cfedavg.core.run_files import Record, ResidualNorms
 from cfedavg.federate.replica import ModelReplica, advance
 from cfedavg.federate.server import ServerState
 from cfedavg.flower import options, rounds
@@ -33,7 +33,7 @@ from cfedavg.flower.federation_state import FederationState, FixedOptions, Note,
 from cfedavg.flower.options import Parts, Rate, RoundPolicy, bound_norm, keep_last
 from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_norm
 from cfedavg.flower.requests import Dispatcher, make_record
-from cfedavg.flower.rounds import Loads, Residuals, Round, ServerAge, make_columns
+from cfedavg.flower.rounds import Loads, Round, ServerAge, make_columns
 from cfedavg.flower.wrapped_strategy import WrappedStrategy, name_strategy
 
 EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -199,7 +199,7 @@ class Session:
         self.form, self.result, self.age = folder.form, Result(), ServerAge()
         notes = {who: known.note for who, known in self.state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
-        self.residuals = Residuals(note.residual2 for note in notes.values())
+        self.residuals = ResidualNorms().add(note.residual2 for note in notes.values())
         model = folder.form, folder.replica, folder.federation
         self.dispatcher = Dispatcher(self.grid, *model, self.numbers, self.policy, self.parts)
         self.wrapped: WrappedStrategy | None = None
@@ -360,7 +360,8 @@ class Session:
         for who, taken in now.taken.items():
             known = self.state.clients.get(who)
             residual2 = taken.memory2 if self.parts.feedback.keeps_client_memory else None
-            self.residuals.change(known.note.residual2 if known else None, residual2)
+            before = known.note.residual2 if known else None
+            self.residuals = self.residuals.add([before], -1).add([residual2])
             notes[who] = Note(taken.node.number, now.server_round - 1, residual2)
         return notes
 

@@ -14,7 +14,7 @@ addition is not associative, so the model copies would differ in their last bits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from cfedavg.channel import KEPT, Downlink, choose_download, may_be_shorter
 from cfedavg.core.arrays import Array, cast, columns, module_of
 from cfedavg.core.payload import Payload
+from cfedavg.simulate.tables import Table
 from cfedavg.wire import measure
 
 
@@ -43,7 +44,7 @@ class Downloads:
 
     changed: Array  # int32: for each coordinate, the version in which the coordinate changed last
     lengths: tuple[int, ...] = ()  # bytes of recent messages; the last message leads to version t
-    held: Mapping[int, int] = field(default_factory=dict)  # client: the version at the client's last reply
+    held: Table[int] = field(default_factory=Table)  # client: the version at the client's last reply
 
     @classmethod
     def none(cls, w: Array) -> Downloads:
@@ -61,7 +62,7 @@ class Downloads:
         """
         changed = module_of(w).where(w_next == w, self.changed, t + 1)
         lengths = _last((*self.lengths[1 - KEPT :], length), most)
-        return Downloads(cast(changed, "int32"), lengths, {**self.held, **dict.fromkeys(replied, t)})
+        return Downloads(cast(changed, "int32"), lengths, self.held.update(dict.fromkeys(replied, t)))
 
     def count(
         self, t: int, clients: Iterable[int], w: Array, downlink: Downlink, start: Start

@@ -20,7 +20,8 @@ from cfedavg.core.errors import CannotResume, InputError
 from cfedavg.core.files import exists, lock_folder, make_folder, read_file, sync, write_atomic
 from cfedavg.core.run_files import Record
 from cfedavg.core.tensors import save_tensors
-from cfedavg.simulate.residuals import InMemory, sweep
+from cfedavg.simulate.residual_files import sweep
+from cfedavg.simulate.residuals import InMemory
 from cfedavg.simulate.state import State, load, save
 
 ENGINE = "engine.txt"  # which engine ran, and why
@@ -67,7 +68,7 @@ class Folder:
             state, rows = self._restore(config, identity, start)
         # The code above changes no file, so a refused resume leaves the folder unchanged.
         sweep(self.residuals, state.residuals)
-        residuals = start.residuals.adopt(state.residuals, start.x)
+        residuals = start.residuals.adopt(state.residuals, start.x.shape)
         write_atomic(self.path / run_files.CONFIG, config.to_toml().encode())
         self.rewrite(rows)
         if state.t:

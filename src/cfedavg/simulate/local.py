@@ -298,11 +298,12 @@ def summarise_batches(task: Task, parts: Sequence[EvaluatedBatches]) -> Record:
     values = np.concatenate(each)
     record: Record = {"test_loss": float(torch.tensor(losses, dtype=torch.float64).sum()) / len(values)}
     record[f"test_{task.metric_name}"] = float(values.mean())
-    if task.test_parts is not None:
-        means = [float(values[rows].mean()) for rows in task.test_parts if len(rows)]
-        if means:
-            record[f"client_{task.metric_name}_mean"] = float(np.mean(means))
-            record[f"client_{task.metric_name}_min"] = min(means)
+    means = np.empty(sum(len(clients) for clients, _ in task.test_groups))
+    for clients, rows in task.test_groups:
+        means[clients] = values[rows].mean(axis=1)
+    if len(means):
+        record[f"client_{task.metric_name}_mean"] = float(means.mean())
+        record[f"client_{task.metric_name}_min"] = float(means.min())
     return record
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import numpy as np
+from functools import lru_cache
 
 from cfedavg.algorithm import Aggregator
 from cfedavg.channel import Channel, Downlink, make_downlink
 from cfedavg.compress import Compressor, parse
 from cfedavg.core.config import PER_CLIENT, Config
 from cfedavg.core.errors import InputError
-from cfedavg.core.keys import Purpose, key, permutation, uniform
+from cfedavg.core.keys import Purpose, key, sample, uniform
 from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import Record, finite
 from cfedavg.feedback import FEEDBACKS, Feedback
@@ -65,6 +64,7 @@ class Plan:
         parts = parse_parts(config)
         self.compressor, self.compressor_down, self.feedback, self.local_optimiser, server = parts
         self.aggregator = Aggregator(self.feedback, server)
+        self._sample = lru_cache(4)(self._draw_clients)  # engines ask for a round's clients more than once
         self._check()
         self.link = Speeds(
             self._per_client("steps_per_second", Purpose.SPEED, math.inf),
@@ -131,8 +131,11 @@ class Plan:
 
     def sampled(self, t: int) -> list[int]:
         """Return the clients of round t in increasing order, drawn uniformly without replacement."""
-        order = permutation(key(self.config.seed, t, 0, Purpose.SAMPLE), self.m)
-        return [int(i) for i in np.sort(order[: self.clients_per_round])]
+        return list(self._sample(t))
+
+    def _draw_clients(self, t: int) -> list[int]:
+        word = key(self.config.seed, t, 0, Purpose.SAMPLE)
+        return [int(i) for i in sample(word, self.clients_per_round, self.m)]
 
     def lost(self, t: int, client: int) -> bool:
         """Return whether the client's reply in round `t` is lost."""

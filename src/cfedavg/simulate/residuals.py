@@ -1,42 +1,68 @@
-"""Stores of the clients' residuals e_i, in memory or on disk.
+"""Stores of the clients' residuals e_i: their base class, and the store in the memory of device or host.
 
 `update` returns a new store. The old store stays valid until the new store is updated in turn. So an
-interrupted round can start again from the old store.
-
-On disk, each version of a client's residual is a file. A version is kept as long as the last checkpoint, the
-state before the round or the state after the round needs it; then its file is deleted. So a run can be killed
-at any moment and resumed from its checkpoint.
+interrupted round can start again from the old store. Threads may still be writing the residuals of a new
+store (see `Mover`); whoever needs such a residual waits for its thread.
 """
 
 from __future__ import annotations
 
-import re
-import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cfedavg.core.arrays import norms2
-from cfedavg.core.errors import InputError
-from cfedavg.core.files import exists, is_temporary, sync
 from cfedavg.core.keys import bits
-from cfedavg.core.tensors import UNREADABLE, checksum, free_memory, read_tensors, save_tensors
+from cfedavg.simulate.tables import Norms, Table
 
-_NAME = re.compile(r"\d+-\d+\.safetensors")  # 000123-000007.safetensors: client 123, version 7
-_SHARE = 3  # residuals in memory may take a third of the free memory; training needs the rest
+Put = Callable[[int, Tensor], None]  # puts a client's residual where the store keeps it
+
+
+class Writes:
+    """The residuals of one round that threads are writing."""
+
+    def __init__(self, of_clients: Mapping[int, Future[None]], *others: Future[None]) -> None:
+        self._of_clients, self._others = of_clients, others
+
+    def wait(self, client: int | None = None) -> None:
+        """Wait for one client's residual, or for all; raise the error of the thread that writes it."""
+        if client is None:
+            for work in {*self._others, *self._of_clients.values()}:
+                work.result()
+        elif client in self._of_clients:
+            self._of_clients[client].result()
+
+    def has_ended(self, client: int) -> bool:
+        """Return whether no thread has to write this client's residual any more."""
+        return client not in self._of_clients or self._of_clients[client].done()
+
+
+# Begins to call the function once, and then `Put` for each residual, in threads.
+Write = Callable[[Mapping[int, Tensor], Put, Callable[[], None]], Writes]
 
 
 @dataclass(eq=False)
 class Residuals(ABC):
     """A store of residuals e_i; the residual of a client that never took part is zero."""
 
-    norms2: Mapping[int, float] = field(default_factory=dict, kw_only=True)  # |e_i|^2 if i took part
+    norms2: Norms = field(default_factory=Norms, kw_only=True)  # |e_i|^2 if i took part
+    writes: Writes | None = field(default=None, kw_only=True)  # that may not have ended
+
+    def __post_init__(self) -> None:
+        for name, table in self._tables().items():
+            if not isinstance(table, Table):
+                setattr(self, name, (Norms if name == "norms2" else Table)(table))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait()
+        return {**vars(self), "writes": None}
 
     def get(self, client: int, like: Tensor) -> Tensor:
         """Return the client's residual in the dtype and on the device of `like`."""
@@ -44,26 +70,48 @@ class Residuals(ABC):
             return torch.zeros_like(like)
         return self.stored(client, like.shape).to(like.device, like.dtype)
 
-    @abstractmethod
     def stored(self, client: int, shape: torch.Size) -> Tensor:
         """Return the stored residual of a client that took part; it must have this shape."""
+        if self.writes:
+            self.writes.wait(client)
+        return self._find(client, shape)
 
-    def update(self, new: Mapping[int, Tensor]) -> Self:
-        """Return a new store in which the residuals of `new` replace the old residuals."""
-        norms = dict(zip(new, norms2(new.values()), strict=True))
-        return replace(self, norms2={**self.norms2, **norms}, **self._store(new))
+    def is_being_written(self, client: int) -> bool:
+        """Return whether a thread still has to write the client's residual."""
+        return self.writes is not None and not self.writes.has_ended(client)
+
+    def copy_to(self, client: int, target: Tensor) -> None:
+        """Copy the stored residual of a client that took part into `target`, a vector on the host."""
+        if self.writes:
+            self.writes.wait(client)
+        copy(target, self._find(client, target.shape))
 
     @abstractmethod
-    def _store(self, new: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Store the residuals in `new`; return the arguments from which `update` makes the next store."""
+    def _find(self, client: int, shape: torch.Size) -> Tensor:
+        """Return the residual of a client, which no thread is writing; it may be a mapped file."""
 
-    def adopt(self, other: Residuals, like: Tensor) -> Self:
-        """Return a store of this class (in memory or on disk) with the residuals of the store `other`."""
-        if isinstance(other, type(self)):
-            return other
-        made = self.update({i: other.stored(i, like.shape).to(like.device) for i in other.norms2})
-        made.norms2 = other.norms2  # the same bits, which another device may not compute
-        return made
+    @abstractmethod
+    def lives_on(self, device: torch.device) -> bool:
+        """Return whether the residuals are in the memory of this device."""
+
+    def update(self, new: Mapping[int, Tensor], write: Write | None = None) -> Self:
+        """Return a new store in which the residuals of `new` replace the old residuals.
+
+        With `write`, threads write them while this store and the new one are used.
+        """
+        return self._updated(new, dict(zip(new, norms2(new.values()), strict=True)), write)
+
+    def _updated(self, new: Mapping[int, Tensor], norms: Mapping[int, float], write: Write | None) -> Self:
+        return replace(self, norms2=self.norms2.update(norms), **self._store(new, write))
+
+    @abstractmethod
+    def _store(self, new: Mapping[int, Tensor], write: Write | None) -> dict[str, Any]:
+        """Store the residuals in `new`; return the fields in which the next store differs, beside norms."""
+
+    def adopt(self, other: Residuals, shape: torch.Size) -> Self:
+        """Return a store of the kind and in the place of this one, with the residuals of `other`."""
+        new = {i: other.stored(i, shape) for i in other.norms2}
+        return self._updated(new, other.norms2, None)  # another device may not compute the same norms
 
     def select(self, clients: Container[int]) -> Self:
         """Return a store with the residuals of `clients` only."""
@@ -92,8 +140,14 @@ class Residuals(ABC):
         """Return the paths of the residual files that this store refers to."""
         return set()
 
-    def flush(self) -> None:  # noqa: B027 - the checkpoint itself holds residuals in memory
+    def wait(self) -> None:
+        """Wait until no thread writes a residual of this store; raise the error of a thread that failed."""
+        if self.writes:
+            self.writes.wait()
+
+    def flush(self) -> None:
         """Make the residuals durable; call this before a checkpoint refers to this store."""
+        self.wait()  # the checkpoint itself holds residuals in memory
 
     def settle(self) -> None:  # noqa: B027 - Python frees older residuals in memory
         """Delete older residuals; call this when a checkpoint that refers to this store is durable."""
@@ -101,136 +155,43 @@ class Residuals(ABC):
 
 @dataclass(eq=False)
 class InMemory(Residuals):
-    """A store of residuals as tensors, on the device where the engine made the residuals."""
+    """A store of residuals as tensors, in the memory of a device; None is where the engine made each."""
 
-    vectors: Mapping[int, Tensor] = field(default_factory=dict)
+    vectors: Mapping[int, Tensor] = field(default_factory=Table)
+    device: torch.device | None = None
 
-    def stored(self, client: int, shape: torch.Size) -> Tensor:
+    def _find(self, client: int, shape: torch.Size) -> Tensor:
         return self.vectors[client]
 
-    def _store(self, new: Mapping[int, Tensor]) -> dict[str, Any]:
-        return {"vectors": {**self.vectors, **new}}
+    def lives_on(self, device: torch.device) -> bool:
+        return self.device is None or self.device.type == device.type
+
+    def _store(self, new: Mapping[int, Tensor], write: Write | None) -> dict[str, Any]:
+        assert isinstance(self.vectors, Table)
+        places = {client: self.device or e.device for client, e in new.items()}
+        if write is None:
+            here = {client: e.to(places[client]) for client, e in new.items()}
+            return {"vectors": self.vectors.update(here), "writes": None}
+        empty = {client: torch.empty_like(e, device=places[client]) for client, e in new.items()}
+        writes = write(new, lambda client, e: copy(empty[client], e), lambda: None)
+        return {"vectors": self.vectors.update(empty), "writes": writes}
 
 
-@dataclass(eq=False)
-class OnDisk(Residuals):
-    """A store of residuals as files of a folder; memory holds only their version numbers and norms."""
-
-    folder: Path
-    versions: Mapping[int, int] = field(default_factory=dict)
-    # For each client whose version is newer than in the last checkpoint: the checkpoint's version, 0 if none.
-    checkpointed: Mapping[int, int] = field(default_factory=dict)
-    replaced: Mapping[int, int] = field(default_factory=dict)  # versions that only the old store needs
-
-    def path(self, client: int, version: int) -> Path:
-        return self.folder / f"{client:06d}-{version:06d}.safetensors"
-
-    def paths(self) -> set[Path]:
-        return {self.path(*item) for item in self.versions.items()}
-
-    def stored(self, client: int, shape: torch.Size) -> Tensor:
-        version = self.versions[client]
-        path = self.path(client, version)
-        try:
-            tensors, about = read_tensors(path)
-            if about.pop("checksum") != checksum(tensors, about):
-                raise ValueError("the checksum is wrong")
-            e: Tensor = tensors["e"]
-            if about != {"client": client, "version": version} or e.shape != shape:
-                raise ValueError("the residual is of another client, version or model")
-            if not e.is_floating_point():
-                raise ValueError(f"the residual must hold floats, got {e.dtype}")
-        except UNREADABLE as error:
-            why = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-            raise InputError(f"the residual file {path} {why}; start the run again") from None
-        return e.clone()  # copies the mapped file into memory, since the file may be deleted
-
-    def _store(self, new: Mapping[int, Tensor]) -> dict[str, Any]:
-        _delete(self.path(*item) for item in self.replaced.items())  # no store needs these versions now
-        before = {client: self.versions.get(client, 0) for client in new}
-        versions = {client: version + 1 for client, version in before.items()}
-        with self._naming_folder():
-            for client, version in versions.items():
-                self.folder.mkdir(exist_ok=True)
-                tensors, about = {"e": new[client].contiguous().cpu()}, {"client": client, "version": version}
-                about["checksum"] = checksum(tensors, about)
-                # Without a sync: most versions are replaced before a checkpoint refers to them.
-                save_tensors(tensors, self.path(client, version), about, durable=False)
-        return {
-            "versions": {**self.versions, **versions},
-            "checkpointed": {**before, **self.checkpointed},
-            "replaced": {
-                client: version for client, version in before.items() if client in self.checkpointed
-            },
-        }
-
-    @contextmanager
-    def _naming_folder(self) -> Iterator[None]:
-        """Inside `with`, turn an error of the disk into an InputError that names the folder."""
-        try:
-            yield
-        except (OSError, InputError) as error:
-            raise InputError(
-                f"the residuals cannot be kept in {self.folder} ({error}); free space there and set "
-                "`resume`, or start again with another `out`, or with `residual_precision` bf16, which needs "
-                "half the bytes"
-            ) from None
-
-    def flush(self) -> None:
-        if not self.checkpointed:
-            return
-        with self._naming_folder():
-            for client in sorted(self.checkpointed):
-                sync(self.path(client, self.versions[client]))
-            sync(self.folder)
-            sync(self.folder.parent)
-
-    def settle(self) -> None:
-        known = [*self.checkpointed.items(), *self.replaced.items()]
-        outdated = [self.path(client, version) for client, version in known if version]
-        # Clear the tables before the files are deleted. After an interrupt between the two steps, `update`
-        # would otherwise take versions of the new checkpoint for outdated versions and delete their files.
-        self.checkpointed, self.replaced = {}, {}
-        _delete(outdated)
-
-
-def sweep(folder: Path, residuals: Residuals) -> None:
-    """Delete the residual files that `residuals` does not need; interrupted rounds leave such files."""
-    if not exists(folder):
-        return
-    if not folder.is_dir():
-        raise InputError(f"{folder} must be a folder, got a file; move the file away")
-    keep = residuals.paths()
-    _delete(
-        path
-        for path in folder.iterdir()
-        if path not in keep and (_NAME.fullmatch(path.name) or is_temporary(path.name))
-    )
-    with suppress(OSError):  # not empty
-        folder.rmdir()
-
-
-def _delete(paths: Iterable[Path]) -> None:
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot delete the outdated residual file {path} ({error.strerror})") from None
-
-
-@contextmanager
-def open_store(where: str, size: int, device: torch.device, folder: Path | None) -> Iterator[Residuals]:
-    """Yield an empty store in `memory` or on `disk`, as `where` says; for `auto`, free memory decides.
-
-    All residuals together have `size` bytes. A store on disk is temporary if `folder` is None.
-    """
-    if where == "memory" or (where == "auto" and size <= free_memory(device) / _SHARE):
-        yield InMemory()
-    elif folder:
-        yield OnDisk(folder)
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy `source` into `target`; both are vectors. On the host, use the calling thread only."""
+    if target.is_cuda or source.is_cuda or target.dtype != source.dtype or not source.is_contiguous():
+        target.copy_(source)
     else:
-        with tempfile.TemporaryDirectory(prefix="cfedavg-residuals-") as path:
-            yield OnDisk(Path(path))
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+
+
+def gather(residuals: Residuals, clients: Sequence[int], like: Tensor) -> Tensor:
+    """Return the residuals of some clients, a row for each, in the dtype and on the device of `like`."""
+    matrix = like.new_zeros(len(clients), *like.shape)
+    for row, client in zip(matrix, clients, strict=True):
+        if client in residuals.norms2:
+            row.copy_(residuals.stored(client, like.shape))
+    return matrix
 
 
 def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:

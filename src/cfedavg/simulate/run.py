@@ -21,7 +21,7 @@ from cfedavg.core.units import format_bytes
 from cfedavg.simulate.engines import RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
-from cfedavg.simulate.residuals import OnDisk, open_store
+from cfedavg.simulate.residual_files import OnDisk, open_store
 from cfedavg.simulate.state import State
 from cfedavg.simulate.vectorised.artifacts import import_compiler
 from cfedavg.simulate.vectorised.compiler import running_compiler, start_compiler
@@ -176,7 +176,7 @@ class Loop:
     def run(self, folder: Folder | None, *, resume: bool) -> Result:
         """Run all remaining rounds; return the rows and models."""
         start = self.engine.start()
-        where = self.config.residuals if self.plan.feedback.keeps_client_memory else "memory"
+        where = self.config.residuals if self.plan.feedback.keeps_client_memory else "device"
         each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
         path = folder.residuals if folder else None
         with open_store(where, self.plan.m * each, start.x.device, path) as residuals:
@@ -208,6 +208,9 @@ class Loop:
             between = min(m, sampled * (self.config.checkpoint_every or self.config.rounds))
             most = (m + sampled + between * (self._folder is not None)) * residual_bytes
             say(f"residuals live on disk, in {state.residuals.folder}, and can grow to {format_bytes(most)}")
+        elif not state.residuals.lives_on(state.x.device):
+            most = self.plan.m * residual_bytes
+            say(f"residuals live in the memory of the host, and can grow to {format_bytes(most)}")
         if needs_compiling():
             say("another process compiles the message coders, once: up to 30 s")
         if state.t:

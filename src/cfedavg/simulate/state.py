@@ -23,10 +23,13 @@ from cfedavg.channel import KEPT
 from cfedavg.core.errors import CannotResume, InputError
 from cfedavg.core.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 from cfedavg.simulate.downloads import Downloads
-from cfedavg.simulate.residuals import InMemory, OnDisk, Residuals
+from cfedavg.simulate.residual_files import OnDisk
+from cfedavg.simulate.residuals import InMemory, Residuals
+from cfedavg.simulate.tables import Norms, Table
 
 FORMAT = "cfedavg checkpoint 2"
 SERVER = "server."  # prefix of the names of the server's memory vectors
+_STORED = ("e.", "residuals.")  # prefixes of the names of residuals, which may not live on the device
 
 
 @dataclass(frozen=True)
@@ -211,16 +214,17 @@ def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.devi
     def table(keys: str, values: str) -> dict[int, Any]:
         return dict(zip(tensors[keys].tolist(), tensors[values].tolist(), strict=True))
 
-    vectors = {name: tensor.to(device) for name, tensor in tensors.items() if "residuals." not in name}
+    vectors = {name: each.to(device) for name, each in tensors.items() if not name.startswith(_STORED)}
     norms2, downloads = table("residuals.client", "residuals.norm2"), None
     residuals: Residuals
     if "residuals.version" in tensors:
-        residuals = OnDisk(folder, table("residuals.client", "residuals.version"), norms2=norms2)
+        versions = table("residuals.client", "residuals.version")
+        residuals = OnDisk(folder, versions, norms2=Norms(norms2))
     else:
-        residuals = InMemory({client: vectors[f"e.{client}"] for client in norms2}, norms2=norms2)
+        residuals = InMemory({client: tensors[f"e.{client}"] for client in norms2}, norms2=Norms(norms2))
     if "w" in vectors:
         lengths, held = tensors["downloads.length"].tolist(), table("downloads.client", "downloads.version")
-        downloads = Downloads(vectors["downloads.changed"], tuple(lengths), held)
+        downloads = Downloads(vectors["downloads.changed"], tuple(lengths), Table(held))
     server = {name.removeprefix(SERVER): each for name, each in vectors.items() if name.startswith(SERVER)}
     return State(
         about["t"],

@@ -1,8 +1,9 @@
 """The fast engine: it trains blocks of clients, and several processes (ranks) can divide the clients.
 
 A round runs the same algorithm as a round of the reference engine. Both engines call the same functions of
-`algorithm` and `channel`; this engine calls them once for a whole block of clients. Residuals stay on the
-device. On a GPU, threads count the bytes of one round while the next round trains.
+`algorithm` and `channel`; this engine calls them once for a whole block of clients. If residuals do not stay
+on the device, threads move them while a round trains. On a GPU, threads count the bytes of one round while
+the next round trains.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cfedavg.core.arrays import norm2, norms2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.payload import Payload
-from cfedavg.core.run_files import Record, Reply
+from cfedavg.core.run_files import Record, Reply, ResidualNorms
 from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
 from cfedavg.simulate.engines.reference import Broadcast, Engine
@@ -32,6 +33,7 @@ from cfedavg.simulate.engines.traffic import CountingThreads
 from cfedavg.simulate.engines.trainers import Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
 from cfedavg.simulate.local import EvaluatedBatches, Vectors, channels_last, summarise_batches
+from cfedavg.simulate.mover import Mover
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals
 from cfedavg.simulate.state import State
@@ -39,6 +41,7 @@ from cfedavg.simulate.vectorised.batches import read_all
 from cfedavg.task import Batch, Task
 
 THREADS = 4  # that count bytes
+Memories = Callable[[Sequence[int]], Tensor | None]  # gives clients' memories (residuals, for example)
 
 
 @dataclass
@@ -50,7 +53,7 @@ class RankRound:
     replies: list[Reply] = field(default_factory=list)  # with 0 bytes; `counts` has the bytes
     counts: list[Callable[[], list[int]] | list[int]] = field(default_factory=list)
     g_sum: Tensor | None = None
-    norms2: list[float] = field(default_factory=list)  # squared norms of this rank's residuals
+    norms: ResidualNorms = field(default_factory=ResidualNorms)  # of this rank's residuals
     diverged: list[int] = field(default_factory=list)
 
     def bytes(self) -> list[int]:
@@ -81,6 +84,8 @@ class BlockEngine(Engine):
         # A GPU leaves the processor free to count; on a CPU, counting threads would slow training down.
         self._threads = CountingThreads(THREADS) if device.type == "cuda" else None
         self.behind = 1 if self._threads else 0
+        half = plan.config.residual_precision == "bf16"
+        self.mover = Mover(device, plan.clients_per_round, torch.bfloat16 if half else self.dtype)
         self.commands = RankCommands(self.ranks)
         self._together = plan.m  # how many clients' updates are compressed at once
 
@@ -107,13 +112,16 @@ class BlockEngine(Engine):
             self._threads.begin()
         clients = self.ranks.own(i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
         kept: dict[int, Tensor] = {}
-        for block in self.trainer.train(t, self._start(state), state.b, clients):
+        memories: Memories = lambda some: None  # noqa: E731
+        if plan.feedback.keeps_client_memory:
+            memories = self.mover.fetch(state.residuals, clients, state.x)
+        for block in self.trainer.train(t, self._start(state, memories), state.b, clients):
             done = 0
             while done < len(block.clients):
                 piece = block.part(done, done + self._together)
                 n = len(piece.clients)
                 try:
-                    kept |= self._compress(state, piece, mine)
+                    kept |= self._compress(state, memories, piece, mine)
                     done += n
                     continue
                 except torch.OutOfMemoryError:
@@ -123,11 +131,11 @@ class BlockEngine(Engine):
                 self._together = -(-n // 2) if n > 1 else plan.m
         residuals = state.residuals
         if plan.feedback.keeps_client_memory and not mine.diverged:
-            residuals = residuals.update(kept)
-        mine.norms2 = list(residuals.norms2.values())
+            residuals = self.mover.update(residuals, kept)
+        mine.norms = residuals.norms2.sums
         return residuals, mine
 
-    def _start(self, state: State) -> Start:
+    def _start(self, state: State, memories: Memories) -> Start:
         """Return a function that gives clients their starting points.
 
         A starting point is the broadcast model; some kinds of feedback move it for each client.
@@ -135,15 +143,11 @@ class BlockEngine(Engine):
         feedback, shared = self.plan.feedback, self._shared(state)
         if not feedback.moves_start:
             return lambda clients: state.broadcast
-        return lambda clients: feedback.start(state.broadcast, self._memory(state, clients), shared)
+        return lambda clients: feedback.start(state.broadcast, memories(clients), shared)
 
-    def _memory(self, state: State, clients: list[int]) -> Tensor | None:
-        """Return the clients' memories (residuals, for example), one row each; None if there are none."""
-        if not self.plan.feedback.keeps_client_memory:
-            return None
-        return torch.stack([state.residuals.get(i, state.x) for i in clients])
-
-    def _compress(self, state: State, block: Trained, mine: RankRound) -> dict[int, Tensor]:
+    def _compress(
+        self, state: State, memories: Memories, block: Trained, mine: RankRound
+    ) -> dict[int, Tensor]:
         """Compress the block's updates (lines 10 to 15 of Algorithm 1); return the clients' next memories.
 
         Add what the clients send to `mine`. If a reply is lost, its payload goes back into the client's
@@ -152,7 +156,7 @@ class BlockEngine(Engine):
         plan, t, clients = self.plan, state.t, block.clients
         K = torch.tensor(block.K, device=self.device)[:, None]
         g = local_update(block.x_0, block.x_K, K, plan.rates.update)
-        memory, loss = self._memory(state, clients), block.loss.tolist()
+        memory, loss = memories(clients), block.loss.tolist()
         bad = {i for i in range(len(clients)) if not math.isfinite(loss[i])}
         try:
             words = self._keys(t, clients, Purpose.SELECT)
@@ -170,7 +174,8 @@ class BlockEngine(Engine):
             if any(lost):
                 rows = torch.tensor(lost, device=self.device)[:, None]
                 after = torch.where(rows, self.channel.feedback.restore(made.memory, made.payload), after)
-            kept = self._kept(t, clients, after)
+            stays = state.residuals.lives_on(self.device)
+            kept = self._kept(t, clients, after, copies=stays)  # else the mover copies rows
         g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
         # The lines below allocate little memory: if memory ran out, the block would be delivered twice.
         self._deliver(t, block, made.payload, mine)
@@ -232,8 +237,8 @@ class BlockEngine(Engine):
         sums = [part.g_sum for part in parts if part.g_sum is not None]
         total = sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
         mean_g2 = norm2(total / len(replies)) if total is not None else 0.0
-        norms2 = (n for part in parts for n in part.norms2)
-        return self._record(replies, mean_g2, norms2, broadcast, counts)
+        norms = ResidualNorms(*map(sum, zip(*(part.norms for part in parts), strict=True)))
+        return self._record(replies, mean_g2, norms, broadcast, counts)
 
     def evaluate(self, state: State) -> Record:
         self.commands.send("evaluate", state)
@@ -271,21 +276,29 @@ class BlockEngine(Engine):
         """Save the state with the residuals of all ranks."""
         self.commands.send("residuals", state)
         parts = self.commands.collect(state.residuals)
+        _raise_first(state.t, parts)
         save(replace(state, residuals=state.residuals.merge(parts)) if len(parts) > 1 else state)
         state.residuals.settle()
         self.commands.send("settle", state)
 
     def close(self) -> None:
-        """End the other ranks and the threads that count bytes."""
+        """End the other ranks, the threads that count bytes, and those that move residuals."""
         try:
             self.commands.dismiss()
         finally:
-            if self._threads:
-                self._threads.close()
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        if self._threads:
+            self._threads.close()
+        self.mover.close()
 
     def serve(self) -> State:
         """Carry out rank 0's commands until rank 0 ends this rank; return the last state received."""
-        return obey(self.ranks, self.start(), self._compute)
+        try:
+            return obey(self.ranks, self.start(), self._compute)
+        finally:
+            self._end_threads()
 
     def _compute(self, command: str, state: State) -> tuple[Any, Residuals]:
         """Run the command `round` or `evaluate`; return the result for rank 0 and the new residuals."""

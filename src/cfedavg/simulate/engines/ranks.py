@@ -208,7 +208,7 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
         if command == "begin":
             residuals = {t: ranks.scatter()}
         elif command == "residuals":
-            ranks.gather(residuals[t])
+            ranks.gather(_when_written(residuals[t]))
         elif command == "settle":
             residuals[t].settle()
         else:
@@ -223,6 +223,15 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
             except Exception as error:  # rank 0 raises it
                 found = _make_portable(error)
             ranks.gather(found)
+
+
+def _when_written(residuals: Residuals) -> Residuals | Exception:
+    """Wait until threads have written the residuals; return an error of such a thread."""
+    try:
+        residuals.wait()
+    except Exception as error:  # rank 0 raises it
+        return _make_portable(error)
+    return residuals
 
 
 def _shared_tensors(state: State) -> list[Tensor]:

@@ -25,7 +25,7 @@ from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.payload import Payload
-from cfedavg.core.run_files import Record, Reply, finite, residual_norms, summarise
+from cfedavg.core.run_files import Record, Reply, ResidualNorms, finite, summarise
 from cfedavg.simulate.downloads import Count, Download, Downloads, Start
 from cfedavg.simulate.engines.traffic import BufferChannel, Ledger, dense_bytes
 from cfedavg.simulate.engines.trainers import train_client
@@ -111,13 +111,16 @@ class Engine(ABC):
         shared: Tensor | None = self.plan.feedback.broadcast(state.memory.feedback)
         return shared
 
-    def _kept(self, t: int, clients: list[int], memories: Iterable[Tensor]) -> dict[int, Tensor]:
+    def _kept(
+        self, t: int, clients: list[int], memories: Iterable[Tensor], *, copies: bool = True
+    ) -> dict[int, Tensor]:
         """Return copies of the clients' next memories, in `residual_precision`.
 
-        A row that is not copied would keep its whole block in memory.
+        A row that is not copied would keep its whole block in memory. Without `copies`, rows are not copied.
         """
         if self.plan.config.residual_precision == "full":
-            return {client: row.clone() for client, row in zip(clients, memories, strict=True)}
+            rows = (row.clone() if copies else row for row in memories)
+            return dict(zip(clients, rows, strict=True))
         words = self._keys(t, clients, Purpose.RESIDUAL)
         return {i: stochastic_bf16(row, word) for i, row, word in zip(clients, memories, words, strict=True)}
 
@@ -197,13 +200,13 @@ class Engine(ABC):
         self,
         replies: Sequence[Reply],
         mean_g2: float,
-        norms2: Iterable[float],
+        norms: ResidualNorms,
         broadcast: Broadcast | None,
         counts: Mapping[int, Count],
     ) -> Record:
         """Return a round's row of metrics; `replies` are in client order, `counts` give the downloads.
 
-        `mean_g2` is the squared norm of the mean update, `norms2` are the squared norms of the residuals.
+        `mean_g2` is the squared norm of the mean update, `norms` are the sums of the residual norms.
         """
         plan, downloads = self.plan, {client: count() for client, count in counts.items()}
         row = summarise(replies, len(downloads) - len(replies), self.layout.d, mean_g2)
@@ -214,7 +217,7 @@ class Engine(ABC):
             row["downlink_messages"] = sum(each.messages for each in downloads.values())
             row["whole_downloads"] = sum(each.kind == "whole" for each in downloads.values())
             row["copy_gap_norm2"] = finite(gap2)
-        row |= residual_norms(norms2, plan.m)
+        row |= norms.columns(plan.m)
         took = {reply.client: (reply.K, reply.up_bytes) for reply in replies}
         # The round ends when the slowest client's reply arrives.
         row["simulated_seconds"] = (
@@ -273,7 +276,7 @@ class ReferenceEngine(Engine):
             state_next = self._next_state(state, payloads, buffers, list(arrived), residuals)
         counts, broadcast = self._count_downloads(state, cache), self._measure_broadcast(state, state_next)
         replies, mean_g2 = [each.reply for each in sent], _mean_norm2([each.g for each in sent])
-        row = self._record(replies, mean_g2, residuals.norms2.values(), broadcast, counts)
+        row = self._record(replies, mean_g2, residuals.norms2.sums, broadcast, counts)
         return state_next, lambda: row
 
     def _clients(self, state: State, clients: list[int]) -> list[ClientRound]:
