@@ -38,6 +38,7 @@ from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised import batches as batches_module
 from cfedavg.simulate.vectorised import convolution, layers, replacements
+from cfedavg.simulate.vectorised import recorder as recorder_module
 from cfedavg.simulate.vectorised import step as step_module
 from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
 from cfedavg.simulate.vectorised.convolution import OPERANDS, convolve
@@ -931,8 +932,7 @@ def test_a_step_that_cannot_be_recorded_is_launched_piece_by_piece(monkeypatch: 
     step = Step(task.model, task.loss, SGD())
     recorder = Recorder(step, CPU, said.append)
     recorder.records = True
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", broken)
+    monkeypatch.setattr(recorder_module, "record_graph", broken)
     for _ in range(4):
         for n in (2, 1):  # two kinds of steps: it is said once
             one_step(recorder, Task(task.model, task.clients[:n]), found.part(n))
