@@ -336,8 +336,9 @@ def measure(started: Started) -> dict[str, Any]:
     chosen = [text for text in started.said if text.startswith("engine: ")][-1]
     if chosen.startswith("engine: batched"):
         line["batched"] = round(speed(engine, engine.trainer, rounds=50), 1)
-        notes = [text for text in started.said if "cannot step together" in text]
-        engine.trainer._many.release()  # type: ignore[attr-defined]
+        if notes := [text for text in started.said if "cannot step together" in text]:
+            line["batched"] = None  # a later step failed
+        engine.trainer._many.release()
     else:
         notes = [chosen]
     line["why_not_batched"] = notes[-1].partition(": ")[2].partition(": ")[2] if notes else ""

@@ -76,6 +76,7 @@ def choose_engine(
 
     engine = BlockEngine(plan, task, device, make, messages, ranks)
     name = "batched" if choice.batched else "sequential"
+    name += " with recorded steps" * isinstance(engine.trainer, Recorded)
     processes = f", {ranks.size} processes" if ranks.size > 1 else ""
     say(f"engine: {name} on {device}, {config.precision}{processes}: {choice.why}")
     return engine

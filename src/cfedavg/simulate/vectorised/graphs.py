@@ -36,7 +36,10 @@ def record_graph(work: Callable[[], None], device: torch.device) -> Callable[[],
             failure = failure or error
             _recover(device, pool)
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            failure = None  # its traceback holds this frame, and memory of the GPU with it
     return graph.replay
 
 
