@@ -443,7 +443,7 @@ def test_a_recorded_step_has_the_bits_of_the_step_on_a_gpu(name: str, precision:
             expected, again = (
                 [train_client(plan, task, plain, t, x, b, i) for i in (0, 1, 2)] for _ in range(2)
             )
-            if name in RECORDED or all(map(torch.equal, *([e.x_K for e in f] for f in (expected, again)))):
+            if all(map(torch.equal, *([e.x_K for e in f] for f in (expected, again)))):
                 assert_same_bits(found, expected)
 
 

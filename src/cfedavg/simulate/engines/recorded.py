@@ -208,10 +208,11 @@ class Recorded:
         """Run a step on a batch; replay the recorded step if there is one for such batches."""
         leaves, tree = tree_flatten(batch)
         kind = _kind(leaves, tree)
-        if kind in self._seen and kind not in self._plays and self._may_record():
-            self._try_to_record(kind, leaves, tree, step)
-        if kind in self._plays:
-            self._plays[kind](leaves)
+        play = self._plays.get(kind)
+        if play is None and kind in self._seen and self._may_record():
+            play = self._try_to_record(kind, leaves, tree, step)
+        if play is not None:
+            play(leaves)
             return
         if kind is not None:
             self._seen.add(kind)
@@ -220,7 +221,10 @@ class Recorded:
     def _may_record(self) -> bool:
         return self.record is not None and not self._failed and len(self._plays) < MOST
 
-    def _try_to_record(self, kind: Any, leaves: list[Any], tree: Any, step: Callable[[Batch], None]) -> None:
+    def _try_to_record(
+        self, kind: Any, leaves: list[Any], tree: Any, step: Callable[[Batch], None]
+    ) -> Play | None:
+        """Record a step and keep the recording; if this fails, say so and return None."""
         try:
             self._plays[kind] = self._record(leaves, tree, step)
         except torch.OutOfMemoryError:
@@ -230,12 +234,12 @@ class Recorded:
                 raise
             self._failed = True
             if not self._said:
-                self.say(
-                    f"the step cannot be recorded ({summarise_error(error)}): it is launched piece by piece"
-                )
+                why = summarise_error(error)
+                self.say(f"the step cannot be recorded ({why}): it is launched piece by piece")
             self._said = True
         finally:
             self.state.restore()
+        return self._plays.get(kind)
 
     def _record(self, leaves: list[Any], tree: Any, step: Callable[[Batch], None]) -> Play:
         """Record a step; return a function that runs it on the tensors of another batch of the same kind."""
