@@ -78,6 +78,19 @@ class Tied(nn.Module):
         return out
 
 
+class TiedEmbedding(nn.Module):
+    """Reads symbols by the weights by which it names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(5, 6), nn.LayerNorm(6), nn.Linear(6, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.embedding(symbols(x)).mean((1, 2))))
+        return out[:, :3]
+
+
 class Counter(nn.Module):
     """Counts its steps in a buffer, or in a number, and learns less and less."""
 
@@ -170,11 +183,32 @@ def multiplied(x: Tensor, a: nn.Module) -> Tensor:
     return a(x.mean(1), x[:, 0])  # type: ignore[no-any-return]
 
 
+def padded(x: Tensor, attention: nn.Module) -> Tensor:
+    """Attention to other time steps in each sample, with a bias that grows with the distance."""
+    at = torch.arange(4, device=x.device, dtype=x.dtype)
+    unseen = torch.where(x[..., 0] > x[:, :1, 0], -9.0, 0.0).to(x.dtype)
+    out: Tensor = attention(x, x, x, key_padding_mask=unseen, attn_mask=-(at[:, None] - at).abs())[0]
+    return out.mean(1)
+
+
+def causal(x: Tensor, qkv: nn.Module) -> Tensor:
+    q, k, v = qkv(x).view(len(x), 4, 2, 9).transpose(1, 2).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).mean(2)
+
+
+def over_time(kind: Any) -> nn.Module:
+    """The first axis is time."""
+    return Do(lambda x, cell: cell(x.transpose(0, 1))[0][-1], kind(6, 6, num_layers=2))
+
+
 image = (nn.Unflatten(1, (1, 4)), nn.Conv2d(1, 4, 3, padding=1))  # 4 channels of 4 x 6
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: recurrent(nn.LSTM),
     "LSTM, deep": lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True),
+    "LSTM, unbiased": lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True, bias=False),
+    "LSTM, all dropped": lambda: recurrent(nn.LSTM, num_layers=3, dropout=1.0),  # nothing is random
+    "LSTM, time first": lambda: over_time(nn.LSTM),
     "LSTM, projected": lambda: Do(
         lambda x, c: c(x[:, :2])[0][:, -1], nn.LSTM(6, 6, batch_first=True, proj_size=3), width=3
     ),
@@ -182,10 +216,19 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "GRU": lambda: recurrent(nn.GRU),
     "GRU, deep": lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True),
     "GRU, unbiased": lambda: recurrent(nn.GRU, bias=False),
+    "GRU, all dropped": lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True, dropout=1.0),
+    "GRU, time first": lambda: over_time(nn.GRU),
     "GRUCell": lambda: Do(lambda x, cell: cell(x[:, 0]), nn.GRUCell(6, 6)),
     "RNN": lambda: recurrent(nn.RNN, num_layers=2),
     "RNN, relu": lambda: recurrent(nn.RNN, nonlinearity="relu"),
+    "RNN, relu, deep": lambda: recurrent(nn.RNN, nonlinearity="relu", num_layers=3, bidirectional=True),
+    "RNN, all dropped": lambda: recurrent(nn.RNN, num_layers=2, dropout=1.0),
+    "RNN, time first": lambda: over_time(nn.RNN),
     "embedding": lambda: Do(lambda x, e: e(symbols(x)).mean((1, 2)), nn.Embedding(5, 6)),
+    "embedding, padded": lambda: Do(
+        lambda x, e: e(symbols(x)).mean((1, 2)), nn.Embedding(5, 6, padding_idx=0)
+    ),
+    "embedding, tied": TiedEmbedding,
     "embedding, sparse": lambda: Do(lambda x, e: e(symbols(x)).mean((1, 2)), nn.Embedding(5, 6, sparse=True)),
     "embedding, max norm": lambda: Do(
         lambda x, e: e(symbols(x)).mean((1, 2)), nn.Embedding(5, 6, max_norm=1.0)
@@ -194,20 +237,31 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Do(
         lambda x, a: a(x, x, x)[0].mean(1), nn.MultiheadAttention(6, 2, batch_first=True)
     ),
+    "attention, masked": lambda: Do(padded, nn.MultiheadAttention(6, 2, batch_first=True)),
+    "attention, causal": lambda: Do(causal, nn.Linear(6, 18)),
     "encoder": encoder,
     "encoder, norm first": lambda: encoder(norm_first=True, activation="gelu"),
     "conv1d": lambda: chain(nn.Conv1d(4, 2, 3), nn.ReLU(), width=8),
+    "conv1d, depthwise": lambda: chain(nn.Conv1d(4, 8, 3, groups=4, dilation=2), width=16),
     "conv2d": lambda: chain(*image, nn.ReLU(), nn.MaxPool2d(2), width=24),
     "conv2d, depthwise": lambda: chain(*image, nn.Conv2d(4, 4, 3, groups=4), width=32),
+    "conv2d, grouped": lambda: chain(*image, nn.Conv2d(4, 6, 3, 2, padding=1, groups=2), width=36),
     "conv2d, dilated": lambda: chain(*image, nn.Conv2d(4, 2, 2, dilation=2, stride=2), width=4),
     "conv2d, circular": lambda: chain(
         *image, nn.Conv2d(4, 1, 3, padding=1, padding_mode="circular"), width=24
     ),
     "conv3d": lambda: chain(nn.Unflatten(1, (1, 2, 2)), nn.Conv3d(1, 2, 2), width=10),
     "conv transpose": lambda: chain(*image, nn.ConvTranspose2d(4, 1, 2, stride=2), width=96),
+    "conv transpose 1-D": lambda: chain(nn.ConvTranspose1d(4, 2, 3, stride=2, output_padding=1), width=28),
+    "conv transpose, grouped": lambda: chain(
+        *image, nn.ConvTranspose2d(4, 4, 3, padding=1, groups=2, dilation=2), width=192
+    ),
+    "conv transpose 3-D": lambda: chain(nn.Unflatten(1, (1, 2, 2)), nn.ConvTranspose3d(1, 1, 2), width=63),
     "batch norm": lambda: chain(*image, nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), width=4),
     "instance norm": lambda: chain(*image, nn.InstanceNorm2d(4, affine=True), nn.AvgPool2d(2), width=24),
     "group norm": lambda: chain(*image, nn.GroupNorm(2, 4), nn.AdaptiveMaxPool2d(1), width=4),
+    "group norm 1-D": lambda: chain(nn.Conv1d(4, 4, 3), nn.GroupNorm(2, 4, affine=False), width=16),
+    "layer norm of images": lambda: chain(*image, nn.LayerNorm((4, 4, 6)), nn.ReLU(), width=96),
     "layer norm": lambda: chain(nn.LayerNorm(6), nn.Linear(6, 2), width=8),
     "rms norm": lambda: chain(nn.RMSNorm(6), nn.Linear(6, 2), width=8),
     "local response norm": lambda: chain(*image, nn.LocalResponseNorm(2), nn.Flatten(), width=96),

@@ -181,20 +181,37 @@ def local_steps(
     total, K = parameters[0].new_zeros(()), 0
     model.train()
     for batch in batches:
-        for p in parameters:
-            p.grad = None
-        minibatch_loss = loss(model, batch)
-        minibatch_loss.backward()  # type: ignore[no-untyped-call]
-        state = _step(parameters, optimiser, state, eta_L, start)
-        total += minibatch_loss.detach()
+        minibatch_loss, state = local_step(model, parameters, loss, batch, optimiser, state, eta_L, start)
+        total += minibatch_loss
         K += 1
         if enough(K):
             break
     return LocalWork(K, total / K)
 
 
+def local_step(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    loss: Loss,
+    batch: Batch,
+    optimiser: LocalOptimiser,
+    state: OptimiserState,
+    eta_L: float,
+    start: list[Tensor],
+) -> tuple[Tensor, OptimiserState]:
+    """Run lines 7 and 8 of Algorithm 1: step the model in place; return the loss and the new optimiser state.
+
+    `parameters` are the model's trainable parameters; `start` holds their values at the start of the round.
+    """
+    for p in parameters:
+        p.grad = None
+    minibatch_loss = loss(model, batch)
+    minibatch_loss.backward()  # type: ignore[no-untyped-call]
+    return minibatch_loss.detach(), _descend(parameters, optimiser, state, eta_L, start)
+
+
 @torch.no_grad()
-def _step(
+def _descend(
     parameters: list[nn.Parameter],
     optimiser: LocalOptimiser,
     state: OptimiserState,

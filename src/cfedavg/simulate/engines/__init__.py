@@ -18,6 +18,8 @@ from cfedavg.core.fingerprint import restore_generators
 from cfedavg.core.layout import Layout
 from cfedavg.simulate.engines.blocks import BlockEngine
 from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_device, describe_run
+from cfedavg.simulate.engines.recorded import Recorded
+from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
 from cfedavg.simulate.engines.trainers import Batched, Sequential, Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import explain_failure, find_fault_in_batching, try_task
@@ -66,7 +68,7 @@ def choose_engine(
             return Sequential(plan, task, vectors, device, prepare)
 
         if not choice.batched:
-            return one_by_one()
+            return _record_or_launch(plan, task, vectors, device, prepare, say) or one_by_one()
         ours, trainer = choice.conv_precision, many
         if trainer is None or trainer.step.conv_precision != ours:
             trainer = Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
@@ -74,9 +76,28 @@ def choose_engine(
 
     engine = BlockEngine(plan, task, device, make, messages, ranks)
     name = "batched" if choice.batched else "sequential"
+    name += " with recorded steps" * isinstance(engine.trainer, Recorded)
     processes = f", {ranks.size} processes" if ranks.size > 1 else ""
     say(f"engine: {name} on {device}, {config.precision}{processes}: {choice.why}")
     return engine
+
+
+def _record_or_launch(
+    plan: Plan,
+    task: Task,
+    vectors: Vectors,
+    device: torch.device,
+    prepare: Callable[[Batch], Batch],
+    say: Callable[[str], None],
+) -> Trainer | None:
+    """Return a trainer that records the step of one client on a GPU; None if the step cannot be recorded."""
+    if device.type == "cpu":
+        return None
+    problem = find_fault_in_recording(task, plan.config, vectors, device, prepare)
+    if problem:
+        say(f"the step cannot be recorded ({problem}): it is launched piece by piece")
+        return None
+    return Recorded(plan, task, vectors, device, prepare, say)
 
 
 def _check_reference(config: Config, ranks: Ranks) -> None:

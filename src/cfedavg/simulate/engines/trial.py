@@ -109,7 +109,7 @@ def find_fault_in_batching(
     """
     try:
         with restore_generators(device):
-            small, trial = _two_clients(task, config)
+            small, trial = two_clients(task, config)
             changed, draws = _probe(small, trial, device)
             if changed:
                 return f"a step changes the attribute {changed!r}, which all clients share"
@@ -134,10 +134,10 @@ def explain_failure(model: nn.Module, error: Exception) -> str:
     """Return a text that says how a step failed and, if the traceback shows it, in which module."""
     if isinstance(error, InputError):
         return str(error)
-    return f"{_find_culprit(model, error)} fails in a step of many clients ({summarise_error(error)})"
+    return f"{find_culprit(model, error)} fails in a step of many clients ({summarise_error(error)})"
 
 
-def _find_culprit(model: nn.Module, error: Exception) -> str:
+def find_culprit(model: nn.Module, error: Exception) -> str:
     """Return the name of the innermost module in the traceback; without such a module, that of `model`.
 
     The traceback may show the modules of a copy of `model`.
@@ -167,7 +167,7 @@ class _FirstSamples:
         return self.samples.batch(rows)
 
 
-def _two_clients(task: Task, config: Config) -> tuple[Task, Config]:
+def two_clients(task: Task, config: Config) -> tuple[Task, Config]:
     """Return a trial task and its Config: the smallest and the largest client, and few steps.
 
     Each client has samples for a full batch and, if its last batch is short, for a short batch.
@@ -203,14 +203,15 @@ def _probe(task: Task, config: Config, device: torch.device) -> tuple[str, bool]
         random.seed(seed)
         np.random.seed(seed)
         seed_generators(device, seed, 0, 0)
-        before = _attributes(model)
+        before = plain_attributes(model)
         values.append(task.loss(model, batch).detach())
-        now = _attributes(model)
+        now = plain_attributes(model)
         changed = changed or next((name for name in now if now[name] != before.get(name)), "")
     return changed, not torch.equal(*values)
 
 
-def _attributes(model: nn.Module) -> dict[str, str]:
+def plain_attributes(model: nn.Module) -> dict[str, str]:
+    """Return the plain attributes of all modules: numbers, texts and bools, which no engine sends along."""
     return {
         f"{prefix}.{name}".lstrip("."): repr(value)  # as text, since NaN is not equal to itself
         for prefix, module in model.named_modules()

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cfedavg.core.errors import summarise_error
 from cfedavg.simulate.vectorised.artifacts import Compilation, Listed, lift_constants
+from cfedavg.simulate.vectorised.graphs import record_graph
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.task import Batch
 
@@ -120,7 +121,7 @@ class Recorder:
         """Return the listed operators of the step; if listing fails, the step itself."""
         if not self.lists:
             return self._flat(inputs)
-        before = _python_generators()
+        before = python_generators()
         try:
             listed = lift_constants(self._trace(inputs))
         except (torch.OutOfMemoryError, ValueError):  # BatchNorm raises ValueError for one sample
@@ -129,7 +130,7 @@ class Recorder:
             self.say(f"the step cannot be listed ({summarise_error(error)}): it runs as it is, slower")
             self.compiles = False
             return self._flat(inputs)
-        if _python_generators() != before:  # a replayed list would repeat the same random numbers
+        if python_generators() != before:  # a replayed list would repeat the same random numbers
             self.say("the model draws with Python's or NumPy's generator: its step runs as it is, slower")
             self.compiles = self.records = False
             return self._flat(inputs)
@@ -178,11 +179,8 @@ class Recorder:
     def _record(self, run: Play, given: list[Tensor]) -> Play:
         """Record the step as a CUDA graph; return a function that replays the graph on given inputs."""
         inputs = [each.clone() for each in given]
-        graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that count bytes use the GPU meanwhile. The default mode forbids them to wait for it.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                run(inputs)
+            replay = record_graph(lambda: run(inputs), self.device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -193,11 +191,12 @@ class Recorder:
         def play(given: list[Tensor]) -> None:
             for mine, theirs in zip(inputs, given, strict=True):
                 mine.copy_(theirs)
-            graph.replay()
+            replay()
 
         return play
 
 
-def _python_generators() -> tuple[Any, ...]:
+def python_generators() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators."""
     words: Any = np.random.get_state()
     return random.getstate(), words[1].tobytes(), *words[2:]
