@@ -119,8 +119,9 @@ def rows_to_graph(rows: Sequence[Row]) -> GraphModule:
 
 def import_compiler() -> None:
     """Import torch's compiler, which takes seconds; do not start CUDA."""
-    import torch._inductor.compile_fx
-    import torch._inductor.standalone_compile  # noqa: F401
+    with warnings.catch_warnings(action="ignore"):  # it uses deprecated parts of torch
+        import torch._inductor.compile_fx
+        import torch._inductor.standalone_compile  # noqa: F401
 
 
 def compile_step(graph: GraphModule, inputs: Sequence[Like]) -> Any:
