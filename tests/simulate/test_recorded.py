@@ -414,6 +414,37 @@ def test_a_gpu_gets_recorded_steps_where_the_trial_allows_it(
     assert engines._record_or_launch(plan, task, vectors, CPU, same, said.append) is None
 
 
+@pytest.fixture
+def taped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines record steps on a tape."""
+
+    def tape(plan: Plan, task: Task, vectors: Vectors, device: torch.device, prepare: Any, say: Any) -> Any:
+        return Recorded(plan, task, vectors, device, prepare, say, imitate)
+
+    monkeypatch.setattr(engines, "_record_or_launch", tape)
+
+
+def randomly() -> nn.Module:
+    return chain(nn.Linear(6, 6), nn.RReLU(), nn.Dropout(0.2), width=24)
+
+
+RESUMED = Config(
+    engine="sequential", rounds=4, clients=3, local_steps="2..6", batch_size=5, compressor="topk(0.5)",
+    local_optimiser="adamw(0.1)", schedule="decaying", sample_iterate=True,
+)  # fmt: skip
+
+
+def test_resume_with_steps_on_a_tape_is_bitwise(taped: None, tmp_path: Path) -> None:
+    resumes(RESUMED.replace(device="cpu"), sentences(randomly), tmp_path)
+    assert (tmp_path / "whole/engine.txt").read_text().startswith("sequential with recorded steps on cpu")
+
+
+@pytest.mark.parametrize("name", ["own function", "checkpoint", "spectral norm", "LSTM, projected"])
+def test_rounds_on_a_tape_are_those_of_the_reference(name: str, taped: None) -> None:
+    work = {"local_steps": "6", "batch_size": 5, "local_optimiser": "sgd(momentum=0.9)"}
+    agree(sentences(MODULES[name]), "sequential", "cpu", compressor="none", **work)
+
+
 # On a GPU
 
 CUDA = torch.device("cuda")
@@ -495,12 +526,7 @@ def test_a_recording_that_fails_leaves_torch_as_it_was() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
 def test_resume_with_recorded_steps_is_bitwise(precision: str, tmp_path: Path) -> None:
-    task = sentences(lambda: chain(nn.Linear(6, 6), nn.RReLU(), nn.Dropout(0.2), width=24))
-    config = Config(
-        engine="sequential", device="cuda", rounds=4, clients=3, precision=precision, local_steps="2..6",
-        batch_size=5, local_optimiser="adamw(0.1)", compressor="topk(0.5)", schedule="decaying",
-    )  # fmt: skip
-    resumes(config, task, tmp_path)
+    resumes(RESUMED.replace(device="cuda", precision=precision), sentences(randomly), tmp_path)
 
 
 @pytest.mark.gpu

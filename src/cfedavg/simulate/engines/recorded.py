@@ -143,12 +143,13 @@ class Recorded:
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         try:
             for client in clients:
-                x = start([client]).reshape(-1)
+                x, trained = start([client]).reshape(-1), None
                 try:
                     trained = self._train(t, x, b, client)
                 except torch.OutOfMemoryError:
                     if self.strict:
                         raise
+                if trained is None:  # the tensors of the failed attempt are free only now
                     self.shrink()
                     trained = self._train(t, x, b, client)
                 yield trained
