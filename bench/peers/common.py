@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from cfedavg import Config
 from cfedavg.data.tasks import build_task
 
-BATCH, EVALUATION_BATCH, RATE = 64, 512, 0.1
+EVALUATION_BATCH, RATE = 512, 0.1
+CHARACTERS, LENGTH = 90, 80  # of the sequences for the LSTM
 Batch = tuple[Tensor, Tensor]
 
 
@@ -33,6 +34,7 @@ Batch = tuple[Tensor, Tensor]
 class Settings:
     """The round to do, and by how many processes."""
 
+    model: str
     clients: int
     samples: int | None
     epochs: int
@@ -48,10 +50,15 @@ class Settings:
     def rank(self) -> int:
         return int(os.environ.get("PEER_RANK", 0))
 
+    @property
+    def batch(self) -> int:
+        return 64 if self.model == "cnn" else 10
+
 
 def settings(text: str | None) -> Settings:
     """The command line as settings."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["cnn", "lstm"], default="cnn", help="lstm: on random characters")
     parser.add_argument("--clients", type=int, default=100, help="m")
     parser.add_argument("--samples", type=int, help="of each client; without it, all that it is dealt")
     parser.add_argument("--epochs", type=int, default=10, help="local epochs")
@@ -72,20 +79,49 @@ def settings(text: str | None) -> Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """The model as it starts, each client's samples, and the test set."""
+    """The model as it starts, each client's samples, the test set and the batch size."""
 
     model: nn.Module
     clients: list[Batch]
     test: Batch
+    batch: int
 
     def steps(self, epochs: int) -> int:
         """Local steps of all clients in a round; the short last batch of an epoch counts."""
-        return epochs * sum(-(-len(labels) // BATCH) for _, labels in self.clients)
+        return epochs * sum(-(-len(labels) // self.batch) for _, labels in self.clients)
+
+
+class CharacterLSTM(nn.Module):
+    """Two LSTM layers of 256 over an embedding of 8 that predict every next character of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, 8)
+        self.lstm = nn.LSTM(8, 256, 2, batch_first=True)
+        self.head = nn.Linear(256, CHARACTERS)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """The logits, (sequences, characters, length)."""
+        y: Tensor = self.head(self.lstm(self.embedding(characters))[0])
+        return y.transpose(1, 2)
+
+
+def characters(given: Settings) -> Work:
+    """Random sequences for the LSTM: 100 for each client, if `--samples` does not say otherwise."""
+    generator = torch.Generator().manual_seed(given.seed)
+    torch.manual_seed(given.seed)
+    text = torch.randint(
+        CHARACTERS, (given.clients + 1, given.samples or 100, LENGTH + 1), generator=generator
+    )
+    *clients, test = [(each[:, :-1], each[:, 1:]) for each in text]
+    return Work(CharacterLSTM(), clients, test, given.batch)
 
 
 @cache
 def work(given: Settings) -> Work:
     """The task as cfedavg builds it (partition, standardised images, initial weights), on the CPU."""
+    if given.model == "lstm":
+        return characters(given)
     config = Config(
         dataset="mnist" if given.data_dir else "embedded",
         data_dir=given.data_dir,
@@ -99,7 +135,7 @@ def work(given: Settings) -> Work:
     if given.samples is not None and not 1 <= given.samples <= fewest:
         raise SystemExit(f"--samples is {given.samples}: each of {given.clients} clients holds only {fewest}")
     held = [client.batch(np.arange(given.samples or len(client))) for client in task.clients]
-    return Work(task.model, held, task.test.batch(np.arange(len(task.test))))
+    return Work(task.model, held, task.test.batch(np.arange(len(task.test))), given.batch)
 
 
 def moved(batch: Batch, device: str) -> Batch:
@@ -107,12 +143,12 @@ def moved(batch: Batch, device: str) -> Batch:
     return batch[0].to(device), batch[1].to(device)
 
 
-def local_sgd(model: nn.Module, client: Batch, epochs: int) -> None:
+def local_sgd(model: nn.Module, client: Batch, epochs: int, batch: int) -> None:
     """Epochs of plain SGD in a fixed order, the last batch short."""
     optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
     model.train()
     for _ in range(epochs):
-        for inputs, labels in zip(client[0].split(BATCH), client[1].split(BATCH), strict=True):
+        for inputs, labels in zip(client[0].split(batch), client[1].split(batch), strict=True):
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimiser.step()
@@ -123,7 +159,7 @@ def right(model: nn.Module, test: Batch) -> int:
     """How many samples the model gets right."""
     model.eval()
     batches = zip(test[0].split(EVALUATION_BATCH), test[1].split(EVALUATION_BATCH), strict=True)
-    return int(sum((model(inputs).argmax(-1) == labels).sum() for inputs, labels in batches))
+    return int(sum((model(inputs).argmax(1) == labels).sum() for inputs, labels in batches))
 
 
 def now(device: str) -> float:
@@ -216,6 +252,7 @@ def report(
         "processes": given.processes,
         "threads": given.threads,
         "device": torch.cuda.get_device_name() if given.device.startswith("cuda") else given.device,
+        "model": given.model,
         "clients": given.clients,
         "steps_per_round": steps,
         "seconds_per_round": [round(each, 4) for each in seconds],

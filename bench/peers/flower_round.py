@@ -129,7 +129,7 @@ def train(given: Settings, task: Task, after: Callable[[], None]) -> None:
         model = mine.model.to(given.device)
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         samples = moved(mine.clients[int(context.node_config["partition-id"])], given.device)
-        local_sgd(model, samples, given.epochs)
+        local_sgd(model, samples, given.epochs, given.batch)
         metrics = MetricRecord({"num-examples": len(samples[1])})
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content=content, reply_to=message)
@@ -180,7 +180,7 @@ def main() -> None:
     accuracy: list[float] = []
 
     def after() -> None:
-        accuracy.append(right(task.model, test) / len(test[1]))
+        accuracy.append(right(task.model, test) / test[1].numel())
         stamps.append(now(given.device))
         if len(stamps) == 2 + given.rounds:
             import flwr

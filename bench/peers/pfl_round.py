@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from common import (
-    BATCH,
     EVALUATION_BATCH,
     RATE,
     Settings,
@@ -54,8 +53,8 @@ class Judged(nn.Module):
         from pfl.metrics import Weighted
 
         self.eval()
-        right = (self.model(inputs).argmax(-1) == labels).sum()
-        return {"accuracy": Weighted(right.item(), len(labels))}
+        right = (self.model(inputs).argmax(1) == labels).sum()
+        return {"accuracy": Weighted(right.item(), labels.numel())}
 
 
 def by_gloo() -> None:
@@ -121,7 +120,7 @@ def train(given: Settings, task: Work) -> tuple[list[float], list[float]]:
             central_optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         ),
         model_train_params=NNTrainHyperParams(
-            local_batch_size=BATCH, local_num_epochs=given.epochs, local_learning_rate=RATE
+            local_batch_size=task.batch, local_num_epochs=given.epochs, local_learning_rate=RATE
         ),
         model_eval_params=judging,
         callbacks=[CentralEvaluationCallback(Dataset(moved(task.test, given.device)), judging), Clock()],

@@ -20,6 +20,7 @@ def main() -> None:
     model = task.model.to(given.device)
     clients = [moved(client, given.device) for client in task.clients[rank::size]]
     samples = len(task.test[1])
+    labels = task.test[1].numel()
     share = slice(samples * rank // size, samples * (rank + 1) // size)
     test = moved((task.test[0][share], task.test[1][share]), given.device)
 
@@ -34,11 +35,11 @@ def main() -> None:
         total = torch.zeros_like(x)
         for client in clients:
             vector_to_parameters(x.clone(), model.parameters())
-            local_sgd(model, client, given.epochs)
+            local_sgd(model, client, given.epochs, task.batch)
             total += parameters_to_vector(model.parameters()).detach()
         x = added(total) / given.clients
         vector_to_parameters(x.clone(), model.parameters())
-        accuracy.append(int(added(torch.tensor(right(model, test)))) / samples)
+        accuracy.append(int(added(torch.tensor(right(model, test)))) / labels)
         stamps.append(now(given.device))
     peak = memory(given)
     if rank == 0:

@@ -1,0 +1,132 @@
+"""All lines of one GPU machine in docs/benchmarks.md, each a process of its own, one after another.
+
+    python bench/gpu.py --data-dir DIR --out results/speed/gpu.jsonl --minutes 9
+    python bench/gpu.py --data-dir DIR --out results/speed/gpu.jsonl --only "pfl*"
+
+DIR holds MNIST as parquet files. A part whose line is in the file already is left out, so the parts can be
+measured in several calls on one machine. `start` and `again` run the command from nothing to the report: the
+first with empty caches (the data set, compiled steps, torch's and Triton's own), the second with the caches
+of the first. The other parts are warm after their first round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+COMMAND = "from cfedavg.cli import main; main()"
+MNIST = {"dataset": "mnist", "clients": 100, "model": "cnn", "local_epochs": 10, "batch_size": 64}
+Line = dict[str, Any]
+
+
+def last_line(command: list[str], **more: str) -> Line:
+    """Run a program and return the line of JSON that it prints last."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | more)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    line: Line = json.loads(done.stdout.strip().splitlines()[-1])
+    return line
+
+
+def command(caches: Path, data_dir: str, rounds: int) -> Line:
+    """Time `cfedavg run` from the start of Python to the report, and its rounds."""
+    names = ("CFEDAVG_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR")
+    places = {name: str(caches / name.lower()) for name in names}
+    fields = MNIST | {"data_dir": data_dir, "rounds": rounds, "precision": "bf16", "device": "cuda"}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
+    with tempfile.TemporaryDirectory() as out:
+        began = time.perf_counter()
+        program = [sys.executable, "-c", COMMAND, "run", "--iid", *options, "--out", f"{out}/run"]
+        subprocess.run(program, check=True, stdout=subprocess.DEVNULL, env=os.environ | places)
+        whole = time.perf_counter() - began
+        rows = [json.loads(line) for line in Path(out, "run/metrics.jsonl").read_text().splitlines()]
+    seconds = [row["seconds"] for row in rows]
+    return {
+        "seconds_in_all": round(whole, 2), "rounds": rounds, "first_round_seconds": round(seconds[0], 2),
+        "median_seconds": round(statistics.median(seconds[1:]), 4), "longest_later_seconds": max(seconds[1:]),
+        "test_accuracy": rows[-1]["test_accuracy"], "total_bytes": rows[-1]["total_bytes"],
+    }  # fmt: skip
+
+
+def rounds(data_dir: str, **options: object) -> Line:
+    """Time rounds of a configuration (bench/round.py)."""
+    fields = MNIST | {"data_dir": data_dir, "iid": "true", "device": "cuda", "rounds": 21} | options
+    words = [f"{name}={value}" for name, value in fields.items()]
+    return last_line([sys.executable, str(HERE / "round.py"), *words])
+
+
+def peer(data_dir: str, script: str, processes: int, *words: str) -> Line:
+    """Time rounds of a peer (bench/peers)."""
+    given = ["--device", "cuda", "--data-dir", data_dir, "--processes", str(processes), *words]
+    began = time.perf_counter()
+    line = last_line([sys.executable, str(HERE / "peers" / script), *given])
+    return line | {"seconds_in_all": round(time.perf_counter() - began, 2)}
+
+
+def lstm(engine: str, precision: str) -> Line:
+    """Time our rounds of the peers' LSTM: 50 clients, 10 local steps each."""
+    words = ["--model", "lstm", "--clients", "50", "--epochs", "1", "--rounds", "5", "--device", "cuda"]
+    program = [sys.executable, str(HERE / "peers" / "our_round.py"), *words]
+    return last_line(program, ENGINE=engine, PRECISION=precision)
+
+
+def parts(data_dir: str, caches: Path) -> dict[str, Callable[[], Line]]:
+    """All parts, by name; the most important first."""
+    pfl, ours = partial(peer, data_dir, "pfl_round.py"), partial(rounds, data_dir)
+    text = ("--model", "lstm", "--clients", "50", "--epochs", "1", "--rounds", "3")
+    resnet = {"dataset": "cifar10", "model": "resnet18", "rounds": 6}
+    return {
+        "start: 100 rounds, no caches": lambda: command(caches, data_dir, 100),
+        "again: 10 rounds, caches of the first": lambda: command(caches, data_dir, 10),
+        "pfl, 5 processes": lambda: pfl(5, "--rounds", "3"),
+        "cfedavg, bf16, both directions": lambda: ours(precision="bf16"),
+        "cfedavg, float32, topk(0.99) up": lambda: ours(compressor="topk(0.99)", compressor_down="none"),
+        "LSTM: cfedavg, batched, bf16": lambda: lstm("batched", "bf16"),
+        "LSTM: cfedavg, batched, float32": lambda: lstm("batched", "float32"),
+        "LSTM: cfedavg, sequential, float32": lambda: lstm("sequential", "float32"),
+        "LSTM: pfl, 1 process": lambda: pfl(1, *text),
+        "LSTM: pfl, 5 processes": lambda: pfl(5, *text),
+        "ResNet-18, bf16": lambda: ours(
+            **resnet, precision="bf16", compressor="topk(0.99)", compressor_down="none"
+        ),
+        "plain PyTorch": lambda: peer(data_dir, "plain_round.py", 1, "--rounds", "1"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu.jsonl"))
+    parser.add_argument("--only", default="*", help="parts of these names; * stands for anything")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no part after so many minutes")
+    given = parser.parse_args()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    before = given.out.read_text().splitlines() if given.out.exists() else []
+    done = {json.loads(line)["part"] for line in before}
+    until = time.monotonic() + 60 * given.minutes
+    with tempfile.TemporaryDirectory() as caches:
+        for name, measure in parts(given.data_dir, Path(caches)).items():
+            if name in done or not fnmatch.fnmatch(name, given.only) or time.monotonic() > until:
+                continue
+            line = json.dumps({"part": name} | measure())
+            with given.out.open("a") as file:
+                file.write(line + "\n")
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
