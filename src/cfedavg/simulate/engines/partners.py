@@ -24,6 +24,7 @@ class Partners:
     runs: Sequence[tuple[Plan, Task]]  # those that are known when the first run chooses its engine
     say: Callable[[str], None] = lambda text: None  # told what concerns the trainer
     trainer: Batched | None = None
+    active: int = 1  # how many runs are under way
 
     def first_requests(self, x: Tensor, b: Tensor) -> list[Request]:
         """Return the requests of round 0 of all runs; all clients start with x and b."""
