@@ -42,6 +42,16 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _unlisted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To list a step costs more than the few steps here; the first test and those on a GPU list all the same."""
+    if request.node.originalname not in LISTED and not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(Recorder, "_list", Recorder._flat)
+
+
+LISTED = ("test_cells_side_by_side_equal_their_runs_alone",)
+
+
 def grid_of(lines: dict[str, dict[str, Any]], seeds: int = 1, **base: Any) -> Grid:
     table = [{"name": name, "label": name, **changes} for name, changes in lines.items()]
     usual = {name: value for name, value in BASE.items() if name not in base}
