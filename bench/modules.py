@@ -33,7 +33,7 @@ from cfedavg.models import BasicBlock, cnn, mlp
 from cfedavg.simulate.engines import BlockEngine, choose_engine
 from cfedavg.simulate.engines.recorded import Recorded
 from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
-from cfedavg.simulate.engines.trainers import Sequential, Trainer
+from cfedavg.simulate.engines.trainers import Request, Sequential, Trainer
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.compiler import start_compiler
 
@@ -308,12 +308,12 @@ def wait(device: torch.device) -> float:
 
 def speed(engine: BlockEngine, trainer: Trainer, rounds: int) -> float:
     """Return the local steps per second of a trainer; its first block warms up."""
-    state, clients = engine.start(), list(range(engine.plan.m))
+    plan, state, clients = engine.plan, engine.start(), list(range(engine.plan.m))
     at: Any = lambda clients: state.x  # noqa: E731
 
     def blocks() -> Iterator[int]:
         for t in range(rounds):
-            for block in trainer.train(t, at, state.b, clients):
+            for block in trainer.train(Request(plan, engine.task, t, at, state.b, clients)):
                 yield sum(block.K)
 
     with engine._setting():
@@ -346,7 +346,7 @@ def measure(started: Started) -> dict[str, Any]:
     line["why_not_recorded"] = reason
     one = Recorded(plan, task, engine.vectors, device, prepare, started.said.append)
     line["recorded"] = None if reason else round(speed(engine, one, rounds=1), 1)
-    plain = Sequential(plan, task, engine.vectors, device, prepare)
+    plain = Sequential(engine.vectors, device, prepare)
     line["eager"] = round(speed(engine, plain, rounds=1), 1)
     engine.close()
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"

@@ -1,4 +1,4 @@
-"""The paper's models and two small ones, each a function (input shape, number of classes) -> nn.Module."""
+"""The paper's models and three small ones, each a function (input shape, number of classes) -> nn.Module."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
         nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, classes),
+    )  # fmt: skip
+
+
+def lenet(shape: Shape, classes: int) -> nn.Module:
+    """Build LeNet-5: two 5x5 convolutions with pooling, then 120 and 84 hidden units, with ReLU.
+
+    >>> sum(p.numel() for p in lenet((1, 28, 28), 10).parameters())
+    44426
+    >>> sum(p.numel() for p in lenet((3, 32, 32), 10).parameters())
+    62006
+    """
+    channels, height, width = shape
+    if min(height, width) < 16:
+        raise InputError(f"`model` lenet needs images of at least 16x16 pixels, got {height}x{width}")
+    features = 16 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(features, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(),
+        nn.Linear(84, classes),
     )  # fmt: skip
 
 
@@ -86,6 +106,7 @@ def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
 
 MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "cnn": cnn,
+    "lenet": lenet,
     "resnet18": resnet18,
     "resnet18_gn": resnet18_gn,
     "mlp": mlp,

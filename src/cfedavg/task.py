@@ -33,6 +33,8 @@ class Samples(Protocol):
     """The interface of a data set: `len` gives the number of samples, `batch(rows)` the samples at `rows`.
 
     A data set whose samples never change may have the attribute `fixed = True`: a GPU then keeps the samples.
+    If it is a part of a larger one, it may also have the attributes `whole`, the larger data set, and `rows`,
+    the numbers of its samples there: a GPU then keeps the larger one, once for all its parts.
     """
 
     def __len__(self) -> int: ...

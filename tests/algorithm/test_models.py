@@ -53,7 +53,8 @@ def test_errors(name: str, words: str) -> None:
         build_model(name, (1, 28, 28), 10, 0)
 
 
-def test_cnn_on_small_images() -> None:
-    assert build_model("cnn", (1, 16, 16), 10, 0)(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
-    with pytest.raises(InputError, match="at least 16x16"):
-        build_model("cnn", (1, 8, 8), 10, 0)
+@pytest.mark.parametrize("name", ["cnn", "lenet"])
+def test_convolutions_on_small_images(name: str) -> None:
+    assert build_model(name, (1, 16, 16), 10, 0)(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
+    with pytest.raises(InputError, match=f"`model` {name} needs images of at least 16x16"):
+        build_model(name, (1, 8, 8), 10, 0)

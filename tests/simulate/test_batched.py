@@ -91,8 +91,21 @@ def timetables(draw: st.DrawFn) -> Timetable:
     )
     steps = sorted(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)), reverse=True)
     clients = draw(st.lists(st.integers(0, 10_000), min_size=n, max_size=n))
-    seed, t = draw(st.integers(-(2**63), 2**63 - 1)), draw(st.integers(0, 1000))
-    return Timetable(clients, np.array(samples), np.array(steps), draw(st.integers(1, 9)), seed, t)
+    seeds = draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=n, max_size=n))
+    rounds = draw(st.lists(st.integers(0, 1000), min_size=n, max_size=n))
+    return timetable_of(clients, samples, steps, draw(st.integers(1, 9)), seeds, rounds)
+
+
+def timetable_of(
+    clients: list[int],
+    samples: list[int],
+    steps: list[int],
+    batch_size: int,
+    seeds: list[int] | None = None,
+    rounds: list[int] | None = None,
+) -> Timetable:
+    each = [np.array(numbers or [0] * len(clients)) for numbers in (samples, steps, seeds, rounds)]
+    return Timetable(clients, each[0], each[1], batch_size, each[2], each[3])
 
 
 def taken(timetable: Timetable, turns: Iterator[Turn], length: int) -> list[list[list[int]]]:
@@ -118,22 +131,21 @@ def test_every_client_goes_through_its_own_batches(timetable: Timetable, length:
     turns = timetable.together() if together else timetable.apart()
     found = taken(timetable, turns, length)
     for i, client in enumerate(timetable.clients):
-        own = batches(
-            Numbers(int(timetable.samples[i])), timetable.batch_size, timetable.seed, timetable.t, client
-        )
+        key = int(timetable.seeds[i]), int(timetable.rounds[i]), client
+        own = batches(Numbers(int(timetable.samples[i])), timetable.batch_size, *key)
         assert found[i] == [rows.tolist() for rows in islice(own, int(timetable.steps[i]))]
 
 
 def test_rows_are_made_in_stretches_that_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the table of batches nor the orders have more than 2**24 entries, or they are of one step."""
-    timetable = Timetable([0, 1], np.array([2**22, 3]), np.array([50, 9]), 4, 0, 0)
+    timetable = timetable_of([0, 1], [2**22, 3], [50, 9], 4)
     assert Rows(timetable, CPU).length == 2
-    assert Rows(Timetable([0], np.array([2**25]), np.array([1]), 4, 0, 0), CPU).length == 2**22
+    assert Rows(timetable_of([0], [2**25], [1], 4), CPU).length == 2**22
     made = []
     monkeypatch.setattr(
         Rows, "_table", lambda self, start, stop: made.append((start, stop)) or torch.zeros(4, 2, 4)
     )
-    small = Timetable([0, 1], np.array([2**21, 4]), np.array([9, 9]), 4, 0, 0)
+    small = timetable_of([0, 1], [2**21, 4], [9, 9], 4)
     rows = Rows(small, CPU)
     for turn in small.together():
         rows.at(turn)
@@ -635,7 +647,7 @@ def test_steps_with_our_convolutions(name: str) -> None:
     for precision in (None, "float64"):
         stack = stacked(task.model, 3, momentum=True)
         Recorder(Step(task.model, task.loss, SGD(0.9), conv_precision=precision), CPU, print)(
-            stack, batch, None, None, ETA
+            stack, batch, None, None, ETA.expand(len(stack.losses))
         )
         after_step.append(tree_leaves(stack))
     torch.testing.assert_close(*after_step, **EXACT)
@@ -867,7 +879,7 @@ def test_residuals_that_do_not_fit_take_their_room_from_training(monkeypatch: py
 
 def one_step(recorder: Recorder, task: Task, stack: Stack) -> None:
     batch = tree_stack([client.batch(np.arange(4)) for client in task.clients])
-    recorder(stack, batch, None, None, ETA)
+    recorder(stack, batch, None, None, ETA.expand(len(stack.losses)))
 
 
 def broken(*_: Any, **__: Any) -> Any:
@@ -964,7 +976,7 @@ def nested(n: int, seed: int) -> dict[str, Any]:
 
 def test_resident_samples_are_the_samples() -> None:
     clients = [Tensors(nested(n, seed)) for seed, n in enumerate((5, 3, 8))]
-    block = Pool(clients, CPU, DOUBLE).block([2, 0, 1])
+    block = Pool(CPU, DOUBLE).block([clients[i] for i in (2, 0, 1)])
     assert isinstance(block, Resident)
     rows = np.array([[7, 0, 3], [4, 4, 1], [2, 0, 1]])
     for some in (None, np.array([2, 0])):
@@ -994,7 +1006,7 @@ class Augmented(Dataset[Any]):
 
 def test_augmented_samples_are_made_anew_for_every_batch() -> None:
     data = [Augmented(torch.zeros(4, 2), torch.arange(4) + 10 * i) for i in range(3)]
-    source = Pool(Task(nn.Linear(2, 3), data).clients, CPU, DOUBLE).block([1, 2])
+    source = Pool(CPU, DOUBLE).block(Task(nn.Linear(2, 3), data).clients[1:])
     assert isinstance(source, Hosted)
     rows = torch.tensor([[0, 3, 2], [1, 1, 0]])
     first, second = source.gather(rows, 2), source.gather(rows, 2)
@@ -1033,14 +1045,15 @@ def test_samples_leave_the_device_if_memory_is_short(monkeypatch: pytest.MonkeyP
 
     clients = [Watched(i) for i in range(4)]
     monkeypatch.setattr(batches_module, "free_memory", lambda device: 4 * 128)  # room for two clients
-    short = Pool(clients, CPU, DOUBLE)
+    short = Pool(CPU, DOUBLE)
     for block in ([0, 1], [0, 1], [1, 2], [1], [0], [2, 3]):
-        found = short.block(block).gather(torch.zeros(len(block), 1, dtype=torch.int64), len(block))
+        source = short.block([clients[i] for i in block])
+        found = source.gather(torch.zeros(len(block), 1, dtype=torch.int64), len(block))
         assert found[:, 0, 0].tolist() == block
     # 0 and 1 are read; 2 drives 0 out; 1 is used again; 0 drives 2 out; 2 and 3 drive the others out.
     assert read == [0, 1, 2, 0, 2, 3]
     short.clear()
-    short.block([3])
+    short.block([clients[3]])
     assert read[-1] == 3
     assert len(read) == 7
 
@@ -1218,7 +1231,7 @@ def test_clients_of_a_block_drop_differently() -> None:
     config = Config(clients=2, device="cpu", engine="batched", batch_size=16)
     engine = choose_engine(config, Plan(config, task), task)
     start = engine.start()
-    (block,) = engine.trainer.train(0, lambda clients: start.x, start.b, [0, 1])  # type: ignore[attr-defined]
+    (block,) = engine.trainer.train(engine.request(start))  # type: ignore[attr-defined]
     assert isinstance(engine.trainer.trainer, Batched)  # type: ignore[attr-defined]
     assert not torch.equal(block.x_K[0], block.x_K[1])
 

@@ -23,7 +23,7 @@ from cfedavg.simulate import engines
 from cfedavg.simulate.engines import choose_engine
 from cfedavg.simulate.engines.recorded import MOST, Record, Recorded
 from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
-from cfedavg.simulate.engines.trainers import Sequential, Trained, train_client
+from cfedavg.simulate.engines.trainers import Request, Sequential, Trained, train_client
 from cfedavg.simulate.local import PRECISIONS, Vectors, channels_last, reproducible
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.graphs import record_graph
@@ -126,7 +126,7 @@ def recorded(
 
 def round_of(trainer: Any, vectors: Vectors, t: int, clients: list[int]) -> list[Trained]:
     x, b = vectors.read()
-    return list(trainer.train(t, lambda clients: x, b, clients))
+    return list(trainer.train(Request(trainer.plan, trainer.task, t, lambda clients: x, b, clients)))
 
 
 def assert_same_bits(found: list[Trained], expected: list[Trained]) -> None:
@@ -211,7 +211,7 @@ def test_a_round_that_is_broken_off_leaves_nothing() -> None:
     plan, vectors = setting(task)
     trainer = recorded(plan, task, vectors)
     x, b = vectors.read()
-    blocks = trainer.train(0, lambda clients: x, b, [0, 1, 2])
+    blocks = trainer.train(Request(plan, task, 0, lambda clients: x, b, [0, 1, 2]))
     next(blocks)
     assert trainer._plays
     blocks.close()

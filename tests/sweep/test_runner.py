@@ -113,7 +113,9 @@ def test_a_grid_from_its_first_cell_to_its_picture(mine: str, tmp_path: Path) ->
     assert entry.settings == grid.cells[entry.name][1]
     assert [len(entry.values[key]) for key in COLUMNS if key in entry.values] == [4] * (len(COLUMNS) - 1)
     assert entry.made["command"] == "a test"
-    assert entry.made.keys() == {"command", "seconds", "version", "torch", "python", "hardware"}
+    assert entry.made.keys() == {
+        "command", "seconds", "together", "version", "torch", "python", "hardware"
+    }  # fmt: skip
     assert (tmp_path / "out" / "mine.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "mine.md").read_text().count("\n|") >= 5
     assert {path.name for path in (tmp_path / "out" / entry.name).iterdir()} >= {

@@ -40,6 +40,12 @@ Only = Annotated[
     list[str] | None, typer.Option(help="only cells of these names; * stands for anything; repeatable")
 ]
 Minutes = Annotated[float, typer.Option(help="stop after this many minutes; continue with --resume", min=0)]
+Together = Annotated[
+    int,
+    typer.Option(
+        help="how many runs train at once; 0: as many as fill the GPU, on a CPU one", min=0, max=1000
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option("--out", help="folder to write to", show_default="runs/sweep-DATE-TIME")
 ]
@@ -54,6 +60,7 @@ def sweep(
     seeds: Seeds = None,
     only: Only = None,
     minutes: Minutes = math.inf,
+    together: Together = 0,
     draw: Draw = False,
     out: Out = None,
     resume: Resume = False,
@@ -66,7 +73,7 @@ def sweep(
     """
     if not draw:
         start_compiler(given.get("device", "auto"), given.get("engine", "auto"))  # before slow imports
-    from cfedavg.cli.progress import show_progress
+    from cfedavg.cli.progress import Board
     from cfedavg.sweep import Sweep
 
     if console.ranks() > 1:
@@ -74,13 +81,15 @@ def sweep(
     made = _grid(grid, vary or [], config, given, trust)
     chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), console.say)
     if draw:
-        _draw(chosen, {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}, out)
+        idle = {"resume": resume, "minutes": minutes < math.inf, "together": together > 0}
+        _draw(chosen, idle | {"rounds": "rounds" in given}, out)
         return
     chosen = dataclasses.replace(chosen, out=console.choose_folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
     chosen.open(resume=resume)
     try:
         command = _command(grid, {"vary": vary, "seeds": seeds, **given})
-        chosen.run(command=command, minutes=minutes, show=show_progress)
+        show = Board(console.OptionConsole()).show
+        chosen.run(command=command, minutes=minutes, show=show, together=together)
     finally:  # draw all cells in the folder, also after Ctrl-C
         every_cell = dataclasses.replace(made, rounds=None)
         dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw()

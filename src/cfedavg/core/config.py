@@ -131,7 +131,7 @@ class Config:
     )
 
     model: str = option(
-        "cnn", MODEL, "cnn, resnet18, resnet18_gn, mlp, linear, or module:factory of your own",
+        "cnn", MODEL, "cnn, lenet, resnet18, resnet18_gn, mlp, linear, or module:factory of your own",
         is_part=True, server="always",
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Data sets of images, and partitions of their samples over clients."""
 
+from importlib import import_module
 from typing import Any
 
 from cfedavg.core.files import cache_folder
@@ -8,15 +9,13 @@ from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
 from cfedavg.data.sources import HUB, load
 
 __all__ = [
-    "HUB", "ImageData", "Images", "Partition", "build_task", "by_classes", "by_dirichlet", "cache_folder",
-    "iid", "load",
+    "HUB", "DataSet", "ImageData", "Images", "Partition", "build_task", "by_classes", "by_dirichlet",
+    "cache_folder", "iid", "load",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Import `build_task` when it is used: it needs torch."""
-    if name == "build_task":
-        from cfedavg.data.tasks import build_task
-
-        return build_task
+    # These two need torch, whose import takes seconds.
+    if name in ("DataSet", "build_task"):
+        return getattr(import_module("cfedavg.data.tasks"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,11 +18,12 @@ from cfedavg.core.files import check_no_file
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
-from cfedavg.simulate.engines import RankLost, Ranks, choose_engine
+from cfedavg.simulate.engines import Partners, RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
 from cfedavg.simulate.residual_files import OnDisk, open_store
 from cfedavg.simulate.state import State
+from cfedavg.simulate.steps import Steps, finish
 from cfedavg.simulate.vectorised.artifacts import import_compiler
 from cfedavg.simulate.vectorised.compiler import running_compiler, start_compiler
 from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve, start_workers
@@ -122,10 +123,24 @@ def run(
 
                 if running_compiler():
                     import_drawing()  # while the process compiles the first step
-            result = loop.run(folder, resume=resume)
+            result = finish(loop.steps(folder, resume=resume))
         if draw and folder:
             write_run_pictures(folder.path)
     return result
+
+
+def run_beside(
+    config: Config, task: Task, partners: Partners, *, out: Path, resume: bool, observer: Observer
+) -> Steps[Result]:
+    """Train as `run` does, but pause before each round, so that `interleave` lets several runs train at once.
+
+    The run stays in this process and does not draw its curves.
+    """
+    _check_arguments(config, task, out, resume)
+    start_compiler(config.device, config.engine)
+    loop = Loop(config, task, observer, None, Ranks(), partners)
+    with Folder.open(out) as folder:
+        return (yield from loop.steps(folder, resume=resume))
 
 
 def _check_arguments(config: object, task: object, out: object, resume: bool) -> None:
@@ -146,7 +161,13 @@ class Loop:
     """One run, from its first round or its checkpoint to its last round."""
 
     def __init__(
-        self, config: Config, task: Task, observer: Observer, messages: Path | None, ranks: Ranks
+        self,
+        config: Config,
+        task: Task,
+        observer: Observer,
+        messages: Path | None,
+        ranks: Ranks,
+        partners: Partners | None = None,
     ) -> None:
         self.config, self.observer, self.note = config, observer, task.note
         self.plan = Plan(config, task)
@@ -156,7 +177,7 @@ class Loop:
         self._done = 0  # number of finished rounds
         self._unsaved: State | None = None  # a checkpoint is due of it, once its row is written
         self._folder: Folder | None = None
-        self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say)
+        self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say, partners)
         # A GPU leaves the processor free to write checkpoints. Other ranks hold only their latest residuals.
         self._saves_beside = self.engine.behind == 1 and ranks.size == 1
 
@@ -173,8 +194,8 @@ class Loop:
             self._folder.add_engines("".join(f"{since}{line}\n" for line in self._engines))
             self._engines.clear()
 
-    def run(self, folder: Folder | None, *, resume: bool) -> Result:
-        """Run all remaining rounds; return the rows and models."""
+    def steps(self, folder: Folder | None, *, resume: bool) -> Steps[Result]:
+        """Run all remaining rounds, with a pause before each; return the rows and models."""
         start = self.engine.start()
         where = self.config.residuals if self.plan.feedback.keeps_client_memory else "device"
         each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
@@ -189,7 +210,7 @@ class Loop:
                         self._write_engines()
                 self._announce(state, resume, each)
                 self._ended = time.perf_counter()
-                state = self._rounds(self.engine.begin(state))
+                state = yield from self._rounds(self.engine.begin(state))
             finally:
                 with suppress(RankLost):  # a lost rank cannot be told to end
                     self.engine.close()
@@ -218,11 +239,12 @@ class Loop:
         elif resume:
             say("nothing to resume: starting with the first round")
 
-    def _rounds(self, state: State) -> State:
+    def _rounds(self, state: State) -> Steps[State]:
         """Run the remaining rounds, add a row for each round, and return the last state."""
         try:
             while state.t < self.config.rounds:
                 self._done = state.t
+                yield partial(self.engine.request, state)
                 state_next, finish = self.engine.round(state)
                 tested = self._evaluate(state_next)
                 # The time of a round starts at the end of the round before.

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from typing import Any
 from cfedavg.core.config import Config, renew
 from cfedavg.core.errors import CannotResume, Diverged, InputError
 from cfedavg.core.files import read_file, write_atomic
-from cfedavg.core.run_files import METRICS, read_rows
+from cfedavg.core.run_files import METRICS, Record, read_rows
 from cfedavg.core.units import format_bytes, format_metric
 from cfedavg.report.panels import Lines, Panel, Pen
 from cfedavg.report.runs import Group, Run
 from cfedavg.report.table import measure_spread
-from cfedavg.simulate.run import Observer, run
+from cfedavg.simulate.run import Observer, Result, run
+from cfedavg.simulate.steps import Steps, finish
 
 # The metrics of each round that a cell keeps. Bytes and counts are integers and are not rounded.
 COLUMNS = (
@@ -77,6 +78,10 @@ class Study:
         """Return the settings of every cell, for each of `seeds`, by the cell's name."""
         raise NotImplementedError
 
+    def config(self, name: str, settings: Settings) -> Config | None:
+        """Return the configuration of a cell that may train side by side with others; None if it may not."""
+        return None
+
     def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
         """Run the cell `name` in `folder`, or resume it after a stop; return its measured values."""
         raise NotImplementedError
@@ -107,18 +112,35 @@ def config_settings(config: Config) -> Settings:
 
 def train_cell(config: Config, folder: Path, observer: Observer) -> dict[str, Any]:
     """Train in `folder`, or resume the run that is there; return for each metric the list of its values."""
+    return finish(steps_of_cell(config, folder, observer, None))
+
+
+def steps_of_cell(
+    config: Config, folder: Path, observer: Observer, beside: Callable[..., Steps[Result]] | None
+) -> Steps[dict[str, Any]]:
+    """Do what `train_cell` does; `beside` runs the cell side by side with others, with pauses."""
     diverged = {}
     try:
         try:
-            rows = run(config, out=folder, resume=folder.exists(), observer=observer, draw=False).rows
+            rows = yield from _rows(config, folder, observer, beside)
         except CannotResume as error:
             observer.say(f"{folder.name} is done again from its first round ({error})")
             shutil.rmtree(folder)
-            rows = run(config, out=folder, observer=observer, draw=False).rows
+            rows = yield from _rows(config, folder, observer, beside)
     except Diverged as error:  # divergence is a result too
         rows, diverged = read_rows(folder / METRICS), {"diverged": str(error)}
     known = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     return {name: [round_value(row.get(name)) for row in rows] for name in known} | diverged
+
+
+def _rows(
+    config: Config, folder: Path, observer: Observer, beside: Callable[..., Steps[Result]] | None
+) -> Steps[list[Record]]:
+    """Run a cell, alone or side by side with others; return its rows of metrics."""
+    how: dict[str, Any] = {"out": folder, "resume": folder.exists(), "observer": observer}
+    if beside is None:
+        return run(config, **how, draw=False).rows
+    return (yield from beside(config, **how)).rows
 
 
 # Files

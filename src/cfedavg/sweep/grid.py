@@ -144,13 +144,17 @@ class Grid(Study):
         mine = [cell for name, cell in found.items() if name.rpartition("-seed")[0] == stem]
         return sorted(mine, key=lambda cell: int(cell.settings["seed"]))
 
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
-        """Train a cell in `folder`, or resume the run there; return a list of values for each metric."""
+    def config(self, name: str, settings: Settings) -> Config:
+        """Return the configuration of a cell's run."""
         config = self._configs[name.rpartition("-seed")[0]].replace(seed=settings["seed"])
         if "checkpoint_every" not in self.base:
             # A checkpoint holds every client's residual and is large: write only four in a run.
             config = config.replace(checkpoint_every=max(1, config.rounds // 4))
-        return sealed.train_cell(config, folder, observer)
+        return config
+
+    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+        """Train a cell in `folder`, or resume the run there; return a list of values for each metric."""
+        return sealed.train_cell(self.config(name, settings), folder, observer)
 
     def figure(self, found: Found, note: str) -> bytes:
         """Return a PNG: for each p (classes per client) a row, with a panel for each metric and x axis."""

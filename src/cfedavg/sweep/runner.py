@@ -1,4 +1,7 @@
-"""A sweep: it runs the cells (runs) of studies one after another, writes them to a folder, and draws them."""
+"""A sweep: it runs the cells (runs) of studies, writes them to a folder, and draws them.
+
+Cells run one after another, or side by side if they can share a trainer (see `side_by_side`).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +25,11 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import make_folder, write_atomic
 from cfedavg.core.run_files import CHECKPOINT, METRICS, RESIDUALS, Record, read_rows
 from cfedavg.core.units import format_time
+from cfedavg.simulate.engines import Partners, choose_device
 from cfedavg.simulate.run import Observer
+from cfedavg.simulate.side_by_side import Group, shared_fields
+from cfedavg.simulate.steps import Steps, interleave
+from cfedavg.simulate.workers import compile_coders_beside
 from cfedavg.sweep import cells as archive
 from cfedavg.sweep.cells import CELLS, DamagedCell, Found, SealedCell, Settings, Study
 
@@ -37,8 +45,13 @@ class _Timer(Observer):
     """An observer that passes calls to `inner`, adds up the rounds' seconds, and stops the run at `until`."""
 
     def __init__(self, inner: Observer, rounds: int, until: float) -> None:
-        self.say, self.now = inner.say, inner.now  # type: ignore[method-assign]
         self.inner, self.rounds, self.until, self.seconds = inner, rounds, until, 0.0
+
+    def say(self, text: str) -> None:
+        self.inner.say(text)
+
+    def now(self, text: str) -> None:
+        self.inner.now(text)
 
     def begin(self, rows: list[Record]) -> None:
         self.inner.begin(rows)
@@ -49,6 +62,36 @@ class _Timer(Observer):
         self.seconds += row["seconds"]
         if time.monotonic() > self.until and row["round"] + 1 < self.rounds:
             raise TimeUp
+
+
+class _GroupTimer(_Timer):
+    """A timer of a cell that runs side by side with others; `said` holds what these have said."""
+
+    def __init__(
+        self, inner: Observer, rounds: int, until: float, name: str, partners: Partners, said: set[str]
+    ) -> None:
+        super().__init__(inner, rounds, until)
+        self.name, self.partners, self.said = name, partners, said
+        self.together = 1  # the most cells that were under way at once
+
+    def say(self, text: str) -> None:
+        """Pass on a text with the name of the cell; what cells say of the same kind of run comes once."""
+        if self.seconds or text not in self.said:
+            self.inner.say(f"{self.name}: {text}")
+        self.said.add(text)
+
+    def row(self, row: Record) -> None:
+        self.together = max(self.together, self.partners.active)
+        super().row(row)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a call of `Sweep.run` trains its cells."""
+
+    command: str
+    until: float
+    show: Show
 
 
 @dataclass(frozen=True)
@@ -125,11 +168,13 @@ class Sweep:
     def seconds_left(self) -> float | None:
         """Return the estimated seconds that the missing cells will take, or None if no cell is finished.
 
-        The estimate comes from finished cells of the same study, or else of all studies.
+        The estimate comes from finished cells of the same study, or else of all studies. A cell that ran side
+        by side with others counts with its share of the time.
         """
         took: dict[str, list[float]] = {}
         for name, cell in self.found.items():
-            took.setdefault(self.cells[name][0].name, []).append(cell.made["seconds"])
+            seconds = cell.made["seconds"] / cell.made.get("together", 1)
+            took.setdefault(self.cells[name][0].name, []).append(seconds)
         if not (every := [seconds for each in took.values() for seconds in each]):
             return None
         total = 0.0
@@ -139,43 +184,94 @@ class Sweep:
             total += part * sum(own := took.get(study.name, every)) / len(own)
         return total
 
-    def run(self, *, command: str, minutes: float = math.inf, show: Show | None = None) -> bool:
-        """Run the missing cells for `minutes`, but at least for one round; return whether all are done."""
-        until = time.monotonic() + 60 * minutes
+    def run(
+        self, *, command: str, minutes: float = math.inf, show: Show | None = None, together: int = 0
+    ) -> bool:
+        """Run the missing cells for `minutes`, but at least for one round; return whether all are done.
+
+        Up to `together` cells run side by side; 0 means as many as fill a GPU, and on a CPU one.
+        """
+        call = _Call(command, time.monotonic() + 60 * minutes, show or (lambda *_: nullcontext(Observer())))
         make_folder(self.out / CELLS, "`out`")
         for name in self.missing:
             if rounds := self._rounds_done(name):
                 self.say(f"{name}: begun, {rounds} of {self.cells[name][1].get('rounds', '?')} rounds")
         self.say(f"{len(self.found)} of {len(self.cells)} cells are done{self._time_left()}")
-        for number, name in enumerate(self.missing):
-            if number and time.monotonic() > until:
-                break
+        is_first = True
+        while self.missing and (is_first or time.monotonic() <= call.until):
+            is_first = False
             try:
-                self._run_cell(name, command, until, show or (lambda title, rounds: nullcontext(Observer())))
+                if group := self._choose_group(together):
+                    with compile_coders_beside():
+                        interleave(self._cells_of(group, call), group.partners, group.size)
+                else:
+                    self._run_cell(self.missing[0], call)
             except TimeUp:
                 break
-            self.say(f"{name}: done, {len(self.found)} of {len(self.cells)} cells{self._time_left()}")
         if self.missing:
             self.say(f"the time is over: {len(self.missing)} cells are left; continue with `resume`")
         return not self.missing
+
+    def _choose_group(self, together: int) -> Group | None:
+        """Return the first missing cell and those that can run beside it; None if it must run alone."""
+        configs = {}
+        for name in self.missing if together != 1 else ():
+            study, settings = self.cells[name]
+            if (config := study.config(name, settings)) and shared_fields(config):
+                configs[name] = config
+        first = configs.get(self.missing[0])
+        if not first or (not together and choose_device(first.device).type == "cpu"):
+            return None
+        fields = shared_fields(first)
+        same = {name: config for name, config in configs.items() if shared_fields(config) == fields}
+        group = Group(same, together, self.say) if len(same) > 1 else None
+        return group if group and group.size > 1 else None
+
+    def _cells_of(self, group: Group, call: _Call) -> Iterator[Steps[None]]:
+        """Yield the cells of a group, which begin one by one; none begins when the time is over."""
+        said = set[str]()
+        for number, name in enumerate(group.names()):
+            if number and time.monotonic() > call.until:
+                return
+            yield self._steps_of_cell(name, group, call, said)
+
+    def _steps_of_cell(self, name: str, group: Group, call: _Call, said: set[str]) -> Steps[None]:
+        """Run a cell side by side with others; if the time is over, leave it to a later call."""
+        began, config = time.monotonic(), group.configs[name]
+        try:
+            with call.show(name, config.rounds) as observer:
+                timer = _GroupTimer(observer, config.rounds, call.until, name, group.partners, said)
+                beside = partial(group.run, name)
+                values = yield from archive.steps_of_cell(config, self.out / name, timer, beside)
+        except TimeUp:
+            return
+        seconds = max(timer.seconds, time.monotonic() - began)
+        self._seal(name, values, call.command, seconds, timer.together)
 
     def _time_left(self) -> str:
         left = self.seconds_left()
         return f"; the others take about {format_time(left)}" if self.missing and left else ""
 
-    def _run_cell(self, name: str, command: str, until: float, show: Show) -> None:
+    def _run_cell(self, name: str, call: _Call) -> None:
+        """Run a cell alone."""
         study, settings = self.cells[name]
-        folder, began, rounds = self.out / name, time.monotonic(), settings.get("rounds", 1)
-        with show(f"{len(self.found) + 1}/{len(self.cells)} {name}", rounds) as observer:
-            timer = _Timer(observer, rounds, until)
-            values = study.measure(name, settings, folder, timer)
-        seconds = max(timer.seconds, time.monotonic() - began)  # with the rounds of earlier calls
-        made = {"command": command, "seconds": round(seconds, 1), **describe_machine(study.device())}
+        began, rounds = time.monotonic(), settings.get("rounds", 1)
+        with call.show(f"{len(self.found) + 1}/{len(self.cells)} {name}", rounds) as observer:
+            timer = _Timer(observer, rounds, call.until)
+            values = study.measure(name, settings, self.out / name, timer)
+        self._seal(name, values, call.command, max(timer.seconds, time.monotonic() - began), 1)
+
+    def _seal(self, name: str, values: dict[str, Any], command: str, seconds: float, together: int) -> None:
+        """Write the file of a finished cell; `seconds` are those of all calls that ran the cell."""
+        (study, settings), folder = self.cells[name], self.out / name
+        made: dict[str, Any] = {"command": command, "seconds": round(seconds, 1), "together": together}
+        made |= describe_machine(study.device())
         path = archive.write_cell(self.out / CELLS, SealedCell(name, settings, values, made))
         self.found[name] = archive.read_cell(path)
         # A finished cell is not resumed: remove its checkpoint and residuals, which may be gigabytes.
         (folder / CHECKPOINT).unlink(missing_ok=True)
         shutil.rmtree(folder / RESIDUALS, ignore_errors=True)
+        self.say(f"{name}: done, {len(self.found)} of {len(self.cells)} cells{self._time_left()}")
 
     def draw(self) -> list[Path]:
         """Write the figure and the table of each study that has cells; return the paths of the figures."""

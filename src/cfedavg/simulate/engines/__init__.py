@@ -5,23 +5,25 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable, Collection, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, ShapesDiffer
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.core.layout import Layout
 from cfedavg.simulate.engines.blocks import BlockEngine
+from cfedavg.simulate.engines.partners import Partners
 from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_device, describe_run
 from cfedavg.simulate.engines.recorded import Recorded
 from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
-from cfedavg.simulate.engines.trainers import Batched, Sequential, Start, Trained, Trainer
+from cfedavg.simulate.engines.trainers import Batched, Request, Sequential, Trained, Trainer
 from cfedavg.simulate.engines.trial import explain_failure, find_fault_in_batching, try_task
 from cfedavg.simulate.local import PRECISIONS, Vectors, reproducible
 from cfedavg.simulate.plan import Plan
@@ -29,8 +31,8 @@ from cfedavg.simulate.vectorised.compiler import running_compiler
 from cfedavg.task import Batch, Task
 
 __all__ = [
-    "BlockEngine", "Engine", "RankLost", "Ranks", "ReferenceEngine", "check_same", "choose_device",
-    "choose_engine", "describe_run", "is_small",
+    "BlockEngine", "Engine", "Partners", "RankLost", "Ranks", "ReferenceEngine", "check_same",
+    "choose_device", "choose_engine", "describe_run", "is_small",
 ]  # fmt: skip
 
 MEMORY = (torch.OutOfMemoryError, MemoryError)
@@ -44,41 +46,33 @@ def choose_engine(
     messages: Path | None = None,
     ranks: Ranks | None = None,
     say: Callable[[str], None] = lambda text: None,
+    partners: Partners | None = None,
 ) -> Engine:
-    """Return the engine that `config` names or, for auto, a suitable engine; tell `say` which and why."""
+    """Return the engine that `config` names or, for auto, a suitable engine; tell `say` which and why.
+
+    With `partners`, the run trains side by side with other runs if its engine is `batched`.
+    """
     ranks = ranks or Ranks()
     device = ranks.device(choose_device(config.device))
     if config.precision == "tf32" and device.type != "cuda":
         raise InputError(f"`precision` tf32 needs a GPU, got `device` {device}; take float32 or bf16")
-    unused = try_task(task, config, device)
-    if config.engine == "reference":
-        _check_reference(config, ranks)
-        return ReferenceEngine(plan, task, device, messages)
-    compiles = device.type == "cuda" and config.engine != "sequential"
-    many = _begin_compiling(plan, task, device, ranks, unused, say) if compiles else None
-    choice = _choose_trainer(config, task, device, ranks.size, unused, many)
+    choice, trainer = _Choice(True, "as its partners"), partners.trainer if partners else None
+    if trainer is None:
+        unused = try_task(task, config, device)
+        if config.engine == "reference":
+            _check_reference(config, ranks)
+            return ReferenceEngine(plan, task, device, messages)
+        tell, runs = (partners.say, partners) if partners else (say, Partners([(plan, task)]))
+        choice, trainer = _first_choice(plan, task, device, ranks, unused, tell, runs)
     if choice.note:
         say(choice.note)
-
-    def make(vectors: Vectors, prepare: Callable[[Batch], Batch]) -> Trainer:
-        @cache
-        def one_by_one() -> Trainer:
-            if device.type == "cpu":
-                keep_memory()
-            return Sequential(plan, task, vectors, device, prepare)
-
-        if not choice.batched:
-            return _record_or_launch(plan, task, vectors, device, prepare, say) or one_by_one()
-        ours, trainer = choice.conv_precision, many
-        if trainer is None or trainer.step.conv_precision != ours:
-            trainer = Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
-        return BatchedWithFallback(trainer, one_by_one, say, required=config.engine == "batched")
-
-    engine = BlockEngine(plan, task, device, make, messages, ranks)
+    make = partial(_make_trainer, trainer, plan, task, device, say)
+    engine = BlockEngine(plan, task, device, make, messages, ranks, trainer.pool.read if trainer else None)
     name = "batched" if choice.batched else "sequential"
     name += " with recorded steps" * isinstance(engine.trainer, Recorded)
     processes = f", {ranks.size} processes" if ranks.size > 1 else ""
-    say(f"engine: {name} on {device}, {config.precision}{processes}: {choice.why}")
+    beside = ", side by side with other runs" if partners and partners.trainer else ""
+    say(f"engine: {name} on {device}, {config.precision}{processes}{beside}: {choice.why}")
     return engine
 
 
@@ -98,6 +92,57 @@ def _record_or_launch(
         say(f"the step cannot be recorded ({problem}): it is launched piece by piece")
         return None
     return Recorded(plan, task, vectors, device, prepare, say)
+
+
+def _make_trainer(
+    many: Batched | None,
+    plan: Plan,
+    task: Task,
+    device: torch.device,
+    say: Callable[[str], None],
+    vectors: Vectors,
+    prepare: Callable[[Batch], Batch],
+) -> Trainer:
+    """Return the trainer of an engine: `many`, which may be shared, or one that trains one by one."""
+
+    @cache
+    def one_by_one() -> Trainer:
+        if device.type == "cpu":
+            keep_memory()
+        return Sequential(vectors, device, prepare)
+
+    if many is None:
+        return _record_or_launch(plan, task, vectors, device, prepare, say) or one_by_one()
+    return BatchedWithFallback(many, one_by_one, say, required=plan.config.engine == "batched")
+
+
+def _first_choice(
+    plan: Plan,
+    task: Task,
+    device: torch.device,
+    ranks: Ranks,
+    unused: Collection[str],
+    say: Callable[[str], None],
+    partners: Partners,
+) -> tuple[_Choice, Batched | None]:
+    """Return the choice of a trainer for a run and its partners, and the trainer if clients step together."""
+    config = plan.config
+
+    def make(ours: str | None) -> Batched:
+        vectors = Vectors(copy.deepcopy(task.model).to(device, PRECISIONS[config.precision]))
+        return Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
+
+    many, ours = None, _conv_precision(config, device)
+    if device.type == "cuda" and config.engine != "sequential":
+        many = make(ours)
+        _begin_compiling(many, partners, ranks, config.precision)
+    choice = _choose_trainer(config, task, device, ranks.size, unused, many)
+    if not choice.batched:
+        return choice, None
+    if many is None or choice.conv_precision != ours:
+        many = make(choice.conv_precision)
+    partners.trainer = many
+    return choice, many
 
 
 def _check_reference(config: Config, ranks: Ranks) -> None:
@@ -126,26 +171,16 @@ def _conv_precision(config: Config, device: torch.device) -> str | None:
     return config.precision if device.type == "cuda" and config.precision != "float64" else None
 
 
-def _begin_compiling(
-    plan: Plan,
-    task: Task,
-    device: torch.device,
-    ranks: Ranks,
-    unused: Collection[str],
-    say: Callable[[str], None],
-) -> Batched:
-    """Return a trainer whose steps the compiler process compiles, while the trial runs in this process."""
-    precision, ours = plan.config.precision, _conv_precision(plan.config, device)
-    vectors = Vectors(copy.deepcopy(task.model).to(device, PRECISIONS[precision]))
-    many = Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
-    clients = ranks.own(i for i in plan.sampled(0) if plan.steps.at(0, i) > 0)
+def _begin_compiling(many: Batched, partners: Partners, ranks: Ranks, precision: str) -> None:
+    """Let the compiler process compile the steps of `many`, while the trial runs in this process."""
+    requests = partners.first_requests(*many.vectors.read())
+    requests = [replace(each, clients=ranks.own(each.clients)) for each in requests]
     try:
-        with restore_generators(device), reproducible(device, precision):
-            if clients and running_compiler():
-                many.prepare(0, clients)
+        with restore_generators(many.device), reproducible(many.device, precision):
+            if any(each.clients for each in requests) and running_compiler():
+                many.prepare(requests)
     except Exception:  # the trial says why the steps of this model cannot be listed
         many.release()
-    return many
 
 
 def _choose_trainer(
@@ -190,11 +225,11 @@ class BatchedWithFallback:
         self._many, self._one_by_one, self._say, self._required = many, one_by_one, say, required
         self._said = False
 
-    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+    def train(self, request: Request) -> Iterator[Trained]:
         done = 0
         self.trainer = self._many
         try:
-            for trained in self.trainer.train(t, start, b, clients):
+            for trained in self.trainer.train(request):
                 yield trained
                 done += len(trained.clients)
         except Exception as error:
@@ -203,7 +238,7 @@ class BatchedWithFallback:
                 raise
             self._report(error)
             self.trainer = self._one_by_one()
-            yield from self.trainer.train(t, start, b, clients[done:])
+            yield from self.trainer.train(request.rest(done))
 
     def _report(self, error: Exception) -> None:
         why = explain_failure(self._many.model, error)

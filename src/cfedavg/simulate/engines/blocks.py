@@ -27,10 +27,11 @@ from cfedavg.core.keys import Purpose
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply, ResidualNorms
 from cfedavg.simulate.downloads import Count
+from cfedavg.simulate.engines.partners import busy_clients
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
 from cfedavg.simulate.engines.reference import Broadcast, Engine
 from cfedavg.simulate.engines.traffic import CountingThreads
-from cfedavg.simulate.engines.trainers import Start, Trained, Trainer
+from cfedavg.simulate.engines.trainers import Request, Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
 from cfedavg.simulate.local import EvaluatedBatches, Vectors, channels_last, summarise_batches
 from cfedavg.simulate.mover import Mover
@@ -38,7 +39,7 @@ from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.residuals import Residuals
 from cfedavg.simulate.state import State
 from cfedavg.simulate.vectorised.batches import read_all
-from cfedavg.task import Batch, Task
+from cfedavg.task import Batch, Samples, Task
 
 THREADS = 4  # that count bytes
 Memories = Callable[[Sequence[int]], Tensor | None]  # gives clients' memories (residuals, for example)
@@ -73,7 +74,9 @@ class BlockEngine(Engine):
         make_trainer: Callable[[Vectors, Callable[[Batch], Batch]], Trainer],
         messages: Path | None = None,
         ranks: Ranks | None = None,
+        read: Callable[[Samples], Any] | None = None,
     ) -> None:
+        """Set up the engine; `read` returns a data set on the device (for the test set on a GPU)."""
         self.ranks = ranks or Ranks()
         super().__init__(plan, task, device, messages, self.ranks.rank)
         if takes_channels_last(task, self.dtype):
@@ -88,6 +91,9 @@ class BlockEngine(Engine):
         self.mover = Mover(device, plan.clients_per_round, torch.bfloat16 if half else self.dtype)
         self.commands = RankCommands(self.ranks)
         self._together = plan.m  # how many clients' updates are compressed at once
+        self._read = read or partial(read_all, device=device, dtype=self.dtype)
+        self._request: Request | None = None  # of the round that begins
+        self._memories: Memories = lambda some: None  # of the clients of that round
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         """Run a round on all ranks; return the new state and a function that gives the row of metrics.
@@ -105,23 +111,33 @@ class BlockEngine(Engine):
         broadcast = self._measure_broadcast(state, state_next)
         return state_next, partial(self._record_ranks, parts, broadcast, counts)
 
-    def _clients(self, state: State) -> tuple[Residuals, RankRound]:
-        """Run the round of this rank's clients; return this rank's new residuals and what clients sent."""
-        plan, t, mine = self.plan, state.t, RankRound()
+    def request(self, state: State) -> Request:
+        """Return the local work of this rank's clients in the round that `round` runs next.
+
+        From then on, threads count the bytes of the round before.
+        """
         if self._threads:
             self._threads.begin()
-        clients = self.ranks.own(i for i in plan.sampled(t) if plan.steps.at(t, i) > 0)
+        clients = self.ranks.own(busy_clients(self.plan, state.t))
+        self._memories = lambda some: None
+        if self.plan.feedback.keeps_client_memory:
+            self._memories = self.mover.fetch(state.residuals, clients, state.x)
+        start = self._start(state, self._memories)
+        self._request = Request(self.plan, self.task, state.t, start, state.b, clients)
+        return self._request
+
+    def _clients(self, state: State) -> tuple[Residuals, RankRound]:
+        """Run the round of this rank's clients; return this rank's new residuals and what clients sent."""
+        plan, mine = self.plan, RankRound()
+        request, self._request = self._request or self.request(state), None
         kept: dict[int, Tensor] = {}
-        memories: Memories = lambda some: None  # noqa: E731
-        if plan.feedback.keeps_client_memory:
-            memories = self.mover.fetch(state.residuals, clients, state.x)
-        for block in self.trainer.train(t, self._start(state, memories), state.b, clients):
+        for block in self.trainer.train(request):
             done = 0
             while done < len(block.clients):
                 piece = block.part(done, done + self._together)
                 n = len(piece.clients)
                 try:
-                    kept |= self._compress(state, memories, piece, mine)
+                    kept |= self._compress(state, self._memories, piece, mine)
                     done += n
                     continue
                 except torch.OutOfMemoryError:
@@ -254,7 +270,7 @@ class BlockEngine(Engine):
         """Return the task; if the device is a GPU, a test set that never changes is copied to it once."""
         if self.device.type == "cpu" or not getattr(self.task.test, "fixed", False):
             return self.task
-        return replace(self.task, test=read_all(self.task.test, self.device, self.dtype))
+        return replace(self.task, test=self._read(self.task.test))
 
     @contextmanager
     def _setting(self) -> Iterator[None]:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from cfedavg.core.errors import summarise_error
+from cfedavg.core.keys import signed
 from cfedavg.optimise.local import LocalOptimiser
-from cfedavg.simulate.engines.trainers import Start, Trained, explain_one_sample, too_large
+from cfedavg.simulate.engines.trainers import Request, Trained, explain_one_sample, too_large
 from cfedavg.simulate.engines.trial import plain_attributes
 from cfedavg.simulate.local import Vectors, batches, local_step, seed_generators
 from cfedavg.simulate.plan import Plan
@@ -133,25 +134,25 @@ class Recorded:
                 module.flatten_parameters()  # torch would join the weights of a copy in every step
         self.state = ClientState(self.vectors, plan.local_optimiser)
         self.dtype = self.state.total.dtype
-        self.pool = Pool(task.clients, device, self.dtype)
+        self.pool = Pool(device, self.dtype)
         self.record, self.strict = record, strict
         self._plays: dict[Any, Play] = {}
         self._seen: set[Any] = set()  # shapes of the batches of this round
         self._failed = False  # whether a step of this round could not be recorded
         self._said = False
 
-    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
+    def train(self, request: Request) -> Iterator[Trained]:
         try:
-            for client in clients:
-                x, trained = start([client]).reshape(-1), None
+            for client in request.clients:
+                x, trained = request.start([client]).reshape(-1), None
                 try:
-                    trained = self._train(t, x, b, client)
+                    trained = self._train(request.t, x, request.b, client)
                 except torch.OutOfMemoryError:
                     if self.strict:
                         raise
                 if trained is None:  # the tensors of the failed attempt are free only now
                     self.shrink()
-                    trained = self._train(t, x, b, client)
+                    trained = self._train(request.t, x, request.b, client)
                 yield trained
         finally:
             self._forget()
@@ -199,9 +200,9 @@ class Recorded:
             each = batches(samples, config.batch_size, config.seed, t, client)
             yield from (_send(batch, self.device, self.dtype) for batch in islice(each, K))
             return
-        size, steps = np.array([len(samples)]), np.array([K])
-        table = Timetable([client], size, steps, config.batch_size, config.seed, t)
-        source, rows = self.pool.block([client]), Rows(table, self.device)
+        size, steps, seed = (np.array([each]) for each in (len(samples), K, signed(config.seed)))
+        table = Timetable([client], size, steps, config.batch_size, seed, np.array([t]))
+        source, rows = self.pool.block([samples]), Rows(table, self.device)
         for turn in table.together():
             yield tree_map(lambda leaf: leaf[0], source.gather(rows.at(turn), 1))
 

@@ -19,7 +19,7 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.engines.recorded import CannotRecord, Record, Recorded
-from cfedavg.simulate.engines.trainers import is_one_sample
+from cfedavg.simulate.engines.trainers import Request, is_one_sample
 from cfedavg.simulate.engines.trial import find_culprit, two_clients
 from cfedavg.simulate.local import Vectors, reproducible
 from cfedavg.simulate.plan import Plan
@@ -92,11 +92,10 @@ def _results(
     """Return the updates, buffers and losses of two clients."""
     random.seed(0)
     np.random.seed(0)
-    trainer = Recorded(
-        Plan(config, task), task, vectors, device, prepare, lambda text: None, record, strict=True
-    )
+    plan = Plan(config, task)
+    trainer = Recorded(plan, task, vectors, device, prepare, lambda text: None, record, strict=True)
     x, b = vectors.read()
-    trained = list(trainer.train(0, lambda clients: x, b, [0, 1]))
+    trained = list(trainer.train(Request(plan, task, 0, lambda clients: x, b, [0, 1])))
     found = [(each.x_K - x, each.b_K, each.loss) for each in trained]
     return [torch.cat(some) for some in zip(*found, strict=True)]
 

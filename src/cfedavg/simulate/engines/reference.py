@@ -28,7 +28,7 @@ from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply, ResidualNorms, finite, summarise
 from cfedavg.simulate.downloads import Count, Download, Downloads, Start
 from cfedavg.simulate.engines.traffic import BufferChannel, Ledger, dense_bytes
-from cfedavg.simulate.engines.trainers import train_client
+from cfedavg.simulate.engines.trainers import Request, train_client
 from cfedavg.simulate.local import (
     PRECISIONS,
     EvaluatedBatches,
@@ -83,6 +83,10 @@ class Engine(ABC):
 
         The function may wait until all bytes are counted.
         """
+
+    def request(self, state: State) -> Request | None:
+        """Return the local work of the round that `round` runs next; None if the engine does not share it."""
+        return None
 
     def evaluate(self, state: State) -> Record:
         """Evaluate the model that clients hold; return the test columns of a row of metrics."""

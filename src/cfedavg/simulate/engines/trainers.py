@@ -1,15 +1,17 @@
 """Trainers, which run the local steps of clients: one client after another, or a block of many at once.
 
-On a CPU, one client after another is the fastest for all but the smallest models.
+On a CPU, one client after another is the fastest for all but the smallest models. The clients of a block may
+belong to several runs: then runs train side by side.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from itertools import count, groupby
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +20,14 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from cfedavg.core.errors import InputError
+from cfedavg.core.keys import signed
 from cfedavg.simulate.local import Vectors, after, batches, local_steps, seed_generators, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
 from cfedavg.simulate.vectorised.recorder import Recorder
 from cfedavg.simulate.vectorised.replacements import can_mask
 from cfedavg.simulate.vectorised.step import Stack, Step
-from cfedavg.task import Batch, Task, wrap_errors
+from cfedavg.task import Batch, Samples, Task, wrap_errors
 
 _PREPARED = 4  # kinds of steps that are compiled before the first round
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
@@ -51,14 +54,30 @@ class Trained:
         return Trained(self.clients[rows], self.K[rows], x_0, self.x_K[rows], self.b_K[rows], self.loss[rows])
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The local work of a run's clients in round t. Client i takes K_i steps.
+
+    `start` gives starting points; `b` are the buffers that all clients start with.
+    """
+
+    plan: Plan
+    task: Task
+    t: int
+    start: Start
+    b: Tensor
+    clients: list[int]
+
+    def rest(self, done: int) -> Request:
+        """Return the request without its first `done` clients."""
+        return replace(self, clients=self.clients[done:])
+
+
 class Trainer(Protocol):
     """A trainer runs the local steps of clients, one block of clients after another."""
 
-    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """Train the clients in round `t`; yield the results of one block after another, in order.
-
-        Client i takes K_i steps. `start` gives starting points; `b` are the buffers that all start with.
-        """
+    def train(self, request: Request) -> Iterator[Trained]:
+        """Train the clients; yield the results of one block after another, in the order of the clients."""
 
     def shrink(self) -> None:
         """Train fewer clients at once from now on; raise InputError if a block is already one client."""
@@ -128,28 +147,85 @@ def train_client(
 class Sequential:
     """A trainer that trains one client after another; `prepare` converts a batch for the model."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        task: Task,
-        vectors: Vectors,
-        device: torch.device,
-        prepare: Callable[[Batch], Batch],
-    ) -> None:
-        self.plan, self.task, self.device, self.prepare = plan, task, device, prepare
+    def __init__(self, vectors: Vectors, device: torch.device, prepare: Callable[[Batch], Batch]) -> None:
+        self.device, self.prepare = device, prepare
         self.vectors = Vectors(copy.deepcopy(vectors.model))
 
-    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        for client in clients:
-            x = start([client]).reshape(-1)
-            yield train_client(self.plan, self.task, self.vectors, t, x, b, client, self.prepare)
+    def train(self, request: Request) -> Iterator[Trained]:
+        run = request.plan, request.task, self.vectors, request.t
+        for client in request.clients:
+            x = request.start([client]).reshape(-1)
+            yield train_client(*run, x, request.b, client, self.prepare)
 
     def shrink(self) -> None:
         raise too_large(self.device)
 
 
+class _Row(NamedTuple):
+    """A client of a block, and the request that it belongs to."""
+
+    request: Request
+    client: int
+
+    @property
+    def steps(self) -> int:
+        return self.request.plan.steps.at(self.request.t, self.client)
+
+    @property
+    def samples(self) -> Samples:
+        samples: Samples = self.request.task.clients[self.client]
+        return samples
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A block of clients that train at once: `order[i]` is the number of the row at place i.
+
+    Rows with few steps come last. After them come idle copies of the first row, which fill the block up.
+    """
+
+    rows: list[_Row]
+    order: np.ndarray
+    timetable: Timetable
+
+    @property
+    def placed(self) -> list[_Row]:
+        """The rows in the order of their places, with the idle copies."""
+        return [self.rows[i] for i in self.order]
+
+    def parts(self) -> Iterator[tuple[Request, np.ndarray, np.ndarray]]:
+        """Yield each request of the block, the places of its rows with idle copies, and without them.
+
+        The places without idle copies come in the order of the request's clients.
+        """
+        first, place = 0, np.argsort(self.order[: len(self.rows)])
+        owner = np.array([id(row.request) for row in self.placed])
+        for request, same in groupby(self.rows, lambda row: row.request):
+            last = first + len(list(same))
+            yield request, np.flatnonzero(owner == id(request)), place[first:last]
+            first = last
+
+
+@dataclass(eq=False)
+class _Round:
+    """One round of all runs that train together: clients not yet trained, and results not yet taken."""
+
+    requests: list[Request]  # that no run has asked for yet
+    left: list[_Row] = field(init=False)
+    ready: dict[int, list[Trained]] = field(init=False)  # by the id of the request
+    error: Exception | None = None  # of the block that has failed
+
+    def __post_init__(self) -> None:
+        self.left = [_Row(request, i) for request in self.requests for i in request.clients]
+        self.ready = {id(request): [] for request in self.requests}
+
+
 class Batched:
-    """A trainer that trains many clients at once, in blocks as large as memory allows."""
+    """A trainer that trains many clients at once, in blocks as large as memory allows.
+
+    The clients may be those of several runs with the same model, loss, local optimiser, precision and batch
+    size: `begin` announces their requests for the next round, and `train` gives each run its results.
+    """
 
     def __init__(
         self,
@@ -166,7 +242,8 @@ class Batched:
 
         `conv_precision` is the precision of our own convolution kernels; None means torch's kernels.
         """
-        self.plan, self.task, self.vectors, self.device, self.say = plan, task, vectors, device, say
+        self.loss, self.vectors, self.device, self.say = task.loss, vectors, device, say
+        self.batch_size = plan.config.batch_size
         self.model = copy.deepcopy(vectors.model).train()
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):  # vmap's weights have no memory that could be flattened
@@ -177,32 +254,63 @@ class Batched:
         )
         self.recorder = Recorder(self.step, device, say)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
-        self.pool = Pool(task.clients, device, self.dtype)
-        self.eta = torch.zeros((), device=device, dtype=self.dtype)
-        self.block = plan.clients_per_round
+        self.pool = Pool(device, self.dtype)
+        self.block, self._most = 0, sys.maxsize  # clients at once: now, and the most that fit
         if device.type == "cpu":
-            self.block = min(self.block, max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize)))
+            self._most = max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize))
+        self.make_room(plan.clients_per_round)
+        self._round = _Round([])
         self._stack: Stack | None = None
         self._masks: dict[int, bool] = {}  # batch width: whether rows of such a batch can be masked
 
-    def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
-        """Train one block after another; if a block does not fit into memory, halve the block size."""
-        left = list(clients)
+    def make_room(self, clients: int) -> None:
+        """Train blocks of so many clients from now on, or as many as fit; never fewer than before."""
+        self.block = min(self._most, max(self.block, clients))
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Announce the next round of several runs: its clients train in the same blocks."""
+        self._round = _Round(list(requests))
+        self.make_room(len(self._round.left))
+
+    def train(self, request: Request) -> Iterator[Trained]:
+        """Train one block after another; if a block does not fit into memory, halve the block size.
+
+        A block may hold clients of other runs too (see `begin`); their results wait for their own call.
+        """
+        if request not in self._round.requests:
+            self.begin([request])
+        now, left = self._round, len(request.clients)
+        now.requests.remove(request)
         while left:
-            block = left[: self.block]
-            try:
-                trained = self._train(t, start, b, block)
-            except torch.OutOfMemoryError:
-                self.block = len(block)
-                self.shrink()
-                continue
+            while not now.ready[id(request)]:
+                self._advance(now)
+            trained = now.ready[id(request)].pop(0)
+            left -= len(trained.clients)
             yield trained
-            left = left[len(block) :]
+
+    def _advance(self, now: _Round) -> None:
+        """Train the next block of a round. If a block has failed, raise its error for every run."""
+        if now.error:
+            raise now.error
+        block = now.left[: self.block]
+        try:
+            trained = self._train(block)
+        except torch.OutOfMemoryError:
+            self.block = len(block)
+            self.shrink()
+            return
+        except Exception as error:
+            now.error = error
+            raise
+        del now.left[: len(block)]
+        for request, part in trained:
+            now.ready[id(request)].append(part)
 
     def shrink(self) -> None:
         n, self.block = self.block, -(-self.block // 2)
         if n == 1:
             raise too_large(self.device) from None
+        self._most = self.block
         self.release()
         self.say(
             f"{n} clients at once do not fit into the memory of {self.device}: going on with {self.block}"
@@ -215,75 +323,100 @@ class Batched:
         self.pool.clear()
         torch.cuda.empty_cache()
 
-    def prepare(self, t: int, clients: list[int]) -> None:
-        """Begin to compile the steps of round t, in the compiler process; the round is trained later.
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Begin to compile the steps of a round, in the compiler process; the round is trained later.
 
         Raise an error if a step cannot be listed.
         """
-        _, timetable = self._timetable(t, clients[: self.block])
-        stack, source, rows = self._room(len(timetable.clients)), *self._data(timetable)
+        rows = _Round(list(requests)).left
+        self.make_room(len(rows))
+        block = self._place(rows[: self.block])
+        stack, eta, (source, numbers) = self._room(len(block.order)), self._rates(block), self._data(block)
         kinds: dict[Any, Turn] = {}
-        for turn in self._turns(timetable):
+        for turn in self._turns(block):
             if isinstance(turn.clients, int):
                 kind = turn.clients, turn.width, turn.sizes is None, turn.active == turn.clients
                 kinds.setdefault(kind, turn)
         for turn in list(kinds.values())[:_PREPARED]:
-            batch = source.gather(rows.at(turn), turn.clients)
-            self.recorder.prepare(*self._arguments(stack, batch, turn))
+            assert isinstance(turn.clients, int)
+            batch = source.gather(numbers.at(turn), turn.clients)
+            self.recorder.prepare(*self._arguments(stack, batch, turn, eta))
 
-    def _train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Trained:
-        order, timetable = self._timetable(t, clients)
-        x_0 = start(list(timetable.clients))
-        stack = self._fill(len(timetable.clients), x_0, b)
-        self.eta.fill_(self.plan.rates.eta_local(t))
-        seed_generators(self.device, self.plan.config.seed, t, clients[0])
-        self._steps(stack, timetable)
-        back = torch.from_numpy(np.argsort(order)).to(self.device)
-        steps = timetable.steps[np.argsort(order)]
-        K = torch.from_numpy(steps).to(self.device)
+    def _train(self, rows: list[_Row]) -> list[tuple[Request, Trained]]:
+        """Train a block of clients; return each request and the results of its clients in this block."""
+        block, parts = self._place(rows), []
+        stack = self._room(len(block.order))
+        for request, places, mine in block.parts():
+            x_0 = request.start([block.timetable.clients[place] for place in places])
+            self._fill(stack, places, x_0, request.b)
+            if x_0.dim() > 1:
+                x_0 = x_0[torch.from_numpy(np.searchsorted(places, mine)).to(x_0.device)]
+            parts.append((request, mine, x_0))
+        self._init(stack)
+        first = rows[0]
+        seed_generators(self.device, first.request.plan.config.seed, first.request.t, first.client)
+        self._steps(stack, block)
         x_K, b_K = self._flat(stack)
-        x_0 = x_0 if x_0.dim() == 1 else x_0[back]
-        return Trained(clients, steps.tolist(), x_0, x_K[back], b_K[back], stack.losses[back] / K)
+        found = []
+        for request, mine, x_0 in parts:
+            at, steps = torch.from_numpy(mine).to(self.device), block.timetable.steps[mine]
+            loss = stack.losses[at] / torch.from_numpy(steps).to(self.device)
+            clients = [block.timetable.clients[place] for place in mine]
+            found.append((request, Trained(clients, steps.tolist(), x_0, x_K[at], b_K[at], loss)))
+        return found
 
-    def _timetable(self, t: int, clients: list[int]) -> tuple[np.ndarray, Timetable]:
-        """Return the timetable of a block of clients, and the order of the clients in it."""
-        config, n = self.plan.config, len(clients)
-        steps = np.array([self.plan.steps.at(t, i) for i in clients])
+    def _place(self, rows: list[_Row]) -> _Block:
+        """Return the block of these rows, with its timetable."""
+        n, steps = len(rows), np.array([row.steps for row in rows])
         order = np.argsort(-steps, kind="stable")  # clients with few steps come last
         # Idle clients fill the block up, so that only few block sizes are compiled.
-        ordered = [clients[i] for i in order] + [clients[0]] * (round_up(n, self.block) - n)
-        samples = np.array([self.plan.samples[i] for i in ordered])
-        some = np.append(steps[order], np.zeros(len(ordered) - n, np.int64))
-        return order, Timetable(ordered, samples, some, config.batch_size, config.seed, t)
+        idle = np.zeros(round_up(n, self.block) - n, np.int64)
+        order = np.append(order, idle)
+        placed = [rows[i] for i in order]
+        seeds = np.array([signed(row.request.plan.config.seed) for row in placed], np.int64)
+        timetable = Timetable(
+            [row.client for row in placed],
+            np.array([len(row.samples) for row in placed]),
+            np.append(steps[order[:n]], idle),
+            self.batch_size,
+            seeds,
+            np.array([row.request.t for row in placed], np.int64),
+        )
+        return _Block(rows, order, timetable)
 
-    def _data(self, timetable: Timetable) -> tuple[Resident | Hosted, Rows]:
+    def _data(self, block: _Block) -> tuple[Resident | Hosted, Rows]:
         """Return the source of the block's samples, and the sample numbers of every batch."""
-        return self.pool.block(list(timetable.clients)), Rows(timetable, self.device)
+        return self.pool.block([row.samples for row in block.placed]), Rows(block.timetable, self.device)
 
-    def _turns(self, timetable: Timetable) -> Iterator[Turn]:
-        together = timetable.uniform or self._can_mask(timetable.clients)
-        return timetable.together() if together else timetable.apart()
+    def _rates(self, block: _Block) -> Tensor:
+        """Return the local rate of each client of the block."""
+        rates = [row.request.plan.rates.eta_local(row.request.t) for row in block.placed]
+        return torch.tensor(rates, device=self.device, dtype=self.dtype)
 
-    def _steps(self, stack: Stack, timetable: Timetable) -> None:
-        source, rows = self._data(timetable)
-        for turn in self._turns(timetable):
+    def _turns(self, block: _Block) -> Iterator[Turn]:
+        together = block.timetable.uniform or self._can_mask(block.rows)
+        return block.timetable.together() if together else block.timetable.apart()
+
+    def _steps(self, stack: Stack, block: _Block) -> None:
+        (source, rows), eta = self._data(block), self._rates(block)
+        for turn in self._turns(block):
             try:
-                self._step(stack, source.gather(rows.at(turn), turn.clients), turn)
+                self._step(stack, source.gather(rows.at(turn), turn.clients), turn, eta)
             except ValueError as error:
                 first = 0 if isinstance(turn.clients, int) else int(turn.clients[0])
-                raise explain_one_sample(error, timetable.clients[first]) from None
+                raise explain_one_sample(error, block.timetable.clients[first]) from None
 
-    def _step(self, stack: Stack, batch: Batch, turn: Turn) -> None:
+    def _step(self, stack: Stack, batch: Batch, turn: Turn, eta: Tensor) -> None:
         if isinstance(turn.clients, int):
-            self.recorder(*self._arguments(stack, batch, turn))
+            self.recorder(*self._arguments(stack, batch, turn, eta))
             return
         # Copied out of the block and back; sizes vary, so the step is not recorded.
         rows = torch.as_tensor(turn.clients, device=self.device)
         part = stack.at(rows)
-        self.step(part, batch, None, None, self.eta)
+        self.step(part, batch, None, None, eta[rows])
         stack.put(rows, part)
 
-    def _arguments(self, stack: Stack, batch: Batch, turn: Turn) -> _StepArguments:
+    def _arguments(self, stack: Stack, batch: Batch, turn: Turn, eta: Tensor) -> _StepArguments:
         """Return the arguments of a step of the first clients of the block."""
         assert isinstance(turn.clients, int)
         valid = active = None
@@ -292,24 +425,28 @@ class Batched:
             valid = torch.arange(turn.width, device=self.device) < sizes[:, None]
         if turn.active < turn.clients:
             active = torch.arange(turn.clients, device=self.device) < turn.active
-        return stack.part(turn.clients), batch, valid, active, self.eta
+        return stack.part(turn.clients), batch, valid, active, eta[: turn.clients]
 
-    def _fill(self, n: int, x_0: Tensor, b: Tensor) -> Stack:
-        """Return the training state (Stack) of n clients, each at its starting point in `x_0` and `b`."""
-        stack = self._room(n)
+    def _fill(self, stack: Stack, places: np.ndarray, x_0: Tensor, b: Tensor) -> None:
+        """Write the starting points `x_0` and the buffers `b` into the clients at `places` of the stack."""
+        at: Any = (
+            slice(None) if len(places) == len(stack.losses) else torch.from_numpy(places).to(self.device)
+        )
         for p, part in zip(stack.parameters, self.vectors.layout.slices(), strict=True):
-            p.copy_(x_0[..., part].reshape(-1, *p.shape[1:]).expand_as(p))
+            p[at] = x_0[..., part].reshape(-1, *p.shape[1:])
+        self.vectors.write(x_0.reshape(-1, x_0.shape[-1])[0], b)
+        for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
+            mine[at] = buffer
+
+    def _init(self, stack: Stack) -> None:
+        """Put the rest of a stack, whose parameters are set, into its state before the first step."""
         for mine, p in zip(stack.start, stack.parameters, strict=bool(stack.start)):
             mine.copy_(p)
         stack.losses.zero_()
-        self.vectors.write(x_0.reshape(-1, x_0.shape[-1])[0], b)
         if stack.state:
             first = vmap(self.step.optimiser.init)(stack.parameters)
             for mine, its in zip(tree_leaves(stack.state), tree_leaves(first), strict=True):
                 mine.copy_(its)
-        for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
-            mine.copy_(buffer.expand_as(mine))
-        return stack
 
     def _room(self, n: int) -> Stack:
         """Return a stack of n clients with arbitrary values."""
@@ -342,14 +479,13 @@ class Batched:
         b_K = [buffer.reshape(n, -1).to(self.dtype) for name, buffer in named if name in names]
         return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
 
-    def _can_mask(self, clients: Sequence[int]) -> bool:
+    def _can_mask(self, rows: Sequence[_Row]) -> bool:
         """Return whether rows that do not count may fill up short batches; try once for each batch size."""
-        largest = max(clients, key=lambda i: self.plan.samples[i])
-        n = min(self.plan.config.batch_size, self.plan.samples[largest])
+        samples = max((row.samples for row in rows), key=len)
+        n = min(self.batch_size, len(samples))
         if n not in self._masks:
             with torch.random.fork_rng(devices=[]):  # the trial must not change what a round draws
-                batch = self.task.clients[largest].batch(np.arange(n))
-                self._masks[n] = n == 1 or can_mask(self.model, self.task.loss, batch, n)
+                self._masks[n] = n == 1 or can_mask(self.model, self.loss, samples.batch(np.arange(n)), n)
         return self._masks[n]
 
 

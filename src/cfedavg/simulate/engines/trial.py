@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
-from cfedavg.simulate.engines.trainers import Batched, is_one_sample, train_client
+from cfedavg.simulate.engines.trainers import Batched, Request, is_one_sample, train_client
 from cfedavg.simulate.local import (
     PRECISIONS,
     Vectors,
@@ -243,7 +243,7 @@ def _agree(
             plan, task, vectors, device, lambda text: None, conv_precision=conv_precision, unused=unused
         )
         trainer.recorder.simplify(lists=lists)
-        together = list(trainer.train(0, lambda clients: x, b, [0, 1]))
+        together = list(trainer.train(Request(plan, task, 0, lambda clients: x, b, [0, 1])))
         if not compares:
             return True
         apart = [train_client(plan, task, vectors, 0, x, b, client) for client in (0, 1)]

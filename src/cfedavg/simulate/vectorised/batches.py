@@ -52,8 +52,8 @@ class Timetable:
     samples: np.ndarray  # number of samples of each client
     steps: np.ndarray  # K_i of each client
     batch_size: int
-    seed: int
-    t: int
+    seeds: np.ndarray  # the seed of each client's run, as `signed` returns it
+    rounds: np.ndarray  # the round t of each client's run
 
     @cached_property
     def per_epoch(self) -> np.ndarray:
@@ -154,8 +154,8 @@ class Rows:
         counts = final - first + 1
         owner = np.repeat(np.arange(len(counts)), counts)
         epoch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        clients = keys(table.seed, table.t, np.asarray(table.clients, np.int64)[owner], batch)
-        words = self._here(keys(clients, epoch, 0, batch))
+        clients = keys(table.seeds, table.rounds, np.asarray(table.clients, np.int64), batch)
+        words = self._here(keys(clients[owner], epoch, 0, batch))
         row = torch.arange(int(table.samples.max()), device=self.device)
         # Sample numbers that a client lacks come last, even if a draw equals _LAST: the sort is stable.
         draws = torch.where(row < self._here(table.samples[owner])[:, None], bits(words[:, None], row), _LAST)
@@ -176,10 +176,13 @@ def round_up(active: int, n: int) -> int:
 
 
 class Resident:
-    """A source of samples that are on the device, where the samples of all clients are concatenated."""
+    """A source of samples that are on the device.
 
-    def __init__(self, tree: Any, starts: Tensor) -> None:
-        self.tree, self.starts = tree, starts
+    `places[c, i]` is the place in `tree` of sample i of the client at place c of the block.
+    """
+
+    def __init__(self, tree: Any, places: Tensor) -> None:
+        self.tree, self.places = tree, places
 
     def gather(self, rows: Tensor, clients: np.ndarray | int) -> Batch:
         """Return one batch for each client; a row of `rows` holds the sample numbers of a client's batch.
@@ -187,7 +190,7 @@ class Resident:
         `clients` are places in the block; an integer n means the first n places.
         """
         some = slice(clients) if isinstance(clients, int) else torch.from_numpy(clients)
-        at = (rows + self.starts[some][:, None]).reshape(-1)
+        at = self.places[some].gather(1, rows).reshape(-1)
         return tree_map(lambda leaf: leaf.index_select(0, at).unflatten(0, tuple(rows.shape)), self.tree)
 
 
@@ -205,47 +208,85 @@ class Hosted:
 
 
 class Pool:
-    """The samples of all clients. Samples with the attribute `fixed` stay on the device.
+    """The samples of clients. Samples with the attribute `fixed` stay on the device.
 
-    If memory is short, the least recently used samples are dropped from the device.
+    Fixed samples may also have the attributes `whole` and `rows`: they are the samples of the larger data set
+    `whole` with the numbers `rows`. Then the device holds `whole`, once for all clients that share it, also
+    clients of different runs. If memory is short, the least recently used data sets are dropped.
     """
 
-    def __init__(self, clients: Sequence[Samples], device: torch.device, dtype: torch.dtype) -> None:
-        self.clients, self.device, self.dtype = clients, device, dtype
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._kept: OrderedDict[int, tuple[Samples, Any]] = OrderedDict()  # by id, which needs the data set
         self._bytes, self._room = 0, free_memory(device) // _SHARE
-        self._last: tuple[list[int], Resident | Hosted] | None = None
+        self._last: tuple[Sequence[Samples], Resident | Hosted] | None = None
 
-    def block(self, clients: list[int]) -> Resident | Hosted:
+    def block(self, clients: Sequence[Samples]) -> Resident | Hosted:
         """Return a source of samples for a block of these clients, in this order."""
-        if self._last is not None and self._last[0] == clients:
+        if self._last is not None and _are_same(self._last[0], clients):
             return self._last[1]
         self._last = None  # frees the last block first
-        source: Resident | Hosted
-        if all(getattr(self.clients[i], "fixed", False) for i in clients):
-            trees = [self._resident(i) for i in clients]
-            sizes = [0, *(len(self.clients[i]) for i in clients[:-1])]
-            source = Resident(_join(torch.cat, trees), torch.from_numpy(np.cumsum(sizes)).to(self.device))
-        else:
-            source = Hosted([self.clients[i] for i in clients], self.device, self.dtype)
+        fixed = all(getattr(each, "fixed", False) for each in clients)
+        source = self._resident(clients) if fixed else Hosted(clients, self.device, self.dtype)
         self._last = (clients, source)
         return source
 
-    def _resident(self, client: int) -> Any:
-        if client in self._kept:
-            self._kept.move_to_end(client)
-            return self._kept[client]
-        tree = read_all(self.clients[client], self.device, self.dtype)
-        self._kept[client] = tree
+    def read(self, samples: Samples) -> Any:
+        """Return all of a fixed data set as one batch on the device."""
+        name = id(samples)
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return self._kept[name][1]
+        tree = read_all(samples, self.device, self.dtype)
+        self._kept[name] = (samples, tree)
         self._bytes += _size(tree)
         while self._bytes > self._room and len(self._kept) > 1:
-            self._bytes -= _size(self._kept.popitem(last=False)[1])
+            self._bytes -= _size(self._kept.popitem(last=False)[1][1])
         return tree
 
     def clear(self) -> None:
         """Drop all samples from the device."""
         self._kept.clear()
         self._bytes, self._last = 0, None
+
+    def _resident(self, clients: Sequence[Samples]) -> Resident:
+        """Return a source that reads from the device; several data sets are concatenated there."""
+        parts = [_part_of(each) for each in clients]
+        larger = {
+            id(whole): whole for each, (whole, _) in zip(clients, parts, strict=True) if whole is not each
+        }
+        if any(self._size(whole) > self._room for whole in larger.values()):
+            parts = [_all_of(each) for each in clients]
+        wholes = {id(whole): whole for whole, _ in parts}
+        start = dict(zip(wholes, np.cumsum([0, *map(len, wholes.values())]), strict=False))
+        places = np.zeros((len(clients), max(map(len, clients))), np.int64)
+        for mine, (whole, rows) in zip(places, parts, strict=True):
+            mine[: len(rows)] = start[id(whole)] + rows
+        trees = [self.read(whole) for whole in wholes.values()]
+        tree = trees[0] if len(trees) == 1 else _join(torch.cat, trees)
+        return Resident(tree, torch.from_numpy(places).to(self.device))
+
+    def _size(self, whole: Samples) -> int:
+        """Return how many bytes a data set would take on the device; 0 if the device holds it."""
+        if id(whole) in self._kept:
+            return 0
+        return len(whole) * _size(to_device(whole.batch(np.arange(1)), torch.device("cpu"), self.dtype))
+
+
+def _part_of(samples: Samples) -> tuple[Samples, np.ndarray]:
+    """Return the larger data set to which samples belong, and their numbers in it."""
+    whole = getattr(samples, "whole", None)
+    return _all_of(samples) if whole is None else (whole, samples.rows)  # type: ignore[attr-defined]
+
+
+def _all_of(samples: Samples) -> tuple[Samples, np.ndarray]:
+    """Return a data set and the numbers of all its samples."""
+    return samples, np.arange(len(samples))
+
+
+def _are_same(one: Sequence[Samples], other: Sequence[Samples]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _join(join: Callable[[list[Tensor]], Tensor], trees: Sequence[Any]) -> Any:

@@ -82,7 +82,7 @@ class Step:
     def __call__(
         self, stack: Stack, batch: Batch, valid: Tensor | None, active: Tensor | None, eta: Tensor
     ) -> None:
-        """Run a step of the clients of the stack, with the rate `eta`.
+        """Run a step of the clients of the stack; `eta` holds the rate of each client.
 
         `valid` marks the rows of each client's batch that count; `active` marks the clients that change. None
         means all.
@@ -118,9 +118,7 @@ class Step:
         step, params = self.optimiser.step, self._used(stack.parameters)
         state = {name: self._used(each) for name, each in stack.state.items()}
         with warnings.catch_warnings(action="ignore"):  # as above
-            following, after = vmap(lambda p, grads, state, start: step(p, grads, state, eta, start))(
-                params, self._used(grads), state, self._used(stack.start)
-            )
+            following, after = vmap(step)(params, self._used(grads), state, eta, self._used(stack.start))
         pairs = [*zip(params, following, strict=True)]
         for name, each in state.items():
             pairs += zip(each, after[name], strict=True)

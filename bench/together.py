@@ -1,0 +1,131 @@
+"""Runs of a small model, all at once and one after another: seconds, and whether their accuracies agree.
+
+    python bench/together.py --data DIR --rounds 50 --device cuda --precision bf16
+
+A LeNet on MNIST, 10 clients, 10 local epochs in batches of 64: 3 seeds x 5 partitions (IID, Dirichlet(0.5),
+1, 2 and 3 classes a client). DIR holds MNIST as parquet files; without it, the embedded subset is used. The
+script prints one line of JSON for the runs at once, one for the runs one after another, and one that compares
+them. With `--alone N` only the first N of the 15 run one after another (5 are all partitions of seed 0), all
+rounds of each; the line says how many were timed, and gives the mean of a run and 15 times this mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cfedavg
+from cfedavg.sweep import Grid, Observer, SealedCell, Sweep
+
+PARTITIONS: dict[str, dict[str, Any]] = {
+    "iid": {"iid": True},
+    "dirichlet": {"dirichlet": 0.5},
+    "one": {"classes_per_client": 1},
+    "two": {"classes_per_client": 2},
+    "three": {"classes_per_client": 3},
+}
+SEEDS = 3
+
+
+class Watch(Observer):
+    """An observer that prints what a run says, and the time at which each of its rounds ends."""
+
+    def __init__(self, ends: list[float]) -> None:
+        self.ends = ends
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def grid_of(given: argparse.Namespace) -> Grid:
+    base: dict[str, Any] = {
+        "dataset": "mnist" if given.data else "embedded", "clients": 10, "model": "lenet", "local_epochs": 10,
+        "batch_size": 64, "rounds": given.rounds, "device": given.device, "precision": given.precision,
+        "compressor": given.compressor, "compressor_down": "none", "eta_local": given.eta_local,
+        "engine": given.engine,
+    }  # fmt: skip
+    if given.data:
+        base["data_dir"] = str(given.data)
+    lines = [{"name": name, "label": name, **changes} for name, changes in PARTITIONS.items()]
+    return Grid.from_table("together", {"base": base, "line": lines, "seeds": SEEDS})
+
+
+def run_cells(
+    grid: Grid, out: Path, together: int, only: list[str]
+) -> tuple[dict[str, SealedCell], dict[str, Any]]:
+    """Run the cells called `only`; return them, and what was measured."""
+    ends: list[float] = []
+
+    @contextmanager
+    def show(title: str, rounds: int) -> Iterator[Observer]:
+        yield Watch(ends)
+
+    sweep = Sweep([grid], out, only=only, say=lambda text: print(text, file=sys.stderr, flush=True))
+    sweep.open(resume=False)
+    began = time.perf_counter()
+    sweep.run(command="bench/together.py", together=together, show=show)
+    seconds = time.perf_counter() - began
+    at_once = max(cell.made["together"] for cell in sweep.found.values())
+    measured: dict[str, Any] = {"runs": len(only), "at_once": at_once, "seconds": round(seconds, 2)}
+    if at_once == len(only) < len(ends):  # without the first round, which compiles
+        measured["seconds_after_first_round"] = round(ends[-1] - ends[at_once - 1], 2)
+    return dict(sweep.found), measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="folder with MNIST as parquet files")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="float32", help="float32, bf16, tf32 or float64")
+    parser.add_argument("--engine", default="auto", help="on a CPU, batched is needed to train at once")
+    parser.add_argument("--compressor", default="topk(0.9)")
+    parser.add_argument("--eta-local", type=float, default=0.05)
+    parser.add_argument("--together", type=int, default=15, help="how many runs train at once")
+    parser.add_argument("--alone", type=int, default=15, help="how many of the 15 run one after another")
+    given = parser.parse_args()
+    grid = grid_of(given)
+    names = list(grid.cells(range(SEEDS)))
+    versions = {"cfedavg": cfedavg.__version__, "torch": torch.__version__, "precision": given.precision}
+    folder = Path(tempfile.mkdtemp(prefix="together-"))
+    try:
+        found, measured = run_cells(grid, folder / "at-once", given.together, names)
+        print(json.dumps({"how": "at once", "rounds": given.rounds, **measured, **versions}), flush=True)
+        if not given.alone:
+            return
+        alone, measured = run_cells(grid, folder / "alone", 1, names[: given.alone])
+        share = measured["seconds"] / len(alone)
+        measured |= {"seconds_a_run": round(share, 2), "seconds_of_15": round(share * len(names), 1)}
+        print(
+            json.dumps({"how": "one after another", "rounds": given.rounds, **measured, **versions}),
+            flush=True,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    last = {name: [each[name].values["test_accuracy"][-1] for each in (found, alone)] for name in alone}
+    gap = max(abs(one - other) for one, other in last.values())
+    mean = abs(sum(one - other for one, other in last.values())) / len(last)
+    line = {"how": "compared", "largest_gap": round(gap, 5), "gap_of_means": round(mean, 5), "final": last}
+    print(json.dumps(line), flush=True)
+    # bf16 and float32 round differently in blocks of another size, and training amplifies it.
+    if mean > 0.01:
+        sys.exit("the mean accuracies differ by more than a point")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The progress of runs: a line for one run, short lines for several, plain lines without a terminal."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cfedavg.cli.progress import Board
+
+
+def row(t: int, accuracy: float = 0.9753) -> dict[str, Any]:
+    made = {"round": t, "test_accuracy": accuracy, "uplink_bytes": 4000, "downlink_bytes": 1000}
+    return made | {"snr_min": 1.5, "delta_norm2": 1.0, "error_norm2": 2.0, "lost": 0}
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=80, height=40, color_system=None)
+
+
+def text_of(console: Console) -> str:
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_several_runs_fit_into_80_columns() -> None:
+    console = terminal()
+    board = Board(console)
+    names = [f"embedded-p2-a-very-long-name-of-a-line-seed{seed}" for seed in range(3)]
+    with ExitStack() as stack:
+        shown = [stack.enter_context(board.show(name, 500)) for name in names]
+        for display in shown:
+            display.begin([])
+            display.row(row(99))
+        assert board._progress is not None
+        lines = console.render_lines(board._progress.get_renderable())
+    texts = ["".join(segment.text for segment in line) for line in lines]
+    assert [f"seed{seed} " in text for seed, text in enumerate(texts)] == [True] * 3
+    assert all("100/500" in text and "accuracy 97.53%" in text for text in texts)
+    assert "seed2: sent 4 kB up and 1 kB down, 5 kB in total" in text_of(console)
+
+
+def test_a_run_that_ends_leaves_the_board_to_the_others() -> None:
+    board = Board(terminal())
+    with board.show("one", 2):
+        with board.show("two", 2):
+            assert board._progress is not None
+            assert [task.description for task in board._progress.tasks] == ["one", "two"]
+        assert [task.description for task in board._progress.tasks] == ["one"]
+    with board.show("three", 2):  # a board can be used again
+        assert [task.description for task in board._progress.tasks] == ["three"]
+
+
+def test_plain_lines_name_the_run_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cfedavg.cli.progress.PLAIN_EVERY", 0.0)
+    console = Console(file=io.StringIO(), width=200)
+    board = Board(console)
+    with board.show("one", 2) as one:
+        one.row(row(0))
+        with board.show("two", 2) as two:
+            one.row(row(1))
+            two.row(row(0))
+    lines = text_of(console).splitlines()
+    assert [line.split("  ")[0] for line in lines if "round" in line] == [
+        "round 1/2", "one: round 2/2", "two: round 1/2"
+    ]  # fmt: skip
