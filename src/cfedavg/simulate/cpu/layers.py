@@ -6,6 +6,7 @@ their sums are in float32; so is the gradient of the weights, which torch would 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,10 @@ def convolve_and_pool(given: Convolution, *, relu: bool, convolved: Tensor | Non
 
     `convolved` is the result of convolution and ReLU if it is known already.
     """
-    found: Tensor = ConvolveAndPool.apply(*given, relu, None if convolved is None else convolved.detach())
+    with torch._C.DisableTorchFunction():  # a mode would look at each call inside
+        known = None if convolved is None else convolved.detach()
+        layer: Callable[..., Tensor] = ConvolveAndPool.apply
+        found = layer(*given, relu, known)
     return found
 
 
@@ -104,12 +108,13 @@ class ConvolveAndPool(torch.autograd.Function):
         relu: bool,
         convolved: Tensor | None,
     ) -> Tensor:
-        dtype, sizes = torch.bfloat16 if _autocasts() else torch.float32, Convolution(x, weight, bias, padding).sizes
+        dtype = torch.bfloat16 if _autocasts() else torch.float32
+        height, width = Convolution(x, weight, bias, padding).sizes
         ctx.padding, ctx.biased, ctx.to = padding, bias is not None, x.dtype
-        rounded = [None if each is None else each.to(dtype) for each in (x, weight, bias)]
+        rounded: list[Any] = [None if each is None else each.to(dtype) for each in (x, weight, bias)]
         if convolved is None and weight.shape[1] > FEW:
-            convolved = torch.conv2d(*rounded, padding=padding)  # type: ignore[arg-type]
-        y = torch.empty(len(x), sizes[0] // 2, sizes[1] // 2, len(weight))
+            convolved = torch.conv2d(rounded[0], rounded[1], rounded[2], padding=padding)
+        y = torch.empty(len(x), height // 2, width // 2, len(weight))
         at = torch.empty(y.shape, dtype=torch.uint8)
         floor = torch.tensor([0.0 if relu else -torch.inf])
         _pool(rounded, padding, convolved, (floor, y, at))
@@ -118,24 +123,37 @@ class ConvolveAndPool(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, at = ctx.saved_tensors
-        g = dy.permute(0, 2, 3, 1).contiguous().float()
-        images, db = _images(x, ctx.padding), weight.new_zeros(len(weight), dtype=torch.float32)
-        shape, C = images.shape, images.shape[3]
-        flat = images.flatten(2).numpy(), g.numpy(), at.numpy()
-        if C <= FEW:
-            dw = _by_tap(torch.zeros_like(weight, dtype=torch.float32))
-            kernels.add_few_channels_gradient(*flat, dw.numpy(), db.numpy(), C)
-            dw, dx = dw.view(*weight.shape[2:], C, -1).permute(3, 2, 0, 1), None
+        g, images = dy.permute(0, 2, 3, 1).contiguous().float(), _images(x, ctx.padding)
+        if weight.shape[1] <= FEW:
+            dx, (dw, db) = None, _gradient_of_few_channels(images, g, at, weight)
         else:
-            w = weight.permute(0, 2, 3, 1).contiguous().float()
-            dw, to_images = torch.zeros_like(w), images.new_zeros(shape if ctx.needs_input_grad[0] else 0)
-            arrays = (each.flatten(2).numpy() for each in (w, dw))
-            kernels.add_gradient(*flat, *arrays, db.numpy(), to_images.view(len(x), shape[1], -1).numpy(), C)
-            dw, dx = dw.permute(0, 3, 1, 2), _unpad(to_images, ctx.padding).to(ctx.to)
-        needs = ctx.needs_input_grad
-        return dx if needs[0] else None, dw, db if ctx.biased else None, None, None, None
+            needs: bool = ctx.needs_input_grad[0]
+            to_images, dw, db = _gradient(images, g, at, weight, needs=needs)
+            dx = _unpad(to_images, ctx.padding).to(ctx.to) if needs else None
+        return dx, dw, db if ctx.biased else None, None, None, None
+
+
+def _gradient_of_few_channels(images: Tensor, g: Tensor, at: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the weights and the bias, for images of few channels."""
+    C, dw = weight.shape[1], torch.zeros_like(_by_tap(weight))
+    db = torch.zeros(len(weight))
+    arrays = images.flatten(2).numpy(), g.numpy(), at.numpy()
+    kernels.add_few_channels_gradient(*arrays, dw.numpy(), db.numpy(), C)
+    return dw.view(*weight.shape[2:], C, -1).permute(3, 2, 0, 1), db
+
+
+def _gradient(
+    images: Tensor, g: Tensor, at: Tensor, weight: Tensor, *, needs: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the images, which are computed if `needs` is true, the weights and the bias."""
+    w = weight.permute(0, 2, 3, 1).contiguous().float()
+    dw, db = torch.zeros_like(w), torch.zeros(len(weight))
+    dx = torch.zeros(images.shape if needs else (0, 0, 0, 0))
+    arrays = images.flatten(2).numpy(), g.numpy(), at.numpy(), w.flatten(2).numpy(), dw.flatten(2).numpy()
+    kernels.add_gradient(*arrays, db.numpy(), dx.flatten(2).numpy(), weight.shape[1])
+    return dx, dw.permute(0, 3, 1, 2), db
 
 
 def _images(x: Tensor, padding: tuple[int, int]) -> Tensor:
@@ -153,7 +171,7 @@ def _unpad(images: Tensor, padding: tuple[int, int]) -> Tensor:
 
 
 def _by_tap(weight: Tensor) -> Tensor:
-    """Return weights (O, C, K, L) as (K, L C, O) in float32."""
+    """Return weights (M, C, K, L) as (K, L C, M) in float32."""
     return weight.permute(2, 3, 1, 0).contiguous().float().flatten(1, 2)
 
 
@@ -162,13 +180,13 @@ def _pool(
 ) -> None:
     """Compute the pooled values, and which of four pixels each comes from; `to` is (floor, y, at)."""
     x, weight, bias = rounded
+    floor, y, at = (each.numpy() for each in to)
     if convolved is None:
         offset = torch.zeros(len(weight)) if bias is None else bias.float()
-        arrays = _images(x, padding).flatten(2), _by_tap(weight), offset, *to
-        kernels.convolve_and_pool(*(each.numpy() for each in arrays), weight.shape[1])
+        arrays = (_images(x, padding).flatten(2).numpy(), _by_tap(weight).numpy(), offset.numpy())
+        kernels.convolve_and_pool(*arrays, floor, y, at, weight.shape[1])
     else:
-        pixels = convolved.permute(0, 2, 3, 1).contiguous().float()
-        kernels.pool(*(each.numpy() for each in (pixels, *to)))
+        kernels.pool(convolved.permute(0, 2, 3, 1).contiguous().float().numpy(), floor, y, at)
 
 
 def takes_linear(input: Tensor, weight: Tensor) -> bool:
@@ -194,7 +212,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows, g = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = multiply(g, weight.t()).view_as(x) if ctx.needs_input_grad[0] else None

@@ -64,6 +64,12 @@ def store(builder: Any, vector: Any, pointer: Any, at: Any) -> None:
     done.align = 4 if pointer.type.pointee == _FLOAT else 1
 
 
+def variable(builder: Any, value: Any) -> Any:
+    """Return a pointer to a new variable, which the compiler keeps in registers."""
+    made: Callable[..., Any] = cgutils.alloca_once_value
+    return made(builder, value)
+
+
 def spread(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
     """Return a vector with the number at `pointer[at]` in all lanes."""
     empty = ir.Constant(ir.VectorType(pointer.type.pointee, lanes), ir.Undefined)
@@ -82,7 +88,7 @@ def gather(lanes: int) -> Any:
     """Make gather(out, o, x, i, at, g, n): out[o] += sum over k < n of g[k] x[i + at[k]]."""
 
     def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
-        total = cgutils.alloca_once_value(b, load(b, out, o, lanes))
+        total = variable(b, load(b, out, o, lanes))
         with cgutils.for_range(b, n) as k:
             part = load(b, x, b.add(i, b.load(b.gep(at, [k.index]))), lanes)
             b.store(add_product(b, b.load(total), spread(b, g, k.index, lanes), part), total)
@@ -109,35 +115,35 @@ def _windows(b: Any, i: Any, row: Any, C: Any) -> tuple[Any, ...]:
     return i, b.add(i, C), below, b.add(below, C)
 
 
-def _taps(b: Any, K: Any, T: Any, row: Any, O: Any, visit: Callable[[Any, Any], None]) -> None:
+def _taps(b: Any, K: Any, T: Any, row: Any, M: Any, visit: Callable[[Any, Any], None]) -> None:
     """Emit a loop over K rows of T taps; `visit` gets a tap's place in the image and in the weights."""
     with cgutils.for_range(b, K) as u:
-        image, weights = b.mul(u.index, row), b.mul(b.mul(u.index, T), O)
+        image, weights = b.mul(u.index, row), b.mul(b.mul(u.index, T), M)
         with cgutils.for_range(b, T) as v:
-            visit(b.add(image, v.index), b.add(weights, b.mul(v.index, O)))
+            visit(b.add(image, v.index), b.add(weights, b.mul(v.index, M)))
 
 
 def pooled_window(lanes: int) -> Any:
-    """Make pooled_window(x, i, row, C, w, c, O, K, T, bias, floor, y, at, o), one pixel after the pooling.
+    """Make pooled_window(x, i, row, C, w, c, M, K, T, bias, floor, y, at, o), one pixel after the pooling.
 
     Convolve the four windows of the image x that begin at i, i + C, i + row, i + row + C with output
-    channels c to c + lanes - 1 of the weights w (K, T, O), and add the bias. y[o] is the largest of the four
+    channels c to c + lanes - 1 of the weights w (K, T, M), and add the bias. y[o] is the largest of the four
     and the floor, and at[o] says which it is: 0 to 3, or DEAD.
     """
 
     def emit(
-        b: Any, x: Any, i: Any, row: Any, C: Any, w: Any, c: Any, O: Any, K: Any, T: Any, bias: Any,
+        b: Any, x: Any, i: Any, row: Any, C: Any, w: Any, c: Any, M: Any, K: Any, T: Any, bias: Any,
         floor: Any, y: Any, at: Any, o: Any,
     ) -> None:  # fmt: skip
         first = load(b, bias, c, lanes)
-        totals = [cgutils.alloca_once_value(b, first) for _ in range(4)]
+        totals = [variable(b, first) for _ in range(4)]
 
         def visit(pixel: Any, weight: Any) -> None:
             part = load(b, w, b.add(c, weight), lanes)
             for total, place in zip(totals, _windows(b, b.add(i, pixel), row, C), strict=True):
                 b.store(add_product(b, b.load(total), spread(b, x, place, lanes), part), total)
 
-        _taps(b, K, T, row, O, visit)
+        _taps(b, K, T, row, M, visit)
         best, where = b.load(totals[0]), constant(_BYTE, lanes, 0)
         for k in (1, 2, 3):
             value = b.load(totals[k])
@@ -149,20 +155,18 @@ def pooled_window(lanes: int) -> Any:
         store(b, b.select(dead, least, best), y, o)
         store(b, b.select(dead, constant(_BYTE, lanes, DEAD), where), at, o)
 
-    return operation(
-        emit, None, _INT, _INT, _INT, None, _INT, _INT, _INT, _INT, None, None, None, None, _INT
-    )
+    return operation(emit, None, _INT, _INT, _INT, None, _INT, _INT, _INT, _INT, None, None, None, None, _INT)
 
 
 def window_gradient(lanes: int) -> Any:
-    """Make window_gradient(x, i, row, C, g, at, o, dw, c, O, K, T, db), for one pixel after the pooling.
+    """Make window_gradient(x, i, row, C, g, at, o, dw, c, M, K, T, db), for one pixel after the pooling.
 
-    Add the gradient of weights and bias to dw (K, T, O) and db; the windows are those of `pooled_window`.
+    Add the gradient of weights and bias to dw (K, T, M) and db; the windows are those of `pooled_window`.
     The gradient g[o] belongs to the window at[o].
     """
 
     def emit(
-        b: Any, x: Any, i: Any, row: Any, C: Any, g: Any, at: Any, o: Any, dw: Any, c: Any, O: Any, K: Any,
+        b: Any, x: Any, i: Any, row: Any, C: Any, g: Any, at: Any, o: Any, dw: Any, c: Any, M: Any, K: Any,
         T: Any, db: Any,
     ) -> None:  # fmt: skip
         grad, where, zero = load(b, g, o, lanes), load(b, at, o, lanes), constant(_FLOAT, lanes, 0.0)
@@ -180,6 +184,6 @@ def window_gradient(lanes: int) -> Any:
                 total = add_product(b, total, spread(b, x, place, lanes), part)
             store(b, total, dw, to)
 
-        _taps(b, K, T, row, O, visit)
+        _taps(b, K, T, row, M, visit)
 
     return operation(emit, None, _INT, _INT, _INT, None, None, _INT, None, _INT, _INT, _INT, _INT, None)

@@ -19,9 +19,15 @@ from cfedavg.core.layout import Layout
 from cfedavg.simulate.engines.blocks import BlockEngine
 from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_device, describe_run
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
+from cfedavg.simulate.engines.speed import compare_precisions
 from cfedavg.simulate.engines.trainers import Batched, Sequential, Start, Trained, Trainer
-from cfedavg.simulate.engines.trial import explain_failure, find_fault_in_batching, try_task
-from cfedavg.simulate.local import PRECISIONS, Vectors, reproducible
+from cfedavg.simulate.engines.trial import (
+    explain_failure,
+    find_fault_in_batching,
+    takes_fast_layers,
+    try_task,
+)
+from cfedavg.simulate.local import PRECISIONS, Vectors, channels_last, reproducible
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.compiler import running_compiler
 from cfedavg.task import Batch, Task
@@ -61,9 +67,10 @@ def choose_engine(
     def make(vectors: Vectors, prepare: Callable[[Batch], Batch]) -> Trainer:
         @cache
         def one_by_one() -> Trainer:
+            fast = prepare is channels_last and device.type == "cpu" and takes_fast_layers(task, config)
             if device.type == "cpu":
                 keep_memory()
-            return Sequential(plan, task, vectors, device, prepare)
+            return Sequential(plan, task, vectors, device, prepare, fast=fast)
 
         if not choice.batched:
             return one_by_one()
@@ -76,6 +83,10 @@ def choose_engine(
     name = "batched" if choice.batched else "sequential"
     processes = f", {ranks.size} processes" if ranks.size > 1 else ""
     say(f"engine: {name} on {device}, {config.precision}{processes}: {choice.why}")
+    if device.type == "cpu" and not choice.batched and ranks.rank == 0:
+        hint = compare_precisions(plan, task, ranks.size)
+        if hint:
+            say(hint)
     return engine
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from cfedavg.core.errors import InputError
+from cfedavg.simulate.cpu.replacements import join_layers, quicken
 from cfedavg.simulate.local import Vectors, after, batches, local_steps, seed_generators, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
@@ -126,7 +127,10 @@ def train_client(
 
 
 class Sequential:
-    """A trainer that trains one client after another; `prepare` converts a batch for the model."""
+    """A trainer that trains one client after another; `prepare` converts a batch for the model.
+
+    With `fast`, the model is computed by our layers for CPUs.
+    """
 
     def __init__(
         self,
@@ -135,9 +139,14 @@ class Sequential:
         vectors: Vectors,
         device: torch.device,
         prepare: Callable[[Batch], Batch],
+        *,
+        fast: bool = False,
     ) -> None:
-        self.plan, self.task, self.device, self.prepare = plan, task, device, prepare
+        self.plan, self.task, self.device, self.prepare, self.fast = plan, task, device, prepare, fast
         self.vectors = Vectors(copy.deepcopy(vectors.model))
+        if fast:
+            self.task = replace(task, loss=quicken(task.loss))
+            join_layers(self.vectors.model)
 
     def train(self, t: int, start: Start, b: Tensor, clients: list[int]) -> Iterator[Trained]:
         for client in clients:
