@@ -21,8 +21,8 @@ from cfedavg.task import Task
 
 OTHER = {"float32": "bf16", "bf16": "float32"}
 STEPS = 3  # timed for each precision, after one that warms up
-# The trial takes 8 steps, or 9 where bf16 takes five times as long: about 1% of so many steps.
-SHORTEST = 800
+# The trial takes 13 steps, or 25 where bf16 takes five times as long: at most 2% of so many steps.
+SHORTEST = 1500
 FASTER = 0.9  # of the time, from which on the other precision is worth a sentence
 
 
