@@ -191,8 +191,10 @@ def _pool(
 
 def takes_linear(input: Tensor, weight: Tensor) -> bool:
     """Return whether `Linear` is for a call of F.linear."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or _autocasts():
+        return False  # without AVX-512, oneDNN is no faster than MKL
     known = input.dtype == weight.dtype == torch.float32 and input.dim() >= 2 and weight.dim() == 2
-    return known and not _autocasts() and input.numel() * len(weight) >= LARGE
+    return known and input.numel() * len(weight) >= LARGE
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
