@@ -63,6 +63,7 @@ def contenders(given: argparse.Namespace) -> dict[str, list[str]]:
         found = {
             f"cfedavg, {text}": ours(given, workers=n, compressor=text) for text in ("none", "topk(0.99)")
         }
+        found["cfedavg, topk(0.99), bf16"] = ours(given, workers=n, compressor="topk(0.99)", precision="bf16")
     found["plain PyTorch"] = peer(given, "plain_round.py", n, 1, python)
     if not PEERS.exists():
         Console(stderr=True).print(

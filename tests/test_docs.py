@@ -74,7 +74,14 @@ def test_table_of_the_error_feedback_runs(p: int, cell: str, name: str, feedback
 
 
 @pytest.mark.parametrize(
-    "name", ["cfedavg, none", "cfedavg, topk(0.99)", "plain PyTorch", "pfl-research 0.6.0"]
+    "name",
+    [
+        "cfedavg, none",
+        "cfedavg, topk(0.99)",
+        "cfedavg, topk(0.99), bf16",
+        "plain PyTorch",
+        "pfl-research 0.6.0",
+    ],
 )
 def test_table_of_the_peers_on_a_cpu(name: str) -> None:
     lines = [json.loads(line) for line in (ROOT / "results/speed/cpu.jsonl").read_text().splitlines()]

@@ -861,10 +861,10 @@ def test_residuals_that_do_not_fit_take_their_room_from_training(monkeypatch: py
     expected = trained(config, task, [])
     real, fits = blocks.BlockEngine._kept, 2
 
-    def cramped(self: Any, *args: Any) -> Any:
+    def cramped(self: Any, *args: Any, **options: Any) -> Any:
         if self.trainer.trainer.block > fits:
             raise torch.OutOfMemoryError
-        return real(self, *args)
+        return real(self, *args, **options)
 
     monkeypatch.setattr(blocks.BlockEngine, "_kept", cramped)
     torch.testing.assert_close(trained(config, task, said), expected, rtol=1e-12, atol=1e-14)

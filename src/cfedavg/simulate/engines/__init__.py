@@ -23,9 +23,15 @@ from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_d
 from cfedavg.simulate.engines.recorded import Recorded
 from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
+from cfedavg.simulate.engines.speed import compare_precisions
 from cfedavg.simulate.engines.trainers import Batched, Request, Sequential, Trained, Trainer
-from cfedavg.simulate.engines.trial import explain_failure, find_fault_in_batching, try_task
-from cfedavg.simulate.local import PRECISIONS, Vectors, reproducible
+from cfedavg.simulate.engines.trial import (
+    explain_failure,
+    find_fault_in_batching,
+    takes_fast_layers,
+    try_task,
+)
+from cfedavg.simulate.local import PRECISIONS, Vectors, channels_last, reproducible
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.compiler import running_compiler
 from cfedavg.task import Batch, Task
@@ -73,6 +79,10 @@ def choose_engine(
     processes = f", {ranks.size} processes" if ranks.size > 1 else ""
     beside = ", side by side with other runs" if partners and partners.trainer else ""
     say(f"engine: {name} on {device}, {config.precision}{processes}{beside}: {choice.why}")
+    if device.type == "cpu" and not choice.batched and ranks.rank == 0:
+        hint = compare_precisions(plan, task, ranks.size)
+        if hint:
+            say(hint)
     return engine
 
 
@@ -107,9 +117,10 @@ def _make_trainer(
 
     @cache
     def one_by_one() -> Trainer:
+        fast = prepare is channels_last and device.type == "cpu" and takes_fast_layers(task, plan.config)
         if device.type == "cpu":
             keep_memory()
-        return Sequential(vectors, device, prepare)
+        return Sequential(vectors, device, prepare, fast=fast)
 
     if many is None:
         return _record_or_launch(plan, task, vectors, device, prepare, say) or one_by_one()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -26,12 +26,13 @@ from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply, ResidualNorms
+from cfedavg.simulate.cpu.replacements import FastLayers, join_layers
 from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines.partners import busy_clients
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
 from cfedavg.simulate.engines.reference import Broadcast, Engine
 from cfedavg.simulate.engines.traffic import CountingThreads
-from cfedavg.simulate.engines.trainers import Request, Start, Trained, Trainer
+from cfedavg.simulate.engines.trainers import Request, Sequential, Start, Trained, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
 from cfedavg.simulate.local import EvaluatedBatches, Vectors, channels_last, summarise_batches
 from cfedavg.simulate.mover import Mover
@@ -84,6 +85,9 @@ class BlockEngine(Engine):
             model.to(memory_format=torch.channels_last)
             self._prepare = channels_last
         self.trainer = make_trainer(self.vectors, self._prepare)
+        self._fast = isinstance(self.trainer, Sequential) and self.trainer.fast
+        if self._fast:
+            join_layers(self.vectors.model)
         # A GPU leaves the processor free to count; on a CPU, counting threads would slow training down.
         self._threads = CountingThreads(THREADS) if device.type == "cuda" else None
         self.behind = 1 if self._threads else 0
@@ -263,7 +267,8 @@ class BlockEngine(Engine):
         return summarise_batches(self.task, parts)
 
     def _evaluate_share(self, state: State) -> EvaluatedBatches:
-        return self._evaluate(state, self._task_on_device, self.ranks.rank, self.ranks.size)
+        with FastLayers() if self._fast else nullcontext():
+            return self._evaluate(state, self._task_on_device, self.ranks.rank, self.ranks.size)
 
     @cached_property
     def _task_on_device(self) -> Task:

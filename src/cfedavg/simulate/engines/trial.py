@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
+from cfedavg.simulate.cpu.replacements import join_layers, quicken
 from cfedavg.simulate.engines.trainers import Batched, Request, is_one_sample, train_client
 from cfedavg.simulate.local import (
     PRECISIONS,
@@ -93,6 +94,37 @@ def takes_channels_last(task: Task, dtype: torch.dtype) -> bool:
     except Exception as error:
         return is_one_sample(error)
     return True
+
+
+def takes_fast_layers(task: Task, config: Config) -> bool:
+    """Return whether our layers for CPUs give the model's loss and gradients, as torch's layers do.
+
+    Our layers were measured on processors with AVX2 or AVX-512. A loss that needs gradients of gradients, for
+    example, cannot use them.
+    """
+    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if not known or config.precision not in ("float32", "bf16"):
+        return False
+    cpu, half = torch.device("cpu"), config.precision == "bf16"
+    model: Any = copy.deepcopy(task.model).to(cpu, torch.float32)
+    model = model.to(memory_format=torch.channels_last)
+    rows = np.arange(min(len(task.clients[0]), config.batch_size))
+    found = []
+    try:
+        with restore_generators(cpu):
+            batch = channels_last(to_device(task.clients[0].batch(rows), cpu, torch.float32))
+            for loss, mine in ((task.loss, copy.deepcopy(model)), (quicken(task.loss), join_layers(model))):
+                seed_generators(cpu, config.seed, 0, 0)
+                with NoDropout(), torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
+                    value = loss(mine.train(), batch)
+                    value.backward()  # type: ignore[no-untyped-call]
+                grads = [p.grad.reshape(-1) for p in mine.parameters() if p.grad is not None]
+                found.append(torch.cat([value.detach().reshape(1), *grads]).double())
+    except Exception:
+        return False
+    theirs, mine = found
+    allowed = TOLERANCE[config.precision] * theirs.norm() + torch.finfo(torch.float32).eps
+    return bool((mine - theirs).norm() <= allowed)
 
 
 def find_fault_in_batching(

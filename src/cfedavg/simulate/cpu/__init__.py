@@ -1,0 +1,1 @@
+"""Layers that train faster on a CPU than torch's own, for any model."""

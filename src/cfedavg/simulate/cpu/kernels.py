@@ -1,0 +1,149 @@
+"""Compiled loops over a convolution that is followed by max-pooling of 2 x 2 windows, for images in float32.
+
+Pooling passes a gradient to one of four pixels, so three quarters of the products of the convolution's
+gradient are with zeros. The loops below leave them out.
+
+Shapes: images x (N, H, W C), pooled y and its gradient g (N, h, w, M), and `at` (N, h, w, M), which says
+which of the four pixels of a window is the largest: 0 to 3, or DEAD if ReLU lets nothing through.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cfedavg.core.arrays import Array, Int, kernel
+from cfedavg.simulate.cpu.vectors import DEAD, gather, pooled_window, scatter, window_gradient
+
+gather64, gather32, gather16 = gather(64), gather(32), gather(16)
+scatter64, scatter32, scatter16 = scatter(64), scatter(32), scatter(16)
+pooled_window32, pooled_window16 = pooled_window(32), pooled_window(16)
+window_gradient32, window_gradient16 = window_gradient(32), window_gradient(16)
+
+
+@kernel
+def convolve_and_pool(x: Array, w: Array, bias: Array, floor: Array, y: Array, at: Array, C: Int) -> None:
+    """Convolve images of few channels, add the bias, and pool into `y` and `at`; w has the shape (K, T, M).
+
+    The number M of output channels is a multiple of 16.
+    """
+    H, row = x.shape[1:]
+    K, T, M = w.shape
+    N, h, width = y.shape[:3]
+    for n in range(N):
+        for i in range(h):
+            for j in range(width):
+                start, out = (n * H + 2 * i) * row + 2 * j * C, ((n * h + i) * width + j) * M
+                for c in range(0, M - 31, 32):
+                    pooled_window32(x, start, row, C, w, c, M, K, T, bias, floor, y, at, out + c)
+                if M % 32:
+                    c = M - 16
+                    pooled_window16(x, start, row, C, w, c, M, K, T, bias, floor, y, at, out + c)
+
+
+@kernel
+def add_few_channels_gradient(x: Array, g: Array, at: Array, dw: Array, db: Array, C: Int) -> None:
+    """Add the gradient of `convolve_and_pool` to dw (K, T, M) and db (M,)."""
+    H, row = x.shape[1:]
+    K, T, M = dw.shape
+    N, h, width = g.shape[:3]
+    for n in range(N):
+        # Each image has a sum of its own, so that long sums round less.
+        mine, my_bias = np.zeros_like(dw), np.zeros_like(db)
+        for i in range(h):
+            for j in range(width):
+                start, out = (n * H + 2 * i) * row + 2 * j * C, ((n * h + i) * width + j) * M
+                for c in range(0, M - 31, 32):
+                    window_gradient32(x, start, row, C, g, at, out + c, mine, c, M, K, T, my_bias)
+                if M % 32:
+                    c = M - 16
+                    window_gradient16(x, start, row, C, g, at, out + c, mine, c, M, K, T, my_bias)
+        dw += mine
+        db += my_bias
+
+
+@kernel
+def pool(x: Array, floor: Array, y: Array, at: Array) -> None:
+    """Pool the output x (N, H, W, M) of a convolution into `y` and `at`; no value of y is below the floor."""
+    N, h, width, M = y.shape
+    for n in range(N):
+        for i in range(h):
+            for j in range(width):
+                a, b = x[n, 2 * i, 2 * j], x[n, 2 * i, 2 * j + 1]
+                c, d = x[n, 2 * i + 1, 2 * j], x[n, 2 * i + 1, 2 * j + 1]
+                for o in range(M):
+                    best, where = a[o], 0
+                    if b[o] > best or b[o] != b[o]:
+                        best, where = b[o], 1
+                    if c[o] > best or c[o] != c[o]:
+                        best, where = c[o], 2
+                    if d[o] > best or d[o] != d[o]:
+                        best, where = d[o], 3
+                    if best <= floor[0]:
+                        best, where = floor[0], DEAD
+                    y[n, i, j, o], at[n, i, j, o] = best, where
+
+
+@kernel
+def _list_windows(
+    n: Int, g: Array, at: Array, H: Int, row: Int, C: Int, count: Array, start: Array, value: Array
+) -> None:
+    """List, for each output channel, the windows of image n that have a gradient, and the gradients."""
+    _, h, width, M = g.shape
+    count[:] = 0
+    for i in range(h):
+        for j in range(width):
+            for o in range(M):
+                k, to = np.int64(at[n, i, j, o]), count[o]
+                start[o, to] = (n * H + 2 * i + (k >> 1)) * row + (2 * j + (k & 1)) * C
+                value[o, to] = g[n, i, j, o]
+                count[o] = to + (k != DEAD)
+
+
+@kernel
+def add_gradient(x: Array, g: Array, at: Array, w: Array, dw: Array, db: Array, dx: Array, C: Int) -> None:
+    """Add the gradient of convolution and pooling to dw (M, K, T), db (M,) and dx, which is x's.
+
+    The number C of channels is a multiple of 16, and so is T. An empty dx is left out.
+    """
+    N, H, row = x.shape
+    h, width = g.shape[1:3]
+    M, K, T = w.shape
+    images, to_images, weights, to_weights = x.reshape(-1), dx.reshape(-1), w.reshape(-1), dw.reshape(-1)
+    count, start = np.empty(M, np.int64), np.empty((M, h * width + 1), np.int64)
+    value = np.empty((M, h * width + 1), np.float32)
+    for n in range(N):
+        _list_windows(n, g, at, H, row, C, count, start, value)
+        for o in range(M):
+            k, s, v = count[o], start[o], value[o]
+            db[o] += v[:k].sum()
+            for u in range(K):
+                _add_row(to_weights, (o * K + u) * T, images, u * row, s, v, k, T)
+            if dx.size:
+                for u in range(K):
+                    _add_to_images(to_images, u * row, weights, (o * K + u) * T, s, v, k, T)
+
+
+@kernel
+def _add_row(out: Array, o: Int, x: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
+    """Add the sum of k windows' rows of T numbers, each times its gradient, to T numbers of `out`."""
+    for t in range(0, T - 63, 64):
+        gather64(out, o + t, x, i + t, at, g, k)
+    t = T // 64 * 64
+    if T - t >= 32:
+        gather32(out, o + t, x, i + t, at, g, k)
+        t += 32
+    if T - t >= 16:
+        gather16(out, o + t, x, i + t, at, g, k)
+
+
+@kernel
+def _add_to_images(out: Array, o: Int, w: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
+    """Add T weights, times the gradient of each of k windows, to the rows of the windows in `out`."""
+    for t in range(0, T - 63, 64):
+        scatter64(out, o + t, w, i + t, at, g, k)
+    t = T // 64 * 64
+    if T - t >= 32:
+        scatter32(out, o + t, w, i + t, at, g, k)
+        t += 32
+    if T - t >= 16:
+        scatter16(out, o + t, w, i + t, at, g, k)

@@ -1,0 +1,189 @@
+"""Operations on vectors of `lanes` numbers that numba has not: each emits LLVM code into a compiled loop.
+
+numba cannot keep a vector of sums in registers, and it checks at run time, before each inner loop, whether
+arrays overlap; for loops of 32 numbers the checks take longer than the arithmetic. The functions below are
+called from kernels. They take arrays with an offset, and touch `lanes` numbers from there on. They check no
+bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+DEAD = 4  # the place of a window of four numbers none of which is above the floor
+
+_FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), types.intp
+
+
+def operation(emit: Callable[..., None], *kinds: Any) -> Any:
+    """Return a function for kernels whose code is emitted by `emit(builder, *arguments)`.
+
+    `kinds` are the numba types of the arguments; None stands for an array, which is passed as a pointer.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
+        pairs = zip(signature.args, values, strict=True)
+        given = [
+            context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+            for kind, value in pairs
+        ]
+        emit(builder, *given)
+        return context.get_dummy_value()
+
+    def typing(context: Any, *found: Any) -> Any:
+        pairs = zip(kinds, found, strict=True)
+        return types.void(*(have if want is None else want for want, have in pairs)), generate
+
+    # numba reads the number of arguments here; it would pass *found as one tuple.
+    names = ["context", *(f"a{i}" for i in range(len(kinds)))]
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    vars(typing)["__signature__"] = Signature(parameters)
+    return intrinsic(typing)
+
+
+def constant(kind: Any, lanes: int, value: float) -> Any:
+    return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
+
+
+def load(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
+    vector = ir.VectorType(pointer.type.pointee, lanes)
+    found = builder.load(builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer()))
+    found.align = 4 if pointer.type.pointee == _FLOAT else 1
+    return found
+
+
+def store(builder: Any, vector: Any, pointer: Any, at: Any) -> None:
+    done = builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), vector.type.as_pointer()))
+    done.align = 4 if pointer.type.pointee == _FLOAT else 1
+
+
+def variable(builder: Any, value: Any) -> Any:
+    """Return a pointer to a new variable, which the compiler keeps in registers."""
+    made: Callable[..., Any] = cgutils.alloca_once_value
+    return made(builder, value)
+
+
+def spread(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
+    """Return a vector with the number at `pointer[at]` in all lanes."""
+    empty = ir.Constant(ir.VectorType(pointer.type.pointee, lanes), ir.Undefined)
+    first = ir.Constant(ir.IntType(32), 0)
+    one = builder.insert_element(empty, builder.load(builder.gep(pointer, [at])), first)
+    return builder.shuffle_vector(one, empty, constant(ir.IntType(32), lanes, 0))
+
+
+def add_product(builder: Any, total: Any, x: Any, y: Any) -> Any:
+    """Return total + x * y, which the compiler may round once."""
+    fused = ("contract",)
+    return builder.fadd(total, builder.fmul(x, y, flags=fused), flags=fused)
+
+
+def gather(lanes: int) -> Any:
+    """Make gather(out, o, x, i, at, g, n): out[o] += sum over k < n of g[k] x[i + at[k]]."""
+
+    def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
+        total = variable(b, load(b, out, o, lanes))
+        with cgutils.for_range(b, n) as k:
+            part = load(b, x, b.add(i, b.load(b.gep(at, [k.index]))), lanes)
+            b.store(add_product(b, b.load(total), spread(b, g, k.index, lanes), part), total)
+        store(b, b.load(total), out, o)
+
+    return operation(emit, None, _INT, None, _INT, None, None, _INT)
+
+
+def scatter(lanes: int) -> Any:
+    """Make scatter(out, o, w, i, at, g, n): for all k < n, out[o + at[k]] += g[k] w[i]."""
+
+    def emit(b: Any, out: Any, o: Any, w: Any, i: Any, at: Any, g: Any, n: Any) -> None:
+        weights = load(b, w, i, lanes)
+        with cgutils.for_range(b, n) as k:
+            to = b.add(o, b.load(b.gep(at, [k.index])))
+            store(b, add_product(b, load(b, out, to, lanes), spread(b, g, k.index, lanes), weights), out, to)
+
+    return operation(emit, None, _INT, None, _INT, None, None, _INT)
+
+
+def _windows(b: Any, i: Any, row: Any, C: Any) -> tuple[Any, ...]:
+    """Return the places of one tap in the four windows that are pooled."""
+    below = b.add(i, row)
+    return i, b.add(i, C), below, b.add(below, C)
+
+
+def _taps(b: Any, K: Any, T: Any, row: Any, M: Any, visit: Callable[[Any, Any], None]) -> None:
+    """Emit a loop over K rows of T taps; `visit` gets a tap's place in the image and in the weights."""
+    with cgutils.for_range(b, K) as u:
+        image, weights = b.mul(u.index, row), b.mul(b.mul(u.index, T), M)
+        with cgutils.for_range(b, T) as v:
+            visit(b.add(image, v.index), b.add(weights, b.mul(v.index, M)))
+
+
+def pooled_window(lanes: int) -> Any:
+    """Make pooled_window(x, i, row, C, w, c, M, K, T, bias, floor, y, at, o), one pixel after the pooling.
+
+    Convolve the four windows of the image x that begin at i, i + C, i + row, i + row + C with output
+    channels c to c + lanes - 1 of the weights w (K, T, M), and add the bias. y[o] is the largest of the four
+    and the floor, and at[o] says which it is: 0 to 3, or DEAD.
+    """
+
+    def emit(
+        b: Any, x: Any, i: Any, row: Any, C: Any, w: Any, c: Any, M: Any, K: Any, T: Any, bias: Any,
+        floor: Any, y: Any, at: Any, o: Any,
+    ) -> None:  # fmt: skip
+        first = load(b, bias, c, lanes)
+        totals = [variable(b, first) for _ in range(4)]
+
+        def visit(pixel: Any, weight: Any) -> None:
+            part = load(b, w, b.add(c, weight), lanes)
+            for total, place in zip(totals, _windows(b, b.add(i, pixel), row, C), strict=True):
+                b.store(add_product(b, b.load(total), spread(b, x, place, lanes), part), total)
+
+        _taps(b, K, T, row, M, visit)
+        best, where = b.load(totals[0]), constant(_BYTE, lanes, 0)
+        for k in (1, 2, 3):
+            value = b.load(totals[k])
+            better = b.or_(b.fcmp_ordered(">", value, best), b.fcmp_unordered("uno", value, value))
+            best = b.select(better, value, best)
+            where = b.select(better, constant(_BYTE, lanes, k), where)
+        least = spread(b, floor, ir.Constant(ir.IntType(64), 0), lanes)
+        dead = b.fcmp_ordered("<=", best, least)
+        store(b, b.select(dead, least, best), y, o)
+        store(b, b.select(dead, constant(_BYTE, lanes, DEAD), where), at, o)
+
+    return operation(emit, None, _INT, _INT, _INT, None, _INT, _INT, _INT, _INT, None, None, None, None, _INT)
+
+
+def window_gradient(lanes: int) -> Any:
+    """Make window_gradient(x, i, row, C, g, at, o, dw, c, M, K, T, db), for one pixel after the pooling.
+
+    Add the gradient of weights and bias to dw (K, T, M) and db; the windows are those of `pooled_window`.
+    The gradient g[o] belongs to the window at[o].
+    """
+
+    def emit(
+        b: Any, x: Any, i: Any, row: Any, C: Any, g: Any, at: Any, o: Any, dw: Any, c: Any, M: Any, K: Any,
+        T: Any, db: Any,
+    ) -> None:  # fmt: skip
+        grad, where, zero = load(b, g, o, lanes), load(b, at, o, lanes), constant(_FLOAT, lanes, 0.0)
+
+        def here(k: int) -> Any:
+            return b.icmp_unsigned("==", where, constant(_BYTE, lanes, k))
+
+        parts = [b.select(here(k), grad, zero) for k in range(4)]
+        store(b, b.fadd(load(b, db, c, lanes), b.select(here(DEAD), zero, grad)), db, c)
+
+        def visit(pixel: Any, weight: Any) -> None:
+            to = b.add(c, weight)
+            total = load(b, dw, to, lanes)
+            for part, place in zip(parts, _windows(b, b.add(i, pixel), row, C), strict=True):
+                total = add_product(b, total, spread(b, x, place, lanes), part)
+            store(b, total, dw, to)
+
+        _taps(b, K, T, row, M, visit)
+
+    return operation(emit, None, _INT, _INT, _INT, None, None, _INT, None, _INT, _INT, _INT, _INT, None)
