@@ -52,8 +52,9 @@ class Watch(Observer):
 
 def grid_of(given: argparse.Namespace) -> Grid:
     base: dict[str, Any] = {
-        "dataset": "mnist" if given.data else "embedded", "clients": 10, "model": "lenet", "local_epochs": 10,
-        "batch_size": 64, "rounds": given.rounds, "device": given.device, "precision": given.precision,
+        "dataset": "mnist" if given.data else "embedded", "clients": 10, "model": "lenet",
+        "local_epochs": given.epochs, "batch_size": 64, "rounds": given.rounds, "device": given.device,
+        "precision": given.precision,
         "compressor": given.compressor, "compressor_down": "none", "eta_local": given.eta_local,
         "engine": given.engine,
     }  # fmt: skip
@@ -91,6 +92,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, help="folder with MNIST as parquet files")
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--epochs", type=int, default=10, help="local epochs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="float32", help="float32, bf16, tf32 or float64")
     parser.add_argument("--engine", default="auto", help="on a CPU, batched is needed to train at once")
@@ -111,6 +113,7 @@ def main() -> None:
         alone, measured = run_cells(grid, folder / "alone", 1, names[: given.alone])
         share = measured["seconds"] / len(alone)
         measured |= {"seconds_a_run": round(share, 2), "seconds_of_15": round(share * len(names), 1)}
+        measured["seconds_of_each"] = [cell.made["seconds"] for cell in alone.values()]  # the first compiles
         print(
             json.dumps({"how": "one after another", "rounds": given.rounds, **measured, **versions}),
             flush=True,
