@@ -13,6 +13,8 @@ Residuals on disk are in a temporary folder, which TMPDIR chooses.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import itertools
 import json
 import os
@@ -132,6 +134,14 @@ def resident(pid: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
+def release() -> None:
+    """Give the memory of the run before back to the system, so that this run's memory is seen."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def used_disk() -> int:
     """Bytes in use on the disk of temporary folders."""
     return shutil.disk_usage(tempfile.gettempdir()).used
@@ -139,6 +149,7 @@ def used_disk() -> int:
 
 def measure(given: argparse.Namespace, model: str, clients: int, a_round: int, where: str) -> dict[str, Any]:
     """Run once and return the line that is printed."""
+    release()
     began = time.perf_counter()
     task = make_task(model, clients)
     d, device = sum(p.numel() for p in task.model.parameters()), torch.device(given.device)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from cfedavg.simulate.residuals import Put, Residuals, Writes, gather
+from cfedavg.simulate.residuals import Put, Residuals, Writes, gather, spread
 
 Rows = Callable[[Sequence[int]], Tensor]  # gives the residuals of some clients of the round, a row for each
 _MOST = 8  # threads that read, and as many that write, beside a GPU
@@ -83,7 +83,7 @@ class Mover:
             for piece in sorted({at // step for _, at in found}):
                 futures[piece].result()
             self._receive(there)
-            return _scatter(found, there, like, len(some))
+            return _take(found, there, like, len(some))
 
         return rows
 
@@ -174,15 +174,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def _scatter(found: list[tuple[int, int]], source: Tensor, like: Tensor, n: int) -> Tensor:
+def _take(found: list[tuple[int, int]], source: Tensor, like: Tensor, n: int) -> Tensor:
     """Return a matrix of n rows: for each pair (row, place), that place of `source`; else zeros."""
     if not found:
         return like.new_zeros(n, *like.shape)
     rows, places = zip(*found, strict=True)
-    whole = places == tuple(range(places[0], places[0] + len(places)))
-    some = source[places[0] : places[0] + len(places)] if whole else source[list(places)]
-    if len(rows) == n:  # a buffer of the host is used again in the next round, so it is copied
-        return some.to(like.device, like.dtype, copy=not some.is_cuda)
-    matrix = like.new_zeros(n, *like.shape)
-    matrix[list(rows)] = some.to(like.device, like.dtype)
-    return matrix
+    end = places[0] + len(places)
+    some = source[places[0] : end] if places == tuple(range(places[0], end)) else source[list(places)]
+    # A buffer of the host is used again in the next round, so it is copied.
+    return spread(some.to(like.device, like.dtype, copy=not some.is_cuda), rows, n)

@@ -187,10 +187,19 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 def gather(residuals: Residuals, clients: Sequence[int], like: Tensor) -> Tensor:
     """Return the residuals of some clients, a row for each, in the dtype and on the device of `like`."""
-    matrix = like.new_zeros(len(clients), *like.shape)
-    for row, client in zip(matrix, clients, strict=True):
-        if client in residuals.norms2:
-            row.copy_(residuals.stored(client, like.shape))
+    known = [row for row, client in enumerate(clients) if client in residuals.norms2]
+    if not known:
+        return like.new_zeros(len(clients), *like.shape)
+    stored = torch.stack([residuals.stored(clients[row], like.shape) for row in known])
+    return spread(stored.to(like.device, like.dtype), known, len(clients))
+
+
+def spread(rows: Tensor, places: Sequence[int], n: int) -> Tensor:
+    """Return a matrix of n rows that has `rows` at these places, in increasing order, and zeros elsewhere."""
+    if len(places) == n:
+        return rows
+    matrix = rows.new_zeros(n, *rows.shape[1:])
+    matrix[list(places)] = rows
     return matrix
 
 
