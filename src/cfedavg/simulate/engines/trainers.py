@@ -30,7 +30,7 @@ from cfedavg.simulate.vectorised.replacements import can_mask
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.task import Batch, Samples, Task, wrap_errors
 
-_PREPARED = 4  # kinds of steps that are compiled before the first round
+_PREPARED = 16  # kinds of steps that are compiled before the first round
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
 
 _StepArguments = tuple[Stack, Batch, Tensor | None, Tensor | None, Tensor]
