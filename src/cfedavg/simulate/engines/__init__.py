@@ -21,7 +21,8 @@ from cfedavg.simulate.engines.blocks import BlockEngine
 from cfedavg.simulate.engines.partners import Partners
 from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_device, describe_run
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
-from cfedavg.simulate.engines.trainers import Batched, Request, Sequential, Trained, Trainer
+from cfedavg.simulate.engines.requests import Request, Trained
+from cfedavg.simulate.engines.trainers import Batched, Sequential, Trainer
 from cfedavg.simulate.engines.trial import explain_failure, find_fault_in_batching, try_task
 from cfedavg.simulate.local import PRECISIONS, Vectors, reproducible
 from cfedavg.simulate.plan import Plan
