@@ -33,7 +33,8 @@ from cfedavg.models import BasicBlock, cnn, mlp
 from cfedavg.simulate.engines import BlockEngine, choose_engine
 from cfedavg.simulate.engines.recorded import Recorded
 from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
-from cfedavg.simulate.engines.trainers import Request, Sequential, Trainer
+from cfedavg.simulate.engines.requests import Request
+from cfedavg.simulate.engines.trainers import Sequential, Trainer
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.compiler import start_compiler
 

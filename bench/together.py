@@ -53,8 +53,8 @@ class Watch(Observer):
 def grid_of(given: argparse.Namespace) -> Grid:
     base: dict[str, Any] = {
         "dataset": "mnist" if given.data else "embedded", "clients": 10, "model": "lenet",
-        "local_epochs": given.epochs, "batch_size": 64, "rounds": given.rounds, "device": given.device,
-        "precision": given.precision,
+        "local_epochs": given.epochs, "batch_size": 64, "rounds": given.rounds,
+        "device": given.device, "precision": given.precision,
         "compressor": given.compressor, "compressor_down": "none", "eta_local": given.eta_local,
         "engine": given.engine,
     }  # fmt: skip
@@ -86,7 +86,7 @@ def run_cells(
     return dict(sweep.found), measured
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -100,7 +100,11 @@ def main() -> None:
     parser.add_argument("--eta-local", type=float, default=0.05)
     parser.add_argument("--together", type=int, default=15, help="how many runs train at once")
     parser.add_argument("--alone", type=int, default=15, help="how many of the 15 run one after another")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = read_options()
     grid = grid_of(given)
     names = list(grid.cells(range(SEEDS)))
     versions = {"cfedavg": cfedavg.__version__, "torch": torch.__version__, "precision": given.precision}

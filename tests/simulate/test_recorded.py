@@ -23,7 +23,8 @@ from cfedavg.simulate import engines
 from cfedavg.simulate.engines import choose_engine
 from cfedavg.simulate.engines.recorded import MOST, Record, Recorded
 from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
-from cfedavg.simulate.engines.trainers import Request, Sequential, Trained, train_client
+from cfedavg.simulate.engines.requests import Request, Trained
+from cfedavg.simulate.engines.trainers import Sequential, train_client
 from cfedavg.simulate.local import PRECISIONS, Vectors, channels_last, reproducible
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.graphs import record_graph

@@ -81,15 +81,15 @@ def sweep(
     made = _grid(grid, vary or [], config, given, trust)
     chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), console.say)
     if draw:
-        idle = {"resume": resume, "minutes": minutes < math.inf, "together": together > 0}
-        _draw(chosen, idle | {"rounds": "rounds" in given}, out)
+        idle = {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}
+        _draw(chosen, idle | {"together": together > 0}, out)
         return
     chosen = dataclasses.replace(chosen, out=console.choose_folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
     chosen.open(resume=resume)
     try:
         command = _command(grid, {"vary": vary, "seeds": seeds, **given})
-        show = Board(console.OptionConsole()).show
-        chosen.run(command=command, minutes=minutes, show=show, together=together)
+        board = Board(console.OptionConsole())
+        chosen.run(command=command, minutes=minutes, show=board.show, together=together)
     finally:  # draw all cells in the folder, also after Ctrl-C
         every_cell = dataclasses.replace(made, rounds=None)
         dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw()

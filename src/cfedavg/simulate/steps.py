@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.simulate.engines import Partners
-from cfedavg.simulate.engines.trainers import Request
+from cfedavg.simulate.engines.requests import Request
 
 T = TypeVar("T")
 Pause = Callable[[], Request | None]  # gives the local work of the round that comes next

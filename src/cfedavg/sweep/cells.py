@@ -79,7 +79,10 @@ class Study:
         raise NotImplementedError
 
     def config(self, name: str, settings: Settings) -> Config | None:
-        """Return the configuration of a cell that may train side by side with others; None if it may not."""
+        """Return the configuration of a cell that may train side by side with others; None if it may not.
+
+        Such a cell then trains with this configuration, and `measure` is not called.
+        """
         return None
 
     def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:

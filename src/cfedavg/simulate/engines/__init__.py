@@ -23,8 +23,9 @@ from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_d
 from cfedavg.simulate.engines.recorded import Recorded
 from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
+from cfedavg.simulate.engines.requests import Request, Trained
 from cfedavg.simulate.engines.speed import compare_precisions
-from cfedavg.simulate.engines.trainers import Batched, Request, Sequential, Trained, Trainer
+from cfedavg.simulate.engines.trainers import Batched, Sequential, Trainer
 from cfedavg.simulate.engines.trial import (
     explain_failure,
     find_fault_in_batching,

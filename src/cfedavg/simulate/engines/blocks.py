@@ -31,8 +31,9 @@ from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines.partners import busy_clients
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
 from cfedavg.simulate.engines.reference import Broadcast, Engine
+from cfedavg.simulate.engines.requests import Request, Start, Trained
 from cfedavg.simulate.engines.traffic import CountingThreads
-from cfedavg.simulate.engines.trainers import Request, Sequential, Start, Trained, Trainer
+from cfedavg.simulate.engines.trainers import Sequential, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
 from cfedavg.simulate.local import EvaluatedBatches, Vectors, channels_last, summarise_batches
 from cfedavg.simulate.mover import Mover

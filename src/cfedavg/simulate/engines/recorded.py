@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from cfedavg.core.errors import summarise_error
 from cfedavg.core.keys import signed
 from cfedavg.optimise.local import LocalOptimiser
-from cfedavg.simulate.engines.trainers import Request, Trained, explain_one_sample, too_large
+from cfedavg.simulate.engines.requests import Request, Trained
+from cfedavg.simulate.engines.trainers import explain_one_sample, too_large
 from cfedavg.simulate.engines.trial import plain_attributes
 from cfedavg.simulate.local import Vectors, batches, local_step, seed_generators
 from cfedavg.simulate.plan import Plan

@@ -19,7 +19,8 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.engines.recorded import CannotRecord, Record, Recorded
-from cfedavg.simulate.engines.trainers import Request, is_one_sample
+from cfedavg.simulate.engines.requests import Request
+from cfedavg.simulate.engines.trainers import is_one_sample
 from cfedavg.simulate.engines.trial import find_culprit, two_clients
 from cfedavg.simulate.local import Vectors, reproducible
 from cfedavg.simulate.plan import Plan

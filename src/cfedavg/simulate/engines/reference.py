@@ -27,8 +27,9 @@ from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply, ResidualNorms, finite, summarise
 from cfedavg.simulate.downloads import Count, Download, Downloads, Start
+from cfedavg.simulate.engines.requests import Request
 from cfedavg.simulate.engines.traffic import BufferChannel, Ledger, dense_bytes
-from cfedavg.simulate.engines.trainers import Request, train_client
+from cfedavg.simulate.engines.trainers import train_client
 from cfedavg.simulate.local import (
     PRECISIONS,
     EvaluatedBatches,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count, groupby
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,56 +22,19 @@ from torch.utils._pytree import tree_leaves
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import signed
 from cfedavg.simulate.cpu.replacements import join_layers, quicken
+from cfedavg.simulate.engines.requests import Block, Request, Round, Row, Trained
 from cfedavg.simulate.local import Vectors, after, batches, local_steps, seed_generators, to_device
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
 from cfedavg.simulate.vectorised.recorder import Recorder
 from cfedavg.simulate.vectorised.replacements import can_mask
 from cfedavg.simulate.vectorised.step import Stack, Step
-from cfedavg.task import Batch, Samples, Task, wrap_errors
+from cfedavg.task import Batch, Task, wrap_errors
 
 _PREPARED = 16  # kinds of steps that are compiled before the first round
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
 
 _StepArguments = tuple[Stack, Batch, Tensor | None, Tensor | None, Tensor]
-Start = Callable[[list[int]], Tensor]  # gives starting points: one x (d,) for all clients, or a row for each
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The result of the local steps of a block of n clients."""
-
-    clients: list[int]
-    K: list[int]
-    x_0: Tensor  # starting point: (d,), or (n, d) if clients differ
-    x_K: Tensor  # (n, d)
-    b_K: Tensor  # (n, buffers)
-    loss: Tensor  # (n,): each client's mean loss over its steps
-
-    def part(self, start: int, stop: int) -> Trained:
-        """Return the results of clients `start` to `stop - 1` of the block."""
-        rows = slice(start, stop)
-        x_0 = self.x_0 if self.x_0.dim() == 1 else self.x_0[rows]
-        return Trained(self.clients[rows], self.K[rows], x_0, self.x_K[rows], self.b_K[rows], self.loss[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """The local work of a run's clients in round t. Client i takes K_i steps.
-
-    `start` gives starting points; `b` are the buffers that all clients start with.
-    """
-
-    plan: Plan
-    task: Task
-    t: int
-    start: Start
-    b: Tensor
-    clients: list[int]
-
-    def rest(self, done: int) -> Request:
-        """Return the request without its first `done` clients."""
-        return replace(self, clients=self.clients[done:])
 
 
 class Trainer(Protocol):
@@ -183,65 +146,6 @@ class Sequential:
         raise too_large(self.device)
 
 
-class _Row(NamedTuple):
-    """A client of a block, and the request that it belongs to."""
-
-    request: Request
-    client: int
-
-    @property
-    def steps(self) -> int:
-        return self.request.plan.steps.at(self.request.t, self.client)
-
-    @property
-    def samples(self) -> Samples:
-        samples: Samples = self.request.task.clients[self.client]
-        return samples
-
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """A block of clients that train at once: `order[i]` is the number of the row at place i.
-
-    Rows with few steps come last. After them come idle copies of the first row, which fill the block up.
-    """
-
-    rows: list[_Row]
-    order: np.ndarray
-    timetable: Timetable
-
-    @property
-    def placed(self) -> list[_Row]:
-        """The rows in the order of their places, with the idle copies."""
-        return [self.rows[i] for i in self.order]
-
-    def parts(self) -> Iterator[tuple[Request, np.ndarray, np.ndarray]]:
-        """Yield each request of the block, the places of its rows with idle copies, and without them.
-
-        The places without idle copies come in the order of the request's clients.
-        """
-        first, place = 0, np.argsort(self.order[: len(self.rows)])
-        owner = np.array([id(row.request) for row in self.placed])
-        for request, same in groupby(self.rows, lambda row: row.request):
-            last = first + len(list(same))
-            yield request, np.flatnonzero(owner == id(request)), place[first:last]
-            first = last
-
-
-@dataclass(eq=False)
-class _Round:
-    """One round of all runs that train together: clients not yet trained, and results not yet taken."""
-
-    requests: list[Request]  # that no run has asked for yet
-    left: list[_Row] = field(init=False)
-    ready: dict[int, list[Trained]] = field(init=False)  # by the id of the request
-    error: Exception | None = None  # of the block that has failed
-
-    def __post_init__(self) -> None:
-        self.left = [_Row(request, i) for request in self.requests for i in request.clients]
-        self.ready = {id(request): [] for request in self.requests}
-
-
 class Batched:
     """A trainer that trains many clients at once, in blocks as large as memory allows.
 
@@ -281,7 +185,7 @@ class Batched:
         if device.type == "cpu":
             self._most = max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize))
         self.make_room(plan.clients_per_round)
-        self._round = _Round([])
+        self._round = Round([])
         self._stack: Stack | None = None
         self._masks: dict[int, bool] = {}  # batch width: whether rows of such a batch can be masked
 
@@ -291,7 +195,7 @@ class Batched:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Announce the next round of several runs: its clients train in the same blocks."""
-        self._round = _Round(list(requests))
+        self._round = Round(list(requests))
         self.make_room(len(self._round.left))
 
     def train(self, request: Request) -> Iterator[Trained]:
@@ -310,7 +214,7 @@ class Batched:
             left -= len(trained.clients)
             yield trained
 
-    def _advance(self, now: _Round) -> None:
+    def _advance(self, now: Round) -> None:
         """Train the next block of a round. If a block has failed, raise its error for every run."""
         if now.error:
             raise now.error
@@ -350,7 +254,7 @@ class Batched:
 
         Raise an error if a step cannot be listed.
         """
-        rows = _Round(list(requests)).left
+        rows = Round(list(requests)).left
         self.make_room(len(rows))
         block = self._place(rows[: self.block])
         stack, eta, (source, numbers) = self._room(len(block.order)), self._rates(block), self._data(block)
@@ -364,7 +268,7 @@ class Batched:
             batch = source.gather(numbers.at(turn), turn.clients)
             self.recorder.prepare(*self._arguments(stack, batch, turn, eta))
 
-    def _train(self, rows: list[_Row]) -> list[tuple[Request, Trained]]:
+    def _train(self, rows: list[Row]) -> list[tuple[Request, Trained]]:
         """Train a block of clients; return each request and the results of its clients in this block."""
         block, parts = self._place(rows), []
         stack = self._room(len(block.order))
@@ -387,7 +291,7 @@ class Batched:
             found.append((request, Trained(clients, steps.tolist(), x_0, x_K[at], b_K[at], loss)))
         return found
 
-    def _place(self, rows: list[_Row]) -> _Block:
+    def _place(self, rows: list[Row]) -> Block:
         """Return the block of these rows, with its timetable."""
         n, steps = len(rows), np.array([row.steps for row in rows])
         order = np.argsort(-steps, kind="stable")  # clients with few steps come last
@@ -404,22 +308,22 @@ class Batched:
             seeds,
             np.array([row.request.t for row in placed], np.int64),
         )
-        return _Block(rows, order, timetable)
+        return Block(rows, order, timetable)
 
-    def _data(self, block: _Block) -> tuple[Resident | Hosted, Rows]:
+    def _data(self, block: Block) -> tuple[Resident | Hosted, Rows]:
         """Return the source of the block's samples, and the sample numbers of every batch."""
         return self.pool.block([row.samples for row in block.placed]), Rows(block.timetable, self.device)
 
-    def _rates(self, block: _Block) -> Tensor:
+    def _rates(self, block: Block) -> Tensor:
         """Return the local rate of each client of the block."""
         rates = [row.request.plan.rates.eta_local(row.request.t) for row in block.placed]
         return torch.tensor(rates, device=self.device, dtype=self.dtype)
 
-    def _turns(self, block: _Block) -> Iterator[Turn]:
+    def _turns(self, block: Block) -> Iterator[Turn]:
         together = block.timetable.uniform or self._can_mask(block.rows)
         return block.timetable.together() if together else block.timetable.apart()
 
-    def _steps(self, stack: Stack, block: _Block) -> None:
+    def _steps(self, stack: Stack, block: Block) -> None:
         (source, rows), eta = self._data(block), self._rates(block)
         for turn in self._turns(block):
             try:
@@ -501,7 +405,7 @@ class Batched:
         b_K = [buffer.reshape(n, -1).to(self.dtype) for name, buffer in named if name in names]
         return x_K, torch.cat([x_K.new_zeros(n, 0), *b_K], 1)
 
-    def _can_mask(self, rows: Sequence[_Row]) -> bool:
+    def _can_mask(self, rows: Sequence[Row]) -> bool:
         """Return whether rows that do not count may fill up short batches; try once for each batch size."""
         samples = max((row.samples for row in rows), key=len)
         n = min(self.batch_size, len(samples))

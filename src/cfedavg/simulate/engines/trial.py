@@ -21,7 +21,8 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.cpu.replacements import join_layers, quicken
-from cfedavg.simulate.engines.trainers import Batched, Request, is_one_sample, train_client
+from cfedavg.simulate.engines.requests import Request
+from cfedavg.simulate.engines.trainers import Batched, is_one_sample, train_client
 from cfedavg.simulate.local import (
     PRECISIONS,
     Vectors,
