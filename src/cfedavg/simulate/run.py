@@ -18,6 +18,7 @@ from cfedavg.core.files import check_no_file
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
+from cfedavg.report import import_drawing, write_run_pictures
 from cfedavg.simulate.engines import Partners, RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
@@ -92,16 +93,8 @@ def run(
     (2, 4)
     """
     _check_arguments(config, task, out, resume)
-    start_compiler(config.device, config.engine)
     own = task is not None
-    if running_compiler():
-        import_compiler()  # a step is listed and loaded with it; meanwhile, another process decodes the data
-    if task is None:
-        from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
-
-        task = build_task(config)
-    else:
-        config = config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients))
+    config, task = _prepare(config, task)
     observer, messages = observer or Observer(), Path(messages) if messages else None
     if messages:
         check_no_file(messages, "`messages`")
@@ -118,15 +111,24 @@ def run(
             loop = Loop(config, task, observer, messages, ranks)
             # The folder is opened only now: a run that cannot start must not create its folder.
             folder = stack.enter_context(Folder.open(Path(out))) if out is not None else None
-            if draw and folder:
-                from cfedavg.report import import_drawing, write_run_pictures
-
-                if running_compiler():
-                    import_drawing()  # while the process compiles the first step
+            if draw and folder and running_compiler():
+                import_drawing()  # while the process compiles the first step
             result = finish(loop.steps(folder, resume=resume))
         if draw and folder:
             write_run_pictures(folder.path)
     return result
+
+
+def _prepare(config: Config, task: Task | None) -> tuple[Config, Task]:
+    """Return the configuration and the task of a run; meanwhile, start the process that compiles steps."""
+    start_compiler(config.device, config.engine)
+    if running_compiler():
+        import_compiler()  # a step is listed and loaded with it; meanwhile, another process decodes the data
+    if task is None:
+        from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
+
+        return config, build_task(config)
+    return config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients)), task
 
 
 def run_beside(
