@@ -33,7 +33,7 @@ from cfedavg.core.keys import Purpose, key, keys, signed
 from cfedavg.optimise.local import SGD
 from cfedavg.simulate import engines
 from cfedavg.simulate.engines import blocks, choose_engine
-from cfedavg.simulate.engines.trainers import Batched
+from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised import artifacts, convolution, layers, replacements

@@ -20,7 +20,7 @@ from cfedavg import InputError
 from cfedavg.core.run_files import read_rows
 from cfedavg.data import tasks
 from cfedavg.models import MODELS
-from cfedavg.simulate.engines.trainers import Batched
+from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.side_by_side import CLIENTS, WEIGHTS, how_many
 from cfedavg.simulate.vectorised.batches import Pool
 from cfedavg.simulate.vectorised.recorder import Recorder

@@ -17,6 +17,7 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, ShapesDiffer
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.core.layout import Layout
+from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.engines.blocks import BlockEngine
 from cfedavg.simulate.engines.partners import Partners
 from cfedavg.simulate.engines.ranks import RankLost, Ranks, check_same, choose_device, describe_run
@@ -25,7 +26,7 @@ from cfedavg.simulate.engines.recording_trial import find_fault_in_recording
 from cfedavg.simulate.engines.reference import Engine, ReferenceEngine
 from cfedavg.simulate.engines.requests import Request, Trained
 from cfedavg.simulate.engines.speed import compare_precisions
-from cfedavg.simulate.engines.trainers import Batched, Sequential, Trainer
+from cfedavg.simulate.engines.trainers import Sequential, Trainer
 from cfedavg.simulate.engines.trial import (
     explain_failure,
     find_fault_in_batching,

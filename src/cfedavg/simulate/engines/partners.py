@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.engines.requests import Request
-from cfedavg.simulate.engines.trainers import Batched
 from cfedavg.simulate.plan import Plan
 from cfedavg.task import Task
 

@@ -21,8 +21,9 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.fingerprint import restore_generators
 from cfedavg.simulate.cpu.replacements import join_layers, quicken
+from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.engines.requests import Request
-from cfedavg.simulate.engines.trainers import Batched, is_one_sample, train_client
+from cfedavg.simulate.engines.trainers import is_one_sample, train_client
 from cfedavg.simulate.local import (
     PRECISIONS,
     Vectors,
