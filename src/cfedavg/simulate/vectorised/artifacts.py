@@ -207,8 +207,8 @@ class Compilation:
 
     @property
     def seconds(self) -> int:
-        """About how long the compilation takes."""
-        return 3 + len(self.listed.graph.graph.nodes) // 60
+        """About how long the compilation takes, as measured beside an H200 with 16 cores."""
+        return 8 + len(self.listed.graph.graph.nodes) // 200
 
     def wait_for_kernels(self) -> None:
         """Wait until the compiler process has compiled the Triton kernels of the step."""
