@@ -25,7 +25,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cfedavg.core.errors import InputError
-from cfedavg.data import HUB, ImageData, Partition, by_classes, by_dirichlet, cache_folder, iid, load
+from cfedavg.data import (
+    HUB,
+    ImageData,
+    Partition,
+    by_classes,
+    by_dirichlet,
+    cache_folder,
+    decoder,
+    iid,
+    load,
+    sources,
+)
 from cfedavg.data import images as decoding
 from cfedavg.data.images import histogram, mean_std
 from cfedavg.data.partition import _log_dirichlet, _log_gamma_draws
@@ -381,6 +392,39 @@ def test_the_environment_names_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cache_folder() == tmp_path
     monkeypatch.delenv("CFEDAVG_CACHE")
     assert cache_folder() == Path.home() / ".cache" / "cfedavg"
+
+
+def test_another_process_decodes_while_this_one_imports(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CFEDAVG_CACHE", str(cache))
+    monkeypatch.setattr(decoder, "_started", [])
+    decoder.start_decoder("mine", folder)
+    decoder.start_decoder("mine", folder)  # it runs already
+    (process,) = decoder._started
+    monkeypatch.setattr(sources, "decode", None)  # this process need not decode
+    assert len(load("mine", folder).train) > 0
+    assert process.returncode == 0
+    assert not decoder._started
+    decoder.start_decoder("mine", folder)  # it is in the cache
+    decoder.start_decoder("embedded", None)
+    assert not decoder._started
+
+
+def test_a_process_that_cannot_decode_says_nothing(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`load` says what is wrong, in this process."""
+    monkeypatch.setenv("CFEDAVG_CACHE", str(cache))
+    monkeypatch.setattr(decoder, "_started", [])
+    cut(folder / "train-00000-of-00002.parquet")
+    decoder.start_decoder("mine", folder)
+    assert decoder._started
+    with pytest.raises(InputError, match=r"cannot read train-00000-of-00002\.parquet as a parquet file"):
+        load("mine", folder)
+    assert capfd.readouterr() == ("", "")
+    decoder.start_decoder("mine", folder / "nowhere")
+    assert not decoder._started
 
 
 def cut(path: Path) -> None:

@@ -1,7 +1,6 @@
 """A process that decodes a data set into the cache while the command imports torch.
 
-`python -m cfedavg.data.decoder DATASET DATA_DIR` is the process. `load` waits for it. If the process fails,
-`load` decodes the data set itself and raises the error.
+`load` waits for the process. If the process fails, `load` decodes the data set itself and raises the error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ def start_decoder(dataset: str, data_dir: str | Path | None) -> None:
         if _started or folder is None or folder.exists():
             return
         # -P: modules of the current folder must not take the place of installed ones.
-        command = [sys.executable, "-P", "-m", __name__, dataset, str(data_dir or "")]
+        code = "from cfedavg.data.decoder import fill_cache; fill_cache()"
+        command = [sys.executable, "-P", "-c", code, dataset, str(data_dir or "")]
         _started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
 
 
@@ -34,13 +34,10 @@ def wait_for_decoder() -> None:
         _started.clear()
 
 
-def _main() -> None:
+def fill_cache() -> None:
+    """Decode the data set that the process's arguments name; errors end it silently."""
     from cfedavg.data.sources import load
 
     dataset, data_dir = sys.argv[1:]
     with suppress(BaseException):
         load(dataset, data_dir or None)
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,0 +1,97 @@
+"""Checkpoints that a thread writes while the next rounds run, as beside a GPU."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cfedavg import InputError
+from cfedavg.simulate import folder
+from cfedavg.simulate.engines import BlockEngine
+from cfedavg.simulate.state import State, save
+from tests.conftest import blobs
+from tests.disk import Killed
+from tests.simulate.test_run import BASE, Stop, assert_same_run, run
+
+
+def write_rows_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines write a row when the next round is done, as engines on a GPU do."""
+    start = BlockEngine.__init__
+
+    def init(self: BlockEngine, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        self.behind = 1
+
+    monkeypatch.setattr(BlockEngine, "__init__", init)
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rounds t of the checkpoints that threads have written."""
+    found: list[int] = []
+
+    def noted(state: State, path: Path, about: dict[str, Any]) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        save(state, path, about)
+        found.append(state.t)
+
+    monkeypatch.setattr(folder, "save", noted)
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_run_is_the_same(
+    every: int, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BASE.replace(checkpoint_every=every)
+    run(config, blobs(), out=tmp_path / "plain")
+    expected = list(saved)
+    saved.clear()
+    write_rows_later(monkeypatch)
+    run(config, blobs(), out=tmp_path / "beside")
+    assert saved == expected == [t for t in range(1, 8) if t % every == 0 or t == 7]
+    assert_same_run(tmp_path / "plain", tmp_path / "beside")
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("how", [KeyboardInterrupt, Killed])
+def test_resume_is_bitwise(
+    at: int, how: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BASE.replace(checkpoint_every=2)
+    run(config, blobs(), out=tmp_path / "whole")
+    write_rows_later(monkeypatch)
+    with pytest.raises(how):
+        run(config, blobs(), out=tmp_path / "broken", observer=Stop(at, how))
+    run(config, blobs(), out=tmp_path / "broken", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_residuals_on_disk_are_saved_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BASE.replace(residuals="disk")
+    run(config, blobs(), out=tmp_path / "whole")
+    write_rows_later(monkeypatch)
+    run(config, blobs(), out=tmp_path / "later")
+    assert_same_run(tmp_path / "whole", tmp_path / "later")
+
+
+def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last good checkpoint stays, and the run can go on from it."""
+    config, fails = BASE.replace(checkpoint_every=2), True
+
+    def full(state: State, path: Path, about: dict[str, Any]) -> None:
+        if state.t == 4 and fails:
+            raise InputError("`out`: the disk is full")
+        save(state, path, about)
+
+    run(config, blobs(), out=tmp_path / "whole")
+    write_rows_later(monkeypatch)
+    monkeypatch.setattr(folder, "save", full)
+    with pytest.raises(InputError, match="the disk is full"):
+        run(config, blobs(), out=tmp_path / "broken")
+    fails = False
+    run(config, blobs(), out=tmp_path / "broken", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
