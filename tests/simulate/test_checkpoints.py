@@ -52,7 +52,8 @@ def test_a_run_is_the_same(
     saved.clear()
     write_rows_later(monkeypatch)
     run(config, blobs(), out=tmp_path / "beside")
-    assert saved == expected == [t for t in range(1, 8) if t % every == 0 or t == 7]
+    assert expected == [t for t in range(1, 8) if t % every == 0 or t == 7]
+    assert saved == [t for t in expected if t != 6]  # the last round follows at once
     assert_same_run(tmp_path / "plain", tmp_path / "beside")
 
 
