@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cfedavg import Aggregator, Channel, Config, InputError, Task, parse, run
+from cfedavg import Aggregator, Channel, Config, InputError, Task, parse
+from cfedavg import run as run_and_draw
 from cfedavg.algorithm import ServerMemory
 from cfedavg.core.layout import Layout
 from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback, Weights
@@ -26,6 +28,8 @@ from tests.conftest import blobs, quadratic
 from tests.own_parts import CAFe
 from tests.simulate.test_engines import DEVICES, ENGINES, agree
 from tests.simulate.test_workers import assert_same, contents, forked, task  # noqa: F401 - forked is a fixture
+
+run = partial(run_and_draw, draw=False)  # the pictures would take longer than these runs
 
 
 class Row(NamedTuple):

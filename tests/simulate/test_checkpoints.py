@@ -14,7 +14,10 @@ from cfedavg.simulate.engines import BlockEngine
 from cfedavg.simulate.state import State, save
 from tests.conftest import blobs
 from tests.disk import Killed
-from tests.simulate.test_run import BASE, Stop, assert_same_run, run
+from tests.simulate.test_run import BASE as ANY_ENGINE
+from tests.simulate.test_run import Stop, assert_same_run, run
+
+BASE = ANY_ENGINE.replace(engine="sequential")  # to list steps would take longer than these runs
 
 
 def write_rows_later(monkeypatch: pytest.MonkeyPatch) -> None:

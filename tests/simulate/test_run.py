@@ -509,7 +509,7 @@ def test_pictures_are_drawn_while_the_folder_is_locked(
             pass
         drawn.append(path)
 
-    monkeypatch.setattr("cfedavg.report.write_run_pictures", draw)
+    monkeypatch.setattr("cfedavg.simulate.run.write_run_pictures", draw)
     run_and_draw(BASE.replace(rounds=1), blobs(), out=tmp_path / "r")
     assert drawn == [tmp_path / "r"]
 
