@@ -43,7 +43,7 @@ Minutes = Annotated[float, typer.Option(help="stop after this many minutes; cont
 Together = Annotated[
     int,
     typer.Option(
-        help="how many runs train at once; 0: as many as fill the GPU, on a CPU one", min=0, max=1000
+        help="how many runs train at once; 0: as many as fill a GPU, and one on a CPU", min=0, max=1000
     ),
 ]
 Out = Annotated[

@@ -30,7 +30,6 @@ from cfedavg.task import Batch, Task
 _PREPARED = 16  # kinds of steps that are compiled before the first round
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
 
-
 _StepArguments = tuple[Stack, Batch, Tensor | None, Tensor | None, Tensor]
 
 
