@@ -40,7 +40,7 @@ from cfedavg.simulate.vectorised import artifacts, convolution, layers, replacem
 from cfedavg.simulate.vectorised import batches as batches_module
 from cfedavg.simulate.vectorised import recorder as recorder_module
 from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
-from cfedavg.simulate.vectorised.convolution import OPERANDS, convolve
+from cfedavg.simulate.vectorised.convolution import IMAGES, OPERANDS, convolve, from_stored
 from cfedavg.simulate.vectorised.recorder import Recorder
 from cfedavg.simulate.vectorised.replacements import NoDropout, Replacements, masks_hold
 from cfedavg.simulate.vectorised.step import Stack, Step
@@ -213,6 +213,7 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     for function, rule in replacements.LAYERS.items():
         monkeypatch.setitem(replacements.LAYERS, function, partial(watched, rule))
+    monkeypatch.setattr(replacements, "batch_norm", partial(watched, replacements.batch_norm))
     return found
 
 
@@ -682,6 +683,8 @@ SIZES = [  # m, N, C, CO, size, kernel, stride, padding, dilation
     (1, 64, 3, 16, (32, 32), (3, 3), (1, 1), (1, 1), (1, 1)),  # 65,536 rows: weight_grad splits the sums
     (2, 64, 32, 32, (16, 16), (3, 3), (1, 1), (1, 1), (1, 1)),
     (1, 130, 130, 20, (3, 3), (3, 3), (1, 1), (1, 1), (1, 1)),
+    (2, 3, 96, 128, (9, 7), (3, 3), (2, 2), (1, 1), (1, 1)),  # in bf16, a tile of weight_grad has three taps
+    (2, 3, 64, 48, (9, 11), (2, 3), (1, 1), (1, 2), (1, 2)),
 ]
 
 
@@ -699,9 +702,9 @@ def test_kernels(sizes: tuple[Any, ...], precision: str) -> None:
     shape = [number for pair in moves for number in pair]
     dtype, how = OPERANDS[precision]
     h, w = convolution.output_size(shape)
-    x = draws(m, n, *moves[0], c).to(dtype)
-    k = draws(m, *moves[1], c, co, seed=1).to(dtype)
-    dy = draws(m, n, h, w, co, seed=2).to(dtype)
+    x = from_stored(draws(m, n, *moves[0], c).to(dtype), IMAGES)
+    k = from_stored(draws(m, *moves[1], c, co, seed=1).to(dtype), convolution.WEIGHTS)
+    dy = from_stored(draws(m, n, h, w, co, seed=2).to(dtype), IMAGES)
     for operator, a, b in (
         (convolution.forward, x, k),
         (convolution.input_grad, dy, k),
@@ -712,8 +715,8 @@ def test_kernels(sizes: tuple[Any, ...], precision: str) -> None:
         mass = operator(a.double().abs(), b.double().abs(), shape, how)
         assert found.dtype == (torch.float32 if operator is convolution.weight_grad else dtype)
         terms = {
-            convolution.forward: k[0, ..., 0].numel(),
-            convolution.input_grad: k[0, :, :, 0].numel(),
+            convolution.forward: k[0, 0].numel(),
+            convolution.input_grad: k[0, :, 0].numel(),
         }.get(operator, n * h * w)
         share = terms * 2**-22 + {"bf16": 0.0, "tf32": 2**-9 + 2**-19, "float32": 2**-20}[precision]
         rounding = 2**-8 if found.dtype == torch.bfloat16 else 0.0
@@ -725,7 +728,7 @@ def test_kernels(sizes: tuple[Any, ...], precision: str) -> None:
 def test_weight_grad_splits_long_sums() -> None:
     """Few tiles and many rows: the sums are taken in parts; as on the CPU, and the same bits every time."""
     shape = [32, 32, 3, 3, 1, 1, 1, 1, 1, 1]
-    x, dy = draws(1, 128, 32, 32, 3).float(), draws(1, 128, 32, 32, 16, seed=1).float()
+    x, dy = draws(1, 128, 3, 32, 32).float(), draws(1, 128, 16, 32, 32, seed=1).float()
     found = [convolution.weight_grad(x.cuda(), dy.cuda(), shape, "tf32x3").cpu() for _ in range(2)]
     assert torch.equal(*found)
     exact = convolution.weight_grad(x.double(), dy.double(), shape, "ieee")

@@ -31,7 +31,10 @@ CHILDREN = 8  # of the compiler process, that compile Triton kernels of one step
 # kernel fastest, and a resumed run would round differently.
 OPTIONS = {"config_patches": {"deterministic": True}}
 # Operators that are Triton kernels.
-KERNELS = ("convolve", "convolve_input_grad", "convolve_weight_grad", "moments", "channel_sums")
+KERNELS = (
+    "convolve", "convolve_input_grad", "convolve_weight_grad",
+    "moments", "channel_sums", "normalise_relu", "normalise_relu_grad",
+)  # fmt: skip
 
 Call = tuple[str, list[Any]]  # an operator of ours and its arguments, with Like in the place of tensors
 Row = tuple[str, Any, tuple[Any, ...], dict[str, Any]]  # op, target, args and kwargs of a node

@@ -1,12 +1,13 @@
 """Convolution of a block of clients at once, each with its own weights: our vmap rule for conv2d.
 
 vmap's own rule makes a grouped convolution, for which cuDNN has no fast kernels. Our kernels read images and
-weights in channels-last order and multiply on the tensor cores; the matrix of patches is never written.
+weights with channels last in memory and multiply on the tensor cores; the matrix of patches is never written.
 
-Three torch operators do the work, for m clients with N images each. Channels come last: the images x have
-shape (m, N, H, W, C), the weights w (m, KH, KW, C, O), the results y (m, N, OH, OW, O). On a GPU the
-operators are Triton kernels. On a CPU the operators convolve one client after another; tests compare the
-kernels with the operators on a CPU.
+Three torch operators do the work, for m clients with N images each. The axes are torch's: the images x have
+shape (m, N, C, H, W), the weights w (m, O, C, KH, KW), the results y (m, N, O, OH, OW). In memory, channels
+come last. The operators take tensors and not views with other axes, since torch's compiler copies a view
+once for each operator that reads it. On a GPU the operators are Triton kernels. On a CPU the operators
+convolve one client after another; tests compare the kernels with the operators on a CPU.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ OPERANDS = {
     "float32": (torch.float32, "tf32x3"),  # three TF32 products: as exact as float32
     "float64": (torch.float64, "ieee"),
 }
-# Orders of axes: images (m, N, H, W, C) to torch's (m, N, C, H, W), and weights (m, KH, KW, C, O) to torch's
-# (m, O, C, KH, KW). LAST_IMAGES and LAST_WEIGHTS are the ways back.
-IMAGES, WEIGHTS = (0, 1, 4, 2, 3), (0, 4, 3, 1, 2)
-LAST_IMAGES, LAST_WEIGHTS = (0, 1, 3, 4, 2), (0, 3, 4, 2, 1)
+# The order of axes in memory: images as (m, N, H, W, C), weights as (m, KH, KW, C, O).
+IMAGES, WEIGHTS = (0, 1, 3, 4, 2), (0, 3, 4, 2, 1)
 
 
 def output_size(shape: Sequence[int]) -> tuple[int, int]:
@@ -46,47 +45,63 @@ def output_size(shape: Sequence[int]) -> tuple[int, int]:
 def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
     """Return y, the convolution of each client's images x with the client's weights w."""
     if x.is_cuda:
-        y: Tensor = _kernels().forward(x, w, shape, input_precision)
-        return y
-    return _each_client(torch.conv2d, x.permute(IMAGES), w.permute(WEIGHTS), shape, LAST_IMAGES)
+        x, w = (as_stored(each, order) for each, order in ((x, IMAGES), (w, WEIGHTS)))
+        return from_stored(_kernels().forward(x, w, shape, input_precision), IMAGES)
+    return _each_client(torch.conv2d, x, w, shape, IMAGES)
 
 
 @forward.register_fake
 def _(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    return x.new_empty(*x.shape[:2], *output_size(shape), w.shape[-1])
+    return from_stored(x.new_empty(*x.shape[:2], *output_size(shape), w.shape[1]), IMAGES)
 
 
 @torch.library.custom_op("cfedavg::convolve_input_grad", mutates_args=())
 def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
     """Return dx from dy and w; dx and dy are the gradients of the loss with respect to x and y."""
     if dy.is_cuda:
-        dx: Tensor = _kernels().input_grad(dy, w, shape, input_precision)
-        return dx
-    grad = partial(conv2d_input, (dy.shape[1], w.shape[3], shape[0], shape[1]))
-    return _each_client(grad, w.permute(WEIGHTS), dy.permute(IMAGES), shape, LAST_IMAGES)
+        dy, w = (as_stored(each, order) for each, order in ((dy, IMAGES), (w, WEIGHTS)))
+        return from_stored(_kernels().input_grad(dy, w, shape, input_precision), IMAGES)
+    grad = partial(conv2d_input, (dy.shape[1], w.shape[2], shape[0], shape[1]))
+    return _each_client(grad, w, dy, shape, IMAGES)
 
 
 @input_grad.register_fake
 def _(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    return dy.new_empty(*dy.shape[:2], shape[0], shape[1], w.shape[3])
+    return from_stored(dy.new_empty(*dy.shape[:2], shape[0], shape[1], w.shape[2]), IMAGES)
 
 
 @torch.library.custom_op("cfedavg::convolve_weight_grad", mutates_args=())
 def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
     """Return dw, the gradient of the loss with respect to w, from x and dy, in float32 or float64."""
     if x.is_cuda:
-        dw: Tensor = _kernels().weight_grad(x, dy, shape, input_precision)
-        return dw
-    size = (dy.shape[-1], x.shape[-1], shape[2], shape[3])
+        x, dy = as_stored(x, IMAGES), as_stored(dy, IMAGES)
+        return from_stored(_weight_kernels().weight_grad(x, dy, shape, input_precision), WEIGHTS)
+    size = (dy.shape[2], x.shape[2], shape[2], shape[3])
     grad = lambda a, b, **moves: conv2d_weight(a, size, b, **moves)  # type: ignore[no-untyped-call] # noqa: E731
-    dw = _each_client(grad, x.permute(IMAGES), dy.permute(IMAGES), shape, LAST_WEIGHTS)
+    dw = _each_client(grad, x, dy, shape, WEIGHTS)
     return dw.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @weight_grad.register_fake
 def _(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    size = (len(x), shape[2], shape[3], x.shape[-1], dy.shape[-1])
-    return x.new_empty(size, dtype=torch.promote_types(x.dtype, torch.float32))
+    size = (len(x), shape[2], shape[3], x.shape[2], dy.shape[2])
+    return from_stored(x.new_empty(size, dtype=torch.promote_types(x.dtype, torch.float32)), WEIGHTS)
+
+
+def as_stored(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return a contiguous tensor with the axes of `tensor` in another order; copy only if it has to."""
+    return tensor.permute(order).contiguous()
+
+
+def from_stored(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return the tensor from which `as_stored` makes `tensor`, in the same memory."""
+    return tensor.permute([order.index(axis) for axis in range(len(order))])
+
+
+def store(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return `tensor`, or a copy whose axes lie in memory in this order."""
+    stored = tensor.permute(order)
+    return tensor if stored.is_contiguous() else from_stored(stored.contiguous(), order)
 
 
 def _kernels() -> Any:
@@ -95,12 +110,18 @@ def _kernels() -> Any:
     return kernels
 
 
+def _weight_kernels() -> Any:
+    from cfedavg.simulate.vectorised import weight_kernels
+
+    return weight_kernels
+
+
 def _each_client(
     function: Callable[..., Tensor], a: Tensor, b: Tensor, shape: Sequence[int], order: tuple[int, ...]
 ) -> Tensor:
     moves = {"stride": list(shape[4:6]), "padding": list(shape[6:8]), "dilation": list(shape[8:10])}
     each = [function(first, second, **moves) for first, second in zip(a, b, strict=True)]
-    return torch.stack(each).permute(order).contiguous()
+    return store(torch.stack(each), order)
 
 
 def convolve(
@@ -132,15 +153,14 @@ class OfClients(torch.autograd.Function):
     """The base of autograd functions that compute all clients of a vmap at once; without vmap, one client."""
 
     operator: Any  # one of the three operators above
-    orders: tuple[tuple[int, ...], ...]  # the orders of axes of the first argument, the second, the result
+    orders: tuple[tuple[int, ...], ...]  # the orders in memory of the two tensors
 
     @classmethod
     def block(cls, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Tensor:
-        """Return the value for a block of clients; `a`, `b` and the value have torch's order of axes."""
+        """Return the value for a block of clients."""
         dtype, input_precision = OPERANDS[precision]
-        order_a, order_b, order = cls.orders
-        a, b = a.to(dtype).permute(order_a).contiguous(), b.to(dtype).permute(order_b).contiguous()
-        value: Tensor = cls.operator(a, b, shape, input_precision).permute(order)
+        a, b = (store(each.to(dtype), order) for each, order in zip((a, b), cls.orders, strict=True))
+        value: Tensor = cls.operator(a, b, shape, input_precision)
         return value
 
     @classmethod
@@ -167,19 +187,19 @@ def clients_first(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
 class InputGrad(OfClients):
     """For each client, the gradient dx of the loss with respect to x, from dy and w."""
 
-    operator, orders = input_grad, (LAST_IMAGES, LAST_WEIGHTS, IMAGES)
+    operator, orders = input_grad, (IMAGES, WEIGHTS)
 
 
 class WeightGrad(OfClients):
     """For each client, the gradient dw of the loss with respect to w, from x and dy."""
 
-    operator, orders = weight_grad, (LAST_IMAGES, LAST_IMAGES, WEIGHTS)
+    operator, orders = weight_grad, (IMAGES, IMAGES)
 
 
 class Convolution(OfClients):
     """The convolution y = conv2d(x, w) of each client."""
 
-    operator, orders = forward, (LAST_IMAGES, LAST_WEIGHTS, IMAGES)
+    operator, orders = forward, (IMAGES, WEIGHTS)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

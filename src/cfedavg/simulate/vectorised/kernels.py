@@ -136,64 +136,6 @@ def _input_grad(
     tl.store(dx + to[:, None] + c[None, :], acc.to(dx.dtype.element_ty), inside[:, None] & (c < C)[None, :])
 
 
-@triton.jit
-def _weight_grad(
-    x, dy, dw, rows, chunk,
-    H: constexpr, W: constexpr, OH: constexpr, OW: constexpr, C: constexpr, CO: constexpr,
-    KH: constexpr, KW: constexpr, SH: constexpr, SW: constexpr, PH: constexpr, PW: constexpr,
-    DH: constexpr, DW: constexpr, FLAT: constexpr, BM: constexpr, BN: constexpr, BK: constexpr,
-    PRECISION: constexpr,
-):  # fmt: skip
-    """Compute dw[tap, c, o] = sum over rows r of x[r at tap, c] dy[r, o], with rows as in `_forward`.
-
-    A tile covers one tap or, if FLAT, many taps. The third axis of the grid splits the rows into chunks; the
-    sums of the chunks lie one after another in dw.
-    """
-    client = tl.program_id(1).to(tl.int64)
-    pid = tl.program_id(0)
-    NB: constexpr = (CO + BN - 1) // BN
-    CB: constexpr = (C + BM - 1) // BM
-    o = (pid % NB) * BN + tl.arange(0, BN)
-    tile = pid // NB
-    if FLAT:
-        k = tile * BM + tl.arange(0, BM)
-        kh, kw, c = k // (KW * C) * DH, k // C % KW * DW, k % C
-        valid = k < KH * KW * C
-    else:
-        tap = tile // CB
-        kh, kw, c = tap // KW * DH, tap % KW * DW, tile % CB * BM + tl.arange(0, BM)
-        k = tap * C + c
-        valid = c < C
-    shift = (kh * W + kw) * C + c
-    x += client * (rows // (OH * OW)) * (H * W * C)
-    dy += client * rows * CO
-    acc = tl.zeros((BM, BN), tl.float32)
-    first = tl.program_id(2) * chunk
-    for r0 in range(first, min(first + chunk, rows), BK):
-        r = r0 + tl.arange(0, BK)
-        n, pixel = r // (OH * OW), r % (OH * OW)
-        ih, iw = (pixel // OW) * SH - PH, (pixel % OW) * SW - PW
-        at = (n * H + ih) * (W * C) + iw * C
-        inside = r < rows
-        if FLAT:
-            mask = inside[None, :] & valid[:, None]
-            if PH > 0 or PW > 0:
-                h, v = ih[None, :] + kh[:, None], iw[None, :] + kw[:, None]
-                mask &= (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        else:
-            seen = inside
-            if PH > 0 or PW > 0:
-                seen = seen & (ih + kh >= 0) & (ih + kh < H) & (iw + kw >= 0) & (iw + kw < W)
-            mask = seen[None, :] & valid[:, None]
-        a = tl.load(x + at[None, :] + shift[:, None], mask, other=0.0)
-        b = tl.load(dy + r[:, None] * CO + o[None, :], inside[:, None] & (o < CO)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    dw += (tl.program_id(2) * tl.num_programs(1) + client) * (KH * KW * C * CO)
-    tl.store(
-        dw + k[:, None] * CO + o[None, :], acc.to(dw.dtype.element_ty), valid[:, None] & (o < CO)[None, :]
-    )
-
-
 def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
     """Return y, the convolution of each client's images x with the client's weights w."""
     m, N, _, _, C = x.shape
@@ -201,9 +143,9 @@ def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) ->
     CO, rows = w.shape[-1], N * h * v
     y = x.new_empty(m, N, h, v, CO)
     flat = C < 16
-    tile = _tile(rows, CO, 32 if flat else C, x)
+    tile = choose_tile(rows, CO, 32 if flat else C, x)
     grid = (triton.cdiv(rows, tile["BM"]) * triton.cdiv(CO, tile["BN"]), m)
-    _forward[grid](x, w, y, rows, **_sizes(shape, C, CO), FLAT=flat, PRECISION=input_precision, **tile)
+    _forward[grid](x, w, y, rows, **name_sizes(shape, C, CO), FLAT=flat, PRECISION=input_precision, **tile)
     return y
 
 
@@ -213,34 +155,13 @@ def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str
     C, (SH, SW) = w.shape[3], shape[4:6]
     dx = dy.new_empty(m, N, shape[0], shape[1], C)
     rows = N * triton.cdiv(shape[0], SH) * triton.cdiv(shape[1], SW)
-    tile = _tile(rows, C, CO, dy)
+    tile = choose_tile(rows, C, CO, dy)
     grid = (triton.cdiv(rows, tile["BM"]) * triton.cdiv(C, tile["BN"]), m, SH * SW)
-    _input_grad[grid](dy, w, dx, N, **_sizes(shape, C, CO), PRECISION=input_precision, **tile)
+    _input_grad[grid](dy, w, dx, N, **name_sizes(shape, C, CO), PRECISION=input_precision, **tile)
     return dx
 
 
-def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: str) -> Tensor:
-    """Return dw, the gradient of the loss with respect to w, from x and dy, in float32."""
-    m, N, _, _, C = x.shape
-    CO, rows, taps = dy.shape[-1], N * dy.shape[2] * dy.shape[3], shape[2] * shape[3]
-    flat = C < 32 or (shape[6] == shape[7] == 0 and C < 128)
-    tile = _tile(taps * C if flat else C, CO, rows, x)
-    blocks = triton.cdiv(taps * C, tile["BM"]) if flat else taps * triton.cdiv(C, tile["BM"])
-    blocks *= triton.cdiv(CO, tile["BN"])
-    # Few tiles leave most of the GPU idle: then each sum is taken in several parts.
-    splits = max(1, min(PROGRAMS // (blocks * m), rows // (16 * tile["BK"])))
-    chunk = triton.cdiv(triton.cdiv(rows, splits), tile["BK"]) * tile["BK"]
-    dw = x.new_empty(splits, m, shape[2], shape[3], C, CO, dtype=torch.float32)
-    _weight_grad[(blocks, m, splits)](
-        x, dy, dw, rows, chunk, **_sizes(shape, C, CO), FLAT=flat, PRECISION=input_precision, **tile
-    )
-    return dw[0] if splits == 1 else dw.sum(0)
-
-
-PROGRAMS = 1056  # enough for a large GPU: eight programs for each of its 132 processors
-
-
-def _tile(M: int, N: int, K: int, operand: Tensor) -> dict[str, int]:
+def choose_tile(M: int, N: int, K: int, operand: Tensor) -> dict[str, int]:
     """Return tile sizes for the product of an M x K and a K x N matrix, chosen by timings on an H200."""
     half = operand.dtype == torch.bfloat16
     BM = max(16, min(128, triton.next_power_of_2(M)))
@@ -249,7 +170,7 @@ def _tile(M: int, N: int, K: int, operand: Tensor) -> dict[str, int]:
     return {"BM": BM, "BN": BN, "BK": BK, "num_warps": 8 if BM * BN > 8192 else 4, "num_stages": 3}
 
 
-def _sizes(shape: Sequence[int], C: int, CO: int) -> dict[str, int]:
+def name_sizes(shape: Sequence[int], C: int, CO: int) -> dict[str, int]:
     OH, OW = output_size(shape)
     names = ("H", "W", "KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW")
     return dict(zip(names, shape, strict=True)) | {"OH": OH, "OW": OW, "C": C, "CO": CO}

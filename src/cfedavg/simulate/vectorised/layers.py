@@ -1,4 +1,4 @@
-"""Norms, pooling and attention from plain operators, which vmap supports and a compiler can fuse."""
+"""Group norm, pooling and attention from plain operators, which vmap supports and a compiler can fuse."""
 
 from __future__ import annotations
 
@@ -9,70 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cfedavg.simulate.vectorised.channel_sums import sums_with, variance_and_mean
-
-LARGE_CHANNEL = 256  # numbers; if a sample's channel has at least so many, each sample is summed first
-
-
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Compute F.batch_norm; in training, use each channel's mean and variance over the batch."""
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
-        return _normalise(input, running_mean, running_var, weight, bias, eps)
-    n = input.numel() // input.shape[1]
-    if n == 1:
-        raise ValueError("Expected more than 1 value per channel when training")
-    norm: Callable[..., tuple[Tensor, Tensor, Tensor]] = BatchNorm.apply
-    y, mean, var = norm(input, weight, bias, eps)
-    if running_mean is not None and running_var is not None:
-        running_mean.mul_(1 - momentum).add_(mean * momentum)
-        running_var.mul_(1 - momentum).add_(var * (momentum * n / (n - 1)))
-    return y
-
-
-class BatchNorm(torch.autograd.Function):
-    """Batch norm with the textbook gradient, which needs two sums; autograd's gradient needs four sums."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        var, mean = variance_and_mean(x) if _takes_kernels(x) else _variance_and_mean(_widen(x))
-        return _normalise(x, mean, var, weight, bias, eps), mean, var
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, bias, ctx.eps = inputs
-        ctx.biased = bias is not None
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(x, weight, *output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
-        x, weight, mean, var = ctx.saved_tensors
-        n = x.numel() // x.shape[1]
-        scale = torch.rsqrt(var + ctx.eps)
-        normal = (_widen(x) - _channel(mean, x)) * _channel(scale, x)
-        if _takes_kernels(x):
-            db, dw = sums_with(dy, x, mean)
-            dw = dw * scale
-        else:
-            db, dw = _channel_sums(_widen(dy)), _channel_sums(_widen(dy) * normal)
-        dy = _widen(dy)
-        dx = (dy - _channel(db / n, x) - normal * _channel(dw / n, x)) * _channel(scale, x)
-        if weight is None:
-            return dx.to(x.dtype), None, db if ctx.biased else None, None
-        return (dx * _channel(weight, x)).to(x.dtype), dw, db if ctx.biased else None, None
+from cfedavg.simulate.vectorised.batch_norm import channel, widen
 
 
 def max_pool(
@@ -134,59 +71,15 @@ def group_norm(
 ) -> Tensor:
     """Compute F.group_norm: normalise each group of channels of each sample."""
     n, channels, *rest = input.shape
-    grouped = _widen(input).reshape(n, num_groups, channels // num_groups, *rest)
+    grouped = widen(input).reshape(n, num_groups, channels // num_groups, *rest)
     var, mean = torch.var_mean(grouped, list(range(2, grouped.dim())), correction=0, keepdim=True)
     normal = ((grouped - mean) * torch.rsqrt(var + eps)).flatten(1, 2)
     return _affine(normal, weight, bias).to(input.dtype)
 
 
-def _normalise(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    normal = (_widen(x) - _channel(mean, x)) * torch.rsqrt(_channel(var, x) + eps)
-    return _affine(normal, weight, bias).to(x.dtype)
-
-
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * _channel(weight, x)
-    return x if bias is None else x + _channel(bias, x)
-
-
-def _channel(values: Tensor, x: Tensor) -> Tensor:
-    """Return `values`, one for each channel, reshaped so that they broadcast along axis 1 of `x`."""
-    return values.view(-1, *[1] * (x.dim() - 2))
-
-
-def _takes_kernels(x: Tensor) -> bool:
-    """Return whether our kernels sum the channels of x: images of at most float32 on a GPU."""
-    return x.is_cuda and x.dim() > 2 and x.dtype != torch.float64
-
-
-def _channel_sums(x: Tensor) -> Tensor:
-    """Return the sum of each channel (axis 1) over all other axes.
-
-    If samples are large, sum each sample first: these many sums run in parallel.
-    """
-    if x.dim() > 2 and x[0, 0].numel() >= LARGE_CHANNEL:
-        return x.flatten(2).sum(2).sum(0)
-    return x.sum([0, *range(2, x.dim())])
-
-
-def _variance_and_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean of each channel (axis 1) over all other axes.
-
-    If samples are large, compute them from the variance and the mean of each sample.
-    """
-    if x.dim() == 2 or x[0, 0].numel() < LARGE_CHANNEL:
-        return torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
-    within, means = torch.var_mean(x.flatten(2), 2, correction=0)
-    between, mean = torch.var_mean(means, 0, correction=0)
-    return within.mean(0) + between, mean
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Return bf16 and float16 numbers as float32, for accurate sums; other numbers unchanged."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    x = x if weight is None else x * channel(weight, x)
+    return x if bias is None else x + channel(bias, x)
 
 
 def mean_pool(input: Tensor, output_size: Any) -> Any:
