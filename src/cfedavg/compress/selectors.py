@@ -230,6 +230,7 @@ def _keep_largest(magnitude: Array, smallest: Array, k: int | Array) -> Array:
     """
     above, tied = magnitude > smallest, magnitude == smallest
     wanted = k - above.sum(-1)[:, None]
-    if bool((tied.sum(-1)[:, None] == wanted).all()):
-        return above | tied  # the usual case; the cumsum below takes eight bytes an entry
-    return above | (tied & (tied.cumsum(-1) <= wanted))
+    spare = tied.sum(-1) != wanted[:, 0]
+    if bool(spare.any()):  # only in these rows: the cumsum takes eight bytes an entry
+        tied[spare] &= tied[spare].cumsum(-1) <= wanted[spare]
+    return above | tied

@@ -105,6 +105,17 @@ def place(array: np.ndarray, like: Array) -> Array:
     return sys.modules["torch"].from_numpy(array).to(like.device)
 
 
+def to_numpy(array: Array) -> np.ndarray:
+    """Return an array as a NumPy array in main memory; copy a GPU's through pinned memory, which is fast."""
+    if module_of(array) is np:
+        return np.asarray(array)
+    if array.is_cuda:
+        pinned = module_of(array).empty(array.shape, dtype=array.dtype, pin_memory=True)
+        array = pinned.copy_(array)
+    found: np.ndarray = array.numpy()
+    return found
+
+
 def zeros(shape: int | tuple[int, ...], like: Array) -> Array:
     """Return an array of zeros with the dtype, library and device of `like`."""
     return np.zeros(shape, like.dtype) if module_of(like) is np else like.new_zeros(shape)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from cfedavg.core.arrays import Array
+from cfedavg.core.arrays import Array, to_numpy
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Payload:
 
     def numpy(self) -> Payload:
         """Return the payload with NumPy arrays in main memory, as the wire format needs them."""
-        return self.map(lambda array: array.cpu().numpy() if hasattr(array, "cpu") else array)
+        return self.map(to_numpy)
 
     def clients(self) -> Iterator[Payload]:
         """Yield one payload for each client of the block."""
