@@ -21,6 +21,7 @@ from cfedavg.simulate.vectorised.artifacts import (
     lift_constants,
     rows_to_graph,
 )
+from cfedavg.simulate.vectorised.convolution import IMAGES, from_stored
 
 FROZEN = torch.tensor([1.0, 2.0, 3.0])
 
@@ -123,7 +124,8 @@ def test_kernels_are_described_for_one_client() -> None:
         shape = [4, 4, 3, 3, 1, 1, 1, 1, 1, 1]
         return torch.ops.cfedavg.convolve(torch.ops.cfedavg.convolve(x, w, shape, "ieee"), w, shape, "ieee")
 
-    arguments = torch.ones(5, 2, 4, 4, 3), torch.ones(5, 3, 3, 3, 3)
+    x = from_stored(torch.ones(5, 2, 4, 4, 3), IMAGES)  # in memory as the operator's results are
+    arguments = x, torch.ones(5, 3, 3, 3, 3)
     graph = make_fx(convolve, tracing_mode="fake")(*arguments)
     [(name, args)] = artifacts.find_kernels(lift_constants(graph))  # the two calls are alike
     assert name == "convolve"

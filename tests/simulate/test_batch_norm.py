@@ -44,9 +44,8 @@ def test_batch_norm_of_many_clients(affine: bool, relu: bool, path: bool) -> Non
     given = (x, w, b) if affine else (x,)
 
     def ours(x: Tensor, *affine: Tensor) -> Any:
-        y, with_relu = norms.batch_norm(x, None, None, *affine, training=True)
-        assert with_relu
-        return with_relu() if relu else y
+        y = norms.batch_norm(x, None, None, *affine, training=True)
+        return norms.relu(y) if relu else y
 
     def torchs(x: Tensor, *affine: Tensor) -> Tensor:
         y = F.batch_norm(x, None, None, *affine, training=True)
@@ -75,47 +74,93 @@ def test_squares_of_large_numbers_do_not_cancel() -> None:
 
 
 class Net(nn.Module):
-    """A batch norm, and `after` what it gives."""
+    """A batch norm, and `after` what it gives; `after` also gets the input."""
 
-    def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, after: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.norm, self.after = nn.BatchNorm2d(4), after
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.norm(x))
+        return self.after(self.norm(x), x)
 
 
-def changed(y: Tensor) -> Tensor:
-    y += 1
+def changed(y: Tensor, x: Tensor) -> Tensor:
+    y *= 2
     return F.relu(y)
 
 
-def seen_again(y: Tensor) -> Tensor:
+def changed_view(y: Tensor, x: Tensor) -> Tensor:
+    y.view(-1).sub_(0.5)
+    return F.relu(y)
+
+
+def seen_again(y: Tensor, x: Tensor) -> Tensor:
     z = F.relu(y)
     return z + y
 
 
-def in_place_seen_again(y: Tensor) -> Tensor:
+def in_place_seen_again(y: Tensor, x: Tensor) -> Tensor:
     z = F.relu(y, inplace=True)
-    return z + y
+    return z + 2 * y
 
 
-AFTER: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether the ReLU is fused
-    "functional": (F.relu, True),
-    "module": (nn.ReLU(), True),
-    "in place": (nn.ReLU(inplace=True), True),
+def later(y: Tensor, x: Tensor) -> Tensor:
+    z = torch.sigmoid(x)
+    return F.relu(y) * z
+
+
+def added_in_place(y: Tensor, x: Tensor) -> Tensor:
+    y += x
+    return nn.ReLU(inplace=True)(y)
+
+
+def added_to_residual(y: Tensor, x: Tensor) -> Tensor:
+    z = x.clone()
+    z += y
+    return F.relu(z)
+
+
+def residual_changed(y: Tensor, x: Tensor) -> Tensor:
+    z = x.clone()
+    total = y + z
+    z += 1
+    return F.relu(total)
+
+
+def added_twice(y: Tensor, x: Tensor) -> Tensor:
+    return F.relu(y + x + x.square())
+
+
+AFTER: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {  # and whether the ReLU is fused
+    "functional": (lambda y, x: F.relu(y), True),
+    "module": (lambda y, x: nn.ReLU()(y), True),
+    "in place": (lambda y, x: nn.ReLU(inplace=True)(y), True),
     "in place, seen again": (in_place_seen_again, True),
-    "torch": (torch.relu, True),
-    "method": (Tensor.relu, True),
+    "torch": (lambda y, x: torch.relu(y), True),
+    "method": (lambda y, x: y.relu(), True),
+    "method in place": (lambda y, x: y.relu_(), True),
     "seen again": (seen_again, True),
-    "changed in place": (changed, False),
-    "added to": (lambda y: F.relu(y + y.square()), False),
-    "another function": (F.gelu, False),
+    "later": (later, True),
+    "residual": (lambda y, x: F.relu(y + x), True),
+    "residual before": (lambda y, x: F.relu(x + y), True),
+    "residual in place": (added_in_place, True),
+    "two norms": (lambda y, x: F.relu(y + F.batch_norm(x, None, None, training=True)), True),
+    "itself": (lambda y, x: F.relu(y + y), True),
+    "function": (lambda y, x: F.relu(torch.add(y, x)), True),
+    "into the residual": (added_to_residual, False),
+    "changed residual": (residual_changed, False),
+    "added twice": (added_twice, False),
+    "scaled": (lambda y, x: F.relu(torch.add(y, x, alpha=2)), False),
+    "number": (lambda y, x: F.relu(y + 1), False),
+    "broadcast": (lambda y, x: F.relu(y + x[:1]), False),
+    "changed": (changed, False),
+    "changed view": (changed_view, False),
+    "another function": (lambda y, x: F.gelu(y), False),
 }
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_relu_is_fused_only_where_it_follows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relu_is_fused_where_nothing_changed(name: str, path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss, the gradients and the running statistics of each client are torch's in any case."""
     after, fused = AFTER[name]
     calls = []
@@ -137,12 +182,13 @@ def test_relu_is_fused_only_where_it_follows(name: str, monkeypatch: pytest.Monk
     with Replacements():
         grads, (losses, buffers) = vmap(values)(stacked, x, target)
     assert (True in calls) == fused
+    exact = 1e-5 if path else 1e-11  # the operators compute in float32
     for i in range(len(x)):
         expected, (loss, after_it) = values(own[i], x[i], target[i])
-        torch.testing.assert_close(losses[i], loss, rtol=1e-11, atol=0)
+        torch.testing.assert_close(losses[i], loss, rtol=exact, atol=0)
         for key, value in {**expected, **after_it}.items():
             found = grads[key] if key in grads else buffers[key]
-            torch.testing.assert_close(found[i], value, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found[i], value, rtol=10 * exact, atol=10 * exact)
 
 
 @pytest.mark.gpu
@@ -158,8 +204,10 @@ def test_kernels_agree_with_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) ->
         (norm_operators._moments, (x,)),
         (norm_operators._channel_sums, (dy, x, mean, scale, shift, False)),
         (norm_operators._channel_sums, (dy, x, mean, scale, shift, True)),
-        (norm_operators._normalise_relu, (x, mean, scale, shift)),
-        (norm_operators._normalise_relu_grad, (dy, x, mean, scale, shift, one, two)),
+        (norm_operators._normalise_relu, (x, mean, scale, shift, None)),
+        (norm_operators._normalise_relu, (x, mean, scale, shift, dy)),
+        (norm_operators._normalise_grad, (dy, x, mean, scale, shift, one, two, False)),
+        (norm_operators._normalise_grad, (dy, x, mean, scale, shift, one, two, True)),
     ):
         call: Callable[..., Any] = operator
         found = call(*(each.cuda() if isinstance(each, Tensor) else each for each in given))

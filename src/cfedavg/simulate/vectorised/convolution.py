@@ -141,7 +141,8 @@ def convolve(
         return NotImplemented
     pairs = (input.shape[2:], weight.shape[2:], stride, padding, dilation)
     shape = tuple(number for each in pairs for number in _pair(each))
-    y = apply_of(Convolution)(input, weight, shape, precision)
+    rounded = weight.detach().to(OPERANDS[precision][0])  # once, for both directions
+    y = apply_of(Convolution)(input, rounded, shape, precision, weight)
     return y if bias is None else y + bias.view(-1, 1, 1).to(y.dtype)
 
 
@@ -164,19 +165,20 @@ class OfClients(torch.autograd.Function):
         return value
 
     @classmethod
-    def forward(cls, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Tensor:
+    def forward(cls, a: Tensor, b: Tensor, shape: Sequence[int], precision: str, *_: Tensor) -> Tensor:
         return cls.block(a[None], b[None], shape, precision)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.shape, ctx.precision = inputs[2:]
+        ctx.shape, ctx.precision = inputs[2:4]
         ctx.save_for_backward(*inputs[:2])
 
     @classmethod
-    def vmap(cls, info: Any, in_dims: Any, a: Tensor, b: Tensor, shape: Sequence[int], precision: str) -> Any:
-        return cls.block(
-            clients_first(a, in_dims[0], info), clients_first(b, in_dims[1], info), shape, precision
-        ), 0
+    def vmap(
+        cls, info: Any, in_dims: Any, a: Tensor, b: Tensor, shape: Sequence[int], precision: str, *_: Tensor
+    ) -> Any:
+        a, b = (clients_first(each, dim, info) for each, dim in zip((a, b), in_dims, strict=False))
+        return cls.block(a, b, shape, precision), 0
 
 
 def clients_first(tensor: Tensor, dim: int | None, info: Any) -> Tensor:
@@ -197,7 +199,10 @@ class WeightGrad(OfClients):
 
 
 class Convolution(OfClients):
-    """The convolution y = conv2d(x, w) of each client."""
+    """The convolution y = conv2d(x, w) of each client.
+
+    w is given twice: rounded to the precision of the products, and as it is, to get the gradient.
+    """
 
     operator, orders = forward, (IMAGES, WEIGHTS)
 
@@ -205,8 +210,8 @@ class Convolution(OfClients):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
         dx = apply_of(InputGrad)(dy, w, ctx.shape, ctx.precision) if ctx.needs_input_grad[0] else None
-        dw = apply_of(WeightGrad)(x, dy, ctx.shape, ctx.precision) if ctx.needs_input_grad[1] else None
-        return dx, dw, None, None
+        dw = apply_of(WeightGrad)(x, dy, ctx.shape, ctx.precision) if ctx.needs_input_grad[4] else None
+        return dx, None, None, None, dw
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

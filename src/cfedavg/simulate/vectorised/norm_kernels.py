@@ -117,13 +117,17 @@ def _join_sums(sums, products, sum_out, product_out, chunks, values, B: constexp
 
 
 @triton.jit
-def _normalise_relu(x, mean, scale, shift, y, R, chunk, C: constexpr, BR: constexpr, BC: constexpr):
-    """Store relu((x - mean) * scale + shift)."""
+def _normalise_relu(
+    x, mean, scale, shift, residual, y, R, chunk,
+    ADDS: constexpr, C: constexpr, BR: constexpr, BC: constexpr,
+):  # fmt: skip
+    """Store relu((x - mean) * scale + shift + residual); without ADDS, there is no residual."""
     client = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     first = tl.program_id(0) * chunk
     x += client * R * C
     y += client * R * C
+    residual += client * R * C
     center = tl.load(mean + client * C + c, c < C, other=0.0)[None, :]
     times = tl.load(scale + client * C + c, c < C, other=0.0)[None, :]
     plus = tl.load(shift + client * C + c, c < C, other=0.0)[None, :]
@@ -132,15 +136,18 @@ def _normalise_relu(x, mean, scale, shift, y, R, chunk, C: constexpr, BR: conste
         inside = (r < R)[:, None] & (c < C)[None, :]
         at = r[:, None] * C + c[None, :]
         value = tl.load(x + at, inside, other=0.0).to(tl.float32) - center
-        tl.store(y + at, tl.maximum(value * times + plus, 0.0).to(y.dtype.element_ty), inside)
+        value = value * times + plus
+        if ADDS:
+            value += tl.load(residual + at, inside, other=0.0).to(tl.float32)
+        tl.store(y + at, tl.maximum(value, 0.0).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
-def _normalise_relu_grad(
+def _normalise_grad(
     dy, x, mean, scale, shift, first_term, second_term, dx, R, chunk,
-    C: constexpr, BR: constexpr, BC: constexpr,
+    RELU: constexpr, C: constexpr, BR: constexpr, BC: constexpr,
 ):  # fmt: skip
-    """Store scale * (dy - first_term - (x - mean) * second_term); dy is 0 if it does not pass the ReLU."""
+    """Store scale * (dy - first_term - (x - mean) * second_term), behind a ReLU for the dy that passes it."""
     client = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     first = tl.program_id(0) * chunk
@@ -158,7 +165,8 @@ def _normalise_relu_grad(
         at = r[:, None] * C + c[None, :]
         grad = tl.load(dy + at, inside, other=0.0).to(tl.float32)
         value = tl.load(x + at, inside, other=0.0).to(tl.float32) - center
-        grad = tl.where(value * times + plus > 0, grad, 0.0)
+        if RELU:
+            grad = tl.where(value * times + plus > 0, grad, 0.0)
         tl.store(dx + at, ((grad - one - value * two) * times).to(dx.dtype.element_ty), inside)
 
 
@@ -187,19 +195,23 @@ def channel_sums(
     return one, two
 
 
-def normalise_relu(x: Tensor, *values: Tensor) -> Tensor:
-    """Return relu((x - mean) * scale + shift); `values` are mean, scale and shift."""
+def normalise_relu(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None) -> Tensor:
+    """Return relu((x - mean) * scale + shift + residual)."""
     y = torch.empty_like(x)
     grid, sizes, chunk = _plan(x, 4 * ROWS)
-    _normalise_relu[grid](x, *(each.contiguous() for each in values), y, x.shape[1], chunk, **sizes)
+    values = [each.contiguous() for each in (mean, scale, shift)]
+    adds, other = residual is not None, x if residual is None else residual
+    _normalise_relu[grid](x, *values, other, y, x.shape[1], chunk, ADDS=adds, **sizes)
     return y
 
 
-def normalise_relu_grad(dy: Tensor, x: Tensor, *values: Tensor) -> Tensor:
-    """Return the gradient of `normalise_relu`; `values` are mean, scale, shift and the two terms."""
+def normalise_grad(dy: Tensor, x: Tensor, *values: Any) -> Tensor:
+    """Return the gradient; `values` are mean, scale, shift, the two terms, and whether there is a ReLU."""
     dx = torch.empty_like(x)
     grid, sizes, chunk = _plan(x, 4 * ROWS)
-    _normalise_relu_grad[grid](dy, x, *(each.contiguous() for each in values), dx, x.shape[1], chunk, **sizes)
+    *tensors, relu = values
+    vectors = [each.contiguous() for each in tensors]
+    _normalise_grad[grid](dy, x, *vectors, dx, x.shape[1], chunk, RELU=relu, **sizes)
     return dx
 
 

@@ -66,11 +66,14 @@ def _(dy: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("cfedavg::normalise_relu", mutates_args=())
-def _normalise_relu(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return relu((x - mean) * scale + shift)."""
+def _normalise_relu(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None) -> Tensor:
+    """Return relu((x - mean) * scale + shift + residual)."""
     if x.is_cuda:
-        return _images(_kernels().normalise_relu(_rows(x), mean, scale, shift), x)
+        other = None if residual is None else _rows(residual)
+        return _images(_kernels().normalise_relu(_rows(x), mean, scale, shift, other), x)
     y = (_rows(x).float() - mean[:, None]) * scale[:, None] + shift[:, None]
+    if residual is not None:
+        y += _rows(residual).float()
     return _images(y.relu().to(x.dtype), x)
 
 
@@ -79,20 +82,27 @@ def _(x: Tensor, *_: Any) -> Tensor:
     return _like(x)
 
 
-@torch.library.custom_op("cfedavg::normalise_relu_grad", mutates_args=())
-def _normalise_relu_grad(
-    dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, first: Tensor, second: Tensor
+@torch.library.custom_op("cfedavg::normalise_grad", mutates_args=())
+def _normalise_grad(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    first: Tensor,
+    second: Tensor,
+    relu: bool,
 ) -> Tensor:
-    """Return scale * (dy - first - (x - mean) * second), where dy is 0 if it does not pass the ReLU."""
+    """Return scale * (dy - first - (x - mean) * second); behind a ReLU, for the dy that passes it."""
     if x.is_cuda:
-        rows = _kernels().normalise_relu_grad(_rows(dy), _rows(x), mean, scale, shift, first, second)
+        rows = _kernels().normalise_grad(_rows(dy), _rows(x), mean, scale, shift, first, second, relu)
         return _images(rows, x)
-    centered, masked = _masked(_rows(dy), _rows(x), mean, scale, shift, True)
+    centered, masked = _masked(_rows(dy), _rows(x), mean, scale, shift, relu)
     dx = (masked - first[:, None] - centered * second[:, None]) * scale[:, None]
     return _images(dx.to(x.dtype), x)
 
 
-@_normalise_relu_grad.register_fake
+@_normalise_grad.register_fake
 def _(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
     return _like(x)
 
@@ -161,13 +171,13 @@ class _NormaliseRelu(_OfClients):
     operator = _normalise_relu
 
 
-class _NormaliseReluGrad(_OfClients):
-    operator = _normalise_relu_grad
+class _NormaliseGrad(_OfClients):
+    operator = _normalise_grad
 
 
 # For one client of a vmap: the axes of images are (N, C, ...), and a channel's values have one axis.
 moments, channel_sums = apply_of(_Moments), apply_of(_ChannelSums)
-normalise_relu, normalise_relu_grad = apply_of(_NormaliseRelu), apply_of(_NormaliseReluGrad)
+normalise_relu, normalise_grad = apply_of(_NormaliseRelu), apply_of(_NormaliseGrad)
 
 
 def _kernels() -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from cfedavg.simulate.local import to_device
-from cfedavg.simulate.vectorised.batch_norm import batch_norm
+from cfedavg.simulate.vectorised.batch_norm import add, batch_norm, relu
 from cfedavg.simulate.vectorised.convolution import convolve
 from cfedavg.simulate.vectorised.layers import attention, group_norm, max_pool, mean_pool, multi_head
 from cfedavg.simulate.vectorised.recurrent import replace_cell, replace_network
@@ -34,7 +35,7 @@ ELEMENTWISE = {
 }  # fmt: skip
 ENTROPIES = {F.cross_entropy, F.nll_loss}  # in these, a class may have a weight
 MEANS = {torch.mean, Tensor.mean}
-RELUS = {F.relu, torch.relu, Tensor.relu}
+ADDS = {torch.add, Tensor.add, Tensor.add_}
 
 VF: Any = torch  # torch's stubs lack these functions
 NETWORKS = {VF.lstm: "lstm", VF.gru: "gru", VF.rnn_tanh: "tanh", VF.rnn_relu: "relu"}
@@ -42,6 +43,9 @@ CELLS = {VF.lstm_cell: "lstm", VF.gru_cell: "gru", VF.rnn_tanh_cell: "tanh", VF.
 LAYERS: dict[Any, Callable[..., Any]] = {
     **{func: replace_network(cell) for func, cell in NETWORKS.items()},
     **{func: replace_cell(cell) for func, cell in CELLS.items()},
+    F.batch_norm: batch_norm,
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), relu),
+    **dict.fromkeys((torch.relu_, Tensor.relu_), partial(relu, inplace=True)),
     F.group_norm: group_norm,
     F.max_pool2d: max_pool,
     F.adaptive_avg_pool2d: mean_pool,
@@ -61,25 +65,16 @@ class Replacements(TorchFunctionMode):
         super().__init__()
         self.valid, self.conv_precision = valid, conv_precision
         self.means = 0  # number of means taken over the valid rows
-        # The last result if it came from batch_norm, and a function that computes its ReLU from batch_norm's
-        # input. Only the very next call may use it: other calls might change the result in place.
-        self._normed: tuple[Tensor, Callable[[], Tensor]] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         found: Any = NotImplemented
-        normed, self._normed = self._normed, None
         if func is torch.conv2d:
             found = convolve(self.conv_precision, *args, **kwargs)
-        elif func is F.batch_norm:
-            found, with_relu = batch_norm(*args, **kwargs)
-            self._normed = (found, with_relu) if with_relu else None
-        elif func in RELUS and normed and args and args[0] is normed[0]:
-            found = normed[1]()
-            if kwargs.get("inplace", len(args) > 1 and args[1]):
-                found = args[0].copy_(found)
+        elif func in ADDS:
+            found = add(func, *args, **kwargs)
         elif func in LAYERS:
             found = LAYERS[func](*args, **kwargs)
         elif self.valid is not None:
