@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
 
-.PHONY: install lock demo test test-all lint bench bench-peers bench-many paper fuzz clean
+.PHONY: install lock demo test test-all docs lint bench bench-peers bench-many paper fuzz clean
 
 install: $(INSTALLED)
 
@@ -41,6 +41,9 @@ test: lint  ## what CI runs
 test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q -m "not gpu"
 
+docs: install  ## the pages as a site in site/, from docs/ and the code; open site/index.html
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,4 +69,4 @@ fuzz: install  ## ten million mutated messages: only WireError, no growing memor
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv .venv-peers runs build src/*.egg-info
+	rm -rf .venv .venv-peers runs build site src/*.egg-info
