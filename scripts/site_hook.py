@@ -1,11 +1,13 @@
 """The hook of mkdocs.yml: adds the generated pages, and makes links work that leave the folder docs/.
 
 A page of docs/ may link to any file of the repository, by a relative path, as a code host expects it. On the
-site such a file becomes a page: a Markdown file as it is, any other file as code, a folder as its files.
+site such a file becomes a page: a Markdown file or a notebook as it is, a file from which a page of the
+reference is generated as that page, any other file as code, and a folder as its files.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -16,9 +18,23 @@ from mkdocs.structure.pages import Page
 from scripts import site_reference
 
 ROOT = Path(__file__).parents[1]
-# Pages of the site that are not in docs/. Their places on the site are those in the repository.
-FRONT = "README.md"
-OUTSIDE = (FRONT, "CONTRIBUTING.md", "CHANGELOG.md", "paper/cfedavg/README.md", "paper/cfedavg/claims.md")
+# The pages of the site that are not in docs/, by their file in the repository.
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "paper/cfedavg/README.md": "paper/cfedavg/index.md",
+    "paper/cfedavg/claims.md": "paper/cfedavg/claims.md",
+    "paper/cfedavg/decisions.md": "paper/cfedavg/decisions.md",
+    "examples/notebook.ipynb": "start/notebook.md",
+}
+# The files from which the pages of the reference are generated.
+GENERATED = {
+    "src/cfedavg/cli/commands.py": ("reference/commands.md", site_reference.commands_page),
+    "src/cfedavg/core/config.py": ("reference/options.md", site_reference.options_page),
+    "src/cfedavg/__init__.py": ("reference/python.md", site_reference.python_page),
+    "src/cfedavg": ("reference/packages.md", site_reference.packages_page),
+}
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1[ ]*$", re.DOTALL | re.MULTILINE)
 PICTURES = {".png", ".svg"}
@@ -26,11 +42,10 @@ PICTURES = {".png", ".svg"}
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages and the files that pages link to."""
-    for name in OUTSIDE:
-        top = "---\nhide: [navigation]\n---\n\n" if name == FRONT else ""
-        add(files, config, place(name), top + (ROOT / name).read_text())
-    for name, text in site_reference.pages().items():
-        add(files, config, name, text)
+    for name, where in OUTSIDE.items():
+        add(files, config, where, outside_page(ROOT / name))
+    for where, make in GENERATED.values():
+        add(files, config, where, make())
     for page in [*files.documentation_pages()]:
         for target in linked(page.content_string, page.src_uri):
             where = place(target)
@@ -64,23 +79,21 @@ def add(files: Files, config: Any, name: str, text: str) -> None:
 def place(path: str) -> str:
     """Return where a file of the repository is on the site.
 
-    >>> [place(path) for path in ("docs/wire.md", "README.md", "CHANGELOG.md", "src/cfedavg/task.py")]
-    ['wire.md', 'index.md', 'CHANGELOG.md', 'source/src/cfedavg/task.py.md']
+    >>> [place(path) for path in ("docs/wire.md", "README.md", "src/cfedavg/task.py", "src/cfedavg")]
+    ['wire.md', 'index.md', 'source/src/cfedavg/task.py.md', 'reference/packages.md']
     """
-    if path == FRONT:
-        return "index.md"
+    if path in OUTSIDE:
+        return OUTSIDE[path]
+    if path in GENERATED:
+        return GENERATED[path][0]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    if path in OUTSIDE or Path(path).suffix in PICTURES:
-        return path
-    return f"source/{path}.md"
+    return path if Path(path).suffix in PICTURES else f"source/{path}.md"
 
 
 def origin(page: str) -> str:
     """Return the repository's path of a page of the site: the inverse of `place`."""
-    if page == "index.md":
-        return FRONT
-    return page if page in OUTSIDE else f"docs/{page}"
+    return next((name for name, where in OUTSIDE.items() if where == page), f"docs/{page}")
 
 
 def resolve(target: str, page: str) -> str | None:
@@ -103,6 +116,15 @@ def outside_code(markdown: str, change: Any) -> str:
         parts += [change(markdown[start : fence.start()]), fence[0]]
         start = fence.end()
     return "".join([*parts, change(markdown[start:])])
+
+
+def outside_page(file: Path) -> str:
+    """Return a Markdown file or a notebook as a page; the front page needs no navigation beside it."""
+    text = file.read_text()
+    if file.suffix != ".ipynb":
+        return "---\nhide: [navigation]\n---\n\n" + text if file.parent == ROOT and file.stem == "README" else text
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(code if kind == "markdown" else f"```python\n{code}\n```" for kind, code in cells)
 
 
 def source_page(path: str) -> str:

@@ -14,17 +14,8 @@ from cfedavg.cli.commands import app
 from cfedavg.core.config import FIELD_TYPES, OPTIONS, Config, Option
 
 # Packages whose `__all__` is a part of the public interface, beside that of cfedavg itself.
+FIRST = ("simulate.run", "core.config", "task")  # what a reader looks for comes first
 PACKAGES = ("flower", "compress", "wire", "data", "sweep")
-
-
-def pages() -> dict[str, str]:
-    """Return the generated pages by their place on the site."""
-    return {
-        "reference/commands.md": commands_page(),
-        "reference/options.md": options_page(),
-        "reference/python.md": python_page(),
-        "reference/packages.md": packages_page(),
-    }
 
 
 def options_page() -> str:
@@ -120,11 +111,11 @@ def default_text(parameter: Any) -> str:
 
 def python_page() -> str:
     """Return the page of the public names of cfedavg, by the module that defines them."""
-    lines = ["# Python", "Every name below is imported from `cfedavg`."]
-    for module, names in cfedavg._HOME.items():
+    lines = ["# Python", "Import these names from `cfedavg`. A heading is the module that defines them."]
+    for module in sorted(cfedavg._HOME, key=lambda name: name not in FIRST):
         about = inspect.getdoc(importlib.import_module(f"cfedavg.{module}")) or ""
-        lines += [f"## `cfedavg.{module}`", about.splitlines()[0]]
-        lines += [directive(getattr(cfedavg, name)) for name in names]
+        lines += [f"## `{module}`", about.splitlines()[0]]
+        lines += [directive(getattr(cfedavg, name)) for name in cfedavg._HOME[module]]
     return "\n\n".join(lines) + "\n"
 
 
@@ -142,7 +133,10 @@ def packages_page() -> str:
 
 def directive(value: Any) -> str:
     """Return the line for mkdocstrings that shows a class or function, by the module that defines it."""
-    return f"::: {value.__module__}.{value.__qualname__}"
+    line = f"::: {value.__module__}.{value.__qualname__}"
+    if value is Config:  # its arguments are the page of options
+        line += "\n    options:\n      show_signature: false\n      show_signature_annotations: false"
+    return line
 
 
 def code(value: object) -> str:
