@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
 
-.PHONY: install lock demo test test-all docs lint bench bench-peers bench-many paper fuzz clean
+.PHONY: install lock demo test test-all docs try-docs lint bench bench-peers bench-many paper fuzz clean
 
 install: $(INSTALLED)
 
@@ -43,6 +43,9 @@ test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device:
 
 docs: install  ## the pages as a site in site/, from docs/ and the code; open site/index.html
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+try-docs: install  ## type README and start pages into empty environments, with the wheel; says how long each takes
+	$(BIN)/python -m scripts.try_docs
 
 lint: install
 	$(BIN)/ruff check .

@@ -119,10 +119,10 @@ def outside_code(markdown: str, change: Any) -> str:
 
 
 def outside_page(file: Path) -> str:
-    """Return a Markdown file or a notebook as a page; the front page needs no navigation beside it."""
+    """Return a Markdown file or a notebook as a page; the front page has no navigation beside it."""
     text = file.read_text()
     if file.suffix != ".ipynb":
-        return "---\nhide: [navigation]\n---\n\n" + text if file.parent == ROOT and file.stem == "README" else text
+        return f"---\nhide: [navigation]\n---\n\n{text}" if file == ROOT / "README.md" else text
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
     return "\n\n".join(code if kind == "markdown" else f"```python\n{code}\n```" for kind, code in cells)
 

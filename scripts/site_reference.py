@@ -14,37 +14,37 @@ from cfedavg.cli.commands import app
 from cfedavg.core.config import FIELD_TYPES, OPTIONS, Config, Option
 
 # Packages whose `__all__` is a part of the public interface, beside that of cfedavg itself.
+CONFIG_METHODS = ("replace", "to_toml", "from_toml", "from_dict")
 FIRST = ("simulate.run", "core.config", "task")  # what a reader looks for comes first
 PACKAGES = ("flower", "compress", "wire", "data", "sweep")
 
 
 def options_page() -> str:
     """Return the page of the fields of Config, which are options and keys of a TOML file."""
-    lines = [
-        "# Options",
+    about = (
         "These are the fields of `Config`. Each is an option of `cfedavg run` (`eta_local` is "
         "`--eta-local`), a key of a TOML file for `--config`, and an argument of `Config` in Python. "
-        "`cfedavg federate up` takes those marked ⇄; a resumed run may change those marked ↻.",
-    ]
-    group = ""
+        "`cfedavg federate up` takes those marked ⇄; a resumed run may change those marked ↻."
+    )
+    lines, group = ["# Options", "", about], ""
     for name, known in OPTIONS.items():
         if known.group != group:
             group = known.group
-            lines += [f"\n## {group}\n", "| field | value | default | |", "|---|---|---|---|"]
+            lines += ["", f"## {group}", "", "| field | default | |", "|---|---|---|"]
         lines.append(option_row(name, known))
-    return "\n".join(["\n\n".join(lines[:2]), *lines[2:]]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def option_row(name: str, known: Option) -> str:
-    """Return the row of one field."""
+    """Return the row of one field: its name, its default, and what it does with its kind of value."""
     default = getattr(Config, name)
     shown = known.shown or ("" if default is None else code(default))
     if known.otherwise is not None:
         shown = f"{code(known.otherwise)}, if no other of its kind is given"
     marks = "⇄" * known.federated + " ↻" * known.may_change
-    rule = "" if known.choices else known.rule
-    help_text = known.help + (f". The value must be {rule}" if rule else "")
-    return f'| <span id="{name}"></span>`{name}` {marks} | {kind(name)} | {shown} | {cell(help_text)} |'
+    rule = known.rule if not known.choices else ""
+    value = f"{kind(name)}, {rule}" if rule else kind(name)
+    return f'| <span id="{name}"></span>`{name}` {marks} | {shown} | {cell(known.help)} ({value}) |'
 
 
 def kind(name: str) -> str:
@@ -134,9 +134,13 @@ def packages_page() -> str:
 def directive(value: Any) -> str:
     """Return the line for mkdocstrings that shows a class or function, by the module that defines it."""
     line = f"::: {value.__module__}.{value.__qualname__}"
-    if value is Config:  # its arguments are the page of options
-        line += "\n    options:\n      show_signature: false\n      show_signature_annotations: false"
-    return line
+    if value is not Config:
+        return line
+    hidden = (
+        f"{line}\n    options:\n      members: []\n      show_signature: false"  # it is the page of options
+    )
+    methods = [f"{line}.{name}\n    options:\n      heading_level: 4" for name in CONFIG_METHODS]
+    return "\n\n".join([hidden, "Its fields are the [options](options.md).", *methods])
 
 
 def code(value: object) -> str:

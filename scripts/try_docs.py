@@ -80,7 +80,7 @@ def type_commands(script: Script, folder: Path, environment: Mapping[str, str]) 
 
 def build_wheel(folder: Path) -> Path:
     """Build the wheel of this checkout with the build tools that are installed."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT]
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return next(folder.glob("*.whl"))
 
@@ -88,10 +88,11 @@ def build_wheel(folder: Path) -> Path:
 def empty_environment(folder: Path) -> dict[str, str]:
     """Make a virtual environment, and return the variables of a shell in which it is active."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    (folder / "home").mkdir()
+    home = folder / "home"  # without the caches of this machine
+    home.mkdir()
     path = f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))}
-    return kept | {"PATH": path, "HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "home" / ".cache")}
+    left = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
+    return {**left, "PATH": path, "HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
 
 
 def install(wheel: Path, extras: str, environment: Mapping[str, str]) -> None:

@@ -65,7 +65,7 @@ def test_links_that_leave_the_docs_are_rewritten() -> None:
 
 
 def command_lines() -> Iterator[Any]:
-    """Yield every line of the docs that calls `cfedavg`: of code blocks, and in backticks if it has options."""
+    """Yield the lines of the docs that call `cfedavg`: in code blocks, and in backticks with an option."""
     for page in PAGES:
         text = page.read_text()
         blocks = "\n".join(re.findall(r"^```(?:sh)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
@@ -76,7 +76,8 @@ def command_lines() -> Iterator[Any]:
                 yield pytest.param(line, id=f"{page.name}: {line[:60]}")
 
 
-PLACEHOLDERS = {"P": "1", "S": "1", "C": "none", "PRECISION": "bf16"}  # what a reader puts in the place of a letter
+# What a reader puts in the place of a letter.
+PLACEHOLDERS = {"P": "1", "S": "1", "C": "none", "PRECISION": "bf16"}
 
 
 @pytest.mark.parametrize("line", list(command_lines()))
@@ -115,7 +116,7 @@ def test_a_page_is_read_as_it_is_typed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", try_docs.PAGES, ids=lambda page: page.name)
 def test_start_pages_work_as_written(page: Path, tmp_path: Path) -> None:
-    """With the packages of this environment; `python -m scripts.try_docs` makes an empty one for each page."""
+    """With the packages of this environment; `make try-docs` makes an empty one for each page."""
     (tmp_path / "work").mkdir()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src")}
