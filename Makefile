@@ -40,6 +40,7 @@ test: lint  ## what CI runs
 
 test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q -m "not gpu"
+	$(BIN)/python -m scripts.try_docs
 
 docs: install  ## the pages as a site in site/, from docs/ and the code; open site/index.html
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from bench import both_ways_tables
 
+from cfedavg import run
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.units import format_bytes
 
@@ -54,6 +55,15 @@ def headings(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_column_of_a_run_is_explained() -> None:
+    config = Config(rounds=1, clients=2, model="linear", local_steps="1", smoothness=1.0)
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    keys = {
+        key for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for key in re.findall("`(.*?)`", row)
+    }
+    assert set(run(config, draw=False).final) == keys
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda f: f.stem)
