@@ -43,7 +43,7 @@ test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device:
 	$(BIN)/python -m scripts.try_docs
 
 docs: install  ## the pages as a site in site/, from docs/ and the code; open site/index.html
-	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 try-docs: install  ## type README and start pages into empty environments, with the wheel; says how long each takes
 	$(BIN)/python -m scripts.try_docs
