@@ -15,7 +15,7 @@ from cfedavg.core.config import FIELD_TYPES, OPTIONS, Config, Option
 
 # Packages whose `__all__` is a part of the public interface, beside that of cfedavg itself.
 CONFIG_METHODS = ("replace", "to_toml", "from_toml", "from_dict")
-FIRST = ("simulate.run", "core.config", "task")  # what a reader looks for comes first
+FIRST = ("core.config", "simulate.run", "simulate.result", "task")  # what a reader looks for comes first
 PACKAGES = ("flower", "compress", "wire", "data", "sweep")
 
 
