@@ -111,7 +111,7 @@ def try_page(page: Path, wheel: Path) -> tuple[float, float]:
         install(wheel, script.extras, environment)
         installed = time.monotonic()
         (folder / "work").mkdir()
-        print(type_commands(script, folder / "work", environment))
+        print(type_commands(script, folder / "work", environment), flush=True)
         return installed - began, time.monotonic() - installed
 
 
