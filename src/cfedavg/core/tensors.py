@@ -92,7 +92,7 @@ def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[
     about = json.loads((table.pop("__metadata__", None) or {})["cfedavg"])
     if not isinstance(about, dict):
         raise ValueError("the metadata `cfedavg` of the file must be a JSON object")
-    data, tensors = data[start:], {}
+    data, tensors = data[start:], dict[str, Array]()
     for name, dtype, shape, place in _locate_tensors(table, len(data)):
         if library == "np":
             tensors[name] = np.array(data[place].view(dtype)).reshape(shape)
@@ -125,7 +125,16 @@ def _locate_tensors(table: dict[str, Any], length: int) -> Iterator[tuple[str, s
         raise ValueError(f"the tensors of the file must have {length} bytes, got {end}")
 
 
-UNREADABLE = OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RecursionError
+UNREADABLE = (
+    OSError,
+    KeyError,
+    IndexError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
