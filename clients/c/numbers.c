@@ -38,6 +38,11 @@ int64_t cfedavg_key(uint64_t seed, uint64_t round, uint64_t client, uint64_t pur
     return key;
 }
 
+uint64_t cfedavg_draw(int64_t key, uint64_t keep, uint64_t d, int64_t *indices, uint64_t room)
+{
+    return (uint64_t)cfedavg_draw_into(key, (int64_t)keep, (int64_t)d, indices, (int64_t)room);
+}
+
 int64_t cfedavg_draw_into(int64_t key, int64_t keep, int64_t d, int64_t *indices, int64_t room)
 {
     int64_t n = 0;
