@@ -187,6 +187,15 @@ CFEDAVG_API float cfedavg_from_bf16(uint16_t bits);
 CFEDAVG_API void cfedavg_to_levels(const float *values, uint64_t n, uint32_t block, int top, int8_t *levels,
                                    float *scales);
 
+/* Add a message's payload to a model copy w of d numbers: of floats, or of bf16 bits. All copies of a version must be
+ * bitwise equal: docs/envelope.md gives the operations. The payload must be one that `cfedavg_decode` returned for
+ * the layout of w. */
+CFEDAVG_API void cfedavg_receive(float *w, const cfedavg_payload *payload);
+CFEDAVG_API void cfedavg_receive_bf16(uint16_t *w, const cfedavg_payload *payload);
+
+/* Return value i of a payload as a float: a level times its scale, clipped to the largest float. */
+CFEDAVG_API float cfedavg_value(const cfedavg_payload *payload, uint64_t i);
+
 /* Return the sum of squares in double precision, with the same bits on every machine. */
 CFEDAVG_API double cfedavg_norm2(const float *values, uint64_t n);
 

@@ -107,7 +107,7 @@ float cfedavg_from_bf16(uint16_t bits)
 /* The scale of a block is its largest magnitude divided by `top`; a level is the nearest multiple of it. */
 void cfedavg_to_levels(const float *values, uint64_t n, uint32_t block, int top, int8_t *levels, float *scales)
 {
-    for (uint64_t start = 0; start < n; start += block) {
+    for (uint64_t start = 0; block && start < n; start += block) {
         uint64_t end = n - start < block ? n : start + block;
         double largest = 0.0, scale;
 
