@@ -1,7 +1,7 @@
 """The envelope in plain Python: slow, readable, and the oracle of the package's and of the C library.
 
-It is written from docs/envelope.md alone, without a look at src/cfedavg, and so shows that the page is enough to
-write one. It needs the standard library only. Floats are Python floats that hold fp32 numbers.
+It is written from docs/envelope.md alone, without a look at src/cfedavg, and so shows that the page is enough
+to write one. It needs the standard library only. Floats are Python floats that hold fp32 numbers.
 """
 
 from __future__ import annotations

@@ -188,3 +188,81 @@ def try_to_decode(message: bytes, layout: Layout, **limits: int) -> tuple[int, P
     payload = from_c(made) if code == 0 else None
     library().cfedavg_free_payload(c.byref(made))
     return code, payload
+
+
+def receive(w: np.ndarray, message: bytes, layout: Layout) -> np.ndarray:
+    """Return a model copy, of float32 numbers or of bf16 bits in int16, plus a message."""
+    made, _arrays = to_c(decode(message, layout))
+    w_next = w.copy()
+    add = library().cfedavg_receive_bf16 if w.dtype == np.int16 else library().cfedavg_receive
+    add(w_next.ctypes.data_as(POINTER), c.byref(made))
+    return w_next
+
+
+def find_largest(p: np.ndarray, k: int) -> np.ndarray:
+    """Return the coordinates of the k largest magnitudes of a float32 vector."""
+    indices = np.empty(k, np.int64)
+    pointers = p.ctypes.data_as(POINTER), indices.ctypes.data_as(POINTER)
+    check(library().cfedavg_find_largest(pointers[0], 0, U64(len(p)), U64(k), pointers[1]))
+    return indices
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Return the bits of each value, rounded to bf16, as int16."""
+    round_one = library().cfedavg_to_bf16
+    return np.array([round_one(c.c_float(value)) for value in values], np.uint16).view(np.int16)
+
+
+def pack_update(payload: bytes, facts: bytes, uncompressed: bytes) -> bytes:
+    message, length, update = POINTER(), SIZE(), Update()
+    for name, part in (("payload", payload), ("facts", facts), ("uncompressed", uncompressed)):
+        setattr(update, name, c.cast(c.c_char_p(part), POINTER))
+        setattr(update, f"{name}_length", len(part))
+    check(library().cfedavg_pack_update(c.byref(update), c.byref(message), c.byref(length)))
+    return take(message, length)
+
+
+def unpack_update(data: bytes, most: int, uncompressed: int) -> tuple[bytes, bytes, bytes]:
+    update = Update()
+    lengths = SIZE(len(data)), U64(most), U64(uncompressed)
+    check(library().cfedavg_unpack_update(data, *lengths, c.byref(update)))
+    return (
+        c.string_at(update.payload, update.payload_length),
+        c.string_at(update.facts, update.facts_length),
+        c.string_at(update.uncompressed, update.uncompressed_length),
+    )
+
+
+def pack_body(broadcast: bytes, uncompressed: bytes) -> bytes:
+    data, length = POINTER(), SIZE()
+    pointers = [c.cast(c.c_char_p(part), POINTER) for part in (broadcast, uncompressed)]
+    body = Body(pointers[0], len(broadcast), pointers[1], len(uncompressed))
+    check(library().cfedavg_pack_body(c.byref(body), c.byref(data), c.byref(length)))
+    return take(data, length)
+
+
+def unpack_body(data: bytes) -> tuple[bytes, bytes]:
+    body = Body()
+    check(library().cfedavg_unpack_body(data, SIZE(len(data)), c.byref(body)))
+    return (
+        c.string_at(body.broadcast, body.broadcast_length),
+        c.string_at(body.uncompressed, body.uncompressed_length),
+    )
+
+
+def try_to_unpack(data: bytes) -> int:
+    """Return the code for a broadcast."""
+    code: int = library().cfedavg_unpack_broadcast(data, SIZE(len(data)), c.byref(CBroadcast()))
+    return code
+
+
+def unpack_broadcast(data: bytes) -> CBroadcast:
+    """Return the broadcast in `data`, to which it points."""
+    found = CBroadcast()
+    check(library().cfedavg_unpack_broadcast(data, SIZE(len(data)), c.byref(found)))
+    return found
+
+
+def digest(data: bytes) -> int:
+    found: int = library().cfedavg_digest(data, SIZE(len(data)))
+    return found
