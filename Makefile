@@ -66,4 +66,4 @@ fuzz: install  ## ten million mutated messages: only WireError, no growing memor
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv .venv-peers runs build src/*.egg-info
+	rm -rf .venv .venv-peers runs build clients/c/build src/*.egg-info src/cfedavg/core/_native.so
