@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from cfedavg.core.interrupts import handle_stops, leave
+from cfedavg.core.system import BROKEN_PIPE
 
 __all__ = ["main"]
 
@@ -70,7 +71,7 @@ class SafeStream:
             with suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor
                 os.dup2(nowhere.fileno(), self._stream.fileno())
         if self._unread and threading.current_thread() is threading.main_thread():
-            self._stop(signal.SIGPIPE)
+            self._stop(BROKEN_PIPE)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

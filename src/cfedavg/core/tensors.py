@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-import os
+import sys
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from cfedavg.core.arrays import Array, dtype_of, module_of
 from cfedavg.core.files import check_regular, replace_file
+from cfedavg.core.system import free_host_memory
 
 # The names of dtypes in a safetensors file, in the order in which safetensors writes them.
 _NAMES = {
@@ -86,7 +87,10 @@ def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[
         about = json.loads((file.metadata() or {})["cfedavg"])
         if not isinstance(about, dict):
             raise ValueError("the metadata `cfedavg` of the file must be a JSON object")
-        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - no mapping
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    if sys.platform == "win32":  # torch's tensors map the file, and Windows cannot replace a mapped file
+        found = copy.deepcopy(found)
+    return found, about
 
 
 UNREADABLE = (
@@ -110,7 +114,4 @@ def free_memory(device: Any) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free_host_memory()
