@@ -1,8 +1,12 @@
-"""Build the C library of clients/c into the package, if there is a compiler; pyproject.toml says the rest."""
+"""What pyproject.toml cannot say: how the C library of clients/c is built, and the page of a package index.
+
+The library goes into the package if there is a compiler. The page is the README with other links.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -50,6 +54,8 @@ LIBRARY = Extension(
     optional=True,
 )
 setup(
+    long_description=runpy.run_path("scripts/package_page.py")["describe"](),
+    long_description_content_type="text/markdown",
     ext_modules=[] if sys.platform == "win32" else [LIBRARY],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": TagWheel},
 )
