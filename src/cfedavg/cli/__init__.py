@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from cfedavg.core.extras import explain
 from cfedavg.core.interrupts import handle_stops, leave
+from cfedavg.core.system import BROKEN_PIPE
 
 __all__ = ["main"]
 
@@ -82,7 +83,7 @@ class SafeStream:
             with suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor
                 os.dup2(nowhere.fileno(), self._stream.fileno())
         if self._unread and threading.current_thread() is threading.main_thread():
-            self._stop(signal.SIGPIPE)
+            self._stop(BROKEN_PIPE)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import reprlib
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from cfedavg.core.arrays import Array, dtype_of, module_of
 from cfedavg.core.files import check_regular, replace_file
+from cfedavg.core.system import free_host_memory
 
 # The names of dtypes in a safetensors file, in the order in which safetensors writes them.
 _NAMES = {
@@ -84,7 +84,10 @@ def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[
     arrays in memory of their own. NumPy cannot hold bf16.
     """
     check_regular(path)
-    data = np.asarray(np.memmap(path, np.uint8, "c"))
+    if sys.platform == "win32":  # which cannot replace a mapped file
+        data = np.fromfile(path, np.uint8)
+    else:
+        data = np.asarray(np.memmap(path, np.uint8, "c"))
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < start:
         raise ValueError("the file ends in its header")
@@ -153,7 +156,4 @@ def free_memory(device: Any) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free_host_memory()

@@ -75,6 +75,11 @@ class LocalFederation:
         more: Mapping[str, str] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        if sys.platform == "win32":
+            raise InputError(
+                "a federation on this machine needs Linux or macOS, for which Flower is made; "
+                "on Windows, start it in WSL"
+            )
         self.folder, self.count, self.port, self.say = folder.resolve(), nodes, port, say
         self.processes = Processes(str(self.folder), make_environment(more or {}))
         if shutil.which("flower-superlink", path=self.processes.environment["PATH"]) is None:
@@ -168,11 +173,11 @@ def train_federation(
     if _is_done(config, out, resume):
         observer.say(f"all {config.rounds} rounds are done; set `rounds` higher for more")
         return False
-    observer.say(_describe(config))
     folder = out / "federation"
-    least = max(1, RoundPolicy(quorum=quorum).count_quorum(config.clients))
     more = trust_typed_code(config)
     federation = LocalFederation(folder, config.clients, port=port, more=more, say=observer.now)
+    observer.say(_describe(config))
+    least = max(1, RoundPolicy(quorum=quorum).count_quorum(config.clients))
     policy = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
     text = format_app(config, out=str(out), resume=resume, **policy)
     with federation:

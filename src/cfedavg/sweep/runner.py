@@ -343,7 +343,7 @@ def describe_machine(device: str) -> dict[str, str]:
 def _processor() -> str:
     """Return the processor's name as Linux gives it, or else the machine type, such as x86_64."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine()
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
