@@ -1,12 +1,12 @@
 """What an installation takes: bytes on the disk, and time and memory of the first import.
 
-    python bench/footprint.py --before main
+    python bench/footprint.py --before 393b5f1
 
-Each row of the table is installed into a fresh virtual environment in a temporary folder, in the versions of
-constraints.txt. Size is what the files of the environment take on the disk, without pip. Time and memory are
-those of a new process that has imported what the row names (the median of several processes; the first one,
-which may compile, does not count). `--before` also measures the package as it is at a commit. Downloads take
-minutes, and all rows together 6 GB in the folder that TMPDIR chooses.
+Each row of the table is installed from the last commit into a fresh virtual environment in a temporary
+folder, in the versions of constraints.txt. Size is what the files of the environment take on the disk,
+without pip. Time and memory are those of a new process that has imported what the row names (the median of
+several processes; the first one, which may compile, does not count). `--before` also measures the package as
+it is at a commit. Downloads take minutes, and all rows together 7 GB in the folder that TMPDIR chooses.
 """
 
 from __future__ import annotations

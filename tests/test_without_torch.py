@@ -168,6 +168,26 @@ print(*light.digests())
     assert found == light.digests()
 
 
+@flower
+@pytest.mark.slow
+def test_an_environment_of_a_client_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real environment with `cfedavg[client]` alone. It needs an index of packages."""
+    from tests import light
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    python = tmp_path / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--constraint"]
+    subprocess.run([*pip, ROOT / "constraints.txt", f"{ROOT}[client]"], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "from tests import light; light.fix_chance(); print(*light.digests())"
+    found = subprocess.run(
+        [python, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    light.fix_chance(monkeypatch.setattr)
+    monkeypatch.setattr("cfedavg.report.write_run_pictures", lambda path: None)
+    assert found.stdout.split() == light.digests()
+
+
 IMPORTS = {
     "from cfedavg import run": "sim",
     "from cfedavg import Task": "sim",

@@ -524,3 +524,15 @@ def test_resume_on_the_gpu_is_bitwise(tmp_path: Path) -> None:
             run(config, out=tmp_path / "broken", resume=True, observer=Stop(at, KeyboardInterrupt))
     run(config, out=tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_a_run_without_what_draws_is_refused_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        raise ModuleNotFoundError("matplotlib is not installed here")
+
+    monkeypatch.setattr("cfedavg.simulate.run.check_drawing", check)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        run(Config(rounds=1), blobs(), out=tmp_path / "r", draw=True)
+    assert not (tmp_path / "r").exists()
