@@ -11,10 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from cfedavg.compress.compressor import Selection, Selector, check_finite
-from cfedavg.compress.numerics import find_largest, normalise_rows, prefix_sums, row_sums
+from cfedavg.compress.numerics import find_largest, normalise_rows, pick, prefix_sums, row_sums
 from cfedavg.core import arrays
 from cfedavg.core.arrays import Array, arange, cast, module_of, place
 from cfedavg.core.errors import InputError, NotFinite
+from cfedavg.core.kernels import is_plain
 from cfedavg.core.keys import bits53, draw_coordinates
 from cfedavg.core.layout import Layout
 from cfedavg.core.parts import argument, check_truth
@@ -83,7 +84,7 @@ class TopK(Selector):
         return max(min(self.least, d), round((1 - self.comp) * d))
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        if self.comp is None or not _on_cpu(p):
+        if self.comp is None or not _on_cpu(p) or is_plain(pick):
             return super().select(p, keys, layout, t)
         parts = [(part, self._k(part)) for part in self._parts(layout)]
         found = [[(part.start, *find_largest(row[part], k)) for part, k in parts] for row in _rows(p)]

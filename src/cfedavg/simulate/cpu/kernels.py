@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.core.arrays import Array, Int, kernel
+from cfedavg.core.arrays import Array
+from cfedavg.core.kernels import Int, compile_loop
 from cfedavg.simulate.cpu.vectors import DEAD, gather, pooled_window, scatter, window_gradient
 
 gather64, gather32, gather16 = gather(64), gather(32), gather(16)
@@ -20,7 +21,7 @@ pooled_window32, pooled_window16 = pooled_window(32), pooled_window(16)
 window_gradient32, window_gradient16 = window_gradient(32), window_gradient(16)
 
 
-@kernel
+@compile_loop
 def convolve_and_pool(x: Array, w: Array, bias: Array, floor: Array, y: Array, at: Array, C: Int) -> None:
     """Convolve images of few channels, add the bias, and pool into `y` and `at`; w has the shape (K, T, M).
 
@@ -40,7 +41,7 @@ def convolve_and_pool(x: Array, w: Array, bias: Array, floor: Array, y: Array, a
                     pooled_window16(x, start, row, C, w, c, M, K, T, bias, floor, y, at, out + c)
 
 
-@kernel
+@compile_loop
 def add_few_channels_gradient(x: Array, g: Array, at: Array, dw: Array, db: Array, C: Int) -> None:
     """Add the gradient of `convolve_and_pool` to dw (K, T, M) and db (M,)."""
     H, row = x.shape[1:]
@@ -61,7 +62,7 @@ def add_few_channels_gradient(x: Array, g: Array, at: Array, dw: Array, db: Arra
         db += my_bias
 
 
-@kernel
+@compile_loop
 def pool(x: Array, floor: Array, y: Array, at: Array) -> None:
     """Pool the output x (N, H, W, M) of a convolution into `y` and `at`; no value of y is below the floor."""
     N, h, width, M = y.shape
@@ -83,7 +84,7 @@ def pool(x: Array, floor: Array, y: Array, at: Array) -> None:
                     y[n, i, j, o], at[n, i, j, o] = best, where
 
 
-@kernel
+@compile_loop
 def _list_windows(
     n: Int, g: Array, at: Array, H: Int, row: Int, C: Int, count: Array, start: Array, value: Array
 ) -> None:
@@ -99,7 +100,7 @@ def _list_windows(
                 count[o] = to + (k != DEAD)
 
 
-@kernel
+@compile_loop
 def add_gradient(x: Array, g: Array, at: Array, w: Array, dw: Array, db: Array, dx: Array, C: Int) -> None:
     """Add the gradient of convolution and pooling to dw (M, K, T), db (M,) and dx, which is x's.
 
@@ -123,7 +124,7 @@ def add_gradient(x: Array, g: Array, at: Array, w: Array, dw: Array, db: Array, 
                     _add_to_images(to_images, u * row, weights, (o * K + u) * T, s, v, k, T)
 
 
-@kernel
+@compile_loop
 def _add_row(out: Array, o: Int, x: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
     """Add the sum of k windows' rows of T numbers, each times its gradient, to T numbers of `out`."""
     for t in range(0, T - 63, 64):
@@ -136,7 +137,7 @@ def _add_row(out: Array, o: Int, x: Array, i: Int, at: Array, g: Array, k: Int, 
         gather16(out, o + t, x, i + t, at, g, k)
 
 
-@kernel
+@compile_loop
 def _add_to_images(out: Array, o: Int, w: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
     """Add T weights, times the gradient of each of k windows, to the rows of the windows in `out`."""
     for t in range(0, T - 63, 64):
