@@ -67,7 +67,9 @@ def install(row: Row, source: Path, environment: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     wanted = [f"{source}{each[1:]}" if each.startswith(".") else each for each in row.requirements]
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
-    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), *wanted], check=True, cwd=environment)
+    subprocess.run(
+        [*pip, "--constraint", str(ROOT / "constraints.txt"), *wanted], check=True, cwd=environment
+    )
 
 
 def measure(row: Row, environment: Path) -> dict[str, object]:
@@ -118,7 +120,12 @@ def main() -> None:
 
 def format_row(line: dict[str, object]) -> str:
     """Return a line of the table in docs/install.md."""
-    shown = (line["installation"], f"{line['disk_mb']} MB", f"{line['import_seconds']} s", f"{line['import_mb']} MB")
+    shown = (
+        line["installation"],
+        f"{line['disk_mb']} MB",
+        f"{line['import_seconds']} s",
+        f"{line['import_mb']} MB",
+    )
     return "| " + " | ".join(map(str, shown)) + f" | `{line['import']}` |"
 
 

@@ -24,7 +24,7 @@ def copy_source(folder: Path) -> Path:
 
 
 def build(source: Path, out: Path, *what: str) -> list[Path]:
-    """Build `what` (`--sdist`, `--wheel`) from a folder or an unpacked sdist; return the files, sdist first."""
+    """Build `what` (`--sdist`, `--wheel`) of the sources in a folder; return the files, the sdist first."""
     command = [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", out, source]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     if done.returncode:

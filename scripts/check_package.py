@@ -18,11 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.build_package import ROOT, build, copy_source
+from scripts.build_package import ROOT, build, copy_source, read_wheel, unpack
 
 OTHERS = ("3.12", "3.13")  # versions of Python besides the oldest one, which runs everything
 CONSTRAINTS = ROOT / "constraints.txt"
-NEED_TORCH = {"torch", "triton"}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INSTALL = re.compile(r"pip install .*?cfedavg(\[[\w,]+\])?")
 
@@ -65,7 +64,12 @@ class Environment:
     def run(self, *command: str | Path, cwd: Path | None = None) -> str:
         """Run a command and return what it prints; if it fails, show its output and end."""
         done = subprocess.run(
-            command, cwd=cwd, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=cwd,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         if done.returncode:
             raise SystemExit(f"{done.stdout}\n{shlex.join(map(str, command))}: exit code {done.returncode}")
@@ -113,7 +117,10 @@ def try_page(environment: Environment, page: Path, folder: Path) -> None:
         begun = time.monotonic()
         environment.run(*command, cwd=folder)
         shown = command[-1].strip().splitlines()
-        print(f"{time.monotonic() - begun:7.1f} s  {page.name}: {shown[0]}{' ...' * (len(shown) > 1)}", flush=True)
+        print(
+            f"{time.monotonic() - begun:7.1f} s  {page.name}: {shown[0]}{' ...' * (len(shown) > 1)}",
+            flush=True,
+        )
 
 
 def find_python(version: str) -> str | None:
@@ -134,6 +141,18 @@ def extras(page: str) -> str:
     return (found and found[1]) or ""
 
 
+def build_with_compiler(folder: Path) -> Path:
+    """Build the wheel from the repository and from its sdist; return it if both have the same content."""
+    sdist, wheel = build(copy_source(folder / "source"), folder / "dist", "--sdist", "--wheel")
+    (again,) = build(unpack(sdist, folder / "sdist"), folder / "again", "--wheel")
+    content = read_wheel(wheel)
+    if not any(name.endswith(".so") for name in content):
+        raise SystemExit(f"{wheel.name} lacks the C library; is there a C compiler?")
+    if (again.name, read_wheel(again)) != (wheel.name, content):
+        raise SystemExit(f"the sdist gives another {wheel.name} than the repository")
+    return wheel
+
+
 def check_here(wheel: Path, folder: Path, pages: list[Path]) -> str:
     """Install the wheel for each page as the page says, and run the page; return the hash of the messages."""
     environment = Environment(folder / "here", sys.executable)
@@ -151,9 +170,25 @@ def check_other(wheel: Path, folder: Path, version: str, messages: str) -> None:
         print(f"Python {version}: skipped, there is no python{version} on the PATH")
         return
     environment = Environment(folder / version, python)
-    environment.install(*needs(wheel), "--no-deps", wheel)
-    environment.run("python", "-m", "compileall", "-q", *(folder / version).glob("lib/*/site-packages/cfedavg"))
-    found, *missing = environment.run("python", "-W", "error", "-c", WITHOUT_TORCH, cwd=folder).split()
-    if found != messages:
-        raise SystemExit(f"Python {version}: the messages have other bytes than on {sys.version.split()[0]}")
-    print(f"Python {version}: same messages, all modules import but those that need {', '.join(missing) or '-'}")
+    for extra in ("client", "data,flower"):
+        environment.install(f"cfedavg[{extra}] @ {wheel.as_uri()}")
+        found, *missing = environment.run("python", "-c", WITHOUT_TORCH, cwd=folder).split()
+        if found != messages:
+            raise SystemExit(f"Python {version}, [{extra}]: the messages have other bytes than those here")
+        print(f"Python {version}, [{extra}]: all modules import but those that need {', '.join(missing)}")
+    (package,) = environment.bin.parent.glob("lib/*/site-packages/cfedavg")
+    environment.run("python", "-W", "error", "-m", "compileall", "-q", "-f", package)
+
+
+def main() -> None:
+    pages = [Path(name).resolve() for name in sys.argv[1:]] or [ROOT / "README.md"]
+    with tempfile.TemporaryDirectory(prefix="cfedavg-package-") as path:
+        folder = Path(path)
+        wheel = build_with_compiler(folder)
+        messages = check_here(wheel, folder, pages)
+        for version in OTHERS:
+            check_other(wheel, folder, version, messages)
+
+
+if __name__ == "__main__":
+    main()
