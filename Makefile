@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
 
-.PHONY: install lock demo test test-all lint bench bench-peers bench-many paper fuzz clean
+.PHONY: install lock demo test test-all check-package coverage lint bench bench-peers bench-many paper fuzz clean
 
 install: $(INSTALLED)
 
@@ -40,6 +40,14 @@ test: lint  ## what CI runs
 
 test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q -m "not gpu"
+	$(MAKE) check-package
+
+check-package: install  ## wheel and sdist in empty environments, on each Python there is; needs a compiler
+	$(BIN)/python -m scripts.check_package
+
+coverage: install  ## what `make test` runs of each room, processes included; htmlcov/index.html shows the lines
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -q --cov=cfedavg --cov-report=html --cov-report=json
+	$(BIN)/python -m scripts.coverage_rooms coverage.json
 
 lint: install
 	$(BIN)/ruff check .
@@ -66,4 +74,4 @@ fuzz: install  ## ten million mutated messages: only WireError, no growing memor
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv .venv-peers runs build src/*.egg-info
+	rm -rf .venv .venv-peers runs build dist htmlcov .coverage* coverage.json src/*.egg-info

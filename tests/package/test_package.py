@@ -13,16 +13,19 @@ import venv
 from html.parser import HTMLParser
 from pathlib import Path
 
-import markdown
 import pytest
-import yaml
-from readme_renderer.clean import clean
 from scripts import check_package, package_page
 from scripts.build_package import build, copy_source, read_wheel, unpack
 
 import cfedavg
 
+for tool in ("build", "twine"):
+    pytest.importorskip(tool)
+clean = pytest.importorskip("readme_renderer.clean").clean
+markdown, yaml = pytest.importorskip("markdown"), pytest.importorskip("yaml")
+
 ROOT = Path(__file__).parents[2]
+SHORT = "--model", "linear", "--clients", "2", "--rounds", "1"
 INSTALLED = """
 import sys
 from importlib.resources import files
@@ -99,7 +102,10 @@ def run_wheel(wheel: Path, folder: Path) -> None:
     env["CFEDAVG_KERNELS"] = "python"  # numba would compile for many seconds
     for command, words in (
         ([folder / "bin" / "cfedavg", "version"], cfedavg.__version__),
-        ([folder / "bin" / "cfedavg", *"run --model linear --clients 2 --rounds 1".split()], "written to runs"),
+        (
+            [folder / "bin" / "cfedavg", *["run", "--model", "linear", "--clients", "2", "--rounds", "1"]],
+            "written to runs",
+        ),
         ([python, "-c", INSTALLED], "10000"),
     ):
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
