@@ -1,7 +1,7 @@
 """Try the wheel as a user does: `python -m scripts.check_package` installs it into empty environments.
 
-With this Python, the commands and the Python code of the README, and of the pages given as arguments, run in
-order. Other versions of Python that are on the PATH get the wheel without torch: every module imports, and
+With this Python, the commands and the Python code of the README and of the pages in docs/start run in order,
+or those of the pages that are given as arguments. Other versions of Python that are on the PATH get the wheel without torch: every module imports, and
 every message has the bytes that it has here. Packages come from the configured index, in the versions of
 constraints.txt.
 """
@@ -22,7 +22,8 @@ from scripts.build_package import ROOT, build, copy_source, read_wheel, unpack
 
 OTHERS = ("3.12", "3.13")  # versions of Python besides the oldest one, which runs everything
 CONSTRAINTS = ROOT / "constraints.txt"
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r'^```(\w*)(?: title="([\w./-]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_DONE = re.compile(r"^pip install .*\n", re.MULTILINE)  # the wheel is installed already
 _INSTALL = re.compile(r"pip install .*?cfedavg(\[[\w,]+\])?")
 
 # Imports every module, and prints a hash of a message of every compressor.
@@ -91,19 +92,21 @@ def install_torch(environment: Environment, folder: Path) -> None:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Return what a page lets its reader run, in order: command lines of ours, and blocks of Python.
+    """Return what a page lets its reader do, in order: write a file, run a command, run Python.
 
-    >>> commands("```sh\\npip install cfedavg\\ncfedavg run \\\\\\n  --rounds 3  # short\\n```")
-    [['bash', '-ec', 'cfedavg run   --rounds 3  # short']]
+    >>> commands("```sh\\npip install cfedavg\\ncfedavg run\\n```\\n")
+    [['bash', '-ec', 'cfedavg run\\n']]
+    >>> commands('```python title="mine.py"\\nprint(1)\\n```')
+    [['write', 'mine.py', 'print(1)\\n']]
     """
     found = []
-    for kind, text in _BLOCK.findall(page):
-        if kind == "python":
+    for kind, title, text in _BLOCK.findall(page):
+        if title:
+            found.append(["write", title, text])
+        elif kind == "python":
             found.append(["python", "-c", text])
-        elif kind in ("", "sh", "bash", "console"):
-            lines = text.replace("\\\n", "").splitlines()
-            ours = (line.removeprefix("$ ") for line in lines)
-            found += [["bash", "-ec", line] for line in ours if line.startswith("cfedavg ")]
+        elif kind in ("", "sh") and (rest := _DONE.sub("", text)):
+            found.append(["bash", "-ec", rest])
     return found
 
 
@@ -114,6 +117,11 @@ def try_page(environment: Environment, page: Path, folder: Path) -> None:
     if not found:
         raise SystemExit(f"{page} has no command to try")
     for command in found:
+        if command[0] == "write":
+            file = folder / command[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(command[2], encoding="utf-8")
+            continue
         begun = time.monotonic()
         environment.run(*command, cwd=folder)
         shown = command[-1].strip().splitlines()
@@ -181,7 +189,10 @@ def check_other(wheel: Path, folder: Path, version: str, messages: str) -> None:
 
 
 def main() -> None:
-    pages = [Path(name).resolve() for name in sys.argv[1:]] or [ROOT / "README.md"]
+    pages = [Path(name).resolve() for name in sys.argv[1:]] or [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs" / "start").glob("*.md")),
+    ]
     with tempfile.TemporaryDirectory(prefix="cfedavg-package-") as path:
         folder = Path(path)
         wheel = build_with_compiler(folder)
