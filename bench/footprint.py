@@ -120,13 +120,8 @@ def main() -> None:
 
 def format_row(line: dict[str, object]) -> str:
     """Return a line of the table in docs/install.md."""
-    shown = (
-        line["installation"],
-        f"{line['disk_mb']} MB",
-        f"{line['import_seconds']} s",
-        f"{line['import_mb']} MB",
-    )
-    return "| " + " | ".join(map(str, shown)) + f" | `{line['import']}` |"
+    time, memory = f"{line['import_seconds']} s", f"{line['import_mb']} MB"
+    return f"| `{line['installation']}` | {line['disk_mb']} MB | `{line['import']}` | {time} | {memory} |"
 
 
 if __name__ == "__main__":

@@ -51,9 +51,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    from cfedavg.core.extras import explain_missing
+
     for module, names in _HOME.items():
         if name in names:
-            return getattr(import_module(f"cfedavg.{module}"), name)
+            with explain_missing():
+                return getattr(import_module(f"cfedavg.{module}"), name)
     raise AttributeError(f"module 'cfedavg' has no attribute {name!r}")
 
 

@@ -17,6 +17,7 @@ KILLED = (
 def test_a_killed_compiler_leaves_no_old_code_behind(tmp_path: Path) -> None:
     path = [str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {
+        "CFEDAVG_KERNELS": "numba",
         "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": os.pathsep.join(path),
     }

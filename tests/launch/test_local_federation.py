@@ -26,7 +26,6 @@ from cfedavg import Config, InputError
 from cfedavg.cli.progress import Display
 from cfedavg.core.interrupts import catch_kills, ignore_stops
 from cfedavg.core.run_files import format_row, read_rows
-from cfedavg.flower import MISSING
 from cfedavg.launch.app import DEFAULT, TRUST, config_of
 from cfedavg.launch.local_federation import (
     LocalFederation,
@@ -40,7 +39,9 @@ from cfedavg.launch.services import AppRun, RunFailed, SuperNode, read_log
 from tests.conftest import Command
 from tests.simulate.test_bad_files import NO_FILE, put, text
 
-flower = pytest.mark.skipif(shutil.which("flwr", path=Path(sys.executable).parent) is None, reason=MISSING)
+flower = pytest.mark.skipif(
+    shutil.which("flwr", path=Path(sys.executable).parent) is None, reason="Flower is not installed"
+)
 
 # What the processes may import
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from cfedavg.core.extras import explain
 from cfedavg.core.interrupts import handle_stops, leave
 from cfedavg.core.system import BROKEN_PIPE
 
@@ -28,9 +29,7 @@ def main() -> None:
     with handle_stops() as request:
         try:
             with protect_streams(request.stop):
-                from cfedavg.cli.commands import run_command
-
-                code = run_command()
+                code = _run_command()
             request.finish()
         except KeyboardInterrupt:
             code = interrupted
@@ -39,6 +38,19 @@ def main() -> None:
     if ranks and ranks.Ranks.under_torchrun:
         leave(code)
     sys.exit(code)
+
+
+def _run_command() -> int:
+    """Run the typed command and return its exit code; if a library is missing, say in one sentence which."""
+    try:
+        from cfedavg.cli.commands import run_command
+
+        return run_command()
+    except ModuleNotFoundError as error:
+        if sentence := explain(error):
+            print(f"error: {sentence}", file=sys.stderr)
+            return 2
+        raise
 
 
 class SafeStream:

@@ -214,4 +214,5 @@ def _squares_by_rows(v: np.ndarray) -> float:
     a, b, c, d, e, f, g, h = sums[0].tolist()
     for rest in v[8 * len(rows) :].tolist():
         a += rest * rest
-    return ((a + b) + (c + d)) + ((e + f) + (g + h))
+    total: float = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    return total

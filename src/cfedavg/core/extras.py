@@ -20,24 +20,30 @@ EXTRAS = {
 }
 
 
-def explain(error: ModuleNotFoundError, extra: str = "") -> str | None:
-    """Return the sentence that names the extra to install, or None if none has the missing library.
+def explain(error: ModuleNotFoundError, **extras: str) -> str | None:
+    """Return the sentence that names the extra to install, or None if no extra has the missing library.
 
-    `extra` is named instead of the table's if the caller knows better.
+    `extras` replaces the table's extra of a library, where the caller knows better.
 
     >>> explain(ModuleNotFoundError(name="pyarrow.parquet"))
     'pyarrow is not installed here: pip install "cfedavg[data]"'
     """
-    known = EXTRAS.get((error.name or "").split(".")[0])
-    return known and f'{known[0]} is not installed here: pip install "cfedavg[{extra or known[1]}]"'
+    library = (error.name or "").split(".")[0]
+    if library not in EXTRAS:
+        return None
+    name, extra = EXTRAS[library]
+    return f'{name} is not installed here: pip install "cfedavg[{extras.get(library, extra)}]"'
 
 
 @contextmanager
-def explain_missing(extra: str = "") -> Iterator[None]:
-    """Make the error of an import in the `with` block say which extra installs the missing library."""
+def explain_missing(**extras: str) -> Iterator[None]:
+    """Make the error of an import in the `with` block say which extra installs the missing library.
+
+    `extras` is that of `explain`.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
-        if sentence := explain(error, extra):
+        if sentence := explain(error, **extras):
             raise ModuleNotFoundError(sentence, name=error.name) from None
         raise

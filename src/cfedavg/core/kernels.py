@@ -144,7 +144,7 @@ def _unpack(argument: Any) -> Any:
 
 
 def is_plain(kernel: Any) -> bool:
-    """Return whether a kernel runs as plain Python. If NumPy has functions that do the same, they are faster."""
+    """Return whether a kernel runs as plain Python. Functions of NumPy that do the same are then faster."""
     return isinstance(kernel, PlainKernel)
 
 

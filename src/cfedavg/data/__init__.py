@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from cfedavg.core.extras import explain_missing
 from cfedavg.core.files import cache_folder
 from cfedavg.data.images import ImageData, Images
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
@@ -17,5 +18,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # These two need torch, whose import takes seconds.
     if name in ("DataSet", "build_task"):
-        return getattr(import_module("cfedavg.data.tasks"), name)
+        with explain_missing():
+            return getattr(import_module("cfedavg.data.tasks"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

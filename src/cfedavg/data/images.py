@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cfedavg.core.errors import InputError, summarise_error
+from cfedavg.core.extras import explain_missing
 from cfedavg.core.files import check_regular, sync
 
 VERSION = 1  # of the format of a cache folder; a data set in another format is decoded again
@@ -82,9 +83,10 @@ def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> Non
 
 
 def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, grey: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress
+    with explain_missing(rich="data"):
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.progress import Progress
 
     rows = {split: _count_rows(files[split], split, where) for split in SPLITS}
     labels: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -135,8 +137,9 @@ def _save_labels(folder: Path, split: str, labels: np.ndarray, where: str) -> in
 
 @contextmanager
 def _open_parquet(path: Path, where: str) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    with explain_missing():
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
     try:
         check_regular(path)
@@ -173,7 +176,8 @@ def _read_images(
 
 def _decode_image(data: bytes | None, name: str, grey: bool) -> np.ndarray:
     """Return an image's pixels as an array of shape (height, width, channels)."""
-    from PIL import Image
+    with explain_missing():
+        from PIL import Image
 
     if data is None:
         raise InputError(

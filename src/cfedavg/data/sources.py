@@ -21,6 +21,7 @@ from uuid import uuid4
 import numpy as np
 
 from cfedavg.core.errors import InputError, summarise_error
+from cfedavg.core.extras import explain_missing
 from cfedavg.core.files import cache_folder, check_regular, exists, read_file
 from cfedavg.data.decoder import wait_for_decoder
 from cfedavg.data.images import SPLITS, VERSION, ImageData, Images, decode, histogram, mean_std
@@ -154,8 +155,9 @@ def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | Non
 
 def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
     """Download a data set's parquet files to the cache of `huggingface_hub`; return the paths by split."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    with explain_missing():
+        from huggingface_hub import HfApi, hf_hub_download
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         for branch in [revision] if revision else _BRANCHES:

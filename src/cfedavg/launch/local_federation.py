@@ -17,12 +17,12 @@ from typing import Self
 
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import InputError
+from cfedavg.core.extras import explain
 from cfedavg.core.files import exists, lock_folder, make_folder, write_atomic
 from cfedavg.core.interrupts import catch_kills
 from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import CONFIG, FEDERATION, METRICS, check_same, read_rows
 from cfedavg.data.tasks import build_task
-from cfedavg.flower import MISSING
 from cfedavg.flower.options import RoundPolicy
 from cfedavg.launch.app import TRUST, run_config_of
 from cfedavg.launch.processes import HOST, Ports, Processes
@@ -83,7 +83,7 @@ class LocalFederation:
         self.folder, self.count, self.port, self.say = folder.resolve(), nodes, port, say
         self.processes = Processes(str(self.folder), make_environment(more or {}))
         if shutil.which("flower-superlink", path=self.processes.environment["PATH"]) is None:
-            raise InputError(MISSING)
+            raise InputError(f"{explain(ModuleNotFoundError(name='flwr'))}")
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cfedavg.core.errors import InputError
+from cfedavg.core.extras import explain_missing
 from cfedavg.core.files import make_folder, write_atomic
 from cfedavg.core.units import format_bytes
 from cfedavg.report.runs import Group, Run, choose_metric, read_run
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLUE", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Panel", "Pen", "Report", "Row",
-    "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid", "format_bytes",
+    "Run", "Series", "Spread", "as_png", "check_drawing", "default_settings", "draw_grid", "format_bytes",
     "import_drawing", "make_framed_figure", "plot_partition", "read_run", "style_axes", "summary",
     "write_report", "write_run_pictures",
 ]  # fmt: skip
@@ -47,7 +49,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Importing matplotlib takes most of a second: names that need it are imported when they are first used.
     for module in ("panels", "figures", "heatmaps") if name in __all__ else ():
-        if hasattr(found := import_module(f"cfedavg.report.{module}"), name):
+        with explain_missing(PIL="report"):
+            found = import_module(f"cfedavg.report.{module}")
+        if hasattr(found, name):
             return getattr(found, name)
     raise AttributeError(f"module 'cfedavg.report' has no attribute {name!r}")
 
@@ -66,14 +70,24 @@ class Report:
         return tabulate(self.rows)
 
 
+def check_drawing() -> None:
+    """Raise ModuleNotFoundError if what draws is not installed: before a run, which takes long, not after."""
+    with explain_missing(PIL="report"):
+        for library in ("matplotlib", "PIL"):
+            if find_spec(library) is None:
+                raise ModuleNotFoundError(name=library)
+
+
 def import_drawing() -> None:
     """Import matplotlib and all that draws, which takes a second or two."""
-    for module in ("figures", "page", "panels"):
-        import_module(f"cfedavg.report.{module}")
+    with explain_missing(PIL="report"):
+        for module in ("figures", "page", "panels"):
+            import_module(f"cfedavg.report.{module}")
 
 
 def write_run_pictures(path: Path) -> None:
     """Write `curves.png` and `report.html` into a run folder, and `nodes.png` if the run is a federation."""
+    import_drawing()
     from cfedavg.report import figures, page, panels
 
     runs = [read_run(path)]
@@ -91,6 +105,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
 
     The files are `report.html`, `report.png` with all panels, and a PNG of each panel.
     """
+    import_drawing()
     from cfedavg.report import figures, page, panels
 
     if not paths:

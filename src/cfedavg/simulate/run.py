@@ -18,7 +18,7 @@ from cfedavg.core.files import check_no_file
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
-from cfedavg.report import import_drawing, write_run_pictures
+from cfedavg.report import check_drawing, import_drawing, write_run_pictures
 from cfedavg.simulate.engines import Partners, RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
@@ -93,6 +93,8 @@ def run(
     (2, 4)
     """
     _check_arguments(config, task, out, resume)
+    if out is not None and draw:
+        check_drawing()
     own = task is not None
     config, task = _prepare(config, task)
     observer, messages = observer or Observer(), Path(messages) if messages else None

@@ -181,7 +181,7 @@ def count_sent(row: Array, column: Array, row_bands: Array, column_bands: Array)
     Sent coordinate i lies in row[i] and column[i]. Block x * BANDS + y is where row band x and column band y
     meet.
     """
-    sent = integers(BANDS * BANDS, 0)
+    sent: Array = integers(BANDS * BANDS, 0)
     for i in range(len(row)):
         sent[row_bands[row[i]] * BANDS + column_bands[column[i]]] += 1
     return sent

@@ -139,7 +139,7 @@ def assign_bands(line: Array, n: Int) -> tuple[Array, Array]:
 @helper
 def find_starts(sizes: Array) -> Array:
     """Return the sum of all sizes before each one: where each part starts if the parts follow each other."""
-    starts = integers(len(sizes), 0)
+    starts: Array = integers(len(sizes), 0)
     for i in range(1, len(sizes)):
         starts[i] = starts[i - 1] + sizes[i - 1]
     return starts
