@@ -1,52 +1,48 @@
-"""Try the wheel as a user does: `python -m scripts.check_package` installs it into empty environments.
+"""Install the wheel into empty environments of each Python there is: `python -m scripts.check_package`.
 
-With this Python, the commands and the Python code of the README and of the pages in docs/start run in order,
-or those of the pages that are given as arguments. Other versions of Python that are on the PATH get the wheel without torch: every module imports, and
-every message has the bytes that it has here. Packages come from the configured index, in the versions of
-constraints.txt.
+The wheel is built twice, from the repository and from the sdist, with a C compiler; both must be equal. Each
+version of Python gets the wheel as a light client, then with numba, and never torch. All modules import that
+can, and every message has the same bytes, made by the C library, by plain Python and by numba. Packages come
+from the configured index, in the versions of constraints.txt. A Python that is not on the PATH is left out.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 from scripts.build_package import ROOT, build, copy_source, read_wheel, unpack
 
-OTHERS = ("3.12", "3.13")  # versions of Python besides the oldest one, which runs everything
-CONSTRAINTS = ROOT / "constraints.txt"
-_BLOCK = re.compile(r'^```(\w*)(?: title="([\w./-]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-_DONE = re.compile(r"^pip install .*\n", re.MULTILINE)  # the wheel is installed already
-_INSTALL = re.compile(r"pip install .*?cfedavg(\[[\w,]+\])?")
+PYTHONS = ("3.11", "3.12", "3.13")
+WAYS = {"client": ("c", "python"), "data,flower": ("numba",)}  # extras, and the kernels that run with them
 
-# Imports every module, and prints a hash of a message of every compressor.
-WITHOUT_TORCH = """
+# Imports every module, and prints a hash of the messages of all compressors, and which packages were missing.
+CHECK = """
 import hashlib, importlib, pkgutil, sys
 import numpy as np
 import cfedavg
 from cfedavg.compress import EXAMPLES, parse
+from cfedavg.core import kernels
 from cfedavg.core.layout import Layout
 from cfedavg.wire import decode, encode
 
 assert cfedavg.__file__.startswith(sys.prefix), cfedavg.__file__
+assert kernels.WAY == sys.argv[1], kernels.WAY
 missing = set()
 for module in pkgutil.walk_packages(cfedavg.__path__, "cfedavg."):
-    try:
-        importlib.import_module(module.name)
-    except ImportError as error:
-        missing.add((error.name or str(error)).split(".")[0])
+    if module.name.rpartition(".")[2] != "_native":  # a library that C programs load
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            missing.add((error.name or str(error)).split(".")[0])
 layout, messages = Layout.flat(4000), hashlib.sha256()
 for number, text in enumerate(EXAMPLES):
     p = np.random.default_rng(number).standard_normal(4000).astype(np.float32)
-    payload = parse(text).compress(p, np.uint64(number))
-    message = encode(payload, layout)
+    message = encode(parse(text).compress(p, np.uint64(number)), layout)
     assert encode(decode(message, layout=layout), layout) == message, text
     messages.update(message)
 print(messages.hexdigest(), *sorted(missing))
@@ -54,99 +50,31 @@ print(messages.hexdigest(), *sorted(missing))
 
 
 class Environment:
-    """An empty virtual environment in a folder, and the commands that run in it."""
+    """A virtual environment in a folder, empty at first, and the commands that run in it."""
 
     def __init__(self, folder: Path, python: str) -> None:
         subprocess.run([python, "-m", "venv", folder], check=True)
-        self.bin = folder / "bin"
-        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self.environment = {**own, "PATH": f"{self.bin}{os.pathsep}{own['PATH']}"}
+        self.folder, self.python = folder, folder / "bin" / "python"
+        self.variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def run(self, *command: str | Path, cwd: Path | None = None) -> str:
-        """Run a command and return what it prints; if it fails, show its output and end."""
+    def run(self, *words: str | Path, **variables: str) -> str:
+        """Run Python with arguments and return what it prints; if it fails, show its output and end."""
         done = subprocess.run(
-            command,
-            cwd=cwd,
-            env=self.environment,
+            [self.python, *words],
+            cwd=self.folder,
+            env=self.variables | variables,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
         if done.returncode:
-            raise SystemExit(f"{done.stdout}\n{shlex.join(map(str, command))}: exit code {done.returncode}")
+            raise SystemExit(f"{done.stdout}\n{shlex.join(map(str, words))}: exit code {done.returncode}")
         return done.stdout
 
-    def install(self, *what: str | Path) -> None:
-        """Install packages in the versions of constraints.txt, from wheels only."""
-        options = "--quiet", "--only-binary", ":all:", "--constraint", CONSTRAINTS
-        self.run(self.bin / "python", "-m", "pip", "install", *options, *what)
-
-
-def install_torch(environment: Environment, folder: Path) -> None:
-    """Install the build of torch that the locks name, as the Makefile does."""
-    pip = environment.bin / "python", "-m", "pip"
-    get = "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder
-    environment.run(*pip, *get, "--constraint", CONSTRAINTS, "torch")
-    hashed = "--no-deps", "--require-hashes", "--no-index", "--find-links", folder
-    environment.run(*pip, "install", "--quiet", *hashed, "-r", ROOT / "constraints.torch.lock")
-
-
-def commands(page: str) -> list[list[str]]:
-    """Return what a page lets its reader do, in order: write a file, run a command, run Python.
-
-    >>> commands("```sh\\npip install cfedavg\\ncfedavg run\\n```\\n")
-    [['bash', '-ec', 'cfedavg run\\n']]
-    >>> commands('```python title="mine.py"\\nprint(1)\\n```')
-    [['write', 'mine.py', 'print(1)\\n']]
-    """
-    found = []
-    for kind, title, text in _BLOCK.findall(page):
-        if title:
-            found.append(["write", title, text])
-        elif kind == "python":
-            found.append(["python", "-c", text])
-        elif kind in ("", "sh") and (rest := _DONE.sub("", text)):
-            found.append(["bash", "-ec", rest])
-    return found
-
-
-def try_page(environment: Environment, page: Path, folder: Path) -> None:
-    """Run the commands of a page in a folder of their own, and print the seconds of each."""
-    folder.mkdir(parents=True)
-    found = commands(page.read_text(encoding="utf-8"))
-    if not found:
-        raise SystemExit(f"{page} has no command to try")
-    for command in found:
-        if command[0] == "write":
-            file = folder / command[1]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(command[2], encoding="utf-8")
-            continue
-        begun = time.monotonic()
-        environment.run(*command, cwd=folder)
-        shown = command[-1].strip().splitlines()
-        print(
-            f"{time.monotonic() - begun:7.1f} s  {page.name}: {shown[0]}{' ...' * (len(shown) > 1)}",
-            flush=True,
-        )
-
-
-def find_python(version: str) -> str | None:
-    """Return the command of a version of Python; None if there is none that starts."""
-    name = shutil.which(f"python{version}")
-    if name is None or subprocess.run([name, "-c", ""], capture_output=True).returncode:
-        return None
-    return name
-
-
-def extras(page: str) -> str:
-    """Return the extras that a page lets its reader install, such as `[sim]`, or an empty text.
-
-    >>> extras('pip install "cfedavg[flower,sim]"'), extras("pip install cfedavg")
-    ('[flower,sim]', '')
-    """
-    found = _INSTALL.search(page)
-    return (found and found[1]) or ""
+    def install(self, wheel: Path, extras: str) -> None:
+        """Install the wheel with extras, in the versions of constraints.txt, from wheels only."""
+        options = "--quiet", "--only-binary", ":all:", "--constraint", ROOT / "constraints.txt"
+        self.run("-m", "pip", "install", *options, f"cfedavg[{extras}] @ {wheel.as_uri()}")
 
 
 def build_with_compiler(folder: Path) -> Path:
@@ -161,44 +89,41 @@ def build_with_compiler(folder: Path) -> Path:
     return wheel
 
 
-def check_here(wheel: Path, folder: Path, pages: list[Path]) -> str:
-    """Install the wheel for each page as the page says, and run the page; return the hash of the messages."""
-    environment = Environment(folder / "here", sys.executable)
-    install_torch(environment, folder / "torch")
-    for page in pages:
-        environment.install(f"cfedavg{extras(page.read_text(encoding='utf-8'))} @ {wheel.as_uri()}")
-        try_page(environment, page, folder / "pages" / page.stem)
-    return environment.run("python", "-c", WITHOUT_TORCH, cwd=folder).split()[0]
+def find_python(version: str) -> str | None:
+    """Return the command of a version of Python; None if there is none that starts."""
+    name = shutil.which(f"python{version}")
+    if name is None or subprocess.run([name, "-c", ""], capture_output=True).returncode:
+        return None
+    return name
 
 
-def check_other(wheel: Path, folder: Path, version: str, messages: str) -> None:
-    """Install the wheel without torch for another version of Python, and compare the messages."""
+def check(wheel: Path, folder: Path, version: str) -> set[str]:
+    """Try the wheel with a version of Python; return the hashes of the messages, which should be one."""
     python = find_python(version)
     if python is None:
-        print(f"Python {version}: skipped, there is no python{version} on the PATH")
-        return
-    environment = Environment(folder / version, python)
-    for extra in ("client", "data,flower"):
-        environment.install(f"cfedavg[{extra}] @ {wheel.as_uri()}")
-        found, *missing = environment.run("python", "-c", WITHOUT_TORCH, cwd=folder).split()
-        if found != messages:
-            raise SystemExit(f"Python {version}, [{extra}]: the messages have other bytes than those here")
-        print(f"Python {version}, [{extra}]: all modules import but those that need {', '.join(missing)}")
-    (package,) = environment.bin.parent.glob("lib/*/site-packages/cfedavg")
-    environment.run("python", "-W", "error", "-m", "compileall", "-q", "-f", package)
+        print(f"Python {version}: skipped, since there is no python{version} on the PATH", flush=True)
+        return set()
+    environment, hashes = Environment(folder / version, python), set()
+    for extras, ways in WAYS.items():
+        environment.install(wheel, extras)
+        for way in ways:
+            found, *missing = environment.run("-c", CHECK, way, CFEDAVG_KERNELS=way).split()
+            hashes.add(found)
+            print(
+                f"Python {version}, [{extras}], {way}: {found[:8]}, without {', '.join(missing)}", flush=True
+            )
+    (package,) = environment.folder.glob("lib/*/site-packages/cfedavg")
+    environment.run("-W", "error", "-m", "compileall", "-q", "-f", package)
+    return hashes
 
 
 def main() -> None:
-    pages = [Path(name).resolve() for name in sys.argv[1:]] or [
-        ROOT / "README.md",
-        *sorted((ROOT / "docs" / "start").glob("*.md")),
-    ]
+    """Build the wheel and try it with every Python."""
     with tempfile.TemporaryDirectory(prefix="cfedavg-package-") as path:
-        folder = Path(path)
-        wheel = build_with_compiler(folder)
-        messages = check_here(wheel, folder, pages)
-        for version in OTHERS:
-            check_other(wheel, folder, version, messages)
+        wheel = build_with_compiler(Path(path))
+        hashes = set[str]().union(*(check(wheel, Path(path), version) for version in PYTHONS))
+    if len(hashes) != 1:
+        raise SystemExit(f"messages must have the same bytes everywhere, got {len(hashes)} kinds")
 
 
 if __name__ == "__main__":
