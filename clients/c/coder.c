@@ -51,7 +51,7 @@ void reset_contexts(Context *contexts, int64_t n)
     }
 }
 
-/* Compute the sums from the counts. A frequency is about proportional to its count, and at least 1. */
+/* Compute the sums and the jumps from the counts. A frequency is about proportional to its count, and at least 1. */
 static void make_sums(Table *table)
 {
     int64_t total = 0, share;
@@ -65,6 +65,12 @@ static void make_sums(Table *table)
         table->sums[s + 1] = table->sums[s] + 1 + (uint32_t)((table->counts[s] * share) >> 32);
     }
     table->sums[table->symbols] = TOTAL;
+    for (int i = 0, s = 0; i < TOTAL >> JUMP_BITS; i++) {
+        while (table->sums[s + 1] <= (uint32_t)i << JUMP_BITS) {
+            s++;
+        }
+        table->jump[i] = (uint8_t)s;
+    }
 }
 
 /* Start with the counts that the caller has set. */

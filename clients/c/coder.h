@@ -19,6 +19,7 @@
 #define FIRST_REBUILD 16        /* a table is rebuilt after 16, 32, 64, 128 items, then every 128 */
 #define LONGEST_REBUILD 128
 #define MOST_SYMBOLS 256
+#define JUMP_BITS 9
 
 /* A probability of a 1 in units of 2^-16, and how many bits it has seen. */
 typedef struct {
@@ -32,6 +33,7 @@ typedef struct {
     int64_t due; /* after how many items the table is rebuilt */
     int64_t counts[MOST_SYMBOLS];
     uint32_t sums[MOST_SYMBOLS + 1];
+    uint8_t jump[TOTAL >> JUMP_BITS]; /* entry i is the symbol whose range contains i * 2^JUMP_BITS */
 } Table;
 
 typedef struct {
@@ -209,20 +211,15 @@ static inline uint64_t take_count(Decoder *decoder, Context *contexts)
     return take_number(decoder, below) + ((uint64_t)1 << below) - 1;
 }
 
+/* Return the symbol whose range contains `share`. `jump` says where the search starts. */
 static inline int find_symbol(const Table *table, uint32_t share)
 {
-    int low = 0, high = table->symbols - 1;
+    int symbol = table->jump[share >> JUMP_BITS];
 
-    while (low < high) {
-        int middle = (low + high) / 2;
-
-        if (table->sums[middle + 1] <= share) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
+    while (table->sums[symbol + 1] <= share) {
+        symbol++;
     }
-    return low;
+    return symbol;
 }
 
 static inline int take_symbol(Decoder *decoder, const Table *table)

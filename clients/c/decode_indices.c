@@ -1,6 +1,5 @@
 /* The section of listed coordinates: see docs/wire.md and src/cfedavg/wire/indices.py. */
-#include <stdlib.h>
-
+#include "allocate.h"
 #include "kernels.h"
 #include "sets.h"
 
@@ -75,12 +74,12 @@ static void take_or_use_one(Decoder *decoder, Lines *lines, int has_bands)
 static int take_banded(Decoder *decoder, Context *contexts, int mode, int64_t *positions, int64_t n,
                        const int64_t shape[3])
 {
-    size_t words = (size_t)((shape[0] * shape[1] * shape[2] + 63) / 64);
+    uint64_t words = (uint64_t)((shape[0] * shape[1] * shape[2] + 63) / 64);
     Tensor tensor;
     int fault = make_lines(&tensor.rows, shape[0]), other = make_lines(&tensor.columns, shape[1]);
 
     tensor.depth = shape[2];
-    tensor.sent = calloc(words, sizeof *tensor.sent);
+    tensor.sent = allocate(words, sizeof *tensor.sent);
     if (fault || other || !tensor.sent) {
         fault = NO_MEMORY;
     } else {

@@ -1,8 +1,8 @@
 /* The section of listed coordinates: see docs/wire.md and src/cfedavg/wire/indices.py. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "allocate.h"
 #include "kernels.h"
 #include "sets.h"
 
@@ -21,15 +21,15 @@ typedef struct {
 
 static int make_tensor(Tensor *tensor, int64_t n, const int64_t shape[3])
 {
-    size_t room = (size_t)n;
+    uint64_t room = (uint64_t)n;
     int rows = make_lines(&tensor->rows, shape[0]), columns = make_lines(&tensor->columns, shape[1]);
 
     tensor->n = n;
     tensor->depth = shape[2];
-    tensor->row = malloc(room * sizeof *tensor->row);
-    tensor->column = malloc(room * sizeof *tensor->column);
-    tensor->inner = malloc(room * sizeof *tensor->inner);
-    tensor->position = malloc(room * sizeof *tensor->position);
+    tensor->row = allocate(room, sizeof *tensor->row);
+    tensor->column = allocate(room, sizeof *tensor->column);
+    tensor->inner = allocate(room, sizeof *tensor->inner);
+    tensor->position = allocate(room, sizeof *tensor->position);
     if (rows || columns || !tensor->row || !tensor->column || !tensor->inner || !tensor->position) {
         return NO_MEMORY;
     }

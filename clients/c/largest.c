@@ -3,9 +3,9 @@
  * Magnitudes are compared by their bits: read as integers, these have the same order.
  */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "allocate.h"
 #include "kernels.h"
 
 #define BINS 13     /* the leading bits that decide an entry's bin */
@@ -132,7 +132,7 @@ static int64_t select_smallest(const int64_t *magnitudes, int64_t n, int width, 
 int64_t cfedavg_pick(const void *bits, int size, const int64_t *found, int64_t n, int width, int64_t *indices,
                      int64_t k)
 {
-    int64_t *magnitudes = calloc((size_t)n + 1, sizeof *magnitudes), top = 0, smallest, ties, at = 0;
+    int64_t *magnitudes = allocate((uint64_t)n, sizeof *magnitudes), top = 0, smallest, ties, at = 0;
 
     if (!magnitudes) {
         return NO_ROOM;
@@ -188,7 +188,7 @@ int cfedavg_find_largest(const void *values, int kind, uint64_t d, uint64_t k, i
     if ((kind != CFEDAVG_FP32 && kind != CFEDAVG_FP64) || k < 1 || k > d || d > (uint64_t)MOST_CELLS) {
         return CFEDAVG_BAD_ARGUMENT;
     }
-    found = malloc((size_t)d * sizeof *found);
+    found = allocate(d, sizeof *found);
     if (!found) {
         return CFEDAVG_NO_MEMORY;
     }

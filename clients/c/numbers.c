@@ -38,6 +38,11 @@ int64_t cfedavg_key(uint64_t seed, uint64_t round, uint64_t client, uint64_t pur
     return key;
 }
 
+uint64_t cfedavg_draw(int64_t key, uint64_t keep, uint64_t d, int64_t *indices, uint64_t room)
+{
+    return (uint64_t)cfedavg_draw_into(key, (int64_t)keep, (int64_t)d, indices, (int64_t)room);
+}
+
 int64_t cfedavg_draw_into(int64_t key, int64_t keep, int64_t d, int64_t *indices, int64_t room)
 {
     int64_t n = 0;
@@ -102,7 +107,7 @@ float cfedavg_from_bf16(uint16_t bits)
 /* The scale of a block is its largest magnitude divided by `top`; a level is the nearest multiple of it. */
 void cfedavg_to_levels(const float *values, uint64_t n, uint32_t block, int top, int8_t *levels, float *scales)
 {
-    for (uint64_t start = 0; start < n; start += block) {
+    for (uint64_t start = 0; block && start < n; start += block) {
         uint64_t end = n - start < block ? n : start + block;
         double largest = 0.0, scale;
 

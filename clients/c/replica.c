@@ -51,6 +51,34 @@ int64_t cfedavg_add(float *w, const int64_t *at, int64_t n, const void *numbers,
     return i;
 }
 
+float cfedavg_value(const cfedavg_payload *payload, uint64_t i)
+{
+    float scale;
+
+    switch (payload->kind) {
+    case CFEDAVG_FP32:
+        return ((const float *)payload->values)[i];
+    case CFEDAVG_FP64:
+        return (float)((const double *)payload->values)[i];
+    case CFEDAVG_BF16:
+        return cfedavg_from_bf16(((const uint16_t *)payload->values)[i]);
+    default:
+        scale = payload->scales[payload->block ? i / payload->block : 0];
+        return clamp(number_at(payload->values, payload->kind == CFEDAVG_INT8 ? NUMBERS_INT8 : NUMBERS_INT16,
+                               (int64_t)i) * scale, TOP);
+    }
+}
+
+void cfedavg_receive(float *w, const cfedavg_payload *payload)
+{
+    for (uint64_t i = 0; i < payload->k; i++) {
+        int64_t at = payload->indices ? payload->indices[i] : (int64_t)i;
+        float total = w[at] + clamp(cfedavg_value(payload, i), TOP);
+
+        w[at] = total != 0 ? total : 0.0F; /* no -0 */
+    }
+}
+
 /* Add to bf16 bits and round to the nearest, ties to even. */
 static uint16_t add_one(uint16_t bits, float value)
 {
@@ -81,4 +109,13 @@ int64_t cfedavg_add_to_bf16(uint16_t *w, const int64_t *at, int64_t n, const voi
         }
     }
     return i;
+}
+
+void cfedavg_receive_bf16(uint16_t *w, const cfedavg_payload *payload)
+{
+    for (uint64_t i = 0; i < payload->k; i++) {
+        int64_t at = payload->indices ? payload->indices[i] : (int64_t)i;
+
+        w[at] = add_one(w[at], cfedavg_value(payload, i));
+    }
 }

@@ -1,8 +1,9 @@
 #include "sets.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
+
+#include "allocate.h"
 
 #define STEPS 16  /* symbols: 0 to 14 end a gap after so many steps; 15 means that the gap goes on */
 #define TRUST 256 /* the first table has the weight of so many coded gaps */
@@ -107,9 +108,9 @@ int make_lines(Lines *lines, int64_t n)
 {
     memset(lines, 0, sizeof *lines);
     lines->n = n;
-    lines->band = malloc((size_t)n + 1); /* with 1 more, an empty array is no failure */
-    lines->rank = malloc(((size_t)n + 1) * sizeof *lines->rank);
-    lines->order = malloc(((size_t)n + 1) * sizeof *lines->order);
+    lines->band = allocate((uint64_t)n, sizeof *lines->band);
+    lines->rank = allocate((uint64_t)n, sizeof *lines->rank);
+    lines->order = allocate((uint64_t)n, sizeof *lines->order);
     return lines->band && lines->rank && lines->order ? FINE : NO_MEMORY;
 }
 
@@ -123,7 +124,7 @@ void free_lines(Lines *lines)
 /* Give each line a band by how many of the n sent coordinates it has; line[i] is the line of coordinate i. */
 int assign_bands(Lines *lines, const uint32_t *line, int64_t n)
 {
-    int64_t used = 0, *sent = calloc((size_t)lines->n + 1, sizeof *sent);
+    int64_t used = 0, *sent = allocate((uint64_t)lines->n, sizeof *sent);
 
     if (!sent) {
         return NO_MEMORY;

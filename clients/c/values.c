@@ -2,8 +2,7 @@
  *
  * A number is a magnitude of 15 bits with the sign in the bit above.
  */
-#include <stdlib.h>
-
+#include "allocate.h"
 #include "coder.h"
 #include "kernels.h"
 
@@ -49,7 +48,7 @@ typedef struct {
 
 static int make_rows(Rows *rows, const int64_t *indices, const int64_t *ends, int64_t n)
 {
-    Rows made = {indices, ends, n, 0, malloc(((size_t)n + 1) * sizeof(Context))};
+    Rows made = {indices, ends, n, 0, allocate((uint64_t)n, sizeof(Context))};
 
     *rows = made;
     if (made.signs) {
