@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from cfedavg import Config, InputError, Task, run
 from cfedavg.core.errors import Diverged
 from cfedavg.optimise.local import SGD
 from cfedavg.simulate.engines import ReferenceEngine
-from cfedavg.simulate.local import Vectors, clock, local_steps
+from cfedavg.simulate.local import Vectors, after, clock, local_steps
 from cfedavg.simulate.plan import Plan, broken_conditions
 from cfedavg.simulate.run import Observer
 from cfedavg.simulate.state import State
@@ -181,6 +183,22 @@ def test_a_clock_stops_a_real_client(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.ones(1, 2)
     work = local_steps(task.model, half_square, iter([batch] * 100), SGD(), 0.1, clock(1.0))
     assert work.K == 3
+
+
+def test_plain_sgd_steps_in_place_to_the_bit() -> None:
+    """An optimiser of another class makes new tensors, which are copied into the model."""
+
+    class Copied(SGD):
+        pass
+
+    task, found = blobs(m=1), []
+    for optimiser in (SGD(), Copied()):
+        model = copy.deepcopy(task.model)
+        batch = task.clients[0].batch(np.arange(7))
+        local_steps(model, task.loss, [batch] * 3, optimiser, 0.1, after(3))
+        found.append(Vectors(model).read()[0])
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], Vectors(task.model).read()[0])
 
 
 def test_simulated_seconds_are_those_of_the_slowest_client() -> None:

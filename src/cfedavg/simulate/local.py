@@ -19,7 +19,7 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, permutation, signed
 from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import Record
-from cfedavg.optimise.local import LocalOptimiser
+from cfedavg.optimise.local import SGD, LocalOptimiser
 from cfedavg.optimise.local import State as OptimiserState
 from cfedavg.task import Batch, Loss, Samples, Task, accuracy, check_number, cross_entropy, wrap_errors
 
@@ -228,6 +228,11 @@ def _descend(
     if not grads:
         return state
     used: list[Tensor] = [parameters[i] for i in grads]
+    if optimiser == SGD() and isinstance(eta_L, float):
+        # The same numbers as below, without new tensors; these take 4% of the CNN's step on a CPU.
+        for p, g in zip(used, grads.values(), strict=True):
+            p.add_(g, alpha=-eta_L)
+        return state
     before = {name: [each[i] for i in grads] for name, each in state.items()}
     origin = [start[i] for i in grads] if start else []
     following, after = optimiser.step(used, list(grads.values()), before, eta_L, origin)

@@ -13,10 +13,9 @@ import numpy as np
 
 from cfedavg.core.arrays import Array
 from cfedavg.core.kernels import Int, compile_loop
-from cfedavg.simulate.cpu.vectors import DEAD, gather, pooled_window, scatter, window_gradient
+from cfedavg.simulate.cpu.vectors import DEAD, WIDEST, gather, pooled_window, window_gradient
 
-gather64, gather32, gather16 = gather(64), gather(32), gather(16)
-scatter64, scatter32, scatter16 = scatter(64), scatter(32), scatter(16)
+gather_widest, gather64, gather32, gather16 = gather(WIDEST), gather(64), gather(32), gather(16)
 pooled_window32, pooled_window16 = pooled_window(32), pooled_window(16)
 window_gradient32, window_gradient16 = window_gradient(32), window_gradient(16)
 
@@ -85,19 +84,43 @@ def pool(x: Array, floor: Array, y: Array, at: Array) -> None:
 
 
 @compile_loop
-def _list_windows(
-    n: Int, g: Array, at: Array, H: Int, row: Int, C: Int, count: Array, start: Array, value: Array
+def _list_gradients(
+    image: Int, g: Array, at: Array, row: Int, C: Int, counts: Array, starts: Array, values: Array
 ) -> None:
-    """List, for each output channel, the windows of image n that have a gradient, and the gradients."""
+    """List, for each output channel, the pixels of one image that have a gradient, and the gradients.
+
+    A pixel is the place `starts[channel]` in x of the window from which the convolution computes it.
+    """
     _, h, width, M = g.shape
-    count[:] = 0
+    counts[:] = 0
     for i in range(h):
         for j in range(width):
             for o in range(M):
-                k, to = np.int64(at[n, i, j, o]), count[o]
-                start[o, to] = (n * H + 2 * i + (k >> 1)) * row + (2 * j + (k & 1)) * C
-                value[o, to] = g[n, i, j, o]
-                count[o] = to + (k != DEAD)
+                k, to = np.int64(at[image, i, j, o]), counts[o]
+                starts[o, to] = (2 * i + (k >> 1)) * row + (2 * j + (k & 1)) * C
+                values[o, to] = g[image, i, j, o]
+                counts[o] = to + (k != DEAD)
+
+
+@compile_loop
+def _list_channels(
+    image: Int, g: Array, at: Array, size: Int, counts: Array, starts: Array, values: Array
+) -> None:
+    """List, for each pixel of one image, the output channels that have a gradient there, and the gradients.
+
+    `starts` holds the places of the channels' weights, which are `size` numbers each.
+    """
+    _, h, width, M = g.shape
+    counts[:] = 0
+    for i in range(h):
+        for j in range(width):
+            for o in range(M):
+                k = np.int64(at[image, i, j, o])
+                pixel = (2 * i + ((k >> 1) & 1)) * 2 * width + 2 * j + (k & 1)
+                to = counts[pixel]
+                starts[pixel, to] = o * size
+                values[pixel, to] = g[image, i, j, o]
+                counts[pixel] = to + (k != DEAD)
 
 
 @compile_loop
@@ -110,41 +133,41 @@ def add_gradient(x: Array, g: Array, at: Array, w: Array, dw: Array, db: Array, 
     h, width = g.shape[1:3]
     M, K, T = w.shape
     images, to_images, weights, to_weights = x.reshape(-1), dx.reshape(-1), w.reshape(-1), dw.reshape(-1)
-    count, start = np.empty(M, np.int64), np.empty((M, h * width + 1), np.int64)
-    value = np.empty((M, h * width + 1), np.float32)
+    pixels, longest = 4 * h * width, max(M, h * width) + 1  # entry `count` of a list may be written, unused
+    counts = np.empty(max(M, pixels), np.int64)
+    starts, values = np.empty((len(counts), longest), np.int64), np.empty((len(counts), longest), np.float32)
     for n in range(N):
-        _list_windows(n, g, at, H, row, C, count, start, value)
+        image = n * H * row
+        _list_gradients(n, g, at, row, C, counts, starts, values)
         for o in range(M):
-            k, s, v = count[o], start[o], value[o]
-            db[o] += v[:k].sum()
+            db[o] += values[o, : counts[o]].sum()
             for u in range(K):
-                _add_row(to_weights, (o * K + u) * T, images, u * row, s, v, k, T)
-            if dx.size:
-                for u in range(K):
-                    _add_to_images(to_images, u * row, weights, (o * K + u) * T, s, v, k, T)
+                _add_rows(
+                    to_weights, (o * K + u) * T, images, image + u * row, starts[o], values[o], counts[o], T
+                )
+        if not dx.size:
+            continue
+        _list_channels(n, g, at, K * T, counts, starts, values)
+        for u in range(K):  # one row of all channels' weights stays in the cache
+            for p in range(pixels):
+                to = image + (p // (2 * width) + u) * row + p % (2 * width) * C
+                _add_rows(to_images, to, weights, u * T, starts[p], values[p], counts[p], T)
 
 
 @compile_loop
-def _add_row(out: Array, o: Int, x: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
-    """Add the sum of k windows' rows of T numbers, each times its gradient, to T numbers of `out`."""
-    for t in range(0, T - 63, 64):
+def _add_rows(out: Array, o: Int, x: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
+    """Add the sum of k rows of T numbers, each times its gradient, to T numbers of `out`."""
+    if not k:
+        return
+    t = 0
+    while T - t >= WIDEST:
+        gather_widest(out, o + t, x, i + t, at, g, k)
+        t += 160
+    while T - t >= 64:
         gather64(out, o + t, x, i + t, at, g, k)
-    t = T // 64 * 64
+        t += 64
     if T - t >= 32:
         gather32(out, o + t, x, i + t, at, g, k)
         t += 32
     if T - t >= 16:
         gather16(out, o + t, x, i + t, at, g, k)
-
-
-@compile_loop
-def _add_to_images(out: Array, o: Int, w: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
-    """Add T weights, times the gradient of each of k windows, to the rows of the windows in `out`."""
-    for t in range(0, T - 63, 64):
-        scatter64(out, o + t, w, i + t, at, g, k)
-    t = T // 64 * 64
-    if T - t >= 32:
-        scatter32(out, o + t, w, i + t, at, g, k)
-        t += 32
-    if T - t >= 16:
-        scatter16(out, o + t, w, i + t, at, g, k)

@@ -12,12 +12,20 @@ from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
+import numba
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 DEAD = 4  # the place of a window of four numbers none of which is above the floor
+
+LANES = 16  # numbers in a vector register of AVX-512
+# More sums at once hide how long an addition takes, as long as they fit into the registers. Ten of 16 numbers
+# do with AVX-512. numba compiles anew for a processor with other features.
+_FEATURES = getattr(numba.config, "CPU_FEATURES", None) or get_host_cpu_features().flatten()
+WIDEST = 160 if "+avx512f" in _FEATURES else 64
 
 _FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), types.intp
 
@@ -86,25 +94,17 @@ def add_product(builder: Any, total: Any, x: Any, y: Any) -> Any:
 
 def gather(lanes: int) -> Any:
     """Make gather(out, o, x, i, at, g, n): out[o] += sum over k < n of g[k] x[i + at[k]]."""
+    places = [ir.Constant(ir.IntType(64), lane) for lane in range(0, lanes, LANES)]
 
     def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
-        total = variable(b, load(b, out, o, lanes))
+        totals = [variable(b, load(b, out, b.add(o, place), LANES)) for place in places]
         with cgutils.for_range(b, n) as k:
-            part = load(b, x, b.add(i, b.load(b.gep(at, [k.index]))), lanes)
-            b.store(add_product(b, b.load(total), spread(b, g, k.index, lanes), part), total)
-        store(b, b.load(total), out, o)
-
-    return operation(emit, None, _INT, None, _INT, None, None, _INT)
-
-
-def scatter(lanes: int) -> Any:
-    """Make scatter(out, o, w, i, at, g, n): for all k < n, out[o + at[k]] += g[k] w[i]."""
-
-    def emit(b: Any, out: Any, o: Any, w: Any, i: Any, at: Any, g: Any, n: Any) -> None:
-        weights = load(b, w, i, lanes)
-        with cgutils.for_range(b, n) as k:
-            to = b.add(o, b.load(b.gep(at, [k.index])))
-            store(b, add_product(b, load(b, out, to, lanes), spread(b, g, k.index, lanes), weights), out, to)
+            start, factor = b.add(i, b.load(b.gep(at, [k.index]))), spread(b, g, k.index, LANES)
+            for total, place in zip(totals, places, strict=True):
+                part = load(b, x, b.add(start, place), LANES)
+                b.store(add_product(b, b.load(total), factor, part), total)
+        for total, place in zip(totals, places, strict=True):
+            store(b, b.load(total), out, b.add(o, place))
 
     return operation(emit, None, _INT, None, _INT, None, None, _INT)
 

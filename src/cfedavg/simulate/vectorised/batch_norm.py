@@ -43,8 +43,7 @@ def batch_norm(
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        y = _normalise(input, running_mean, torch.rsqrt(running_var + eps), weight, bias)
-        return y.to(input.dtype)
+        return _normalise(input, running_mean, torch.rsqrt(running_var + eps), weight, bias).to(input.dtype)
     n = input.numel() // input.shape[1]
     if n == 1:
         raise ValueError("Expected more than 1 value per channel when training")
