@@ -42,7 +42,7 @@ for module in pkgutil.walk_packages(cfedavg.__path__, "cfedavg."):
 layout, messages = Layout.flat(4000), hashlib.sha256()
 for number, text in enumerate(EXAMPLES):
     p = np.random.default_rng(number).standard_normal(4000).astype(np.float32)
-    message = encode(parse(text).compress(p, np.uint64(number)), layout)
+    message = encode(parse(text).compress(p, number), layout)
     assert encode(decode(message, layout=layout), layout) == message, text
     messages.update(message)
 print(messages.hexdigest(), *sorted(missing))

@@ -29,6 +29,14 @@ static int64_t end_of_block(int64_t i, int64_t block, int64_t n)
     return n - i < left ? n : i + left;
 }
 
+/* Return a number of the copy after a value is added to it. */
+static float add_single(float w, float value)
+{
+    float total = w + clamp(value, TOP);
+
+    return total != 0 ? total : 0.0F; /* no -0 */
+}
+
 int64_t cfedavg_add(float *w, const int64_t *at, int64_t n, const void *numbers, int format,
                     const float *scales, int64_t block, int64_t first, int64_t stop)
 {
@@ -39,13 +47,10 @@ int64_t cfedavg_add(float *w, const int64_t *at, int64_t n, const void *numbers,
         float scale = scales[i / block];
 
         for (; i < end; i++) {
-            float total;
-
             if ((uint64_t)at[i] >= (uint64_t)stop) {
                 return i;
             }
-            total = w[at[i]] + clamp(number_at(numbers, format, i) * scale, TOP);
-            w[at[i]] = total != 0 ? total : 0.0F; /* no -0 */
+            w[at[i]] = add_single(w[at[i]], number_at(numbers, format, i) * scale);
         }
     }
     return i;
@@ -73,9 +78,8 @@ void cfedavg_receive(float *w, const cfedavg_payload *payload)
 {
     for (uint64_t i = 0; i < payload->k; i++) {
         int64_t at = payload->indices ? payload->indices[i] : (int64_t)i;
-        float total = w[at] + clamp(cfedavg_value(payload, i), TOP);
 
-        w[at] = total != 0 ? total : 0.0F; /* no -0 */
+        w[at] = add_single(w[at], cfedavg_value(payload, i));
     }
 }
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
+from scripts.build_package import build, copy_source, read_wheel
 
+from cfedavg.core import native
 from tests.clients.library import FOLDER, make, needs_compiler
-
-ROOT = FOLDER.parents[1]
 
 
 @needs_compiler
@@ -56,42 +51,18 @@ def test_no_compiler_warns(compiler: str, tmp_path: Path) -> None:
         make("library", f"CC={compiler}", f"BUILD={tmp_path / more[:3]}", f"CFLAGS={more}")
 
 
-def build(source: Path, out: Path, what: str, **environment: str) -> Path:
-    """Build a wheel or an sdist of the tree `source`."""
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        f"--{what}",
-        "--no-isolation",
-        "--outdir",
-        str(out),
-        str(source),
-    ]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (made,) = out.iterdir()
-    return made
-
-
+@needs_compiler
 @pytest.mark.slow
-def test_wheels_with_and_without_a_compiler(tmp_path: Path) -> None:
+def test_a_wheel_holds_the_library_if_there_is_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/package builds one without a compiler."""
     pytest.importorskip("build")
-    source = tmp_path / "source"
-    shutil.copytree(
-        ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "results", "build", "*.so", "paper")
-    )
-    sdist = build(source, tmp_path / "sdist", "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-        names = archive.getnames()
-    assert any(name.endswith("clients/c/cfedavg.h") for name in names)
-    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
-    without = build(unpacked, tmp_path / "without", "wheel", CC="/bin/false")
-    assert without.name.endswith("-py3-none-any.whl")
-    assert not any(name.endswith(".so") for name in zipfile.ZipFile(without).namelist())
-    if shutil.which("cc"):
-        wheel = build(unpacked, tmp_path / "with", "wheel")
-        assert "-py3-none-" in wheel.name
-        assert not wheel.name.endswith("any.whl")
-        assert "cfedavg/core/_native.so" in zipfile.ZipFile(wheel).namelist()
+    monkeypatch.delenv("CC", raising=False)
+    (wheel,) = build(copy_source(tmp_path / "source"), tmp_path / "dist", "--wheel")
+    platform = wheel.name.removesuffix(".whl").partition("-py3-none-")[2]
+    assert platform not in ("", "any")
+    library = tmp_path / "_native.so"
+    library.write_bytes(read_wheel(wheel)["cfedavg/core/_native.so"])
+    monkeypatch.setattr(native, "LIBRARY", library)
+    assert all(native.find(name) for name in native._CALLS)

@@ -191,18 +191,25 @@ static void repair(Fuzzer *fuzzer, uint8_t *data, size_t length)
     }
 }
 
-/* Decode a copy of exactly this length, so that the sanitizer sees a byte read too many. */
+/* Copy bytes into memory of exactly their length, so that the sanitizer sees a byte read too many. */
+static uint8_t *copy_of(const uint8_t *data, size_t length)
+{
+    uint8_t *copy = malloc(length ? length : 1);
+
+    if (!copy) {
+        fail("no memory", "mutant");
+    }
+    memcpy(copy, data, length);
+    return copy;
+}
+
 static void decode_mutant(Fuzzer *fuzzer, const uint8_t *mutant, size_t length, const Golden *golden)
 {
-    uint8_t *data = malloc(length ? length : 1);
+    uint8_t *data = copy_of(mutant, length);
     cfedavg_payload payload;
     cfedavg_header header;
     int error;
 
-    if (!data) {
-        fail("no memory", "mutant");
-    }
-    memcpy(data, mutant, length);
     error = cfedavg_decode(data, length, golden->layout, NULL, &payload, &header);
     fuzzer->counts[error]++;
     if (!error) {
@@ -215,15 +222,11 @@ static void decode_mutant(Fuzzer *fuzzer, const uint8_t *mutant, size_t length, 
 /* The bytes of a message are also given to the readers of the envelope. */
 static void unpack_mutant(const uint8_t *data, size_t length)
 {
-    uint8_t *copy = malloc(length ? length : 1);
+    uint8_t *copy = copy_of(data, length);
     cfedavg_update update;
     cfedavg_body body;
     cfedavg_broadcast broadcast;
 
-    if (!copy) {
-        fail("no memory", "envelope");
-    }
-    memcpy(copy, data, length);
     if (length > 38) {
         memcpy(copy, "CFBC\1", 5);
         copy[5] = (uint8_t)(data[5] % 3);

@@ -122,27 +122,18 @@ def _list_ones(library: Any, bits: Array, found: Array) -> None:
     library.cfedavg_list_ones(_at(bits), len(bits), _at(found), len(found))
 
 
-def _encode_numbers(
-    library: Any,
-    words: Array,
-    numbers: Array,
-    indices: Array,
-    row_ends: Array,
-    zero_has_sign: bool,
-    largest: int,
-) -> int:
+def _encode_numbers(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
     words, numbers = _filled(words, np.uint32), _read(numbers, np.uint16)
-    rest, _kept = _where(indices, row_ends)
-    return _fitting(
-        library.cfedavg_encode_numbers(
-            _at(words), len(words), _at(numbers), len(numbers), *rest, zero_has_sign, largest
-        ),
-        words,
-    )
+    return _fitting(_code_numbers(library.cfedavg_encode_numbers, words, numbers, *rest), words)
 
 
-def _decode_numbers(
-    library: Any,
+def _decode_numbers(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
+    words, numbers = _read(words, np.uint32), _filled(numbers, np.uint16)
+    return _checked(_code_numbers(library.cfedavg_decode_numbers, words, numbers, *rest))
+
+
+def _code_numbers(
+    code: Any,
     words: Array,
     numbers: Array,
     indices: Array,
@@ -150,19 +141,12 @@ def _decode_numbers(
     zero_has_sign: bool,
     largest: int,
 ) -> int:
-    words, numbers = _read(words, np.uint32), _filled(numbers, np.uint16)
-    rest, _kept = _where(indices, row_ends)
-    return _checked(
-        library.cfedavg_decode_numbers(
-            _at(words), len(words), _at(numbers), len(numbers), *rest, zero_has_sign, largest
-        )
-    )
-
-
-def _where(indices: Array, row_ends: Array) -> tuple[tuple[int | None, int, int], tuple[Array, Array]]:
-    """Return the arguments that say where the numbers lie, and the arrays, which must live until the call."""
     indices, row_ends = _read(indices, np.int64), _read(row_ends, np.int64)
-    return (_at(indices) if len(indices) else None, _at(row_ends), len(row_ends)), (indices, row_ends)
+    n: int = code(
+        _at(words), len(words), _at(numbers), len(numbers), _at(indices) if len(indices) else None,
+        _at(row_ends), len(row_ends), zero_has_sign, largest,
+    )  # fmt: skip
+    return n
 
 
 def _find_bound(library: Any, bits: Array, k: int, stride: int, slack: int, width: int) -> int:
