@@ -28,7 +28,7 @@ _FORMATS = {
     "local_epochs": "epochs={}", "deadline": "deadline={:g}s", "batch_size": "batch={}",
     "eta_local": "η_L={:g}", "eta": "η={:g}", "rounds": "T={}", "drop_rate": "lost={:g}",
     "smoothness": "L={:g}",
-    **dict.fromkeys(("dataset", "model", "schedule", "device", "engine", "precision"), "{}"),
+    **dict.fromkeys(("dataset", "model", "schedule", "link", "device", "engine", "precision"), "{}"),
 }  # fmt: skip
 
 
