@@ -6,58 +6,62 @@ direction, as they would share a modem. Bytes arrive half a round trip after the
 
 from __future__ import annotations
 
-import queue
+import math
 import socket
 import threading
 import time
 from contextlib import suppress
+from queue import SimpleQueue
 
 from cfedavg.launch.processes import HOST
 
-WHOLE, SEGMENT = 65_536, 1_448  # bytes read at once: without a rate, and from an Ethernet segment
-BUFFER = 32_768  # bytes that a limited relay takes in before it has sent them on
+SEGMENT = 1_448  # bytes of an Ethernet segment, the most that a slow relay reads at once
+BUFFER = 8_192  # bytes that a slow relay takes in before it has sent them on
+WHOLE = 65_536  # bytes that a fast relay reads at once
 BURST = 0.05  # seconds that a thread may be late without a loss of rate
+
+Pipe = SimpleQueue[tuple[float, bytes]]  # when bytes arrive, and the bytes; empty at the end
 
 
 class Direction:
-    """One direction of a relay: it counts bytes, and says when they arrive at `rate` bit/s after `delay`."""
+    """One direction of a relay: it counts bytes, and delays them as `rate` (bit/s) and `delay` (s) say."""
 
-    def __init__(self, rate: float | None, delay: float) -> None:
-        self.rate, self.delay, self.count = rate, delay, 0
+    def __init__(self) -> None:
+        self.rate, self.delay, self.count = math.inf, 0.0, 0
         self._free, self._lock = 0.0, threading.Lock()
 
     def send(self, size: int) -> float:
         """Count `size` bytes, wait until the link has sent them, and return the time at which they arrive."""
         with self._lock:  # a node has several connections
             self.count += size
-            now = time.monotonic()
-            if self.rate:
-                self._free = max(self._free, now - BURST) + 8 * size / self.rate
-            sent = max(now, self._free)
+            self._free = max(self._free, time.monotonic() - BURST) + 8 * size / self.rate
+            sent = self._free
         time.sleep(max(0.0, sent - time.monotonic()))
-        return sent + self.delay
+        return max(sent, time.monotonic()) + self.delay
 
 
 class Relay:
-    """Pass on what comes to `address` to a port of this machine, and back; rates in bit/s, `rtt` in s."""
+    """Pass on to a port of this machine what comes to `address`, and back."""
 
-    def __init__(
-        self, port: int, up: float | None = None, down: float | None = None, rtt: float = 0.0
-    ) -> None:
-        self.target, self.is_limited = (HOST, port), bool(up or down or rtt)
-        self.up, self.down = Direction(up, rtt / 2), Direction(down, rtt / 2)
+    def __init__(self, port: int, *, slow: bool = False) -> None:
+        self.target, self.slow, self.up, self.down = (HOST, port), slow, Direction(), Direction()
         self._server = socket.socket()
-        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._limit_buffers(self._server)
+        self._set_buffers(self._server)
         self._server.bind((HOST, 0))
         self._server.listen()
         self.address = f"{HOST}:{self._server.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def _limit_buffers(self, each: socket.socket) -> None:
-        # Else the kernel takes megabytes at once on the loopback interface: the sender would believe that
-        # all is sent, and wait for the answer with a time limit.
-        if self.is_limited:
+    def limit(self, up: float = math.inf, down: float = math.inf, rtt: float = 0.0) -> None:
+        """Set the rates (bit/s) and the round-trip time (s) from now on; the relay must be `slow`."""
+        assert self.slow
+        self.up.rate, self.down.rate = up, down
+        self.up.delay = self.down.delay = rtt / 2
+
+    def _set_buffers(self, each: socket.socket) -> None:
+        # The kernel takes megabytes at once on the loopback interface. A sender would then believe that all
+        # is sent, and give up on a reply that is not due for a minute.
+        if self.slow:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
 
@@ -65,29 +69,27 @@ class Relay:
         while True:
             client, _ = self._server.accept()
             server = socket.socket()
-            self._limit_buffers(server)
+            self._set_buffers(server)
             try:
                 server.connect(self.target)
             except OSError:  # the SuperLink may be gone for a while
                 client.close()
                 continue
             for way, source, sink in ((self.up, client, server), (self.down, server, client)):
-                under_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-                threading.Thread(target=self._read, args=(way, source, under_way), daemon=True).start()
-                threading.Thread(target=self._write, args=(under_way, source, sink), daemon=True).start()
+                pipe: Pipe = SimpleQueue()
+                threading.Thread(target=self._read, args=(way, source, pipe), daemon=True).start()
+                threading.Thread(target=self._write, args=(pipe, source, sink), daemon=True).start()
 
-    def _read(self, way: Direction, source: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    def _read(self, way: Direction, source: socket.socket, pipe: Pipe) -> None:
         with suppress(OSError):
-            while data := source.recv(SEGMENT if way.rate else WHOLE):
-                under_way.put((way.send(len(data)), data))
-        under_way.put((time.monotonic() + way.delay, b""))
+            while data := source.recv(SEGMENT if self.slow else WHOLE):
+                pipe.put((way.send(len(data)), data))
+        pipe.put((time.monotonic() + way.delay, b""))
 
-    def _write(
-        self, under_way: queue.SimpleQueue[tuple[float, bytes]], source: socket.socket, sink: socket.socket
-    ) -> None:
+    def _write(self, pipe: Pipe, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while True:
-                arrival, data = under_way.get()
+                arrival, data = pipe.get()
                 time.sleep(max(0.0, arrival - time.monotonic()))
                 if not data:
                     break

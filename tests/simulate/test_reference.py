@@ -202,8 +202,9 @@ def test_plain_sgd_steps_in_place_to_the_bit() -> None:
 
 
 def test_simulated_seconds_are_those_of_the_slowest_client() -> None:
-    config = Config(rounds=1, local_steps="4", steps_per_second="2,4,8", compressor="none", clients=3,
-                    link="2x up=1kbit, down=1Mbit, rtt=500ms; up=8bit, down=1Mbit, rtt=0.4s, wait=3s")  # fmt: skip
+    link = "2x up=1kbit, down=1Mbit, rtt=500ms; up=8bit, down=1Mbit, rtt=0.4s, wait=3s"
+    config = Config(rounds=1, local_steps="4", steps_per_second="2,4,8", link=link, compressor="none",
+                    clients=3)  # fmt: skip
     engine = make(config, quadratic(torch.eye(3)))
     row = engine.round(engine.start())[1]()
     up, down = row["uplink_bytes"] // 3, row["downlink_bytes"] // 3

@@ -213,7 +213,7 @@ class Config:
     )  # fmt: skip
     link: str | None = option(
         None, LINK,
-        "the clients' links: a profile (nb-iot, 3g, 4g, dsl, datacentre), or up=5Mbit, down=20Mbit, rtt=50ms, "
+        "the clients' links: nb-iot, 3g, 4g, dsl, datacentre, or up=5Mbit, down=20Mbit, rtt=50ms, "
         "or classes: 70% 4g; 30% dsl",
         federated=False,
     )  # fmt: skip

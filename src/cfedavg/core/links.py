@@ -173,7 +173,7 @@ def _set(word: str, field: str) -> tuple[str, Range]:
 
 
 def _number(text: str, units: Mapping[str, float]) -> float:
-    """Return a number with a unit in bit/s or seconds; NaN if the text is malformed or the number infinite."""
+    """Return a number with a unit in bit/s or seconds; NaN if malformed or infinite."""
     match = _VALUE.fullmatch(text)
     try:
         value = float(match[1]) * units[match[2].lower()] if match else math.nan
