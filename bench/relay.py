@@ -45,6 +45,7 @@ class Relay:
 
     def __init__(self, port: int, *, slow: bool = False) -> None:
         self.target, self.slow, self.up, self.down = (HOST, port), slow, Direction(), Direction()
+        self._open: list[socket.socket] = []
         self._server = socket.socket()
         self._set_buffers(self._server)
         self._server.bind((HOST, 0))
@@ -53,10 +54,16 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def limit(self, up: float = math.inf, down: float = math.inf, rtt: float = 0.0) -> None:
-        """Set the rates (bit/s) and the round-trip time (s) from now on; the relay must be `slow`."""
+        """Set the rates (bit/s) and the round-trip time (s) from now on; the relay must be `slow`.
+
+        Open connections end: their senders' buffers may have grown on a faster link.
+        """
         assert self.slow
         self.up.rate, self.down.rate = up, down
         self.up.delay = self.down.delay = rtt / 2
+        while self._open:
+            with suppress(OSError):
+                self._open.pop().shutdown(socket.SHUT_RDWR)
 
     def _set_buffers(self, each: socket.socket) -> None:
         # The kernel takes megabytes at once on the loopback interface. A sender would then believe that all
@@ -75,6 +82,7 @@ class Relay:
             except OSError:  # the SuperLink may be gone for a while
                 client.close()
                 continue
+            self._open += [client, server]
             for way, source, sink in ((self.up, client, server), (self.down, server, client)):
                 pipe: Pipe = SimpleQueue()
                 threading.Thread(target=self._read, args=(way, source, pipe), daemon=True).start()

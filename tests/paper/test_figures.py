@@ -18,7 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cfedavg.report import Panel, Pen
+from cfedavg.report import Panel, Pen, as_png
 from cfedavg.sweep import Grid, SealedCell, fill_panel, write_markdown
 from paper.cfedavg import experiment as experiments
 from paper.cfedavg.experiment import Experiment, names
@@ -80,8 +80,8 @@ Drawing = Callable[..., Figure]
 
 
 @pytest.fixture
-def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
-    """The figure itself, neither laid out nor painted."""
+def drawing() -> Drawing:
+    """The figure, neither laid out nor painted."""
 
     def make(experiment: Grid, found: Found, note: str = "") -> Figure:
         return experiment.figure(found, note)
@@ -148,7 +148,7 @@ def test_texts_neither_overlap_nor_leave_the_figure(drawing: Drawing, name: str)
 
 def test_a_picture_comes_out() -> None:
     experiment = load("fig2-mnist")
-    with Image.open(io.BytesIO(experiment.figure(cells(experiment), "a note"))) as image:
+    with Image.open(io.BytesIO(as_png(experiment.figure(cells(experiment), "a note")))) as image:
         assert image.format == "PNG"
         assert image.width == 1620
         drawn = image.convert("RGB").getcolors(maxcolors=2**24)

@@ -15,21 +15,19 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cfedavg.core.config import Config, renew
 from cfedavg.core.errors import CannotResume, Diverged, InputError
 from cfedavg.core.files import read_file, write_atomic
 from cfedavg.core.run_files import METRICS, Record, read_rows
 from cfedavg.core.units import format_bytes, format_metric
+from cfedavg.report.figures import Figure
 from cfedavg.report.panels import Lines, Panel, Pen
 from cfedavg.report.runs import Group, Run
 from cfedavg.report.table import measure_spread
 from cfedavg.simulate.run import Observer, Result, run
 from cfedavg.simulate.steps import Steps, finish
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # The metrics of each round that a cell keeps. Bytes and counts are integers and are not rounded.
 COLUMNS = (

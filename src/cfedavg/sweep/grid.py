@@ -12,13 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from matplotlib.figure import Figure
-
 from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, Config, parse_toml, refuse_code
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
 from cfedavg.core.units import is_share, spell_out
-from cfedavg.report.figures import Frame, draw_grid
+from cfedavg.report.figures import Figure, Frame, draw_grid
 from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
 from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
