@@ -37,7 +37,7 @@ from relay import Relay
 LIMIT = 3000.0  # seconds for the whole run
 ROUND = 900.0  # seconds for a round
 FREE, FAR, LINK = "free", "far", "link"  # no limit; a round trip of one second; the link
-FIRST = [FREE, FREE, FAR, FREE, FAR]  # the first round also fetches the app, and does not count
+FIRST = [FREE, FREE, FAR]  # the first round also fetches the app, and does not count
 TURN = [LINK, FREE, FAR]
 
 
@@ -125,7 +125,7 @@ def compare(config: Config, kinds: list[str], rows: list[Record]) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/link.json"))
-    parser.add_argument("--link", default="up=800kbit, down=400kbit, rtt=100ms")
+    parser.add_argument("--link", default="up=640kbit, down=640kbit, rtt=100ms")
     parser.add_argument("--compressor", default="none")
     parser.add_argument("--compressor-down", default="none")
     parser.add_argument("--nodes", type=int, default=2)

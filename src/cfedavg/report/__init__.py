@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "BLUE", "FORMATS", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Lines", "Panel", "Pen",
-    "Report", "Row", "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid", "draw_panel_as",
-    "format_bytes", "import_drawing", "make_framed_figure", "plot_partition", "read_run", "save_as",
-    "style_axes", "summary", "write_csv", "write_report", "write_run_pictures",
+    "BLUE", "FORMATS", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Lines", "Panel",
+    "Pen", "Report", "Row", "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid",
+    "draw_panel_as", "format_bytes", "import_drawing", "make_framed_figure", "plot_partition", "read_run",
+    "save_as", "style_axes", "summary", "write_csv", "write_report", "write_run_pictures",
 ]  # fmt: skip
 
 

@@ -11,10 +11,11 @@ import dataclasses
 import io
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import matplotlib
-from fontTools import subset
-from fontTools.ttLib import TTFont
+from fontTools import subset  # type: ignore[import-untyped]
+from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ _NARROWEST, _WIDEST = 2.0, 12.0
 PAGE = 0.78  # shrinks the figure of a grid, 9 inches wide, to both columns of such a paper
 _SHRINK = 7.5 / LETTERS  # letters of 7.5 points suit a column of a paper
 # Type 42 embeds fonts as TrueType; matplotlib's default, type 3, is refused by some publishers.
-_SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "cfedavg"}
+_SETTINGS: dict[Any, Any] = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "cfedavg"}
 
 
 def check_formats(formats: Sequence[str], width: float = COLUMN) -> None:
@@ -63,7 +64,7 @@ def shrink(figure: Figure, factor: float) -> Figure:
     """Make a figure smaller, its letters and lines too; return it."""
     figure.set_size_inches(*(factor * size for size in figure.get_size_inches()))
     for text in figure.findobj(Text):
-        text.set_fontsize(factor * text.get_fontsize())
+        text.set_fontsize(factor * float(text.get_fontsize()))
     for axes in figure.axes:
         axes.tick_params(labelsize=factor * LETTERS)  # later ticks too
         for line in axes.lines:
@@ -79,9 +80,9 @@ def save_as(form: str, figure: Figure) -> bytes:
     buffer = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS):
         if form == "pdf":
-            FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None})
+            FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None})  # type: ignore[no-untyped-call]
             return buffer.getvalue()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})  # type: ignore[no-untyped-call]
     return _embed_font(buffer.getvalue().decode()).encode()
 
 

@@ -248,7 +248,9 @@ def _summarise_group(group: Group, base: Group, metric: str, goal: float | None,
 
 def _reach(curve: Curve, goal: float | None) -> float | None:
     """Return the x at which a curve first reaches the goal; None if it does not."""
-    reached = curve.x[curve.mean >= goal - 1e-12] if goal is not None else ()
+    if goal is None:
+        return None
+    reached = curve.x[curve.mean >= goal - 1e-12]
     return float(reached[0]) if len(reached) else None
 
 
