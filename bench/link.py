@@ -2,7 +2,7 @@
 
     python bench/link.py --out results/links/fp32.json
     python bench/link.py --out results/links/nb-iot.json --link nb-iot \\
-        --compressor "topk(0.95) >> bf16" --compressor-down "topk(0.88) >> bf16"
+        --compressor "topk(0.92) >> bf16" --compressor-down "topk(0.915) >> bf16"
 
 A federation of SuperNodes on this machine trains, and after each round the relays change. First, and between
 the rounds on the link, come rounds without a limit, which say what a round takes here without its transfer,
@@ -10,8 +10,7 @@ and rounds with a round trip of one second, which say how many round trips a rou
 `simulated_seconds` of the same run with `--link "LINK, wait=..."`, where `wait` is made of these two and of
 the bytes that are no messages of ours. So `wait` is measured here and now, and the transfer is predicted.
 
-Flower's nodes give up on an upload if no reply comes for 30 s. A kernel that takes a whole message into its
-send buffer at once, as on some virtual machines, makes this the longest upload.
+Keep each message below 30 s in each direction: docs/links.md says why Flower gives up beyond.
 """
 
 from __future__ import annotations
@@ -112,9 +111,6 @@ def compare(config: Config, kinds: list[str], rows: list[Record]) -> dict[str, A
             "predicted": simulated[t]["simulated_seconds"],
             "measured": rows[t]["seconds"],
             "ratio": simulated[t]["simulated_seconds"] / rows[t]["seconds"],
-            "bytes_equal": all(
-                simulated[t][f"{way}link_bytes"] == rows[t][f"{way}link_bytes"] for way in ("up", "down")
-            ),
         }
         for t, kind in enumerate(kinds)
         if kind == LINK
