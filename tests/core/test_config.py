@@ -21,6 +21,7 @@ SOURCE = Path(package.__file__).parent
 # Real command lines, which are right to have options: file, option.
 COMMAND_LINES = {
     ("launch/services.py", "--port"),  # Flower's own commands
+    ("launch/services.py", "--format"),
     ("report/page.py", "--config"),  # the page says how to run again
     ("report/page.py", "--engine"),
 }
