@@ -385,7 +385,7 @@ def test_nothing_that_lies_in_the_current_folder_runs(tmp_path: Path) -> None:
 def test_config_round_trip() -> None:
     for config in (
         Config(),
-        Config(iid=True, local_epochs=3, eta=0.5, uplink="1e5..1e7"),
+        Config(iid=True, local_epochs=3, eta=0.5, link="30% 3g; up=1Mbit..9Mbit"),
         Config(dirichlet=1),
     ):
         assert Config.from_toml(config.to_toml()) == config

@@ -202,12 +202,14 @@ def test_plain_sgd_steps_in_place_to_the_bit() -> None:
 
 
 def test_simulated_seconds_are_those_of_the_slowest_client() -> None:
-    config = Config(rounds=1, local_steps="4", steps_per_second="2,4,8", uplink="1000,1000,8", downlink="1e6",
-                    latency="0.25", compressor="none", clients=3)  # fmt: skip
+    link = "2x up=1kbit, down=1Mbit, rtt=500ms; up=8bit, down=1Mbit, rtt=0.4s, wait=3s"
+    config = Config(rounds=1, local_steps="4", steps_per_second="2,4,8", link=link, compressor="none",
+                    clients=3)  # fmt: skip
     engine = make(config, quadratic(torch.eye(3)))
     row = engine.round(engine.start())[1]()
     up, down = row["uplink_bytes"] // 3, row["downlink_bytes"] // 3
-    each = [4 / s + 8 * up / u + 8 * down / 1e6 + 0.5 for s, u in ((2, 1000), (4, 1000), (8, 8))]
+    clients = (2, 1000, 0.5), (4, 1000, 0.5), (8, 8, 3.4)
+    each = [4 / speed + 8 * up / rate + 8 * down / 1e6 + waits for speed, rate, waits in clients]
     assert row["simulated_seconds"] == pytest.approx(max(each))
     untimed = make(Config(rounds=1, local_steps="4"), quadratic(torch.eye(3)))
     assert untimed.round(untimed.start())[1]()["simulated_seconds"] is None

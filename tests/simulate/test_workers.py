@@ -66,7 +66,7 @@ BASE = Config(
     sample_iterate=True,
     checkpoint_every=2,
     steps_per_second="5..50",
-    uplink="1e4..1e6",
+    link="up=10kbit..1Mbit",
     engine="sequential",
     residuals="memory",
 )

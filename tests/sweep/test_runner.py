@@ -204,7 +204,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     figure = Grid.figure
 
-    def noted(grid: Grid, found: Any, note: str) -> bytes:
+    def noted(grid: Grid, found: Any, note: str) -> Any:
         made.append(note.rpartition("cfedavg ")[0])
         return figure(grid, found, note)
 
@@ -243,6 +243,18 @@ def test_a_figure_of_runs_that_are_cut_in_part(mine: str, tmp_path: Path, notes:
         write_cell(tmp_path / CELLS, dataclasses.replace(entry, settings=cells[name] | {"rounds": rounds}))
     assert drawn(mine, tmp_path).exit_code == 0
     assert notes == ["in part the first 2 of 4 rounds, in part the first 3 of 4 rounds; "]
+
+
+def test_a_figure_in_other_formats(mine: str, tmp_path: Path) -> None:
+    cells = write_cells(tmp_path, mine, seeds=2)
+    assert drawn(mine, tmp_path, "--format", "pdf", "--format", "csv").exit_code == 0
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert made.keys() == {"mine.toml", "mine.pdf", "mine.csv", "mine.md"}
+    assert b"/MediaBox [ 0 0 505.44" in made["mine.pdf"]  # 7 inches
+    head, *points = made["mine.csv"].decode().splitlines()
+    assert head == "panel,line,x,y,x_value,mean,lowest,highest"
+    assert len(points) == len(cells)  # two rounds of each line, whose two seeds are one line
+    assert "test_accuracy,2.0,0.2,0.2,0.2" in points[1]
 
 
 def damage_cell(out: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from cfedavg.report import Frame, default_settings
 from cfedavg.sweep import Observer, SealedCell, Settings, Study
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
@@ -43,11 +45,11 @@ class SmallStudy(Study):
         """Return the names of the values that a cell, written by another version, lacks."""
         return [name for name in self.module.VALUES if name not in cell.values]
 
-    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Return the figure of the finished cells as PNG."""
+    def figure(self, found: Mapping[str, SealedCell], note: str) -> Figure:
+        """Return the figure of the finished cells."""
         seeds = len({cell.settings["seed"] for cell in found.values()})
         frame = Frame(self.title, f"{self.subtitle} · {seeds} seed{'s' * (seeds != 1)}", (), note)
-        picture: bytes = default_settings(self.module.figure)(found, frame)
+        picture: Figure = default_settings(self.module.figure)(found, frame)
         return picture
 
     def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:

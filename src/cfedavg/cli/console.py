@@ -29,6 +29,10 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="TOML file with any of the options; typed options win over it"),
 ]
+Formats = Annotated[
+    list[str] | None,
+    typer.Option("--format", help="png, pdf, svg or csv, of each figure; repeatable", show_default="png"),
+]
 
 _DEFAULT = Config()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cfedavg.cli import console
-from cfedavg.cli.console import ConfigFile, Resume, flag, takes_config, trust_option
+from cfedavg.cli.console import ConfigFile, Formats, Resume, flag, takes_config, trust_option
 from cfedavg.cli.training import report
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
@@ -62,6 +63,7 @@ def sweep(
     minutes: Minutes = math.inf,
     together: Together = 0,
     draw: Draw = False,
+    formats: Formats = None,
     out: Out = None,
     resume: Resume = False,
     config: ConfigFile = None,
@@ -74,7 +76,10 @@ def sweep(
     if not draw:
         start_compiler(given.get("device", "auto"), given.get("engine", "auto"))  # before slow imports
     from cfedavg.cli.progress import Board
+    from cfedavg.report.exports import check_formats
     from cfedavg.sweep import Sweep
+
+    check_formats(formats or ())  # before anything is trained
 
     if console.ranks() > 1:
         raise InputError("torchrun must not start a sweep; leave torchrun out and set --workers")
@@ -82,7 +87,7 @@ def sweep(
     chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), console.say)
     if draw:
         idle = {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}
-        _draw(chosen, idle | {"together": together > 0}, out)
+        _draw(chosen, idle | {"together": together > 0}, out, formats or ("png",))
         return
     chosen = dataclasses.replace(chosen, out=console.choose_folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
     chosen.open(resume=resume)
@@ -92,19 +97,19 @@ def sweep(
         chosen.run(command=command, minutes=minutes, show=board.show, together=together)
     finally:  # draw all cells in the folder, also after Ctrl-C
         every_cell = dataclasses.replace(made, rounds=None)
-        dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw()
+        dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw(formats or ("png",))
     if runs := [chosen.out / name for name in chosen.found if (chosen.out / name).is_dir()]:
-        report(runs, chosen.out)
+        report(runs, chosen.out, formats)
 
 
-def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None) -> None:
+def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None, formats: Sequence[str]) -> None:
     """Draw the finished cells in `out`; refuse the options in `idle`, which only training uses, if given."""
     for name, is_given in idle.items():
         if is_given:
             raise InputError(f"{flag(name)} must not be given with --draw, which trains nothing")
     if not out:
         raise InputError("--draw needs --out, the folder of the cells")
-    if not chosen.draw():
+    if not chosen.draw(formats):
         raise InputError(f"`draw`: {out} holds no cell of this sweep; run the sweep without --draw first")
 
 

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cfedavg.cli import console
-from cfedavg.cli.console import ConfigFile, Out, Resume, takes_config, trust_option
+from cfedavg.cli.console import ConfigFile, Formats, Out, Resume, takes_config, trust_option
 from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
 from cfedavg.core.run_files import CONFIG
@@ -109,18 +109,28 @@ def report(
         typer.Argument(help="folders written by run, sweep or federate up", metavar="RUN..."),
     ],
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
+    formats: Formats = None,
+    over: Annotated[
+        str, typer.Option(help="x axis of losses and norms: rounds, total_bytes or simulated_seconds")
+    ] = "rounds",
+    width: Annotated[
+        float | None, typer.Option(help="of PDF and SVG, in inches", show_default="3.4, a column of a paper")
+    ] = None,
 ) -> None:
     """Compare runs in pictures and a page: accuracy (by rounds, bytes and simulated time), loss, norms."""
     from cfedavg.report import write_report
 
-    made = write_report(runs, out)
+    made = write_report(runs, out, formats=formats or ("png",), over=over, width=width)
     console.OptionConsole().print(_narrow(made.table()))
     console.say(f"{made.headline}\n{made.page}  {made.picture}")
 
 
 def _narrow(lines: list[list[str]]) -> Table:
     """Return a report's table for a terminal: fewer columns than on the page, so that labels have room."""
-    shown = [i for i, name in enumerate(lines[0]) if name not in ("rounds", "best", "seeds")]
+    left_out = {"rounds", "best", "seeds"}
+    if any(name.startswith("time to ") for name in lines[0]):
+        left_out |= {"simulated time", "first downloads"}
+    shown = [i for i, name in enumerate(lines[0]) if name not in left_out]
     header, *rows = ([line[i] for i in shown] for line in lines)
     table = Table(Column(header[0], overflow="fold"), box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(header[1:], 1):

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_type_hints
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_input
+from cfedavg.core.links import parse_links, renew_links
 from cfedavg.core.parts import Range
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
@@ -210,16 +211,12 @@ class Config:
         None, LINK, "speed of a client: 20, or 5..50, or 3,5,8 per client",
         per_client=True, above=0, federated=False,
     )  # fmt: skip
-    uplink: str | None = option(
-        None, LINK, "bit/s from a client: 1e6, or 1e5..1e7, or one per client",
-        per_client=True, above=0, federated=False,
+    link: str | None = option(
+        None, LINK,
+        "the clients' links: nb-iot, 3g, 4g, dsl, datacentre, or up=5Mbit, down=20Mbit, rtt=50ms, "
+        "or classes: 70% 4g; 30% dsl",
+        federated=False,
     )  # fmt: skip
-    downlink: str | None = option(
-        None, LINK, "bit/s to a client, in the same form", per_client=True, above=0, federated=False
-    )
-    latency: str | None = option(
-        None, LINK, "seconds one way, in the same form", per_client=True, low=0, federated=False
-    )
 
     seed: int = option(
         0, RUN, "seed of every random draw", low=0, high=2**63 - 1, bounds="from 0 to 2^63 - 1",
@@ -262,6 +259,8 @@ class Config:
                 raise InputError(f"{' and '.join(given)} exclude each other; give only one of them")
             if not given:
                 object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
+        if self.link is not None:
+            parse_links(self.link)
         for name, known in OPTIONS.items():
             values = self.per_client(name) if known.per_client else None
             for value in (values.low, values.high) if values else (getattr(self, name),):
@@ -449,7 +448,10 @@ def toml_value(value: Any) -> str:
 
 
 # Options of version 0.5 that no longer exist, and the fields that replace them.
-RETIRED = {"error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser"}
+RETIRED = {
+    "error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser",
+    "uplink": "link", "downlink": "link", "latency": "link",
+}  # fmt: skip
 
 
 def renew(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -466,7 +468,9 @@ def renew(table: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in table.items() if name not in RETIRED}
     if {"dataset", "compressor"} <= table.keys():
         found.setdefault("compressor_down", "none")
-    if RETIRED.keys().isdisjoint(table):
+    if link := renew_links(table):
+        found["link"] = link
+    if not any(RETIRED[name] != "link" for name in RETIRED if name in table):
         return found
     given = [f"{name}={table[name]}" for name in ("momentum", "weight_decay") if table.get(name)]
     return found | {

@@ -38,9 +38,12 @@ class Page(NamedTuple):
     nodes: list[bytes]  # a picture for each run that is a federation
 
 
-def make_page(groups: Sequence[Group], metric: str) -> Page:
-    """Draw every picture and return the page; its HTML is in UTF-8, and texts from runs are escaped."""
-    rows, panels = summarise(groups, metric), choose_panels(groups, metric)
+def make_page(groups: Sequence[Group], metric: str, over: str = "rounds") -> Page:
+    """Draw every picture and return the page; its HTML is in UTF-8, and texts from runs are escaped.
+
+    `over` is the x axis of the panels that explain the metric.
+    """
+    rows, panels = summarise(groups, metric), choose_panels(groups, metric, over=over)
     pictures = {panel.name: figures.draw_panel(panel, groups) for panel in panels}
     federations = [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
     title = make_headline(rows)

@@ -22,6 +22,7 @@ from cfedavg.core.errors import CannotResume, Diverged, InputError
 from cfedavg.core.files import read_file, write_atomic
 from cfedavg.core.run_files import METRICS, Record, read_rows
 from cfedavg.core.units import format_bytes, format_metric
+from cfedavg.report.figures import Figure
 from cfedavg.report.panels import Lines, Panel, Pen
 from cfedavg.report.runs import Group, Run
 from cfedavg.report.table import measure_spread
@@ -31,8 +32,8 @@ from cfedavg.simulate.steps import Steps, finish
 # The metrics of each round that a cell keeps. Bytes and counts are integers and are not rounded.
 COLUMNS = (
     "train_loss", "test_loss", "test_accuracy", "client_accuracy_min", "uplink_bytes", "model_sizes_sent",
-    "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min", "local_steps_mean",
-    "simulated_seconds",
+    "total_bytes", "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min",
+    "local_steps_mean", "simulated_seconds",
 )  # fmt: skip
 NOTHING = "–"  # in a table, where there is no number
 CELLS = "cells"  # the folder of the sealed files
@@ -89,9 +90,13 @@ class Study:
         """Run the cell `name` in `folder`, or resume it after a stop; return its measured values."""
         raise NotImplementedError
 
-    def figure(self, found: Found, note: str) -> bytes:
-        """Return a PNG figure of the cells in `found`, with `note` under the figure."""
+    def figure(self, found: Found, note: str) -> Figure:
+        """Return a figure of the cells in `found`, with `note` under the figure."""
         raise NotImplementedError
+
+    def panels(self, found: Found) -> list[tuple[Panel, Lines]]:
+        """Return the panels of the figure, whose numbers a CSV file shows; none if it has no such panels."""
+        return []
 
     def table(self, found: Found) -> list[list[str]]:
         """Return the figure's numbers as rows of a table; the first row is the header."""

@@ -16,7 +16,7 @@ from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, Config, parse_t
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
 from cfedavg.core.units import is_share, spell_out
-from cfedavg.report.figures import Frame, draw_grid
+from cfedavg.report.figures import Figure, Frame, draw_grid
 from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
 from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
@@ -24,7 +24,9 @@ from cfedavg.simulate.run import Observer
 from cfedavg.sweep import cells as sealed
 from cfedavg.sweep.cells import COLUMNS, NOTHING, Found, SealedCell, Settings, Study
 
-OVER = ("rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "simulated_seconds")
+OVER = (
+    "rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "total_bytes", "simulated_seconds"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,14 +158,18 @@ class Grid(Study):
         """Train a cell in `folder`, or resume the run there; return a list of values for each metric."""
         return sealed.train_cell(self.config(name, settings), folder, observer)
 
-    def figure(self, found: Found, note: str) -> bytes:
-        """Return a PNG: for each p (classes per client) a row, with a panel for each metric and x axis."""
-        started_p, lines = self.list_started(found)
-        rows = [
-            [self._fill_panel(found, p, key, x) for x in self.over for key in self.columns] for p in started_p
-        ]
+    def figure(self, found: Found, note: str) -> Figure:
+        """Return a figure: for each p (classes per client) a row, with a panel for each metric and x axis."""
+        lines = self.list_started(found)[1]
+        panels, width = self.panels(found), len(self.over) * len(self.columns)
+        rows = [panels[i : i + width] for i in range(0, len(panels), width)]
         legend = [(line.label, self.choose_pen(line)) for line in lines]
         return draw_grid(rows, self.make_frame(found, legend, note))
+
+    def panels(self, found: Found) -> list[tuple[Panel, Lines]]:
+        """Return the panels of the figure, row by row."""
+        every = itertools.product(self.list_started(found)[0], self.over, self.columns)
+        return [self._fill_panel(found, p, key, x) for p, x, key in every]
 
     def _fill_panel(self, found: Found, p: int | None, key: str, x: str) -> tuple[Panel, Lines]:
         panel = Panel(

@@ -25,6 +25,7 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import make_folder, write_atomic
 from cfedavg.core.run_files import CHECKPOINT, METRICS, RESIDUALS, Record, read_rows
 from cfedavg.core.units import format_time
+from cfedavg.report import exports
 from cfedavg.simulate.engines import Partners, choose_device
 from cfedavg.simulate.run import Observer
 from cfedavg.simulate.side_by_side import Group, shared_fields
@@ -273,19 +274,25 @@ class Sweep:
         shutil.rmtree(folder / RESIDUALS, ignore_errors=True)
         self.say(f"{name}: done, {len(self.found)} of {len(self.cells)} cells{self._time_left()}")
 
-    def draw(self) -> list[Path]:
-        """Write the figure and the table of each study that has cells; return the paths of the figures."""
+    def draw(self, formats: Sequence[str] = ("png",)) -> list[Path]:
+        """Write the figure and the table of each study that has cells; return the paths of the figures.
+
+        Each figure is written in each of `formats`: png, pdf, svg, or csv for its numbers.
+        """
         pictures = []
+        exports.check_formats(formats)
         for study in self.studies:
             planned = self._plan(study, sorted({*MANY, *study.seeds}))
             if not (found := self._drawable(study, planned)):
                 continue
-            picture = self.out / f"{study.name}.png"
-            write_atomic(picture, study.figure(found, _note(study, found, planned)))
+            note = _note(study, found, planned)
+            for form in dict.fromkeys(formats):
+                picture = self.out / f"{study.name}.{form}"
+                write_atomic(picture, _export(study, found, note, form))
+                self.say(f"drawn: {picture}, and its table beside it")
+                pictures.append(picture)
             table = f"# {study.title}\n\n{archive.write_markdown(study.table(found))}"
-            write_atomic(picture.with_suffix(".md"), table.encode())
-            self.say(f"drawn: {picture}, and its table beside it")
-            pictures.append(picture)
+            write_atomic(self.out / f"{study.name}.md", table.encode())
         return pictures
 
     def _drawable(self, study: Study, planned: Mapping[str, Settings]) -> dict[str, SealedCell]:
@@ -298,6 +305,16 @@ class Sweep:
             names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
             self.say(f"not drawn, for their settings are not those of {study.name}: {names}")
         return {name: cell for name, cell in found.items() if name not in others}
+
+
+def _export(study: Study, found: Found, note: str, form: str) -> bytes:
+    """Return a study's figure in a format; a PDF or SVG is as wide as a page of a paper."""
+    if form == "csv":
+        if not (panels := study.panels(found)):
+            raise InputError(f"`formats`: the figure of {study.name} has no lines for a csv; choose another")
+        return exports.write_csv([(panel, [group for group, _ in lines]) for panel, lines in panels])
+    figure = study.figure(found, note)
+    return exports.save_as(form, figure if form == "png" else exports.shrink(figure, exports.PAGE))
 
 
 def _note(study: Study, found: Found, planned: Mapping[str, Settings]) -> str:
