@@ -29,7 +29,7 @@ from cfedavg.core.arrays import Array, arange, cast, dtype_of, module_of, place,
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
-from cfedavg.core.parts import Part
+from cfedavg.core.parts import Part, Written
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
@@ -38,6 +38,8 @@ LARGEST = float(np.finfo(np.float32).max)
 
 class Stage(Part):
     """The base class of selectors and quantisers, the two stages of a compressor."""
+
+    chosen_by: ClassVar[tuple[str, ...]] = ("compressor", "compressor_down")
 
 
 class Selection(NamedTuple):
@@ -96,14 +98,18 @@ class Quantiser(Stage):
 
 
 @dataclass(frozen=True)
-class Compressor:
+class Compressor(Written):
     """A selector followed by a quantiser; if `quantiser` is None, values are sent as float32 or float64."""
 
+    chosen_by: ClassVar[tuple[str, ...]] = Stage.chosen_by
     selector: Selector
     quantiser: Quantiser | None = None
 
     def __str__(self) -> str:
         return " >> ".join(map(str, self.stages))
+
+    def to_text(self, field: str) -> str:
+        return " >> ".join(stage.to_text(field) for stage in self.stages)
 
     def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
         """Return C(p), the payload of p in round t.

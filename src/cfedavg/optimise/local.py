@@ -37,6 +37,7 @@ _at_least_0 = partial(argument, "a finite number of 0 or more", lambda number: 0
 class LocalPart(Part):
     """The base class of local optimisers, and of the gradient changes that may stand before them."""
 
+    chosen_by: ClassVar[tuple[str, ...]] = ("local_optimiser",)
     needs_start: ClassVar[bool] = False  # whether the part uses the parameters at the beginning of the round
 
 
@@ -75,6 +76,9 @@ class Chain(LocalOptimiser):
 
     def __str__(self) -> str:
         return f"{self.before} >> {self.optimiser}"
+
+    def to_text(self, field: str) -> str:
+        return f"{self.before.to_text(field)} >> {self.optimiser.to_text(field)}"
 
     @property
     def needs_start(self) -> bool:  # type: ignore[override]
