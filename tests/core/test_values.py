@@ -59,11 +59,11 @@ def parts(draw: st.DrawFn, *kinds: Any) -> Any:
     kind, arguments = draw(st.sampled_from(kinds)), dict[str, Any]()
     for each in fields(kind):
         if each.default is MISSING or draw(st.booleans()):
-            values = [value for value in NUMBERS if known and known["holds"](value)] or [False, True]
-            integers = known and known["integer"]
-            arguments[each.name] = draw(
-                st.sampled_from([v for v in values if type(v) is int or not integers])
-            )
+            values: list[Any] = [False, True]
+            if known := each.metadata.get("argument"):
+                numbers = [n for n in NUMBERS if type(n) is int or not known["integer"]]
+                values = [n for n in numbers if known["holds"](n)]
+            arguments[each.name] = draw(st.sampled_from(values))
     try:
         return kind(**arguments)
     except InputError:  # arguments that exclude each other
