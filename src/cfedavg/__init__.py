@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfedavg.algorithm import Aggregator, average, local_update
+    from cfedavg.callbacks import Callback, Start, TensorBoard, Wandb
     from cfedavg.channel import Channel
     from cfedavg.compress import (
         BF16,
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
     from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox
     from cfedavg.optimise.server import Adagrad, Adam, Momentum, Nesterov, ServerOptimiser, ServerSGD, Yogi
     from cfedavg.schedule import Constant, Corollary1, Corollary2, Corollary3, Decaying, Steps, resolve_rates
-    from cfedavg.simulate.run import Result, run
+    from cfedavg.simulate.result import Result
+    from cfedavg.simulate.run import run
     from cfedavg.task import Task
     from cfedavg.wire import WireError, decode, encode
 
 _HOME = {
     "algorithm": ("Aggregator", "average", "local_update"),
+    "callbacks": ("Callback", "Start", "TensorBoard", "Wandb"),
     "channel": ("Channel",),
     "compress": (
         "BF16", "FP32", "QSGD", "Compressor", "Everything", "IntBlocks", "Proportional", "Quantiser",
@@ -56,7 +59,8 @@ _HOME = {
     "schedule": (
         "Constant", "Corollary1", "Corollary2", "Corollary3", "Decaying", "Steps", "resolve_rates",
     ),
-    "simulate.run": ("Result", "run"),
+    "simulate.result": ("Result",),
+    "simulate.run": ("run",),
     "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox"),
     "optimise.server": ("Adagrad", "Adam", "Momentum", "Nesterov", "ServerOptimiser", "ServerSGD", "Yogi"),
     "task": ("Task",),
@@ -65,13 +69,13 @@ _HOME = {
 
 __version__ = "0.5.0"
 __all__ = [
-    "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "Channel", "Clip",
-    "Compressor", "Config", "Constant", "Corollary1", "Corollary2", "Corollary3", "Decaying",
-    "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError", "IntBlocks", "Layout",
-    "LocalOptimiser", "Momentum", "Nesterov", "NoFeedback", "Payload", "Proportional", "Prox",
-    "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser", "ServerSGD", "Sign", "Steps",
-    "Task", "Threshold", "TopK", "WireError", "Yogi", "average", "decode", "decompress", "encode",
-    "local_update", "parse", "resolve_rates", "run",
+    "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "Callback",
+    "Channel", "Clip", "Compressor", "Config", "Constant", "Corollary1", "Corollary2", "Corollary3",
+    "Decaying", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError", "IntBlocks",
+    "Layout", "LocalOptimiser", "Momentum", "Nesterov", "NoFeedback", "Payload", "Proportional", "Prox",
+    "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser", "ServerSGD", "Sign", "Start",
+    "Steps", "Task", "TensorBoard", "Threshold", "TopK", "Wandb", "WireError", "Yogi", "average",
+    "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
 ]  # fmt: skip
 
 

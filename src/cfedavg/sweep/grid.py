@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, get_args
 
+from cfedavg.callbacks import Callback
 from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, Config, parse_toml, refuse_code
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
@@ -20,7 +21,6 @@ from cfedavg.report.figures import Frame, draw_grid
 from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
 from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
-from cfedavg.simulate.run import Observer
 from cfedavg.sweep import cells as sealed
 from cfedavg.sweep.cells import COLUMNS, NOTHING, Found, SealedCell, Settings, Study
 
@@ -152,9 +152,9 @@ class Grid(Study):
             config = config.replace(checkpoint_every=max(1, config.rounds // 4))
         return config
 
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+    def measure(self, name: str, settings: Settings, folder: Path, callback: Callback) -> dict[str, Any]:
         """Train a cell in `folder`, or resume the run there; return a list of values for each metric."""
-        return sealed.train_cell(self.config(name, settings), folder, observer)
+        return sealed.train_cell(self.config(name, settings), folder, callback)
 
     def figure(self, found: Found, note: str) -> bytes:
         """Return a PNG: for each p (classes per client) a row, with a panel for each metric and x axis."""

@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from rich.console import Console
-
 from cfedavg.cli.progress import Board
+from rich.console import Console
 
 
 def row(t: int, accuracy: float = 0.9753) -> dict[str, Any]:
