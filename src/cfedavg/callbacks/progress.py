@@ -105,13 +105,11 @@ class Display(Callback):
         memory = ""
         if row["delta_norm2"] and row["error_norm2"]:
             memory = f"|e|²/|g|² {row['error_norm2'] / row['delta_norm2']:.3g}"
-        line = self._metric
-        if len(line) + len(total) + 2 <= room:
-            line = "  ".join(filter(None, [line, total]))
-            for text in (f"({format_bytes(up)} up)", lost, snr, memory):
-                gap = " " if text.startswith("(") else "  "
-                if text and len(line) + len(gap) + len(text) <= room:
-                    line += gap + text
+        line = ""
+        for text in (self._metric, total, f"({format_bytes(up)} up)", lost, snr, memory):
+            gap = "" if not line else " " if text.startswith("(") else "  "
+            if text and len(line) + len(gap) + len(text) <= room:
+                line += gap + text
         return line
 
 
@@ -137,22 +135,21 @@ class Board:
     def say(self, text: str) -> None:
         """Print a text without colours; do not wrap its lines."""
         self._held.append(text)
-        if self._is_visible():
-            for each in self._held:
-                if self.console.is_jupyter:
-                    print(each, flush=True)  # rich would make an output of each line
-                else:
-                    self.console.print(each, highlight=False, markup=False, soft_wrap=True)
-            self._held.clear()
+        self._show_held()
 
-    def _is_visible(self) -> bool:
-        """Return whether the silent seconds are over; if so, start the live lines."""
+    def _show_held(self) -> None:
+        """If the silent seconds are over, print what was said, and start the live lines."""
         if time.monotonic() < self._from:
-            return False
+            return
+        for each in self._held:
+            if self.console.is_jupyter:
+                print(each, flush=True)  # rich would make an output of each line
+            else:
+                self.console.print(each, highlight=False, markup=False, soft_wrap=True)
+        self._held.clear()
         if self._progress and not self._started and self.shown:
             self._progress.start()
             self._started = True
-        return True
 
     def room(self, title: str, rounds: int) -> int:
         """Return how many characters a live line has for the state of its run, beside the bar."""
@@ -165,7 +162,7 @@ class Board:
         self.several |= self.shown > 1
         if not self._progress:
             return TaskID(0)
-        self._is_visible()
+        self._show_held()
         short = title if len(title) <= TITLE else f"…{title[1 - TITLE :]}"
         return self._progress.add_task(short, total=rounds, line="")
 
@@ -181,7 +178,7 @@ class Board:
     def update(self, bar: TaskID, **fields: Any) -> bool:
         """Change a run's line; return False if there are no live lines."""
         if self._progress:
-            self._is_visible()
+            self._show_held()
             self._progress.update(bar, **fields)
         return self._progress is not None
 

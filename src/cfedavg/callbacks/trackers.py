@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cfedavg.callbacks.callback import Callback, Start
-from cfedavg.core.errors import InputError, summarise_error
+from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_input, write_atomic
 from cfedavg.core.run_files import Record, Totals, numbers_of
 
@@ -83,15 +83,14 @@ class Wandb(Tracker):
         how: dict[str, Any] = {"config": dataclasses.asdict(start.config), "reinit": "create_new"}
         if start.folder:
             kept = start.folder / "wandb-id.txt"
-            known = start.rows and kept.exists()
-            how |= {"id": read_input(kept).decode() if known else self._wandb.util.generate_id()}
-            how |= {"dir": str(start.folder), "name": start.folder.name, "resume": "allow"}
+            how |= {"dir": str(start.folder), "name": start.folder.name}
+            if start.rows and kept.exists():
+                how |= {"id": read_input(kept).decode(), "resume": "allow"}
         try:
             self.logged = self._wandb.init(**how | self._init)
         except self._wandb.Error as error:
             raise InputError(
-                f"`callbacks`: Weights & Biases cannot start ({summarise_error(error)}); "
-                "log in to it, or set WANDB_MODE=offline"
+                f"Weights & Biases cannot start: {error}; set WANDB_MODE=offline to log without it"
             ) from None
         if start.folder:
             write_atomic(kept, self.logged.id.encode())
