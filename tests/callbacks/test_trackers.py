@@ -134,8 +134,9 @@ def test_an_unknown_tracker_is_refused() -> None:
 ONE_ROUND = ["--model", "linear", "--clients", "2", "--rounds", "1", "--track", "tensorboard"]
 
 
-def test_the_command_tracks_a_run(cfedavg: Command, tmp_path: Path) -> None:
+def test_the_command_tracks_a_run(cfedavg: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
+    monkeypatch.setattr("cfedavg.simulate.run.write_run_pictures", lambda folder: None)
     assert cfedavg("run", *ONE_ROUND, "--out", tmp_path / "a").code == 0
     assert list((tmp_path / "a" / "tensorboard").glob("events.*"))
 

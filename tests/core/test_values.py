@@ -264,8 +264,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("lr", "`lr` is not a field of Config; write `eta_local`"),
         ("epochs", "write `local_epochs`"),
         ("num_clients", "write `clients`"),
-        ("roundz", "did you mean `rounds`?"),
+        ("roundz", "write `rounds`"),
         ("momentum", "write `local_optimiser`"),
+        ("out", "give it to run(config, out=...)"),
         ("x", "known are batch_size, "),
     ],
 )
@@ -287,6 +288,6 @@ def test_a_dict_in_place_of_fields() -> None:
 def test_other_names_are_of_fields_and_no_fields() -> None:
 
     every = [other for others in OTHER_NAMES.values() for other in others]
-    assert OTHER_NAMES.keys() <= OPTIONS.keys()
+    assert OTHER_NAMES.keys() <= {*OPTIONS, "out", "track"}
     assert len(set(every)) == len(every)
     assert not {*every} & OPTIONS.keys()

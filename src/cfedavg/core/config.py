@@ -393,6 +393,8 @@ def advise_field(name: str) -> str:
     """Return what to write instead of `name`, which is no field of Config."""
     if new := RETIRED.get(name):
         return f"write `{new}`"
+    if name in ("task", "out", "resume", "callbacks", "progress", "draw", "messages"):
+        return f"give it to run(config, {name}=...)"
     return advise(name, OPTIONS)
 
 

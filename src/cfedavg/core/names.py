@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from difflib import get_close_matches
 
-# The field of Config for each name that PyTorch, Flower, FedJAX, pfl-research and papers use.
+# The field of Config, or the option of the command, for each name that others use: PyTorch, Flower, FedJAX,
+# pfl-research and papers.
 OTHER_NAMES = {
     "clients": (
-        "num_clients", "n_clients", "nb_clients", "num_supernodes", "num_nodes", "num_users", "num_partitions"
+        "num_clients", "n_clients", "nb_clients", "num_supernodes", "num_nodes", "num_users",
+        "num_partitions",
     ),
     "rounds": (
         "num_rounds", "n_rounds", "num_server_rounds", "server_rounds", "comm_rounds", "global_rounds",
@@ -51,10 +53,26 @@ OTHER_NAMES = {
     "drop_rate": ("dropout", "dropout_rate", "failure_rate"),
     "feedback": ("memory", "residual", "error_compensation"),
     "checkpoint_every": ("save_every", "save_freq", "checkpoint_freq"),
+    "out": ("output", "output_dir", "out_dir", "log_dir", "logdir", "save_dir", "results_dir", "save_path"),
+    "track": ("tracker", "trackers", "logger", "wandb", "use_wandb", "tensorboard"),
     "weighting": ("weighted", "weights", "weighting_scheme"),
 }  # fmt: skip
 
 _FIELD = {other: field for field, others in OTHER_NAMES.items() for other in others}
+
+
+def find_name(name: str, known: Collection[str]) -> str | None:
+    """Return the name in `known` that `name` means or misspells, or None.
+
+    >>> find_name("--learning-rate", ["eta_local", "rounds"]), find_name("x", ["rounds"])
+    ('eta_local', None)
+    """
+    plain = name.strip().lstrip("-").replace("-", "_").lower()
+    for found in (plain, _FIELD.get(plain)):
+        if found in known:
+            return found
+    near = get_close_matches(plain, known, n=1, cutoff=0.7)
+    return near[0] if near else None
 
 
 def advise(name: str, known: Collection[str]) -> str:
@@ -63,15 +81,9 @@ def advise(name: str, known: Collection[str]) -> str:
     >>> advise("lr", ["eta_local", "rounds"])
     'write `eta_local`'
     >>> advise("round", ["eta_local", "rounds"])
-    'did you mean `rounds`?'
+    'write `rounds`'
     >>> advise("x", ["eta_local", "rounds"])
     'known are eta_local, rounds'
     """
-    plain = name.strip().lstrip("-").replace("-", "_").lower()
-    if plain in known:
-        return f"write `{plain}`"
-    if (field := _FIELD.get(plain)) in known:
-        return f"write `{field}`"
-    if near := get_close_matches(plain, known, n=1, cutoff=0.7):
-        return f"did you mean `{near[0]}`?"
-    return f"known are {', '.join(sorted(known))}"
+    found = find_name(name, known)
+    return f"write `{found}`" if found else f"known are {', '.join(sorted(known))}"
