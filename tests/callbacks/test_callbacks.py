@@ -108,8 +108,7 @@ def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]
     run(SMALL, blobs(), progress=True)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "round 4/4  accuracy " in shown.err
-    assert "in total" in shown.err.splitlines()[-1]
+    assert shown.err.splitlines()[-1].startswith("round 4/4  accuracy ")
 
 
 def test_a_result_is_a_few_lines_and_a_table(tmp_path: Path) -> None:

@@ -197,5 +197,5 @@ def show_progress(rounds: int, silent: float) -> Iterator[Display]:
     It writes to stderr, or to the output of the cell of a notebook.
     """
     console = Console(force_jupyter=True) if in_notebook() else Console(stderr=True)
-    with Board(console, silent).show("training", rounds) as display:
-        yield display
+    with Display(console, rounds, "training", Board(console, silent)) as display:
+        yield display  # without a total: the Result says it

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -96,6 +96,11 @@ class Quantiser(Stage):
         """Return the SNR gamma (Definition 1) that the quantiser guarantees if a client sends n values."""
         raise NotImplementedError
 
+    def __rshift__(self, following: object) -> NoReturn:
+        raise InputError(
+            f"a selector must stand before a quantiser, as in TopK(0.99) >> BF16(), got {self} >> {following}"
+        )
+
 
 @dataclass(frozen=True)
 class Compressor(Written):
@@ -104,6 +109,14 @@ class Compressor(Written):
     chosen_by: ClassVar[tuple[str, ...]] = Stage.chosen_by
     selector: Selector
     quantiser: Quantiser | None = None
+
+    def __post_init__(self) -> None:
+        is_quantiser = self.quantiser is None or isinstance(self.quantiser, Quantiser)
+        if not (isinstance(self.selector, Selector) and is_quantiser):
+            raise InputError(
+                "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
+                f"{self.selector} >> {self.quantiser}"
+            )
 
     def __str__(self) -> str:
         return " >> ".join(map(str, self.stages))

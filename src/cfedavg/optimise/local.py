@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -66,6 +66,12 @@ class LocalOptimiser(LocalPart):
         """
         raise NotImplementedError
 
+    def __rshift__(self, following: object) -> NoReturn:
+        raise InputError(
+            f"an optimiser must be the last part of its chain, as in Clip(1.0) >> SGD(), got {self} >> "
+            f"{following}"
+        )
+
 
 @dataclass(frozen=True)
 class Chain(LocalOptimiser):
@@ -73,6 +79,13 @@ class Chain(LocalOptimiser):
 
     before: GradientChange
     optimiser: LocalOptimiser
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.before, GradientChange) and isinstance(self.optimiser, LocalOptimiser)):
+            raise InputError(
+                "a local optimiser must be one optimiser, with changes of the gradient before it, as in "
+                f"Clip(1.0) >> SGD(), got {self.before} >> {self.optimiser}"
+            )
 
     def __str__(self) -> str:
         return f"{self.before} >> {self.optimiser}"

@@ -66,6 +66,8 @@ def run(
     """
     _check_arguments(config, task, out, resume)
     check_callbacks(callbacks)
+    if progress not in (None, True, False):
+        raise InputError(f"run: `progress` must be True, False or None, got {progress!r:.40}")
     own = task is not None
     config, task = _prepare(config, task)
     messages = Path(messages) if messages else None
