@@ -88,6 +88,8 @@ def test_data_parts_version(cfedavg: Command, tmp_path: Path) -> None:
     outcome = cfedavg("data", "--clients", "10", "--classes-per-client", "3", "--out", picture)
     assert "10 clients with 999 to 999 train" in outcome.out
     assert picture.exists()
+    assert cfedavg("data", "--out", tmp_path / "new" / "folder").code == 0
+    assert (tmp_path / "new" / "folder" / "partition.png").exists()
     found = cfedavg("parts").out
     registered = [FEEDBACKS.entries, LOCAL_OPTIMISERS.entries, SERVER_OPTIMISERS.entries, SELECTORS]
     for name in (name for entries in registered for name in entries):

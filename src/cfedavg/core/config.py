@@ -21,7 +21,7 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_input
 from cfedavg.core.names import advise
 from cfedavg.core.parts import Range
-from cfedavg.core.values import ClientValues, PartText, convert
+from cfedavg.core.values import ClientValues, ModelText, PartText, convert
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -134,7 +134,7 @@ class Config:
         False, DATA, "instead: a random share for every client", in_task=True, exclusive="partition"
     )
 
-    model: str = option(
+    model: ModelText = option(
         "cnn", MODEL, "cnn, lenet, resnet18, resnet18_gn, mlp, linear, or module:factory of your own",
         is_part=True, server="always",
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cfedavg.core.errors import InputError
@@ -17,6 +17,7 @@ from cfedavg.core.parts import Written
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
     class PartText:
         """The type of a field that holds a text, and takes a text or an object."""
@@ -24,14 +25,22 @@ if TYPE_CHECKING:
         def __get__(self, instance: object, owner: type) -> str: ...
         def __set__(self, instance: object, value: str | Written) -> None: ...
 
+    class ModelText:
+        """The type of the field `model`: a text, which may also be given as a function of a module."""
+
+        def __get__(self, instance: object, owner: type) -> str: ...
+        def __set__(self, instance: object, value: str | Callable[..., object]) -> None: ...
+
     class ClientValues:
         """The type of a field that holds the text of a Range, and takes a number, a list or a range too."""
 
         def __get__(self, instance: object, owner: type) -> str | None: ...
-        def __set__(self, instance: object, value: str | float | Sequence[float] | None) -> None: ...
+        def __set__(
+            self, instance: object, value: str | float | Sequence[float] | NDArray[Any] | None
+        ) -> None: ...
 
 else:
-    PartText, ClientValues = str, str | None
+    PartText, ModelText, ClientValues = str, str, str | None
 
 
 def convert(name: str, value: Any, kinds: tuple[type, ...], *, is_part: bool, per_client: bool) -> Any:
