@@ -20,7 +20,7 @@ OTHER_NAMES = {
         "epochs", "num_epochs", "n_epochs", "num_local_epochs", "local_num_epochs", "epochs_per_client",
         "client_epochs", "local_ep", "max_epochs",
     ),
-    "local_steps": ("num_steps", "num_local_steps", "local_num_steps", "client_steps", "k", "tau", "h"),
+    "local_steps": ("num_steps", "num_local_steps", "local_num_steps", "client_steps"),
     "eta_local": (
         "lr", "learning_rate", "local_lr", "lr_local", "client_lr", "local_learning_rate", "eta_l",
         "client_learning_rate", "learning_rate_client", "base_lr",
