@@ -19,7 +19,8 @@ from rich.progress import (
 
 from cfedavg.callbacks.callback import Callback, Start
 from cfedavg.callbacks.notebook import NotebookLines, in_notebook
-from cfedavg.core.run_files import Record, Totals
+from cfedavg.core.run_files import Record
+from cfedavg.core.totals import Totals
 from cfedavg.core.units import format_bytes
 
 PLAIN_EVERY = 2.0  # seconds between plain lines

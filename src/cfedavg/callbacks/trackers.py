@@ -11,7 +11,8 @@ from typing import Any
 from cfedavg.callbacks.callback import Callback, Start
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_input, write_atomic
-from cfedavg.core.run_files import Record, Totals, numbers_of
+from cfedavg.core.run_files import Record
+from cfedavg.core.totals import Totals, numbers_of
 
 
 class Tracker(Callback):

@@ -11,7 +11,8 @@ from torch import nn
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
-from cfedavg.core.run_files import Record, Totals, numbers_of
+from cfedavg.core.run_files import Record
+from cfedavg.core.totals import Totals, numbers_of
 from cfedavg.core.units import format_metric, format_time, spell_out
 
 if TYPE_CHECKING:
