@@ -124,7 +124,7 @@ def test_a_result_is_a_few_lines_and_a_table(tmp_path: Path) -> None:
     assert list(frame.index) == [0, 1, 2, 3]
     total = [row["total_bytes"] for row in result.rows]
     assert frame["total_bytes"].cumsum().tolist() == frame["cumulative_total_bytes"].tolist()
-    assert frame["cumulative_total_bytes"].iloc[-1] == sum(total) == result.totals.up + result.totals.down
+    assert frame["cumulative_total_bytes"].iloc[-1] == sum(total) == result.totals.total
     assert (frame["uplink_bytes"] + frame["downlink_bytes"]).tolist() == total
 
 

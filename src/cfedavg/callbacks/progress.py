@@ -100,7 +100,7 @@ class Display(Callback):
 
     def _describe(self, row: Record, room: int) -> str:
         """Return the state of the run in at most `room` characters; the most important comes first."""
-        up, total = self._totals.up, format_bytes(self._totals.up + self._totals.down)
+        up, total = self._totals.up, format_bytes(self._totals.total)
         lost = f"lost {row['lost']}" if row["lost"] else ""
         snr = f"SNR {row['snr_min']:.3g}" if row["snr_min"] is not None else ""
         memory = ""

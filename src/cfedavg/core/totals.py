@@ -24,13 +24,18 @@ class Totals:
         self.down += row["downlink_bytes"]
         self.first += row.get("first_download_bytes") or 0
 
+    @property
+    def total(self) -> int:
+        """The bytes of both directions."""
+        return self.up + self.down
+
     def columns(self) -> Record:
         """Return the sums so far as columns of metrics."""
-        sums = {"uplink": self.up, "downlink": self.down, "total": self.up + self.down}
+        sums = {"uplink": self.up, "downlink": self.down, "total": self.total}
         return {f"cumulative_{name}_bytes": value for name, value in sums.items()}
 
     def __str__(self) -> str:
-        up, down, total, first = map(format_bytes, (self.up, self.down, self.up + self.down, self.first))
+        up, down, total, first = map(format_bytes, (self.up, self.down, self.total, self.first))
         downloads = f", of which {first} are the clients' first downloads" if self.first else ""
         return f"sent {up} up and {down} down, {total} in total{downloads}"
 
