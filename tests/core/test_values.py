@@ -25,8 +25,10 @@ from cfedavg import (
     IntBlocks,
     LocalOptimiser,
     ServerSGD,
+    Steps,
     TopK,
     parse,
+    resolve_rates,
 )
 from cfedavg.compress import QUANTISERS, SELECTORS
 from cfedavg.core.config import OPTIONS, PARTS
@@ -114,6 +116,12 @@ def test_objects_and_texts_are_one_configuration() -> None:
     )
     assert objects == texts
     assert parse_parts(objects)[-1].rate == 0.01
+
+
+def test_the_rate_of_adam_is_that_of_the_server_unless_eta_is_given() -> None:
+    for fields, eta in (({}, 0.02), ({"eta": 0.5}, 0.5)):
+        config = Config(server_optimiser=Adam(0.02), **fields)
+        assert resolve_rates(config, Steps(config, [10, 10], [1.0, 1.0]), 2).eta == eta
 
 
 def test_every_kind_of_part_is_tried() -> None:

@@ -33,7 +33,7 @@ class ServerOptimiser(Part):
     # Whether the length of a step does not depend on the size of delta. If so, and if updates were divided
     # by K, delta is multiplied by the mean K before the step, so that delta keeps its size relative to tau.
     adapts: ClassVar[bool] = False
-    rate: float = 1.0  # the default eta for updates that were not divided by K
+    rate: ClassVar[float] = 1.0  # the default eta for updates that were not divided by K
 
     def default_rate(self, K: float) -> float:
         """Return the default of eta, the server's rate, if clients divide their updates by K local steps."""
@@ -103,7 +103,9 @@ class _Adaptive(ServerOptimiser):
     """
 
     adapts: ClassVar[bool] = True
-    rate: float = argument("a finite number above 0", lambda rate: 0 < rate < math.inf, 0.01)
+    rate: float = argument(  # type: ignore[misc] # here an argument sets it
+        "a finite number above 0", lambda rate: 0 < rate < math.inf, 0.01
+    )
     beta1: float = share(0.9)
     beta2: float = share(0.99)
     tau: float = argument("from 1e-30 to 1e30", lambda tau: 1e-30 <= tau <= 1e30, 1e-3)
