@@ -119,8 +119,8 @@ def test_objects_and_texts_are_one_configuration() -> None:
 
 
 def test_the_rate_of_adam_is_that_of_the_server_unless_eta_is_given() -> None:
-    for fields, eta in (({}, 0.02), ({"eta": 0.5}, 0.5)):
-        config = Config(server_optimiser=Adam(0.02), **fields)
+    for given_, eta in (({}, 0.02), ({"eta": 0.5}, 0.5)):
+        config = Config(server_optimiser=Adam(0.02), **given_)
         assert resolve_rates(config, Steps(config, [10, 10], [1.0, 1.0]), 2).eta == eta
 
 
