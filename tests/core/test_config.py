@@ -127,7 +127,7 @@ def test_the_command_names_options() -> None:
         "messages",
         "config",
         "nodes",
-        "picture",
+        "track",
         "vary",
     } <= list_options().keys()
     assert name_options("`resume` needs `out`") == "--resume needs --out"

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg import Config, InputError, Task, run
+from cfedavg.callbacks import Callback
 from cfedavg.core.errors import Diverged
 from cfedavg.optimise.local import SGD
 from cfedavg.simulate.engines import ReferenceEngine
 from cfedavg.simulate.local import Vectors, after, clock, local_steps
 from cfedavg.simulate.plan import Plan, broken_conditions
-from cfedavg.simulate.run import Observer
 from cfedavg.simulate.state import State
 from cfedavg.theory import rate_conditions
 from tests.conftest import blobs, half_square, quadratic
@@ -278,18 +278,18 @@ def test_divergence_of_one_client() -> None:
 def test_rate_conditions_are_reported_with_measured_gamma_and_alpha() -> None:
     said: list[str] = []
 
-    class Listener(Observer):
-        def say(self, text: str) -> None:
+    class Listener(Callback):
+        def on_message(self, text: str) -> None:
             if "rate condition" in text:
                 said.append(text)
 
-    result = run(Config(rounds=2, local_steps="3", smoothness=10.0), blobs(), observer=Listener())
+    result = run(Config(rounds=2, local_steps="3", smoothness=10.0), blobs(), callbacks=[Listener()])
     assert len(said) == 3
     assert all("is broken in 2 of 2 rounds" in s and "measured gamma" in s and "alpha" in s for s in said)
     assert len(result.final["rate_conditions"]) == 3
     said.clear()
     run(Config(rounds=2, local_steps="3", smoothness=1e-3, compressor="none", eta_local=0.01), blobs(),
-        observer=Listener())  # fmt: skip
+        callbacks=[Listener()])  # fmt: skip
     assert said == []
 
 

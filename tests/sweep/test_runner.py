@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cfedavg import InputError
+from cfedavg import Callback, Config, InputError, Start
 from cfedavg.cli.commands import app
 from cfedavg.sweep import (
     CELLS,
     DamagedCell,
     Grid,
-    Observer,
     SealedCell,
     Sweep,
     read_cell,
@@ -64,13 +63,13 @@ def mine(tmp_path: Path) -> str:
 MADE = {"seconds": 1.5, "version": "0.4.0", "hardware": "an abacus"}
 
 
-class Speaker(Observer):
+class Speaker(Callback):
     """Keeps what a run says."""
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
 
@@ -150,9 +149,9 @@ def test_time_is_given_in_minutes(mine: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_time_of_earlier_calls_counts(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resumed(grid: Grid, name: str, settings: Any, folder: Path, observer: Observer) -> dict[str, Any]:
-        observer.begin([{"seconds": 100.0, "round": 0}])
-        observer.row({"seconds": 20.0, "round": 1})
+    def resumed(grid: Grid, name: str, settings: Any, folder: Path, callback: Callback) -> dict[str, Any]:
+        callback.on_begin(Start(Config(), None, [{"seconds": 100.0, "round": 0}]))
+        callback.on_row({"seconds": 20.0, "round": 1})
         return {"test_accuracy": [0.1, 0.2]}
 
     monkeypatch.setattr(Grid, "measure", resumed)
@@ -387,7 +386,7 @@ def test_a_long_cell_has_checkpoints(mine: str, tmp_path: Path, monkeypatch: pyt
     for typed in ({"rounds": 100}, {"rounds": 100, "checkpoint_every": 3}):
         grid = grid_of(mine, typed=typed)
         ((name, settings), *_) = grid.cells([0]).items()
-        assert grid.measure(name, settings, tmp_path, Observer()) == {}
+        assert grid.measure(name, settings, tmp_path, Callback()) == {}
     assert seen == [25, 3]
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from cfedavg import Callback
 from cfedavg.report import Frame, default_settings
-from cfedavg.sweep import Observer, SealedCell, Settings, Study
+from cfedavg.sweep import SealedCell, Settings, Study
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
 
 
@@ -36,9 +37,9 @@ class SmallStudy(Study):
         found: dict[str, Settings] = self.module.cells(self.scale, seeds)
         return found
 
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+    def measure(self, name: str, settings: Settings, folder: Path, callback: Callback) -> dict[str, Any]:
         """Run the measurement of a cell and return its values."""
-        values: dict[str, Any] = self.module.measure(settings, observer.say)
+        values: dict[str, Any] = self.module.measure(settings, callback.on_message)
         return values
 
     def missing_values(self, cell: SealedCell) -> list[str]:

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from cfedavg.cli.console import OptionConsole, flag, say, takes_config
 from cfedavg.core.config import DATA, Config, fields_where
 from cfedavg.core.errors import InputError, summarise_error
-from cfedavg.core.files import check_regular, exists, read_input
+from cfedavg.core.files import check_regular, exists, make_folder, read_input
 
 if TYPE_CHECKING:
     from cfedavg.core.layout import Layout
@@ -31,7 +31,9 @@ _MOST, _MOST_ROWS = 2**33, 2**26
 @takes_config(PARTITION)
 def data(
     given: dict[str, Any],
-    picture: Annotated[Path, typer.Option(help="PNG file for the picture")] = Path("partition.png"),
+    out: Annotated[Path, typer.Option(help="file for the picture, or folder for partition.png")] = Path(
+        "partition.png"
+    ),
 ) -> None:
     """Load a data set, divide it among clients, and plot how many samples of each class a client has."""
     from cfedavg.data import load
@@ -39,12 +41,14 @@ def data(
     from cfedavg.report import plot_partition
 
     config = Config().replace(**given)
+    picture = out if out.suffix else out / "partition.png"
     if picture.suffix != ".png":
-        raise InputError(f"--picture must end in .png, got {picture}")
+        raise InputError(f"`out` must be a folder or end in .png, got {out}")
     images = load(config.dataset, config.data_dir)
     partition = deal(config, images)
     sizes, tests = ([len(rows) for rows in part] for part in (partition.train, partition.test))
     counts = partition.counts(images.train.labels, images.classes)
+    make_folder(picture.parent, "`out`")
     plot_partition(counts, picture, f"{images.name}: who has what")
     say(
         f"{images.name}: {len(images.train)} train and {len(images.test)} test images of "

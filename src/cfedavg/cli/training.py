@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cfedavg.cli import console
-from cfedavg.cli.console import ConfigFile, Formats, Out, Resume, takes_config, trust_option
+from cfedavg.cli.console import ConfigFile, Formats, Out, Resume, Track, takes_config, trust_option
 from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
 from cfedavg.core.run_files import CONFIG
@@ -35,6 +35,7 @@ def run(
         Path | None,
         typer.Option(help="folder for every client's message, to be read with `cfedavg inspect`"),
     ] = None,
+    track: Track = None,
 ) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
@@ -46,11 +47,15 @@ def run(
     # These processes work while this one imports torch, which takes seconds.
     start_compiler(options.device, options.engine)
     start_decoder(options.dataset, options.data_dir)
-    from cfedavg.cli.progress import show_progress
+    from cfedavg.callbacks import make_trackers
+    from cfedavg.callbacks.progress import Board
     from cfedavg.simulate.run import run as run_loop
 
-    with show_progress("training", options.rounds) as display:
-        run_loop(options, out=out, resume=resume, observer=display, messages=messages)
+    trackers = make_trackers(track or [])
+
+    with Board(console.OptionConsole()).show("training", options.rounds) as display:
+        callbacks = [display, *trackers]
+        run_loop(options, out=out, resume=resume, callbacks=callbacks, progress=False, messages=messages)
     console.say(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl")
 
 
@@ -64,6 +69,7 @@ def federate_up(
     out: Out = None,
     resume: Resume = False,
     trust: Annotated[bool, trust_option("the resumed run")] = False,
+    track: Track = None,
     round_timeout: Annotated[
         float, typer.Option(help="seconds after which a round stops waiting for replies", min=1)
     ] = 120,
@@ -81,16 +87,19 @@ def federate_up(
     The federation has a Flower SuperLink and a SuperNode for each client on 127.0.0.1, with TLS and a key
     for every node.
     """
-    from cfedavg.cli.progress import Display
+    from cfedavg.callbacks import CallbackList, make_trackers
+    from cfedavg.callbacks.progress import Display
     from cfedavg.launch.local_federation import train_federation
     from cfedavg.launch.services import RunFailed
 
     out, how = console.choose_folder(out, resume), {"round_timeout": round_timeout, "quorum": quorum}
     given |= {"clients": nodes} if nodes else {}
     config = console.config_from(None, out if resume else None, given, trust=trust, base=DEFAULT)
+    trackers = make_trackers(track or [])
     try:
         with Display(console.OptionConsole(), config.rounds, "training") as display:
-            trained = train_federation(config, out, display, resume=resume, port=port, **how)
+            callback = CallbackList([display, *trackers])
+            trained = train_federation(config, out, callback, resume=resume, port=port, **how)
     except KeyboardInterrupt:
         if exists(out / CONFIG):
             console.say(f"stopped: continue with `cfedavg federate up --out {out} --resume`")

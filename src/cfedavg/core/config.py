@@ -3,6 +3,8 @@
 Each field has an Option, which holds its help, its bounds, and which kinds of run use or may change it.
 """
 
+# ruff: noqa: RUF009 - option() returns a field of a dataclass, which ruff cannot see behind our types
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,12 +15,14 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_input
 from cfedavg.core.links import parse_links, renew_links
+from cfedavg.core.names import advise
 from cfedavg.core.parts import Range
+from cfedavg.core.values import ClientValues, ModelText, PartText, convert
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -131,12 +135,12 @@ class Config:
         False, DATA, "instead: a random share for every client", in_task=True, exclusive="partition"
     )
 
-    model: str = option(
+    model: ModelText = option(
         "cnn", MODEL, "cnn, lenet, resnet18, resnet18_gn, mlp, linear, or module:factory of your own",
         is_part=True, server="always",
     )  # fmt: skip
 
-    local_steps: str | None = option(
+    local_steps: ClientValues = option(
         None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client",
         per_client=True, integer=True, low=1, exclusive="local work", otherwise="10",
     )  # fmt: skip
@@ -148,7 +152,7 @@ class Config:
     )
     batch_size: int = option(20, LOCAL, "samples of one local step", low=1)
     eta_local: float = option(0.1, LOCAL, "local learning rate", above=0)
-    schedule: str = option(
+    schedule: PartText = option(
         "constant", LOCAL,
         "constant, decaying(a=1), or the CFedAvg paper's: corollary1, corollary2(a=1), corollary3",
         is_part=True,
@@ -157,7 +161,7 @@ class Config:
         None, LOCAL, "the loss's smoothness L: for corollary1 to 3, and to check the paper's rate conditions",
         above=0,
     )  # fmt: skip
-    local_optimiser: str = option(
+    local_optimiser: PartText = option(
         "sgd", LOCAL,
         "sgd(momentum=0.9), or clip(1.0) >> adamw(0.1), or prox(0.01) >> sgd, ...; see `cfedavg parts`",
         is_part=True,
@@ -175,7 +179,7 @@ class Config:
         "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K_i are equal, else mean",
         choices=("auto", "sum", "mean"), server="always",
     )  # fmt: skip
-    server_optimiser: str = option(
+    server_optimiser: PartText = option(
         "sgd", ROUND, "sgd, momentum(0.9), nesterov, adam, adagrad or yogi; see `cfedavg parts`",
         is_part=True, server="alone",
     )  # fmt: skip
@@ -193,21 +197,21 @@ class Config:
         federated=False,
     )  # fmt: skip
 
-    compressor: str = option(
+    compressor: PartText = option(
         BOTH_WAYS, SENT,
         "compressor of the updates: selector >> quantiser; topk(0.97) leaves out 97%; see `cfedavg parts`",
         is_part=True, server="always",
     )  # fmt: skip
-    compressor_down: str = option(
+    compressor_down: PartText = option(
         BOTH_WAYS, SENT, "compressor of the broadcast; none sends the whole model in every round",
         is_part=True, server="always",
     )  # fmt: skip
-    feedback: str = option(
+    feedback: PartText = option(
         "ef", SENT, "error feedback, which remembers what was not sent: ef, ef(decay=0.95), ef21, none",
         is_part=True, server="always",
     )  # fmt: skip
 
-    steps_per_second: str | None = option(
+    steps_per_second: ClientValues = option(
         None, LINK, "speed of a client: 20, or 5..50, or 3,5,8 per client",
         per_client=True, above=0, federated=False,
     )  # fmt: skip
@@ -250,9 +254,21 @@ class Config:
         federated=False,
     )  # fmt: skip
 
+    if not TYPE_CHECKING:  # type checkers know the names of the fields
+
+        def __new__(cls, *values: object, **fields: object) -> Config:
+            """Refuse values without a name and unknown names in one sentence."""
+            if values:
+                raise InputError(f"Config takes named fields, as in Config(rounds=5), got {values[0]!r:.80}")
+            for name in fields.keys() - OPTIONS.keys():
+                raise InputError(f"`{name}` is not a field of Config; {advise_field(name)}")
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, kind in FIELD_TYPES.items():
-            object.__setattr__(self, name, _convert(name, getattr(self, name), kind))
+            known, kinds = OPTIONS[name], getattr(kind, "__args__", (kind,))
+            how = {"is_part": known.is_part, "per_client": known.per_client}
+            object.__setattr__(self, name, convert(name, getattr(self, name), kinds, **how))
         for group in EXCLUSIVE:
             given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
             if len(given) > 1:
@@ -349,8 +365,7 @@ class Config:
                 line = f'{new} = "{renew(table)[new]}"'
                 raise InputError(f"{where}: {name} is no longer an option; write {line}")
             if name not in OPTIONS:
-                known = ", ".join(sorted(OPTIONS))
-                raise InputError(f"{where} has an unknown key {name!r}; known are {known}")
+                raise InputError(f"{where} has an unknown key {name!r}; {advise_field(name)}")
         if not trust:
             refuse_code(table, where, "pass trust=True if you trust it")
         try:
@@ -371,6 +386,15 @@ def parse_toml(text: str | bytes, where: str) -> dict[str, Any]:
 
 FIELD_TYPES: dict[str, Any] = get_type_hints(Config)
 OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dataclasses.fields(Config)}
+
+
+def advise_field(name: str) -> str:
+    """Return what to write instead of `name`, which is no field of Config."""
+    if new := RETIRED.get(name):
+        return f"write `{new}`"
+    if name in ("task", "out", "resume", "callbacks", "progress", "draw", "messages"):
+        return f"give it to run(config, {name}=...)"
+    return advise(name, OPTIONS)
 
 
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
@@ -418,28 +442,6 @@ def read_config(path: Path, *, written: bool = True) -> Config:
     """
     table = parse_toml(read_input(path), str(path))
     return Config.from_dict(renew(table) if written else table, str(path), trust=True)
-
-
-def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert a value to the field's type: an integer to a float, or a number to the text of a Range."""
-    kinds = getattr(kind, "__args__", (kind,))
-    if value is None and type(None) in kinds:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if float in kinds:
-            try:
-                value = float(value)
-            except OverflowError:  # an integer of hundreds of digits
-                value = math.inf if value > 0 else -math.inf
-        elif name in PER_CLIENT:
-            value = str(value)
-    if isinstance(value, str) and not value.isprintable():
-        raise InputError(f"`{name}` must be printable text, got {value!r}")
-    if type(value) not in kinds:
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-        wanted = " or ".join(text for k, text in words.items() if k in kinds)
-        raise InputError(f"`{name}` must be {wanted}, got {value!r}")
-    return value
 
 
 def toml_value(value: Any) -> str:

@@ -23,6 +23,7 @@ from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
+from cfedavg.core.parts import Written
 from cfedavg.core.run_files import Record, ResidualNorms
 from cfedavg.federate.replica import ModelReplica, advance
 from cfedavg.federate.server import ServerState
@@ -47,9 +48,9 @@ class CFedAvg(Strategy):
     None, CFedAvg averages with `weighting` "uniform" or "samples", and `server_optimiser` steps with the
     global rate `eta`: a number, or a function of the round (from 0). The default is the optimiser's own rate.
 
-    `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The
-    server tells the clients what they need, so the mod needs no options. `uncompressed`: patterns for the
-    names of arrays that are sent uncompressed.
+    `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation, as
+    texts or objects. The server tells the clients what they need, so the mod needs no options.
+    `uncompressed`: patterns for the names of arrays that are sent uncompressed.
 
     With a `compressor_down`, every client keeps a model copy, which can differ from the server's exact
     model. The clients train from the copy. `evaluate_fn` evaluates the copy, and `start` returns the copy.
@@ -70,11 +71,11 @@ class CFedAvg(Strategy):
         self,
         inner: Strategy | None = None,
         *,
-        compressor: str = Config.compressor,
-        compressor_down: str = Config.compressor_down,
-        feedback: str = "ef",
+        compressor: str | Written = Config.compressor,
+        compressor_down: str | Written = Config.compressor_down,
+        feedback: str | Written = "ef",
         update: str = "sum",
-        server_optimiser: str = "sgd",
+        server_optimiser: str | Written = "sgd",
         eta: Rate | None = None,
         weighting: str = "uniform",
         policy: RoundPolicy | None = None,
@@ -89,11 +90,11 @@ class CFedAvg(Strategy):
         self.inner, self.eta, self.max_norm, self.uncompressed = inner, eta, max_norm, uncompressed
         self.policy = RoundPolicy() if policy is None else policy
         self.resume, self.from_backup, self.weighting = resume, from_backup, weighting
-        self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         if inner is not None and not isinstance(inner, Strategy):
             raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {inner!r}")
         options.check_values(self.policy, max_norm, eta, uncompressed)
-        options.check_start(resume=resume, from_backup=from_backup, has_out=out is not None)
+        options.check_start(resume=resume, from_backup=from_backup, out=out)
+        self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         given: dict[str, Any] = {"compressor": compressor, "compressor_down": compressor_down}
         given |= {"feedback": feedback, "update": update, "server_optimiser": server_optimiser}
         given |= {"weighting": weighting, "seed": seed, "participation": float(self.policy.participation)}

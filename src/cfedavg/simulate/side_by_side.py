@@ -10,7 +10,8 @@ from cfedavg.data.tasks import DataSet, build_task
 from cfedavg.simulate.engines import Partners, choose_device, is_small
 from cfedavg.simulate.local import Vectors
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.run import Result, run_beside
+from cfedavg.simulate.result import Result
+from cfedavg.simulate.run import run_beside
 from cfedavg.simulate.steps import Steps
 from cfedavg.task import Task
 

@@ -12,15 +12,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, Config, parse_toml, refuse_code
+from cfedavg.callbacks import Callback
+from cfedavg.core.config import (
+    EXCLUSIVE,
+    FIELD_TYPES,
+    OPTIONS,
+    Config,
+    advise_field,
+    parse_toml,
+    refuse_code,
+)
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
+from cfedavg.core.names import advise
 from cfedavg.core.units import is_share, spell_out
 from cfedavg.report.figures import Figure, Frame, draw_grid
 from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
 from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
-from cfedavg.simulate.run import Observer
 from cfedavg.sweep import cells as sealed
 from cfedavg.sweep.cells import COLUMNS, NOTHING, Found, SealedCell, Settings, Study
 
@@ -154,9 +163,9 @@ class Grid(Study):
             config = config.replace(checkpoint_every=max(1, config.rounds // 4))
         return config
 
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+    def measure(self, name: str, settings: Settings, folder: Path, callback: Callback) -> dict[str, Any]:
         """Train a cell in `folder`, or resume the run there; return a list of values for each metric."""
-        return sealed.train_cell(self.config(name, settings), folder, observer)
+        return sealed.train_cell(self.config(name, settings), folder, callback)
 
     def figure(self, found: Found, note: str) -> Figure:
         """Return a figure: for each p (classes per client) a row, with a panel for each metric and x axis."""
@@ -291,7 +300,8 @@ def _check_keys(table: Mapping[str, Any], where: str, rules: _Rules) -> None:
     """Refuse an unknown key, and a value that breaks its key's rule."""
     for key, value in table.items():
         if key not in rules:
-            raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(rules))}")
+            remedy = advise_field(key) if rules is _FIELDS else advise(key, rules)
+            raise InputError(f"{where} has an unknown key {key!r}; {remedy}")
         is_right, rule = rules[key]
         if not is_right(value):
             raise InputError(f"{where}: {key} must be {rule}, got {value!r}")
@@ -319,8 +329,11 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
     for text in vary:
         left, equals, right = text.partition("=")
         fields = [name.strip().lstrip("-").replace("-", "_") for name in left.split(",")]
-        if not equals or any(name not in OPTIONS for name in fields):
+        if not equals:
             raise InputError(f"`vary` must be field=value|value, such as seed=0|1|2, got {text!r}")
+        for name in fields:
+            if name not in OPTIONS:
+                raise InputError(f"`vary`: {name!r} is not a field; {advise_field(name)}")
         for name in fields:
             if name in seen:
                 raise InputError(f"`vary` must name {name} once, got {name} twice; join its values with |")
