@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ def test_foreign_messages_pass(kind: str, tmp_path: Path) -> None:
 
 def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def place(**config: str) -> Path:
-        return state_folder(Context(1, 7, {**config}, RecordDict(), {}))
+        return state_folder(Context(1, 7, {**config}, RecordDict(), {}), SimpleNamespace(folder=""))  # type: ignore[arg-type]
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("FLWR_HOME", "CFEDAVG_STATE"):

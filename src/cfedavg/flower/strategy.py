@@ -30,6 +30,7 @@ from cfedavg.flower import options, rounds
 from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
 from cfedavg.flower.federation_folder import FederationFolder
 from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, Numbers, RoundRows
+from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.flower.options import Parts, Rate, RoundPolicy, bound_norm, keep_last
 from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_norm
 from cfedavg.flower.requests import Dispatcher, make_record
@@ -200,8 +201,9 @@ class Session:
         notes = {who: known.note for who, known in self.state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
         self.residuals = ResidualNorms().add(note.residual2 for note in notes.values())
+        nodes, where = OnlineNodes(self.grid, self.numbers), str(folder.out.resolve())
         model = folder.form, folder.replica, folder.federation
-        self.dispatcher = Dispatcher(self.grid, *model, self.numbers, self.policy, self.parts)
+        self.dispatcher = Dispatcher(self.grid, nodes, where, *model, self.policy, self.parts)
         self.wrapped: WrappedStrategy | None = None
         if self.inner:
             self.wrapped = WrappedStrategy(self.inner, self.form, self.result, self.state.inner)
