@@ -38,8 +38,12 @@ demo: install  ## both directions compressed beside uncompressed FedAvg, on the 
 test: lint  ## what CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q
 
-test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
+test-all: lint .venv-simulation/.installed  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q -m "not gpu"
+
+.venv-simulation/.installed: $(INSTALLED) scripts/install_simulation  # Ray, for Flower's simulation
+	scripts/install_simulation
+	touch $@
 
 lint: install
 	$(BIN)/ruff check .
@@ -66,4 +70,4 @@ fuzz: install  ## ten million mutated messages: only WireError, no growing memor
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv .venv-peers runs build src/*.egg-info
+	rm -rf .venv .venv-peers .venv-simulation runs build src/*.egg-info

@@ -77,7 +77,7 @@ class Simulation(Federation):
         layout, name = Form.of(self.model).layout, (self.out / "federation.txt").read_text()
         known = OnlineNodes(self.grid, Numbers())
         known.identify(MessageType.TRAIN, 1.0)
-        stores = [ClientStore(self.out / "nodes", name, node.identity, layout) for node in known.list()]
+        stores = [ClientStore(self.out / "nodes", name, node.identity, layout) for node in known.find()]
         return np.stack([store.load().memory for store in stores])
 
 

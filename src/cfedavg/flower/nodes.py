@@ -56,8 +56,8 @@ class OnlineNodes:
     def __post_init__(self) -> None:
         self.simulated = is_simulated(self.grid)
 
-    def list(self) -> list[Node]:
-        """Return the online nodes, sorted by client number. New nodes get numbers in the order of their names.
+    def find(self) -> list[Node]:
+        """Return the online nodes by client number. New nodes get numbers in the order of their names.
 
         Without authentication, a node has a new key after every restart, and so counts as a new node. Of a
         simulation, return only the nodes that have answered `identify`.

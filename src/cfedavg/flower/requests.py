@@ -133,7 +133,7 @@ class Dispatcher:
         end, least = time.monotonic() + policy.deadline, policy.min_nodes
         while True:
             self.nodes.identify(MessageType.TRAIN, policy.deadline)
-            if policy.can_start(len(nodes := self.nodes.list())):
+            if policy.can_start(len(nodes := self.nodes.find())):
                 return nodes
             if len(nodes) != logged:
                 log(INFO, "waiting for nodes: %d of %d are online", len(nodes), least)
@@ -150,7 +150,7 @@ class Dispatcher:
         wanted, made = list(messages), []
         if wanted:
             self.nodes.identify(wanted[0].metadata.message_type, self.policy.deadline)
-        known = {node.id: node for node in self.nodes.list()}
+        known = {node.id: node for node in self.nodes.find()}
         for message in wanted:
             node = known.get(message.metadata.dst_node_id)
             if node is None:
@@ -213,7 +213,7 @@ class Dispatcher:
                 log(WARNING, "%s: %s (%s)", node.name, rejected.cause, why)
             if self.policy.has_enough(len(now.taken), now.needed):
                 break
-        now.online = {node.identity for node in self.nodes.list()}
+        now.online = {node.identity for node in self.nodes.find()}
         enough = self.policy.has_enough(len(now.taken), now.needed)
         for node in now.nodes.values():
             online = node.identity in now.online
