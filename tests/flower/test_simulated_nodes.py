@@ -137,6 +137,18 @@ def test_each_start_asks_each_node_once_and_the_ledger_does_not_count_it(tmp_pat
         assert [row.get(name) for row in simulated.rows] == [row.get(name) for row in deployed.rows]
 
 
+def test_runs_that_start_in_one_second_get_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "runs/flower-now")
+    for _ in range(3):
+        Simulation(tmp_path, Adding().app).start(1, out=None)
+    folders = sorted(path.name for path in Path("runs").iterdir())
+    assert folders == ["flower-now", "flower-now-2", "flower-now-3"]
+    assert len({Path("runs", name, "federation.txt").read_text() for name in folders}) == 3
+
+
 class Mine(Summing):
     """Sends messages of a type of its own."""
 

@@ -32,6 +32,7 @@ def test_the_quickstart_changes_by_two_lines(name: str, tmp_path: Path) -> None:
     assert not any("compressed" in line or "CFedAvg" in line for line in before)
 
 
+@pytest.mark.slow  # a `flwr` command takes seconds on a busy machine
 def test_flower_packs_the_example(tmp_path: Path) -> None:
     """`flwr build` checks the fields that the hub needs; the bundle has all that the app runs."""
     environment = make_environment({"FLWR_HOME": str(tmp_path / "home")})

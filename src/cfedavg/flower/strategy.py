@@ -28,7 +28,7 @@ from cfedavg.federate.replica import ModelReplica, advance
 from cfedavg.federate.server import ServerState
 from cfedavg.flower import options, rounds
 from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
-from cfedavg.flower.federation_folder import FederationFolder
+from cfedavg.flower.federation_folder import FederationFolder, make_new_folder
 from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, Numbers, RoundRows
 from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.flower.options import Parts, Rate, RoundPolicy, bound_norm, keep_last
@@ -90,7 +90,7 @@ class CFedAvg(Strategy):
         self.inner, self.eta, self.max_norm, self.uncompressed = inner, eta, max_norm, uncompressed
         self.policy = RoundPolicy() if policy is None else policy
         self.resume, self.from_backup, self.weighting = resume, from_backup, weighting
-        self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
+        self.out, self._has_out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S")), bool(out)
         if inner is not None and not isinstance(inner, Strategy):
             raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {inner!r}")
         options.check_values(self.policy, max_norm, eta, uncompressed)
@@ -129,11 +129,12 @@ class CFedAvg(Strategy):
     ) -> Result:
         """Do all rounds up to `num_rounds`; return the result. `timeout`: a round's deadline in seconds."""
         policy = self.policy.with_deadline(timeout)
-        self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         form = self._make_form(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"`num_rounds` must be an integer of at least 1, got {num_rounds!r}")
+        self.out = self.out if self._has_out else make_new_folder(self.out)
+        self.summary()
         fixed = FixedOptions.of(name_strategy(self.inner) if self.inner else None, self.parts)
         config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
         downlink = make_downlink(self.parts.compressor_down, form.layout)
