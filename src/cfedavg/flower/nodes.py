@@ -69,7 +69,7 @@ class OnlineNodes:
                 if info.node_id not in self._partitions:
                     continue
                 name = f"node{self._partitions[info.node_id]}"
-                key = f"simulated {name}".encode()
+                key = name.encode()
             found[hashlib.sha256(key).hexdigest()] = (info.node_id, name)
         numbers = self.numbers
         for _, identity in sorted((_sort_key(name), who) for who, (_, name) in found.items()):
