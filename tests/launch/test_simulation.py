@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.launch.whole_numbers.whole_numbers import MODEL, is_lost, numbers
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv-simulation" / "bin"
+MISSING = "run `make .venv-simulation/.installed` first"
 LIMIT = 280.0  # seconds for the commands of a test; an idle machine takes 60
 OBSTACLE = find_obstacle()
 
@@ -47,7 +49,7 @@ def home() -> Iterator[Path]:
 
 def simulate(home: Path, folder: Path, script: str) -> str:
     """Run a shell script in `folder`, in which `flwr` simulates; return its output. It must succeed."""
-    assert (BIN / "flwr").exists(), "run `make .venv-simulation/.installed` first"
+    assert (BIN / "flwr").exists(), MISSING
     log = folder / "log.txt"
     more = {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
@@ -120,3 +122,19 @@ def test_error_feedback_is_exact_in_two_runs_at_once(home: Path, tmp_path: Path)
         residuals = np.stack([tensors["e"].numpy() for tensors, _ in states])
         assert residuals.any(1).tolist() == [True] * 4
         assert np.array_equal(gained + residuals.sum(0), np.sum(added, 0))
+
+
+def test_two_lines_make_a_flower_app_compress(home: Path, tmp_path: Path) -> None:
+    """The steps of docs/flower.md, typed by `scripts/own_flower_app`, which makes a namespace of its own."""
+    assert (BIN / "flwr").exists(), MISSING
+    more = {"PYTHONPATH": str(ROOT / "src"), "RAY_TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **more}
+    script = [ROOT / "scripts/own_flower_app", tmp_path / "own"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=LIMIT + 60)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert "s from there to the result" in done.stdout
+    (metrics,) = (tmp_path / "own").glob("app/runs/*/metrics.jsonl")
+    rows = read_rows(metrics)
+    assert rows[-1]["test_accuracy"] > 0.9
+    d = 215_370  # numbers in the model
+    assert all(row["uplink_bytes"] < row["participants"] * 4 * d / 50 for row in rows)

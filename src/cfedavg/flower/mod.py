@@ -8,14 +8,11 @@ the model copy are on the node's disk, since Flower handles every message in a n
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from logging import WARNING
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +25,7 @@ from cfedavg.channel import Channel, TooLarge
 from cfedavg.compress import Stage, parse
 from cfedavg.core.arrays import Array, norm2
 from cfedavg.core.errors import Busy, InputError, NotFinite
-from cfedavg.core.files import read_file
 from cfedavg.core.parts import Part
-from cfedavg.core.run_files import FEDERATION
 from cfedavg.federate import client as machine
 from cfedavg.federate.client import MOST_FACTS, Client, NeedWhole, Outdated, Refuse, Resend, Uplink
 from cfedavg.federate.protocol import Broadcast, Request, Stamp, find_fault_in_stamp, unpack
@@ -39,7 +34,7 @@ from cfedavg.federate.stores import ClientStore
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower import replies
 from cfedavg.flower.array_layout import Form
-from cfedavg.flower.nodes import answer_question, is_question
+from cfedavg.flower.nodes import answer_question, is_question, state_folder
 from cfedavg.flower.replies import OURS, ReplyRecord, pack_reply, read_number
 from cfedavg.flower.requests import Order, make_record, read_body, read_order
 from cfedavg.wire import WireError
@@ -92,24 +87,6 @@ def _refuse(code: int, why: Exception, request: Message) -> Message:
     return Message(Error(code, str(why)), reply_to=request)
 
 
-def state_folder(context: Context, order: Order) -> Path:
-    """Return the folder in which a node keeps its residuals and model copies.
-
-    A server may name its own folder, as it does in a simulation. Raise InputError if that folder is not on
-    this machine or belongs to another federation: a request must not choose any other folder.
-    """
-    named = context.node_config.get("state-dir") or os.environ.get("CFEDAVG_STATE")
-    if named:
-        return Path(str(named))
-    if not order.folder:
-        return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "cfedavg"
-    folder = Path(order.folder)
-    with suppress(OSError):
-        if read_file(folder / FEDERATION) == order.federation.encode():
-            return folder / "nodes"
-    raise InputError(f"the server's folder must be on this machine, got {order.folder!r:.300}")
-
-
 class _Exchange:
     """The handling of one request, to train or to evaluate, from its arrival to the reply."""
 
@@ -126,7 +103,7 @@ class _Exchange:
             )
         if not order.copy and len(self.body.broadcast) != 4 * layout.d:
             raise InputError(f"the request is damaged: its vector x must have {layout.d} float32 values")
-        folder = state_folder(context, order)
+        folder = state_folder(context, order.federation, order.folder)
         self.store = ClientStore(folder, order.federation, order.client, layout, self.replica.dtype)
 
     def reply(self, call_next: ClientAppCallable) -> Message:

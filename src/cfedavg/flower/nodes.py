@@ -1,4 +1,4 @@
-"""The online nodes of a federation, and how the server recognises a node that it knows.
+"""The nodes of a federation: who they are, and where they keep their states.
 
 In a deployment a node proves its identity with a key. In Flower's simulation the nodes get new ids and new
 keys at every start, and only the clients know which part of the data they have. So the server asks each
@@ -8,16 +8,21 @@ simulated node once for its `partition-id`, which is the same after a restart. T
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from cfedavg.core.errors import InputError
+from cfedavg.core.files import read_file
+from cfedavg.core.run_files import FEDERATION
 from cfedavg.flower.federation_state import Node, Numbers
 from cfedavg.flower.replies import MODS, OURS, in_a_line, shorten_reason
 
@@ -35,6 +40,23 @@ def answer_question(message: Message, context: Context) -> Message:
     """Return the reply with the node's `partition-id`."""
     record = ConfigRecord({PARTITION: context.node_config.get(PARTITION, "")})
     return Message(RecordDict({OURS: record}), reply_to=message)
+
+
+def state_folder(context: Context, federation: str, folder: str) -> Path:
+    """Return the folder in which a node keeps its residuals and model copies.
+
+    `folder`: empty, or the server's own folder, which a simulation uses. Raise InputError if that folder is
+    not on this machine or not of this `federation`: a request must not choose any other folder.
+    """
+    named = context.node_config.get("state-dir") or os.environ.get("CFEDAVG_STATE")
+    if named:
+        return Path(str(named))
+    if not folder:
+        return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "cfedavg"
+    with suppress(OSError):
+        if read_file(Path(folder) / FEDERATION) == federation.encode():
+            return Path(folder) / "nodes"
+    raise InputError(f"the server's folder must be on this machine, got {folder!r:.300}")
 
 
 def is_simulated(grid: Grid) -> bool:
