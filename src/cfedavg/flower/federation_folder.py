@@ -12,9 +12,9 @@ import reprlib
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import count, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,7 @@ from cfedavg.algorithm import ServerMemory
 from cfedavg.core import run_files
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import Busy, InputError
-from cfedavg.core.files import (
-    exists,
-    make_folder,
-    read_file,
-    remove_temporaries,
-    report_failure,
-    sync,
-    write_atomic,
-)
+from cfedavg.core.files import exists, make_folder, read_file, remove_temporaries, sync, write_atomic
 from cfedavg.core.run_files import METRICS, Record, checksum_rows, format_row, read_rows
 from cfedavg.core.tensors import save_tensors
 from cfedavg.federate import replica as replicas
@@ -46,17 +38,6 @@ from cfedavg.flower.federation_state import FederationState, FixedOptions, Round
 
 NODES, STATE = "nodes.jsonl", "state"
 HANDOVER = 20.0  # seconds to wait for the lock; a ServerApp may run 9 s longer than its SuperLink
-
-
-def make_new_folder(named: Path) -> Path:
-    """Make the folder `named`, or `named`-2, `named`-3, ... if another run has it; return its path."""
-    with report_failure(f"`out`: cannot make the folder {named}"):
-        for i in count(1):
-            path = named if i == 1 else named.with_name(f"{named.name}-{i}")
-            with suppress(FileExistsError):
-                path.mkdir(parents=True)
-                break
-    return path
 
 
 @dataclass

@@ -23,12 +23,13 @@ from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
+from cfedavg.core.files import make_new_folder
 from cfedavg.core.run_files import Record, ResidualNorms
 from cfedavg.federate.replica import ModelReplica, advance
 from cfedavg.federate.server import ServerState
 from cfedavg.flower import options, rounds
 from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
-from cfedavg.flower.federation_folder import FederationFolder, make_new_folder
+from cfedavg.flower.federation_folder import FederationFolder
 from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, Numbers, RoundRows
 from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.flower.options import Parts, Rate, RoundPolicy, bound_norm, keep_last
@@ -90,7 +91,7 @@ class CFedAvg(Strategy):
         self.inner, self.eta, self.max_norm, self.uncompressed = inner, eta, max_norm, uncompressed
         self.policy = RoundPolicy() if policy is None else policy
         self.resume, self.from_backup, self.weighting = resume, from_backup, weighting
-        self.out, self._has_out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S")), bool(out)
+        self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         if inner is not None and not isinstance(inner, Strategy):
             raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {inner!r}")
         options.check_values(self.policy, max_norm, eta, uncompressed)
@@ -101,7 +102,7 @@ class CFedAvg(Strategy):
         if config is None:  # for a user's own app
             by = f"{APP[:-1]}, averaged by {name_strategy(inner)})" if inner else APP
             config, given = Config(dataset=APP), {**given, "model": by, "eta": None if callable(eta) else eta}
-        self.config = config.replace(**given)
+        self.config, self._has_out = config.replace(**given), bool(out)
         self.parts = Parts.of(self.config)
         self.aggregator = Aggregator(self.parts.feedback, self.parts.server_optimiser)
         wraps = inner is not None
