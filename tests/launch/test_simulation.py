@@ -132,7 +132,7 @@ def test_two_lines_make_a_flower_app_compress(home: Path, tmp_path: Path) -> Non
     more = {"PYTHONPATH": str(ROOT / "src"), "RAY_TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **more}
     script = [ROOT / "scripts/own_flower_app", tmp_path / "own"]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=LIMIT + 60)
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=LIMIT + 200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert "s from there to the result" in done.stdout
     (metrics,) = (tmp_path / "own").glob("app/runs/*/metrics.jsonl")
