@@ -139,4 +139,4 @@ def test_two_lines_make_a_flower_app_compress(home: Path, tmp_path: Path) -> Non
     rows = read_rows(metrics)
     assert rows[-1]["test_accuracy"] > 0.9
     d = 215_370  # numbers in the model
-    assert all(row["uplink_bytes"] < row["participants"] * 4 * d / 50 for row in rows)
+    assert all(row["uplink_bytes"] < row["clients"] * 4 * d / 50 for row in rows)
