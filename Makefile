@@ -38,7 +38,7 @@ demo: install  ## both directions compressed beside uncompressed FedAvg, on the 
 test: lint  ## what CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q
 
-test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
+test-all: lint .venv-simulation/.installed  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q -m "not gpu"
 	$(MAKE) check-package
 
@@ -48,6 +48,10 @@ check-package: install  ## wheel and sdist in empty environments, on each Python
 coverage: install  ## what `make test` runs of each room, processes included; htmlcov/index.html shows the lines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -q --cov=cfedavg --cov-report=html --cov-report=json
 	$(BIN)/python -m scripts.coverage_rooms coverage.json
+
+.venv-simulation/.installed: $(INSTALLED) scripts/install_simulation  # Ray, for Flower's simulation
+	scripts/install_simulation
+	touch $@
 
 lint: install
 	$(BIN)/ruff check .
@@ -74,5 +78,5 @@ fuzz: install  ## ten million mutated messages: only WireError, no growing memor
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv .venv-peers runs build dist clients/c/build htmlcov .coverage* coverage.json
+	rm -rf .venv .venv-peers .venv-simulation runs build dist clients/c/build htmlcov .coverage* coverage.json
 	rm -rf src/*.egg-info src/cfedavg/core/_native.so

@@ -3,8 +3,8 @@
     python bench/federation.py --out results/federation [--app examples/quickstart]
 
 Every SuperNode reaches the SuperLink through a relay that counts the bytes of its connections, TLS and all.
-First nobody trains for a while, to see what waiting costs; then the app runs as it is, and with its
-`compress.diff`.
+First nobody trains for a while, to see what waiting costs; then the app runs without its `compress.diff`,
+and with it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class Counted:
 def run_app(counted: Counted, app: Path, folder: Path, rounds: int, *, with_us: bool) -> dict[str, Any]:
     """One run of an app, and what it cost."""
     shutil.copytree(app, folder)
-    if with_us:
-        subprocess.run(["patch", "-p1", "-i", "compress.diff"], cwd=folder, check=True, capture_output=True)
+    if not with_us:
+        subprocess.run(
+            ["patch", "-R", "-p1", "-i", "compress.diff"], cwd=folder, check=True, capture_output=True
+        )
     run: Any = None
 
     def work() -> None:

@@ -23,6 +23,7 @@ from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
+from cfedavg.core.files import make_new_folder
 from cfedavg.core.parts import Written
 from cfedavg.core.run_files import Record, ResidualNorms
 from cfedavg.federate.replica import ModelReplica, advance
@@ -31,6 +32,7 @@ from cfedavg.flower import options, rounds
 from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
 from cfedavg.flower.federation_folder import FederationFolder
 from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, Numbers, RoundRows
+from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.flower.options import Parts, Rate, RoundPolicy, bound_norm, keep_last
 from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_norm
 from cfedavg.flower.requests import Dispatcher, make_record
@@ -101,7 +103,7 @@ class CFedAvg(Strategy):
         if config is None:  # for a user's own app
             by = f"{APP[:-1]}, averaged by {name_strategy(inner)})" if inner else APP
             config, given = Config(dataset=APP), {**given, "model": by, "eta": None if callable(eta) else eta}
-        self.config = config.replace(**given)
+        self.config, self._has_out = config.replace(**given), bool(out)
         self.parts = Parts.of(self.config)
         self.aggregator = Aggregator(self.parts.feedback, self.parts.server_optimiser)
         wraps = inner is not None
@@ -129,11 +131,12 @@ class CFedAvg(Strategy):
     ) -> Result:
         """Do all rounds up to `num_rounds`; return the result. `timeout`: a round's deadline in seconds."""
         policy = self.policy.with_deadline(timeout)
-        self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         form = self._make_form(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"`num_rounds` must be an integer of at least 1, got {num_rounds!r}")
+        self.out = self.out if self._has_out else make_new_folder(self.out)
+        self.summary()
         fixed = FixedOptions.of(name_strategy(self.inner) if self.inner else None, self.parts)
         config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
         downlink = make_downlink(self.parts.compressor_down, form.layout)
@@ -201,8 +204,9 @@ class Session:
         notes = {who: known.note for who, known in self.state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
         self.residuals = ResidualNorms().add(note.residual2 for note in notes.values())
+        nodes, where = OnlineNodes(self.grid, self.numbers), str(folder.out.resolve())
         model = folder.form, folder.replica, folder.federation
-        self.dispatcher = Dispatcher(self.grid, *model, self.numbers, self.policy, self.parts)
+        self.dispatcher = Dispatcher(self.grid, nodes, where, *model, self.policy, self.parts)
         self.wrapped: WrappedStrategy | None = None
         if self.inner:
             self.wrapped = WrappedStrategy(self.inner, self.form, self.result, self.state.inner)
