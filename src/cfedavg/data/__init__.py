@@ -1,4 +1,4 @@
-"""Data sets of images, and partitions of their samples over clients."""
+"""Data sets of images, texts and tables, and partitions of their samples over clients."""
 
 from importlib import import_module
 from typing import Any

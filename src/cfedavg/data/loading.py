@@ -1,0 +1,69 @@
+"""Loading of a data set of any kind: images, texts or a table, by name or from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cfedavg.core.errors import InputError
+from cfedavg.data.columns import Columns, Owners, choose_kind, find_owners, hold_out
+from cfedavg.data.decoder import wait_for_decoder
+from cfedavg.data.files import Files, read_tables
+from cfedavg.data.images import ImageData
+from cfedavg.data.sources import HUB, cached_folder, load, locate
+from cfedavg.data.tables import TableData, read_table
+from cfedavg.data.text import TextData, read_text
+
+AnyData = ImageData | TextData | TableData
+
+
+def load_any(
+    dataset: str, data_dir: str | Path | None = None, columns: Columns | None = None
+) -> tuple[AnyData, Owners | None]:
+    """Return the data set in `data_dir`, or else the one with this name, and the client of each sample."""
+    columns = columns or Columns()
+    wait_for_decoder()
+    if data_dir is None and dataset in ("embedded", *HUB):
+        return load(dataset, label=columns.label), _owners_of_images(dataset, None, columns)
+    if data_dir is None and columns.client is None and columns.text is None:
+        folder = cached_folder(dataset, label=columns.label)
+        if folder and folder.exists():  # decoded images: no network is needed
+            return load(dataset, label=columns.label), None
+    files = locate(dataset, data_dir)
+    where = f"`dataset`: {dataset}" if data_dir is None else f"`data_dir`: {Path(data_dir).expanduser()}"
+    kind, column = choose_kind(_read_schema(files, where), columns, where)
+    if kind == "images":
+        return load(dataset, data_dir, label=columns.label), _owners_of_images(dataset, data_dir, columns)
+    tables = read_tables(files, where)
+    tables, owners = hold_out(tables, find_owners(tables, columns, where), kind)
+    name = dataset
+    if data_dir is not None and dataset == "embedded":
+        name = Path(data_dir).expanduser().resolve().stem
+    if kind == "text":
+        text = read_text(name, tables, column, owners, columns, where)
+        return text, text.owners
+    table = read_table(name, tables, column, owners, columns, where)
+    return table, table.owners
+
+
+def _read_schema(files: Files, where: str) -> Any:
+    import pyarrow.parquet as pq
+
+    first = files["train"][0]
+    if first.suffix == ".parquet":
+        try:
+            return pq.read_schema(first)
+        except Exception:  # `read_tables` says what is wrong
+            pass
+    return read_tables({"train": [first], "test": []}, where)["train"].schema
+
+
+def _owners_of_images(dataset: str, data_dir: str | Path | None, columns: Columns) -> Owners | None:
+    """Return the client of each image; read the columns that name the client from the files."""
+    if columns.client is None:
+        return None
+    if data_dir is None and dataset == "embedded":
+        raise InputError("`client_column`: the embedded images have no columns; give a folder as `data_dir`")
+    files = locate(dataset, data_dir)
+    where = f"`dataset`: {dataset}" if data_dir is None else f"`data_dir`: {data_dir}"
+    return find_owners(read_tables(files, where, columns.clients), columns, where)
