@@ -33,23 +33,31 @@ def data(
     given: dict[str, Any],
     picture: Annotated[Path, typer.Option(help="PNG file for the picture")] = Path("partition.png"),
 ) -> None:
-    """Load a data set, divide it among clients, and plot how many samples of each class a client has."""
-    from cfedavg.data import load
-    from cfedavg.data.tasks import deal
-    from cfedavg.report import plot_partition
+    """Load a data set, divide it among clients, and plot how many samples (of each class) a client has."""
+    from cfedavg.data.columns import Columns
+    from cfedavg.data.loading import load_any
+    from cfedavg.data.tasks import check_clients_given, deal
+    from cfedavg.report import plot_partition, plot_sizes
 
     config = Config().replace(**given)
     if picture.suffix != ".png":
         raise InputError(f"--picture must end in .png, got {picture}")
-    images = load(config.dataset, config.data_dir)
-    partition = deal(config, images)
+    loaded, owners = load_any(config.dataset, config.data_dir, Columns.of(config))
+    check_clients_given(config, owners)
+    partition = deal(config, loaded, owners)
     sizes, tests = ([len(rows) for rows in part] for part in (partition.train, partition.test))
-    counts = partition.counts(images.train.labels, images.classes)
-    plot_partition(counts, picture, f"{images.name}: who has what")
+    classes, title = getattr(loaded, "classes", 0), f"{loaded.name}: who has what"
+    names = owners.names if owners else ()
+    if classes:
+        counts = partition.counts(loaded.train.labels, classes)  # type: ignore[union-attr]
+        plot_partition(counts, picture, title, names, getattr(loaded, "class_names", ()))
+    else:
+        plot_sizes(sizes, picture, title, names)
+    train, test = len(loaded.train), len(loaded.test)
+    note = getattr(loaded, "note", f"{loaded.name}: {train} train and {test} test images of {classes} classes")
     say(
-        f"{images.name}: {len(images.train)} train and {len(images.test)} test images of "
-        f"{images.classes} classes\n"
-        f"{config.clients} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
+        f"{note}\n"
+        f"{len(sizes)} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
         f"test samples; {partition.unused} train samples unused\ndrawn in {picture}"
     )
 

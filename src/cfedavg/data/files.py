@@ -18,8 +18,7 @@ Files = Mapping[str, Sequence[Path]]
 def find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
     """Return each split's files. Look in `folder`, then in its subfolder named after the data set.
 
-    Files without the name of a split belong to the train split; the test split is then empty. `folder` may
-    also be one file.
+    If no file is named after a test split, all files belong to the train split. `folder` may also be a file.
     """
     if exists(folder) and not folder.is_dir() and folder.suffix in FORMATS:
         return {"train": [folder], "test": []}
@@ -34,9 +33,7 @@ def find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
         if found:
             return {split: [place / name for name in names] for split, names in found.items()}
     for place in dict.fromkeys(places):
-        names = sorted(path.name for path in place.glob("*") if path.suffix in FORMATS)
-        names = [name for name in names if name.endswith(_first_format(names))]
-        if names and not any(map(_SPLIT.search, names)):
+        if names := find_train([path.name for path in place.glob("*")]):
             return {"train": [place / name for name in names], "test": []}
     inside = sorted({path.parent.name for path in folder.glob("*/*") if path.suffix in FORMATS})
     hint = f"; set `dataset` to a subfolder: {', '.join(inside)}" if inside else ""
@@ -79,8 +76,21 @@ def find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | None
     return None
 
 
-def _first_format(names: Sequence[str]) -> str:
-    return next((form for form in FORMATS if any(name.endswith(form) for name in names)), FORMATS[0])
+def find_train(names: Iterable[str]) -> list[str]:
+    """Return the names of the data files if none belongs to a test split, else [].
+
+    >>> find_train(["b.csv", "a.csv", "README.md", "notes.txt"]), find_train(["test-0.parquet"])
+    (['a.csv', 'b.csv'], [])
+    """
+    names = sorted(names)
+    for form in FORMATS:
+        found = [name for name in names if name.endswith(form)]
+        splits = {match[1] for name in found if (match := _SPLIT.search(name))}
+        if found and splits <= {"train"}:
+            return [name for name in found if not splits or _SPLIT.search(name)]
+        if found:
+            return []
+    return []
 
 
 def read_tables(files: Files, where: str, only: Sequence[str] | None = None) -> dict[str, Any]:

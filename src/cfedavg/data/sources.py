@@ -24,7 +24,7 @@ import numpy as np
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.files import cache_folder, check_regular, exists, read_file
 from cfedavg.data.decoder import wait_for_decoder
-from cfedavg.data.files import SPLITS, find_files, find_splits
+from cfedavg.data.files import SPLITS, find_files, find_splits, find_train
 from cfedavg.data.images import VERSION, ImageData, Images, decode, histogram, mean_std
 
 # Data sets on the hub, by name. Each revision is a commit, so the files cannot change.
@@ -61,7 +61,7 @@ def load(
         return _load_embedded()
     if data_dir is not None:
         return _load_folder(dataset, Path(data_dir).expanduser(), folder, label)
-    where, download = f"`dataset`: {dataset}", partial(_download, **_parse_name(dataset))
+    where, download = f"`dataset`: {dataset}", partial(_download, **_parse_name(dataset), both=True)
     return _load_cached(dataset, folder, lambda draft: decode(download(where=where), draft, where, label))
 
 
@@ -130,8 +130,11 @@ def _load_folder(dataset: str, folder: Path, cached: Path, label: str | None) ->
     return data
 
 
-def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
-    """Download a data set's parquet files to the cache of `huggingface_hub`; return the paths by split."""
+def _download(repo: str, revision: str | None, where: str, both: bool = False) -> dict[str, list[Path]]:
+    """Download a data set's files to the cache of `huggingface_hub`; return the paths by split.
+
+    With `both`, there must be files of a test split.
+    """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -139,8 +142,9 @@ def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Pat
         for branch in [revision] if revision else _BRANCHES:
             # Not list_repo_files: without network, that function retries for half a minute.
             info = HfApi().dataset_info(repo, revision=branch, timeout=_SECONDS)
-            found = find_splits([file.rfilename for file in info.siblings or ()], where)
-            if found:
+            names = [file.rfilename for file in info.siblings or ()]
+            found = find_splits(names, where) or {"train": find_train(names), "test": []}
+            if found["train"] and (found["test"] or not both):
                 # The revision is the commit: a branch could change between the listing and the download.
                 get = partial(hf_hub_download, repo, repo_type="dataset", revision=info.sha)
                 return {split: [Path(get(name)) for name in names] for split, names in found.items()}

@@ -178,7 +178,8 @@ def cut(size: int, weights: np.ndarray) -> np.ndarray:
     >>> cut(10, np.array([0.35, 0.35, 0.3])).tolist()
     [3, 4, 3]
     """
-    ends = (np.cumsum(weights / weights.sum())[:-1] * size).astype(np.int64)
+    # A sum just below a whole number is that number: else the last client could get a sample for weight 0.
+    ends = (np.cumsum(weights / weights.sum())[:-1] * size + 1e-6).astype(np.int64)
     return np.diff(ends, prepend=0, append=size)
 
 

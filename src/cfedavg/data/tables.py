@@ -26,14 +26,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class TableData:
-    """A data set of rows. `classes` is 0 if the label is a number, which regression predicts."""
+    """A data set of rows. `class_names` is empty if the label is a number, which regression predicts."""
 
     name: str
     train: Rows
     test: Rows
-    classes: int
+    class_names: tuple[str, ...]
     owners: Owners | None
     note: str
+
+    @property
+    def classes(self) -> int:
+        """The number of classes; 0 for regression."""
+        return len(self.class_names)
 
     @property
     def outputs(self) -> int:
@@ -59,7 +64,7 @@ def read_table(
             inputs[split].append(found)
     labels, classes, words = _encode_label(tables["train"][label], tables["test"][label], label, where)
     train, test = (Rows(np.concatenate(inputs[split], 1, dtype=np.float32), labels[split]) for split in labels)
-    note = f"{name}: {len(names)} columns as {train.inputs.shape[1]} numbers, {label} {words}"
+    note = f"{name}: {len(train):,} train and {len(test):,} test rows, {len(names)} columns as {train.inputs.shape[1]} numbers, {label} {words}"
     return TableData(name, train, test, classes, owners, note)
 
 
@@ -88,8 +93,8 @@ def _encode(train: Any, test: Any, name: str, where: str) -> dict[str, np.ndarra
 
 def _encode_label(
     train: Any, test: Any, name: str, where: str
-) -> tuple[dict[str, np.ndarray], int, str]:
-    """Return the labels of both splits, the number of classes (0 for regression), and these in words."""
+) -> tuple[dict[str, np.ndarray], tuple[str, ...], str]:
+    """Return the labels of both splits, the names of the classes (none for regression), and these in words."""
     import pyarrow as pa
 
     missing = InputError(f"`label_column`: {where} has rows without a value of {name!r}; remove these rows")
@@ -101,7 +106,7 @@ def _encode_label(
             raise missing
         mean, std = _mean_std(values["train"])
         words = f"as a number, in units of its standard deviation {std:.6g} around its mean {mean:.6g}"
-        return {split: ((v - mean) / std).astype(np.float32) for split, v in values.items()}, 0, words
+        return {split: ((v - mean) / std).astype(np.float32) for split, v in values.items()}, (), words
     if not (pa.types.is_integer(train.type) or _is_category(train.type)):
         raise InputError(f"`label_column`: {name!r} must hold numbers or texts, got {train.type}")
     found = {"train": train.to_pylist(), "test": test.to_pylist()}
@@ -115,7 +120,7 @@ def _encode_label(
         raise InputError(f"`label_column`: the train split has no {name} {min(new)!r}, but the test split has")
     place = {value: i for i, value in enumerate(known)}
     labels = {split: np.array([place[v] for v in each], np.int64) for split, each in found.items()}
-    return labels, len(known), f"of {len(known)} classes"
+    return labels, tuple(map(str, known)), f"of {len(known)} classes"
 
 
 def _is_number(kind: Any) -> bool:

@@ -78,7 +78,7 @@ def read_text(name: str, tables: dict[str, Any], column: str, owners: Owners | N
             f"`sequence_length`: {where} has no test text of {columns.length + 1} characters in {column!r}; "
             "lower `sequence_length`"
         )
-    note = f"{name}: {len(train_set):,} sequences of {columns.length} {columns.tokens}"
+    note = f"{name}: {len(train_set):,} train and {len(test_set):,} test sequences of {columns.length} {columns.tokens}"
     if owners is not None:
         place = np.full(len(owners.names) + 1, -1)  # the last entry is for -1, which names no client
         place[whole] = np.arange(len(whole))

@@ -3,7 +3,7 @@
 `runs` reads a run folder and makes curves. `table` groups runs that differ only in their seed, labels the
 groups and makes the summary table. `panels` defines what each panel shows and formats its axes; `figures`
 draws panels. `heatmaps` draws how many samples of each class each client has, and the outcome of each request
-to a federation's nodes. `page` writes the HTML page.
+to a federation's nodes; `sizes` how many samples each client has. `page` writes the HTML page.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
         Series,
         style_axes,
     )
+    from cfedavg.report.sizes import plot_sizes
 
 __all__ = [
     "BLUE", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Panel", "Pen", "Report", "Row",
     "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid", "format_bytes",
-    "import_drawing", "make_framed_figure", "plot_partition", "read_run", "style_axes", "summary",
+    "import_drawing", "make_framed_figure", "plot_partition", "plot_sizes", "read_run", "style_axes", "summary",
     "write_report", "write_run_pictures",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     # Importing matplotlib takes most of a second: names that need it are imported when they are first used.
-    for module in ("panels", "figures", "heatmaps") if name in __all__ else ():
+    for module in ("panels", "figures", "heatmaps", "sizes") if name in __all__ else ():
         if hasattr(found := import_module(f"cfedavg.report.{module}"), name):
             return getattr(found, name)
     raise AttributeError(f"module 'cfedavg.report' has no attribute {name!r}")
