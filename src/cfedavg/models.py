@@ -213,7 +213,8 @@ def gpt_small(shape: Shape, classes: int) -> nn.Module:
 Factory = Callable[[Shape, int], nn.Module]
 # The models for each kind of data.
 MODELS: dict[str, Factory] = {
-    "cnn": cnn, "lenet": lenet, "resnet18": resnet18, "resnet18_gn": resnet18_gn, "mlp": mlp, "linear": linear,
+    "cnn": cnn, "lenet": lenet, "resnet18": resnet18, "resnet18_gn": resnet18_gn, "mlp": mlp,
+    "linear": linear,
 }  # fmt: skip
 TEXT: dict[str, Factory] = {
     "char_lstm": char_lstm, "char_lstm_small": char_lstm_small, "gpt": gpt, "gpt_small": gpt_small,

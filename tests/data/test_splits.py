@@ -105,7 +105,7 @@ class Greedy(Split):
     ({"partition": "flower_dirichlet(1, balanced=2)"}, "balanced must be true or false, got 2"),
     ({"partition": "niid_classes(11)"}, "needs 11 classes, the data set has 10"),
     ({"partition": "niid_classes(0)"}, "k must be a whole number 1 or more, got 0"),
-    ({"partition": "niid_dirichlet(0.5)", "clients": 1001}, "`clients` must be at most 1000 with the `partit"),
+    ({"partition": "niid_dirichlet(0.5)", "clients": 1001}, "`clients` must be at most 1000 with the `part"),
     ({"partition": "niid_quantity(0.001)", "clients": 50}, "fewer than 10 samples in each of 1,000 draws"),
     ({"partition": "niid_quantity(1)", "iid": True}, "`iid` and `partition` exclude each other"),
     ({"partition": "tests.data.test_splits:Greedy"}, "must be a frozen dataclass"),

@@ -54,7 +54,9 @@ def data(
     else:
         plot_sizes(sizes, picture, title, names)
     train, test = len(loaded.train), len(loaded.test)
-    note = getattr(loaded, "note", f"{loaded.name}: {train} train and {test} test images of {classes} classes")
+    note = getattr(
+        loaded, "note", f"{loaded.name}: {train} train and {test} test images of {classes} classes"
+    )
     say(
         f"{note}\n"
         f"{len(sizes)} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "

@@ -154,8 +154,8 @@ class Config:
 
     model: str = option(
         "cnn", MODEL,
-        "cnn, lenet, resnet18, resnet18_gn, mlp, linear; for text char_lstm, char_lstm_small, gpt, gpt_small; "
-        "or module:factory of your own",
+        "cnn, lenet, resnet18, resnet18_gn, mlp, linear; of a text char_lstm, char_lstm_small, gpt, "
+        "gpt_small; or module:factory of your own",
         is_part=True, server="always",
     )  # fmt: skip
 

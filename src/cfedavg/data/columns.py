@@ -110,14 +110,18 @@ def _name_rows(table: Any, columns: Columns, where: str) -> list[str]:
     for name in columns.clients:
         column = table[check_column(table.column_names, name, "client_column", where)]
         if column.null_count:
-            raise InputError(f"`client_column`: {where} has {column.null_count} rows without a value of {name}")
+            raise InputError(
+                f"`client_column`: {where} has {column.null_count} rows without a value of {name}"
+            )
         if pa.types.is_nested(column.type):
             raise InputError(f"`client_column`: {name} must hold texts or numbers, got {column.type}")
         found.append([str(value) for value in column.to_pylist()])
     return ["/".join(row) for row in zip(*found, strict=True)]
 
 
-def hold_out(tables: dict[str, Any], owners: Owners | None, kind: Kind) -> tuple[dict[str, Any], Owners | None]:
+def hold_out(
+    tables: dict[str, Any], owners: Owners | None, kind: Kind
+) -> tuple[dict[str, Any], Owners | None]:
     """Return the tables with a test split: if there is none, a fifth of the train rows.
 
     Of a text it is the last fifth of each client's rows, so that texts stay whole; of a table, random rows.

@@ -100,7 +100,7 @@ def read_tables(files: Files, where: str, only: Sequence[str] | None = None) -> 
     """
     import pyarrow as pa
 
-    found = {}
+    found: dict[str, Any] = {}
     for split in SPLITS:
         parts = [_read_table(path, where, only) for path in files[split]]
         for path, part in zip(files[split], parts, strict=True):

@@ -70,9 +70,7 @@ class _Coloured(Exception):
     """Raised in the first pass, which decodes all images as grey, if an image has colours."""
 
 
-def decode(
-    files: Mapping[str, Sequence[Path]], folder: Path, where: str, label: str | None = None
-) -> None:
+def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, label: str | None = None) -> None:
     """Decode the parquet files of both splits; write pixels, labels and meta.json to `folder`.
 
     Every InputError begins with `where`, which names the data set. `label` names the column of labels.

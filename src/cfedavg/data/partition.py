@@ -125,7 +125,7 @@ def by_owner(train: np.ndarray, test: np.ndarray, m: int) -> Partition:
     >>> [part.tolist() for part in by_owner(np.array([1, 0, 1]), np.array([-1, 0]), 2).test]
     [[1], []]
     """
-    return Partition(*(tuple(_group(owner, m)) for owner in (train, test)), unused=int((train < 0).sum()))
+    return Partition(tuple(_group(train, m)), tuple(_group(test, m)), unused=int((train < 0).sum()))
 
 
 def _group(owner: np.ndarray, m: int) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from cfedavg.core.errors import InputError, summarise_error
-from cfedavg.core.files import cache_folder, check_regular, exists, read_file
+from cfedavg.core.files import cache_folder, check_regular, read_file
 from cfedavg.data.decoder import wait_for_decoder
 from cfedavg.data.files import SPLITS, find_files, find_splits, find_train
 from cfedavg.data.images import VERSION, ImageData, Images, decode, histogram, mean_std
@@ -118,7 +118,9 @@ def _load_embedded() -> ImageData:
 def _load_folder(dataset: str, folder: Path, cached: Path, label: str | None) -> ImageData:
     where, files = f"`data_dir`: {folder}", locate(dataset, folder)
     if not files["test"]:
-        raise InputError(f"{where} must hold train-*.parquet and test-*.parquet files: images need both splits")
+        raise InputError(
+            f"{where} must hold train-*.parquet and test-*.parquet files: images need both splits"
+        )
     name = folder.resolve().name if dataset == "embedded" else dataset
     data = _load_cached(name, cached, lambda draft: decode(files, draft, where, label))
     shape = data.train.pixels.shape[1:]

@@ -70,10 +70,10 @@ def _least() -> Any:
 
 @dataclass(frozen=True)
 class FlowerDirichlet(Split):
-    """Draw each class's shares over clients from Dirichlet(alpha); draw again if a client has too few samples.
+    """Draw each class's shares over clients from Dirichlet(alpha), until each client has 10 samples.
 
     This is Flower's DirichletPartitioner with the same arguments (`least`: min_partition_size, `balanced`:
-    self_balancing): clients have unequal sizes of at least 10 samples.
+    self_balancing): clients have unequal sizes.
 
     >>> FlowerDirichlet(0.5).counts(np.array([50, 50]), 3, seed=0).sum(0).tolist()
     [50, 50]
@@ -195,8 +195,8 @@ def check_least(split: Split, least: int, m: int, samples: int) -> None:
 def too_small(split: Split, least: int, m: int) -> InputError:
     """Return the error that no draw gave every client enough samples."""
     return InputError(
-        f"`partition`: {split} gave one of {m} clients fewer than {least} samples in each of {_TRIES:,} draws; "
-        "raise alpha, lower `clients`, or set least=1"
+        f"`partition`: {split} gave one of {m} clients fewer than {least} samples in each of {_TRIES:,} "
+        "draws; raise alpha, lower `clients`, or set least=1"
     )
 
 

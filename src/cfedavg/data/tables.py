@@ -63,8 +63,11 @@ def read_table(
         for split, found in _encode(tables["train"][each], tables["test"][each], each, where).items():
             inputs[split].append(found)
     labels, classes, words = _encode_label(tables["train"][label], tables["test"][label], label, where)
-    train, test = (Rows(np.concatenate(inputs[split], 1, dtype=np.float32), labels[split]) for split in labels)
-    note = f"{name}: {len(train):,} train and {len(test):,} test rows, {len(names)} columns as {train.inputs.shape[1]} numbers, {label} {words}"
+    train, test = (
+        Rows(np.concatenate(inputs[split], 1, dtype=np.float32), labels[split]) for split in labels
+    )
+    inside = f"{len(train):,} train and {len(test):,} test rows"
+    note = f"{name}: {inside}, {len(names)} columns as {train.inputs.shape[1]} numbers, {label} {words}"
     return TableData(name, train, test, classes, owners, note)
 
 
@@ -83,10 +86,10 @@ def _encode(train: Any, test: Any, name: str, where: str) -> dict[str, np.ndarra
     known = sorted({text for text in texts["train"] if text is not None})
     if len(known) > _MOST_VALUES:
         raise InputError(
-            f"{where}: the column {name!r} has {len(known):,} different texts, at most {_MOST_VALUES:,} can be "
-            "encoded; remove it, or set `text_column` to train on its text"
+            f"{where}: the column {name!r} has {len(known):,} different texts, and at most {_MOST_VALUES:,} "
+            "can be encoded; remove it, or set `text_column` to train on its text"
         )
-    place = {text: i for i, text in enumerate(known)}
+    place: dict[str | None, int] = {text: i for i, text in enumerate(known)}
     rows = {split: np.array([place.get(text, -1) for text in each]) for split, each in texts.items()}
     return {split: (each[:, None] == np.arange(len(known))) * 1.0 for split, each in rows.items()}
 
@@ -94,7 +97,7 @@ def _encode(train: Any, test: Any, name: str, where: str) -> dict[str, np.ndarra
 def _encode_label(
     train: Any, test: Any, name: str, where: str
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...], str]:
-    """Return the labels of both splits, the names of the classes (none for regression), and these in words."""
+    """Return the labels of both splits, the names of the classes (none for regression), and a remark."""
     import pyarrow as pa
 
     missing = InputError(f"`label_column`: {where} has rows without a value of {name!r}; remove these rows")
@@ -117,7 +120,9 @@ def _encode_label(
             f"`label_column`: {name!r} must have from 2 to {_MOST_VALUES:,} classes, got {len(known):,}{hint}"
         )
     if new := {*found["test"]} - {*known}:
-        raise InputError(f"`label_column`: the train split has no {name} {min(new)!r}, but the test split has")
+        raise InputError(
+            f"`label_column`: the train split has no {name} {min(new)!r}, but the test split has"
+        )
     place = {value: i for i, value in enumerate(known)}
     labels = {split: np.array([place[v] for v in each], np.int64) for split, each in found.items()}
     return labels, tuple(map(str, known)), f"of {len(known)} classes"
@@ -136,8 +141,9 @@ def _is_category(kind: Any) -> bool:
     types = pa.types
     if types.is_dictionary(kind):
         return _is_category(kind.value_type)
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind)
-                or types.is_null(kind))
+    return bool(
+        types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind) or types.is_null(kind)
+    )
 
 
 def _as_floats(column: Any, name: str, where: str) -> np.ndarray:
@@ -146,7 +152,9 @@ def _as_floats(column: Any, name: str, where: str) -> np.ndarray:
     try:
         found: np.ndarray = column.cast(pa.float64()).to_numpy()
     except pa.ArrowException:
-        raise InputError(f"{where}: {name!r} holds numbers in the train split, {column.type} in test") from None
+        raise InputError(
+            f"{where}: {name!r} holds numbers in the train split, {column.type} in test"
+        ) from None
     if np.isinf(found).any():
         raise InputError(f"{where}: the column {name!r} must hold finite numbers, got inf")
     return found

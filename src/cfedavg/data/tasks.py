@@ -107,9 +107,12 @@ def deal(config: Config, data: AnyData, owners: Owners | None = None) -> Partiti
         return iid(*labels, m, seed)
     split = None if config.partition is None else SPLITTERS.parse(config.partition)
     if not classes and (split is None or split.by_class):
-        given = next(n for n in ("partition", "dirichlet", "classes_per_client") if getattr(config, n) is not None)
+        given = next(
+            n for n in ("partition", "dirichlet", "classes_per_client") if getattr(config, n) is not None
+        )
         raise InputError(
-            f"`{given}` needs classes, and {what}; set `client_column`, `iid` or `partition` niid_quantity(0.5)"
+            f"`{given}` needs classes, and {what}; "
+            "set `client_column`, `iid` or `partition` niid_quantity(0.5)"
         )
     if split is not None:
         return split.deal(labels, classes, m, seed)

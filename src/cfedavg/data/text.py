@@ -11,6 +11,7 @@ import numpy as np
 from cfedavg.core.errors import InputError
 from cfedavg.data.columns import Columns, Owners
 
+
 @dataclass(frozen=True)
 class Sequences:
     """The sequences of one split: sequence i has the tokens from `starts[i]` to `starts[i] + length`."""
@@ -49,8 +50,9 @@ class TextData:
         return len(self.vocabulary) + 1 if self.vocabulary else 256
 
 
-def read_text(name: str, tables: dict[str, Any], column: str, owners: Owners | None, columns: Columns,
-              where: str) -> TextData:
+def read_text(
+    name: str, tables: dict[str, Any], column: str, owners: Owners | None, columns: Columns, where: str
+) -> TextData:
     """Cut the texts of each client into sequences; a client's rows are joined by line ends.
 
     The vocabulary is made of the training texts: their characters, sorted, or all 256 bytes. A sequence has
@@ -78,7 +80,8 @@ def read_text(name: str, tables: dict[str, Any], column: str, owners: Owners | N
             f"`sequence_length`: {where} has no test text of {columns.length + 1} characters in {column!r}; "
             "lower `sequence_length`"
         )
-    note = f"{name}: {len(train_set):,} train and {len(test_set):,} test sequences of {columns.length} {columns.tokens}"
+    inside = f"{len(train_set):,} train and {len(test_set):,} test sequences"
+    note = f"{name}: {inside} of {columns.length} {columns.tokens}"
     if owners is not None:
         place = np.full(len(owners.names) + 1, -1)  # the last entry is for -1, which names no client
         place[whole] = np.arange(len(whole))

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BLUE", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Panel", "Pen", "Report", "Row",
     "Run", "Series", "Spread", "as_png", "default_settings", "draw_grid", "format_bytes",
-    "import_drawing", "make_framed_figure", "plot_partition", "plot_sizes", "read_run", "style_axes", "summary",
-    "write_report", "write_run_pictures",
+    "import_drawing", "make_framed_figure", "plot_partition", "plot_sizes", "read_run", "style_axes",
+    "summary", "write_report", "write_run_pictures",
 ]  # fmt: skip
 
 
