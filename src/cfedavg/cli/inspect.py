@@ -152,14 +152,15 @@ def parts(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help="compressor, feedback, local_optimiser or server_optimiser", show_default="all of them"
+            help="compressor, feedback, local_optimiser, server_optimiser or partition",
+            show_default="all of them",
         ),
     ] = None,
     d: Annotated[
         int, typer.Option("--d", help="model size for which guarantees are shown", min=1, max=2**53)
     ] = 582_026,
 ) -> None:
-    """List compressors, feedbacks and optimisers: what each does, guarantees and remembers.
+    """List compressors, feedbacks, optimisers and partitions: what each does, guarantees and remembers.
 
     A part is written alike on the command line, in TOML, in Python and in Flower. Write a class of your
     own as package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
@@ -169,6 +170,7 @@ def parts(
         "feedback": _feedbacks,
         "local_optimiser": _local_optimisers,
         "server_optimiser": _server_optimisers,
+        "partition": _partitions,
     }
     kind = kind and kind.removeprefix("--").replace("-", "_")
     if kind is not None and kind not in tables:
@@ -246,6 +248,15 @@ def _server_optimisers(d: int) -> Table:
         optimiser = SERVER_OPTIMISERS.parse(text)
         memory = _count(len(optimiser.init(np.zeros(1))), "vector")
         table.add_row(text, _first_line(optimiser), f"{optimiser.rate:.4g}", memory)
+    return table
+
+
+def _partitions(d: int) -> Table:
+    from cfedavg.data.splits import SPLITTERS
+
+    table = _new_table(flag("partition"), "what it does")
+    for text in SPLITTERS.examples():
+        table.add_row(text, _first_line(SPLITTERS.parse(text)))
     return table
 
 
