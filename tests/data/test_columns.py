@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +24,7 @@ from cfedavg.data.tasks import DataSet, build_task
 from cfedavg.data.text import TextData, _cut, _encode
 from cfedavg.simulate.run import run
 from cfedavg.simulate.vectorised.recorder import Recorder
-from tests.data.test_data import REAL, drawn, write
+from tests.data.test_data import REAL, Hub, drawn, write
 from tests.simulate.test_engines import agree
 
 TRAIN = {
@@ -286,7 +287,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], str]
     "both": (TRAIN, TEST, {"text_column": "text", "label_column": "role"}, "exclude each other"),
     "empty client": ({**TRAIN, "role": ["a", None, "b", "b", "c"]}, TEST, {"client_column": "role"},
                      "`client_column`: .* has 1 rows without a value of role"),
-    "too long": (TRAIN, TEST, {"sequence_length": 99}, "`sequence_length`: .* no text of 100 characters"),
+    "too long": (TRAIN, TEST, {"sequence_length": 99}, "`sequence_length`: .* no train text of 100 char"),
     "classes of a text": (TRAIN, TEST, {"sequence_length": 3}, "`classes_per_client` needs classes, and a t"),
     "classes of a split": (TRAIN, TEST, {"sequence_length": 3, "partition": "niid_classes(1)"},
                            "`partition` needs classes, and a text has none"),
@@ -341,3 +342,26 @@ def test_pycode_by_package() -> None:
     assert data.owners is not None
     assert len(data.owners.names) == 34
     assert data.train.tokens.dtype == np.uint8
+
+
+# --- the hub
+
+
+def test_texts_of_the_hub_are_downloaded_once(
+    plays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CFEDAVG_CACHE", str(tmp_path / "cache"))
+    hub = Hub(plays, {None: ["README.md", "train-0.parquet", "test-0.parquet"]})
+    hub.install(monkeypatch)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, **how: str(plays / name))
+    found = []
+    for _ in range(2):
+        data, owners = load_any("my/plays", None, Columns(client="role", length=5))
+        assert owners is not None
+        found.append((data.name, owners.names, len(data.train)))
+    assert found == [("my/plays", ["a", "b"], 5)] * 2
+    assert hub.asked == 1
+    (plays / "test-0.parquet").unlink()
+    with pytest.raises(InputError):  # the file is gone: the hub is asked again
+        load_any("my/plays", None, Columns(length=5))
+    assert hub.asked == 2

@@ -117,7 +117,7 @@ def _decode(
 def _count_rows(paths: Sequence[Path], split: str, where: str) -> int:
     rows = 0
     for path in paths:
-        with _open_parquet(path, where) as file:
+        with open_parquet(path, where) as file:
             rows += file.metadata.num_rows
     if not rows:
         raise InputError(f"{where}: the {split} split is empty")
@@ -136,7 +136,8 @@ def _save_labels(folder: Path, split: str, labels: np.ndarray, where: str) -> in
 
 
 @contextmanager
-def _open_parquet(path: Path, where: str) -> Iterator[Any]:
+def open_parquet(path: Path, where: str) -> Iterator[Any]:
+    """Open a parquet file inside `with`; raise InputError if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -157,7 +158,7 @@ def _read_images(
     paths = [(split, path) for split in SPLITS for path in files[split]]
     for split, path in paths:
         name = f"{where}: {path.name}"
-        with _open_parquet(path, where) as file:
+        with open_parquet(path, where) as file:
             image, label = _find_columns(file.schema_arrow, name, wanted)
             for batch in file.iter_batches(_ROWS, columns=[f"{image}.bytes", label]):
                 labels, encoded = batch.column(label), batch.column(image).field("bytes").to_pylist()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from cfedavg.core.errors import InputError
 from cfedavg.data.columns import Columns, Owners, choose_kind, find_owners, hold_out
 from cfedavg.data.decoder import wait_for_decoder
-from cfedavg.data.files import Files, read_tables
-from cfedavg.data.images import ImageData
+from cfedavg.data.files import read_tables
+from cfedavg.data.images import ImageData, open_parquet
 from cfedavg.data.sources import HUB, cached_folder, load, locate
 from cfedavg.data.tables import TableData, read_table
 from cfedavg.data.text import TextData, read_text
@@ -31,10 +30,14 @@ def load_any(
             return load(dataset, label=columns.label), None
     files = locate(dataset, data_dir)
     where = f"`dataset`: {dataset}" if data_dir is None else f"`data_dir`: {Path(data_dir).expanduser()}"
-    kind, column = choose_kind(_read_schema(files, where), columns, where)
-    if kind == "images":
-        return load(dataset, data_dir, label=columns.label), _owners_of_images(dataset, data_dir, columns)
+    first = files["train"][0]
+    if first.suffix == ".parquet":  # which may hold images: do not read them as a table
+        with open_parquet(first, where) as file:
+            schema = file.schema_arrow
+        if choose_kind(schema, columns, where)[0] == "images":
+            return load(dataset, data_dir, label=columns.label), _owners_of_images(dataset, data_dir, columns)
     tables = read_tables(files, where)
+    kind, column = choose_kind(tables["train"].schema, columns, where)
     tables, owners = hold_out(tables, find_owners(tables, columns, where), kind)
     name = dataset
     if data_dir is not None and dataset == "embedded":
@@ -44,18 +47,6 @@ def load_any(
         return text, text.owners
     table = read_table(name, tables, column, owners, columns, where)
     return table, table.owners
-
-
-def _read_schema(files: Files, where: str) -> Any:
-    import pyarrow.parquet as pq
-
-    first = files["train"][0]
-    if first.suffix == ".parquet":
-        try:
-            return pq.read_schema(first)
-        except Exception:  # `read_tables` says what is wrong
-            pass
-    return read_tables({"train": [first], "test": []}, where)["train"].schema
 
 
 def _owners_of_images(dataset: str, data_dir: str | Path | None, columns: Columns) -> Owners | None:

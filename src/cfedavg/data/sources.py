@@ -22,7 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from cfedavg.core.errors import InputError, summarise_error
-from cfedavg.core.files import cache_folder, check_regular, read_file
+from cfedavg.core.files import cache_folder, check_regular, read_file, write_atomic
 from cfedavg.data.decoder import wait_for_decoder
 from cfedavg.data.files import SPLITS, find_files, find_splits, find_train
 from cfedavg.data.images import VERSION, ImageData, Images, decode, histogram, mean_std
@@ -66,11 +66,26 @@ def load(
 
 
 def locate(dataset: str, data_dir: str | Path | None = None) -> dict[str, list[Path]]:
-    """Return the files of each split: those in `data_dir`, or else those of the hub, which are downloaded."""
+    """Return the files of each split: those in `data_dir`, or else those of the hub, which are downloaded.
+
+    The cache keeps the places of downloaded files, so that a second run needs no network.
+    """
     if data_dir is not None:
         folder = Path(data_dir).expanduser()
         return find_files(dataset, folder, f"`data_dir`: {folder}")
-    return _download(**_parse_name(dataset), where=f"`dataset`: {dataset}")
+    name, places = _parse_name(dataset), cache_folder() / f"{dataset.replace('/', '--')}.files.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nothing or nothing usable is cached
+        table = json.loads(read_file(places))
+        found = {split: [Path(path) for path in table[split]] for split in SPLITS}
+        if found["train"] and all(path.is_file() for paths in found.values() for path in paths):
+            return found
+    found = _download(**name, where=f"`dataset`: {dataset}")
+    with contextlib.suppress(OSError, InputError):  # then the next run downloads again
+        places.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(
+            places, json.dumps({split: [str(path) for path in found[split]] for split in SPLITS}).encode()
+        )
+    return found
 
 
 def _parse_name(dataset: str) -> dict[str, Any]:

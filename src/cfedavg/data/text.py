@@ -62,35 +62,36 @@ def read_text(
     texts = {split: _read_column(table, column, where) for split, table in tables.items()}
     train = _join(texts["train"], None if owners is None else owners.train)
     test = _join(texts["test"], None if owners is None else owners.test)
-    vocabulary = ""
-    if columns.tokens == "characters":
-        vocabulary = "".join(sorted(set().union(*train.values())))
-    cut = {owner: _encode(text, vocabulary) for owner, text in train.items()}
-    whole = [owner for owner, tokens in sorted(cut.items()) if len(tokens) > columns.length]
-    if not whole:
-        raise InputError(
-            f"`sequence_length`: {where} has no text of {columns.length + 1} characters in {column!r}, "
-            f"the longest has {max(map(len, cut.values()))}; lower `sequence_length`"
-        )
-    train_set, train_owner = _cut([(owner, cut[owner]) for owner in whole], columns.length)
-    encoded = [(owner, _encode(text, vocabulary)) for owner, text in sorted(test.items())]
-    test_set, test_owner = _cut(encoded, columns.length)
-    if not len(test_set):
-        raise InputError(
-            f"`sequence_length`: {where} has no test text of {columns.length + 1} characters in {column!r}; "
-            "lower `sequence_length`"
-        )
+    characters = columns.tokens == "characters"
+    vocabulary = "".join(sorted(set().union(*train.values()))) if characters else ""
+    cuts = {}
+    for split, joined in (("train", train), ("test", test)):
+        encoded = [(owner, _encode(text, vocabulary)) for owner, text in sorted(joined.items())]
+        cuts[split] = sequences, _ = _cut(encoded, columns.length)
+        if not len(sequences):
+            longest = max((len(tokens) for _, tokens in encoded), default=0)
+            raise InputError(
+                f"`sequence_length`: {where} has no {split} text of {columns.length + 1} {columns.tokens} in "
+                f"{column!r}, the longest has {longest}; lower `sequence_length`"
+            )
+    (train_set, train_owner), (test_set, test_owner) = cuts["train"], cuts["test"]
     inside = f"{len(train_set):,} train and {len(test_set):,} test sequences"
     note = f"{name}: {inside} of {columns.length} {columns.tokens}"
     if owners is not None:
-        place = np.full(len(owners.names) + 1, -1)  # the last entry is for -1, which names no client
-        place[whole] = np.arange(len(whole))
-        if left := len(cut) - len(whole):
+        if left := len(owners.names) - len(np.unique(train_owner)):
             note += f"; {left} values of {columns.client} left out, which have no whole sequence"
-        owners = Owners([owners.names[i] for i in whole], place[train_owner], place[test_owner])
+        owners = _keep_owners(owners.names, train_owner, test_owner)
     if vocabulary:
         note += f"; {len(vocabulary)} different characters and one for unknown ones"
     return TextData(name, train_set, test_set, vocabulary, owners, note)
+
+
+def _keep_owners(names: Sequence[str], train: np.ndarray, test: np.ndarray) -> Owners:
+    """Return the owners that have a train sample, numbered anew; test samples of the others have none."""
+    kept = np.unique(train)
+    place = np.full(len(names) + 1, -1)  # the last entry is for -1, which names no client
+    place[kept] = np.arange(len(kept))
+    return Owners([names[i] for i in kept], place[train], place[test])
 
 
 def _read_column(table: Any, column: str, where: str) -> list[str]:
