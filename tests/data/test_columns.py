@@ -365,3 +365,10 @@ def test_texts_of_the_hub_are_downloaded_once(
     with pytest.raises(InputError):  # the file is gone: the hub is asked again
         load_any("my/plays", None, Columns(length=5))
     assert hub.asked == 2
+
+
+def test_reports_name_the_folder() -> None:
+    assert Config(data_dir="data/plays").data_name == "plays"
+    assert Config(data_dir="rows.csv").data_name == "rows"
+    assert Config(dataset="mnist", data_dir="data").data_name == "mnist"
+    assert Config().data_name == "embedded"

@@ -297,6 +297,12 @@ class Config:
         return None if text is None else Range.parse(text, name, integer=OPTIONS[name].integer)
 
     @property
+    def data_name(self) -> str:
+        """The name of the data: `dataset`, or that of the folder or file if `dataset` is not given."""
+        unnamed = self.data_dir is not None and self.dataset == Config.dataset
+        return Path(str(self.data_dir)).stem if unnamed else self.dataset
+
+    @property
     def names_task(self) -> bool:
         """Whether `model` and `dataset` are names to load, not remarks such as `(a Flower app)`."""
         return not self.dataset.startswith("(")

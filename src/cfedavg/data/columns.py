@@ -82,8 +82,17 @@ def choose_kind(schema: Any, columns: Columns, where: str) -> tuple[Kind, str]:
 def check_column(names: Sequence[str], name: str, field: str, where: str) -> str:
     """Return `name`; raise InputError if the data set has no such column."""
     if name not in names:
-        raise InputError(f"`{field}`: {where} has no column {name!r}; it has {', '.join(names)}")
+        raise InputError(f"`{field}`: {source(where)} has no column {name!r}; it has {', '.join(names)}")
     return name
+
+
+def source(where: str) -> str:
+    """Return a folder or the name of a data set without its field, for an error about another field.
+
+    >>> source("`data_dir`: runs/plays")
+    'runs/plays'
+    """
+    return where.partition(": ")[2]
 
 
 def find_owners(tables: dict[str, Any], columns: Columns, where: str) -> Owners | None:
@@ -111,7 +120,7 @@ def _name_rows(table: Any, columns: Columns, where: str) -> list[str]:
         column = table[check_column(table.column_names, name, "client_column", where)]
         if column.null_count:
             raise InputError(
-                f"`client_column`: {where} has {column.null_count} rows without a value of {name}"
+                f"`client_column`: {source(where)} has {column.null_count} rows without a value of {name}"
             )
         if pa.types.is_nested(column.type):
             raise InputError(f"`client_column`: {name} must hold texts or numbers, got {column.type}")

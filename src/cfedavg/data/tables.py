@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cfedavg.core.errors import InputError
-from cfedavg.data.columns import Columns, Owners
+from cfedavg.data.columns import Columns, Owners, source
 
 _MOST_VALUES = 1000  # different values of a categorical column, and classes
 
@@ -57,7 +57,9 @@ def read_table(
     """
     names = [each for each in tables["train"].column_names if each not in (label, *columns.clients)]
     if not names:
-        raise InputError(f"`label_column`: {where} must have other columns than {label!r} to predict it from")
+        raise InputError(
+            f"`label_column`: {source(where)} must have other columns than {label!r} to predict it from"
+        )
     inputs: dict[str, list[np.ndarray]] = {"train": [], "test": []}
     for each in names:
         for split, found in _encode(tables["train"][each], tables["test"][each], each, where).items():
@@ -100,7 +102,9 @@ def _encode_label(
     """Return the labels of both splits, the names of the classes (none for regression), and a remark."""
     import pyarrow as pa
 
-    missing = InputError(f"`label_column`: {where} has rows without a value of {name!r}; remove these rows")
+    missing = InputError(
+        f"`label_column`: {source(where)} has rows without a value of {name!r}; remove these rows"
+    )
     if train.null_count or test.null_count:
         raise missing
     if pa.types.is_floating(train.type) or pa.types.is_decimal(train.type):

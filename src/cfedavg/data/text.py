@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cfedavg.core.errors import InputError
-from cfedavg.data.columns import Columns, Owners
+from cfedavg.data.columns import Columns, Owners, source
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def read_text(
         if not len(sequences):
             longest = max((len(tokens) for _, tokens in encoded), default=0)
             raise InputError(
-                f"`sequence_length`: {where} has no {split} text of {columns.length + 1} {columns.tokens} in "
-                f"{column!r}, the longest has {longest}; lower `sequence_length`"
+                f"`sequence_length`: {source(where)} has no {split} text of {columns.length + 1} "
+                f"{columns.tokens} in {column!r}, the longest has {longest}; lower `sequence_length`"
             )
     (train_set, train_owner), (test_set, test_owner) = cuts["train"], cuts["test"]
     inside = f"{len(train_set):,} train and {len(test_set):,} test sequences"
@@ -98,7 +98,9 @@ def _read_column(table: Any, column: str, where: str) -> list[str]:
     import pyarrow as pa
 
     if not (pa.types.is_string(table[column].type) or pa.types.is_large_string(table[column].type)):
-        raise InputError(f"`text_column`: {where}: {column!r} must hold texts, got {table[column].type}")
+        raise InputError(
+            f"`text_column`: {source(where)}: {column!r} must hold texts, got {table[column].type}"
+        )
     return [text or "" for text in table[column].to_pylist()]
 
 
