@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cfedavg.cli.commands import app
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.run_files import read_rows
 from cfedavg.data.columns import Columns
 from cfedavg.data.loading import load_any
+from cfedavg.data.splits import SPLITTERS
 from cfedavg.data.tables import TableData
 from cfedavg.data.tasks import DataSet, build_task
 from cfedavg.data.text import TextData, _cut, _encode
@@ -92,7 +98,7 @@ def test_bytes_need_no_vocabulary(plays: Path) -> None:
     assert bytes(data.train.at(np.array([0]))[0].tolist()) == b"abcdef"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=5), st.integers(1, 5))
 def test_every_character_is_predicted_at_most_once(texts: list[str], length: int) -> None:
     """What is decoded is the text; only less than a sequence at its end is missing."""
@@ -372,3 +378,17 @@ def test_reports_name_the_folder() -> None:
     assert Config(data_dir="rows.csv").data_name == "rows"
     assert Config(dataset="mnist", data_dir="data").data_name == "mnist"
     assert Config().data_name == "embedded"
+
+
+def test_commands_of_the_page_are_options_of_the_command() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    blocks = re.findall(r"```\n(cfedavg .*?)```", page, re.DOTALL)
+    group: Any = typer.main.get_command(app)
+    for block in blocks:
+        _, name, *arguments = shlex.split(block.replace("\\\n", " "))
+        given = group.commands[name].make_context(name, arguments).params
+        known = {field.name for field in dataclasses.fields(Config)}
+        config = Config(**{key: value for key, value in given.items() if key in known and value is not None})
+        if config.partition:
+            SPLITTERS.parse(config.partition)
+    assert len(blocks) == 4

@@ -14,11 +14,11 @@ from cfedavg.data.tasks import build_task
 from tests.data.test_data import check_disjoint, labels_of, same
 
 SIZES = [60, 45, 80, 30]
-ALL = ["niid_dirichlet(0.5)", "flower_dirichlet(0.5)", "niid_quantity(0.5)", "niid_classes(2)"]
+ALL = ["niid_dirichlet(0.5)", "flower_dirichlet(0.5)", "niid_quantity(2)", "niid_classes(2)"]
 
 
 @pytest.mark.parametrize("text", ALL)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(m=st.integers(2, 8), seed=st.integers(0, 2**63 - 1))
 def test_every_sample_has_one_client(text: str, m: int, seed: int) -> None:
     train, test = labels_of(SIZES), labels_of([9, 8, 7, 6])
@@ -46,11 +46,11 @@ def test_all_samples_are_used_by_the_dirichlet_splits() -> None:
 def test_shares_of_a_class_follow_the_definition() -> None:
     """The share of one client of one class has mean 1/m and the variance of Dirichlet(alpha)."""
     m, alpha, n = 4, 0.6, 100_000
-    shares = np.stack([FlowerDirichlet(alpha, least=1).counts(np.full(8, n), m, seed) for seed in range(250)])
+    shares = np.stack([FlowerDirichlet(alpha, least=1).counts(np.full(8, n), m, seed) for seed in range(120)])
     shares = shares.transpose(0, 2, 1).reshape(-1, m) / n
     assert shares.mean(0) == pytest.approx(np.full(m, 1 / m), abs=0.03)
     expected = (1 / m) * (1 - 1 / m) / (m * alpha + 1)
-    assert shares.var(0) == pytest.approx(np.full(m, expected), rel=0.1)
+    assert shares.var(0) == pytest.approx(np.full(m, expected), rel=0.15)
 
 
 def test_balanced_clients_take_no_more_once_they_are_full() -> None:
@@ -65,7 +65,7 @@ def test_balanced_clients_take_no_more_once_they_are_full() -> None:
 
 
 def test_sizes_of_quantity_skew() -> None:
-    sizes = np.stack([NiidQuantity(0.8, least=1).counts(np.array([50_000]), 5, s)[:, 0] for s in range(800)])
+    sizes = np.stack([NiidQuantity(0.8, least=1).counts(np.array([50_000]), 5, s)[:, 0] for s in range(400)])
     assert (sizes.sum(1) == 50_000).all()
     assert sizes.var(0) / 50_000**2 == pytest.approx(np.full(5, 0.2 * 0.8 / (5 * 0.8 + 1)), rel=0.2)
 
