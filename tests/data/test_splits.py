@@ -109,7 +109,9 @@ class Greedy(Split):
     ({"partition": "niid_quantity(0.001)", "clients": 50}, "fewer than 10 samples in each of 1,000 draws"),
     ({"partition": "niid_quantity(1)", "iid": True}, "`iid` and `partition` exclude each other"),
     ({"partition": "tests.data.test_splits:Greedy"}, "must be a frozen dataclass"),
-    ({"client_column": "role"}, "`client_column`: the embedded images have no columns"),
+    ({"client_column": "role"}, "`client_column`: embedded has no column 'role'; set"),
+    ({"label_column": "y"}, "`label_column`: embedded has no column 'y'"),
+    ({"dataset": "mnist", "text_column": "t"}, "`text_column`: mnist has no column 't'"),
     ({"client_column": "role", "dirichlet": 1.0}, "`dirichlet` and `client_column` exclude each other"),
 ])  # fmt: skip
 def test_one_sentence_says_what_is_wrong(options: dict[str, object], words: str) -> None:

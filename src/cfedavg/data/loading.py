@@ -23,13 +23,14 @@ def load_any(
     columns = columns or Columns()
     wait_for_decoder()
     if data_dir is None and dataset in ("embedded", *HUB):
+        _check_named(dataset, columns)
         return load(dataset, label=columns.label), _owners_of_images(dataset, None, columns)
     if data_dir is None and columns.client is None and columns.text is None:
         folder = cached_folder(dataset, label=columns.label)
         if folder and folder.exists():  # decoded images: no network is needed
             return load(dataset, label=columns.label), None
     files = locate(dataset, data_dir)
-    where = f"`dataset`: {dataset}" if data_dir is None else f"`data_dir`: {Path(data_dir).expanduser()}"
+    where = _name_source(dataset, data_dir)
     first = files["train"][0]
     if first.suffix == ".parquet":  # which may hold images: do not read them as a table
         with open_parquet(first, where) as file:
@@ -49,12 +50,27 @@ def load_any(
     return table, table.owners
 
 
+def _name_source(dataset: str, data_dir: str | Path | None) -> str:
+    """Return the field that names the data and its value, with which errors begin."""
+    return f"`dataset`: {dataset}" if data_dir is None else f"`data_dir`: {Path(data_dir).expanduser()}"
+
+
+def _check_named(dataset: str, columns: Columns) -> None:
+    """Raise InputError if a column is given that a data set of images with a name does not have."""
+    given = {"text_column": columns.text}
+    if dataset == "embedded":  # it has no columns at all
+        given |= {"label_column": columns.label, "client_column": columns.client}
+    for field, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"`{field}`: {dataset} has no column {value!r}; set `data_dir` to data that has it"
+            )
+
+
 def _owners_of_images(dataset: str, data_dir: str | Path | None, columns: Columns) -> Owners | None:
     """Return the client of each image; read the columns that name the client from the files."""
     if columns.client is None:
         return None
-    if data_dir is None and dataset == "embedded":
-        raise InputError("`client_column`: the embedded images have no columns; give a folder as `data_dir`")
     files = locate(dataset, data_dir)
-    where = f"`dataset`: {dataset}" if data_dir is None else f"`data_dir`: {data_dir}"
+    where = _name_source(dataset, data_dir)
     return find_owners(read_tables(files, where, columns.clients), columns, where)
