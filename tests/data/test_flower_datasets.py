@@ -13,6 +13,7 @@ from PIL import Image
 
 from cfedavg import Config, InputError, Task, run
 from cfedavg.data import from_dataset, from_flwr
+from cfedavg.data.splits import FlowerDirichlet
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # read when the package is imported
 datasets = pytest.importorskip("datasets")
@@ -102,3 +103,26 @@ def test_one_sentence_says_what_is_wrong() -> None:
         from_flwr(few, inputs="a")
     with pytest.raises(InputError, match="`dataset` must be a Dataset of the package datasets, got list"):
         from_dataset([1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("balanced", [False, True])
+def test_our_dirichlet_split_is_theirs_in_distribution(balanced: bool) -> None:
+    """Sorted client sizes, and the largest share of a class at a client: means over 300 seeds."""
+    m, sizes = 4, np.array([80, 60, 60])
+    labels = np.repeat(np.arange(3), sizes)
+    whole = datasets.Dataset.from_dict({"label": labels})
+
+    def measure(counts: np.ndarray) -> np.ndarray:
+        return np.array([*np.sort(counts.sum(1)), (counts / sizes).max()])
+
+    theirs, ours = [], []
+    for seed in range(300):
+        partitioner = partitioners.DirichletPartitioner(m, "label", 0.4, 10, balanced, seed=seed)
+        partitioner.dataset = whole
+        parts = [partitioner.load_partition(i)["label"][:] for i in range(m)]
+        theirs.append(measure(np.stack([np.bincount(part, minlength=3) for part in parts])))
+        ours.append(measure(FlowerDirichlet(0.4, 10, balanced).counts(sizes, m, seed)))
+    error = np.sqrt((np.var(theirs, 0) + np.var(ours, 0)) / 300)
+    assert (abs(np.mean(theirs, 0) - np.mean(ours, 0)) < 4 * error + 0.3 / 100).all()
