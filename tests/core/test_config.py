@@ -115,7 +115,7 @@ def test_one_of_an_exclusive_group_has_a_value(group: tuple[str, ...]) -> None:
 
 
 def test_parts_are_texts() -> None:
-    assert {FIELD_TYPES[name] for name in PARTS} == {str}
+    assert {FIELD_TYPES[name] for name in PARTS} == {str, str | None}
     assert {FIELD_TYPES[name] for name in PER_CLIENT} == {str | None}
 
 

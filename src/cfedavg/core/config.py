@@ -116,8 +116,19 @@ class Config:
         server="always",
     )  # fmt: skip
     data_dir: str | None = option(
-        None, DATA, "read train-*.parquet and test-*.parquet from this folder, not from the hub",
+        None, DATA, "read images, texts or a table from this folder or file, not from the hub",
         may_change=True, in_task=True,
+    )  # fmt: skip
+    text_column: str | None = option(
+        None, DATA, "column of texts, to train on next characters", shown="a column named text", in_task=True,
+    )  # fmt: skip
+    label_column: str | None = option(
+        None, DATA, "column to predict", shown="a column named label, target, class or y", in_task=True,
+    )  # fmt: skip
+    sequence_length: int = option(80, DATA, "characters of one sample of a text", low=1, in_task=True)
+    tokens: str = option(
+        "characters", DATA, "what a text is cut into: characters of the training texts, or bytes",
+        choices=("characters", "bytes"), in_task=True,
     )  # fmt: skip
     clients: int = option(
         10, DATA, "number of clients, m", low=1, server="always",
@@ -134,9 +145,22 @@ class Config:
     iid: bool = option(
         False, DATA, "instead: a random share for every client", in_task=True, exclusive="partition"
     )
+    partition: str | None = option(
+        None, DATA,
+        "instead, as others define it: niid_dirichlet(0.5), flower_dirichlet(0.5), niid_quantity(0.5), "
+        "niid_classes(2)",
+        is_part=True, in_task=True, exclusive="partition",
+    )  # fmt: skip
+    client_column: str | None = option(
+        None, DATA, "instead: one client for each value of this column, or of columns a,b; sets the clients",
+        in_task=True, exclusive="partition",
+        federated=False,  # the number of nodes sets the clients of a federation
+    )  # fmt: skip
 
     model: ModelText = option(
-        "cnn", MODEL, "cnn, lenet, resnet18, resnet18_gn, mlp, linear, or module:factory of your own",
+        "cnn", MODEL,
+        "cnn, lenet, resnet18, resnet18_gn, mlp, linear; of a text char_lstm, char_lstm_small, gpt, "
+        "gpt_small; or module:factory of your own",
         is_part=True, server="always",
     )  # fmt: skip
 
@@ -288,6 +312,12 @@ class Config:
         return None if text is None else Range.parse(text, name, integer=OPTIONS[name].integer)
 
     @property
+    def data_name(self) -> str:
+        """The name of the data: `dataset`, or that of the folder or file if `dataset` is not given."""
+        unnamed = self.data_dir is not None and self.dataset == Config.dataset
+        return Path(str(self.data_dir)).stem if unnamed else self.dataset
+
+    @property
     def names_task(self) -> bool:
         """Whether `model` and `dataset` are names to load, not remarks such as `(a Flower app)`."""
         return not self.dataset.startswith("(")
@@ -322,6 +352,10 @@ class Config:
         changes: dict[str, Any] = {each: getattr(Config, each) for each in fields_where(lambda o: o.in_task)}
         changes |= {"dataset": f"{OWN}: {name}, {of_data})", "model": f"{OWN}: {model}, {of_model})"}
         return dataclasses.replace(self, **changes, clients=clients)
+
+    def with_clients(self, clients: int) -> Config:
+        """Return the configuration with the number of clients that `client_column` gives, if it is given."""
+        return self if self.client_column is None else dataclasses.replace(self, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
         """Return a copy of the configuration with the fields in `changes` replaced.
@@ -400,8 +434,8 @@ def advise_field(name: str) -> str:
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
     """Return the names of those fields of Config whose Option satisfies `holds`.
 
-    >>> fields_where(lambda known: known.in_task)
-    ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
+    >>> fields_where(lambda known: known.exclusive == "partition")
+    ('classes_per_client', 'dirichlet', 'iid', 'partition', 'client_column')
     """
     return tuple(name for name, known in OPTIONS.items() if holds(known))
 

@@ -3,8 +3,8 @@
 `runs` reads a run folder and makes curves. `table` groups runs that differ only in their seed, labels the
 groups and makes the summary table. `panels` defines what each panel shows and formats its axes; `figures`
 draws panels, and `exports` writes them for papers, as PDF, SVG and CSV. `heatmaps` draws how many samples of
-each class each client has, and the outcome of each request to a federation's nodes. `page` writes the HTML
-page.
+each class each client has, and the outcome of each request to a federation's nodes; `sizes` how many samples
+each client has. `page` writes the HTML page.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ if TYPE_CHECKING:
         Series,
         style_axes,
     )
+    from cfedavg.report.sizes import plot_sizes
 
 __all__ = [
     "BLUE", "FORMATS", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Lines", "Panel",
     "Pen", "Report", "Row", "Run", "Series", "Spread", "as_png", "check_drawing", "default_settings",
     "draw_grid", "draw_panel_as", "format_bytes", "import_drawing", "make_framed_figure", "plot_partition",
-    "read_run", "save_as", "style_axes", "summary", "write_csv", "write_report", "write_run_pictures",
+    "plot_sizes", "read_run", "save_as", "style_axes", "summary", "write_csv", "write_report",
+    "write_run_pictures",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     # Importing matplotlib takes most of a second: names that need it are imported when they are first used.
-    for module in ("panels", "figures", "heatmaps", "exports") if name in __all__ else ():
+    for module in ("panels", "figures", "heatmaps", "exports", "sizes") if name in __all__ else ():
         with explain_missing(PIL="report"):
             found = import_module(f"cfedavg.report.{module}")
         if hasattr(found, name):

@@ -130,11 +130,12 @@ def _setting(groups: Sequence[Group]) -> str:
     differing = find_differences([group.config for group in groups])
     config, runs = groups[0].config, sum(len(group.runs) for group in groups)
     said = {
-        "dataset": f"{'task' if config.dataset.startswith(OWN) else 'dataset'} {name_task(config.dataset)}",
+        "dataset": f"{'task' if config.dataset.startswith(OWN) else 'dataset'} {name_task(config.data_name)}",
         "model": f"model {name_task(config.model)}",
         "clients": f"{config.clients} client{'s' if config.clients != 1 else ''}",
         "rounds": f"{config.rounds} round{'s' if config.rounds != 1 else ''} planned",
     }
+    differing = [*differing, "dataset"] if "data_dir" in differing else differing
     same = [text for name, text in said.items() if name not in differing]
     return " · ".join([f"{runs} run{'s' if runs > 1 else ''}", *same])
 

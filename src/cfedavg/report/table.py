@@ -213,7 +213,7 @@ def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
 
     def task(config: Config) -> tuple[str, ...]:
         # The model of a Flower app is unknown: all runs of the app are compared.
-        return (config.dataset,) if config.dataset == APP else (config.dataset, config.model)
+        return (config.dataset,) if config.dataset == APP else (config.data_name, config.model)
 
     def uncompressed(config: Config) -> Config:
         return dataclasses.replace(config, compressor="none", compressor_down="none", feedback="ef", seed=0)

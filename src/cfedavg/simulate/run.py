@@ -120,7 +120,8 @@ def _prepare(config: Config, task: Task | None) -> tuple[Config, Task]:
     if task is None:
         from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
 
-        return config, build_task(config)
+        task = build_task(config)
+        return config.with_clients(len(task.clients)), task
     return config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients)), task
 
 
@@ -139,6 +140,7 @@ def run_beside(
     """
     _check_arguments(config, task, out, resume)
     start_compiler(config.device, config.engine)
+    config = config.with_clients(len(task.clients))
     loop = Loop(config, task, CallbackList(callbacks), None, Ranks(), partners)
     with Folder.open(out) as folder:
         return (yield from loop.steps(folder, resume=resume))

@@ -108,6 +108,10 @@ class Grid(Study):
             for config in self._configs.values():
                 parse_parts(config)
                 SCHEDULES.parse(config.schedule)
+                if config.client_column and config.clients == Config.clients and "client_bytes" in self.over:
+                    raise InputError(
+                        "`over` client_bytes needs `clients`, the number that `client_column` gives"
+                    )
             for seed in self.seeds:
                 config.replace(seed=seed)
         except InputError as error:
