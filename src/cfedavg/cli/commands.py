@@ -44,6 +44,7 @@ def run_command() -> int:
     except InputError as error:
         return fail(str(error))
     except USAGE_ERROR as error:
-        return fail(error.format_message())  # type: ignore[attr-defined]
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        return fail(message) if message else 2  # without arguments, the help is shown and says enough
     except typer.Abort:
         raise KeyboardInterrupt from None
