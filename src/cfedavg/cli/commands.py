@@ -68,6 +68,7 @@ def run_command() -> int:
     except InputError as error:
         return fail(str(error))
     except USAGE_ERROR as error:
-        return fail(_describe(error))
+        message = _describe(error)
+        return fail(message) if message else 2  # without arguments, the help is shown and says enough
     except typer.Abort:
         raise KeyboardInterrupt from None
