@@ -153,3 +153,16 @@ def test_tables_of_the_parts() -> None:
     rows = [row for row in page.splitlines() if re.search(r"\d\d\.\d\d \|$", row)]
     assert len(rows) == 20
     assert [row for row in rows if not any(row.endswith(f"| {numbers} |") for numbers in known)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results/links").glob("*.json")), ids=lambda path: path.stem)
+def test_table_of_the_links(path: Path) -> None:
+    """Its row, and the tolerance: where a round takes a minute, the prediction is right to 10%."""
+    found = json.loads(path.read_text())
+    names = "transfer", "predicted", "measured"
+    means = {name: statistics.fmean(row[name] for row in found["rounds"]) for name in names}
+    ratio = means["predicted"] / means["measured"]
+    row = f"| {found['base']:.1f} s | {found['trips']:.1f} | {found['wait']:.1f} s |"
+    row += "".join(f" {means[name]:.1f} s |" for name in names) + f" {ratio:.2f} |"
+    assert row in (ROOT / "docs/links.md").read_text()
+    assert abs(ratio - 1) < 0.1

@@ -1,33 +1,55 @@
-"""Parts that a light client needs work where torch is not installed."""
+"""A light client works with Flower and NumPy alone, and sends and keeps the same bytes."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-CLIENT = """
+from cfedavg.core import native
+from cfedavg.core.extras import EXTRAS
+
+# Flower itself needs rich and typer.
+LIGHT = (
+    "torch", "numba", "llvmlite", "matplotlib", "PIL", "pyarrow", "huggingface_hub", "safetensors", "scipy",
+    "pandas",
+)  # fmt: skip
+ROOT = Path(__file__).parents[1]
+BLOCK = """
 import sys
 
-class NoTorch:
+class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torch":
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        if name.split(".")[0] in {}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
-sys.meta_path.insert(0, NoTorch())
+sys.meta_path.insert(0, Blocked())
 """
+flower = pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
+WAYS = [
+    pytest.param("c", marks=pytest.mark.skipif(not native.find("encode_numbers"), reason="no C library")),
+    "python",
+]
 
 
-def run_without_torch(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", CLIENT + code], capture_output=True, text=True, check=False)
+def run_without(libraries: tuple[str, ...], code: str, kernels: str = "") -> str:
+    """Return what a process prints in which none of the libraries can be imported."""
+    command = [sys.executable, "-W", "error", "-c", BLOCK.format(set(libraries)) + code]
+    environment = os.environ | {"CFEDAVG_KERNELS": kernels}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_every_compressor_runs() -> None:
-    found = run_without_torch(
+    found = run_without(
+        LIGHT,
         """
 import numpy as np
 from cfedavg.compress import EXAMPLES, decompress, parse
@@ -37,14 +59,15 @@ for text in EXAMPLES:
     assert sent.shape == p.shape and np.square(sent - p).sum() <= np.square(p).sum(), text
 assert "torch" not in sys.modules
 print(len(EXAMPLES))
-"""
+""",
     )
     assert int(found) > 10
 
 
 def test_a_client_sends_stores_and_restores() -> None:
     """Channel, protocol, wire and store of a federation, with every feedback."""
-    found = run_without_torch(
+    found = run_without(
+        LIGHT,
         """
 import tempfile
 from pathlib import Path
@@ -88,14 +111,15 @@ for name in FEEDBACKS.entries:
             assert np.array_equal(server.load().extra["optimiser.v"], memory.optimiser["v"])
 assert "torch" not in sys.modules
 print("done")
-"""
+""",
     )
     assert found == "done\n"
 
 
 def test_a_copy_of_the_broadcast_is_kept() -> None:
     """A copy follows by the message, by the values that changed, and whole."""
-    found = run_without_torch(
+    found = run_without(
+        LIGHT,
         """
 import numpy as np
 from cfedavg.compress import parse
@@ -122,18 +146,132 @@ for text in ("topk(0.9)", "topk(0.9) >> int3(64)", "rd(0.9) >> bf16"):
     assert counted[1]().kind == "whole" and 0 < counted[0]().bytes <= len(message)
 assert "torch" not in sys.modules
 print("done")
-"""
+""",
     )
     assert found == "done\n"
 
 
-@pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed")
-def test_the_flower_mod_loads() -> None:
-    found = run_without_torch(
-        """
-from cfedavg.flower import compressed
-assert "torch" not in sys.modules
-print(compressed.__name__)
+@flower
+@pytest.mark.parametrize("kernels", WAYS)
+def test_a_light_client_sends_and_keeps_the_same_bytes(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages, residuals and model copies of whole federations, and golden and damaged messages."""
+    from tests import light
+
+    code = """
+from tests import light
+light.fix_chance()
+print(*light.digests())
 """
+    found = run_without(LIGHT, code, kernels).split()
+    light.fix_chance(monkeypatch.setattr)
+    monkeypatch.setattr("cfedavg.report.write_run_pictures", lambda path: None)
+    assert found == light.digests()
+
+
+@flower
+@pytest.mark.slow
+def test_an_environment_of_a_client_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real environment with `cfedavg[client]` alone. It needs an index of packages."""
+    from tests import light
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    python = tmp_path / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--constraint"]
+    subprocess.run([*pip, ROOT / "constraints.txt", f"{ROOT}[client]"], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "from tests import light; light.fix_chance(); print(*light.digests())"
+    found = subprocess.run(
+        [python, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert found == "compressed\n"
+    light.fix_chance(monkeypatch.setattr)
+    monkeypatch.setattr("cfedavg.report.write_run_pictures", lambda path: None)
+    assert found.stdout.split() == light.digests()
+
+
+IMPORTS = {
+    "from cfedavg import run": "sim",
+    "from cfedavg import Task": "sim",
+    "from cfedavg.flower import compressed": "client",
+    "from cfedavg.flower import CFedAvg": "flower",
+    "from cfedavg.report import import_drawing; import_drawing()": "report",
+    "from cfedavg.report import Panel": "report",
+    "from cfedavg.report import check_drawing; check_drawing()": "report",
+    "from cfedavg.data import build_task": "sim",
+    "from cfedavg.data import load; load('mnist')": "data",
+    "from cfedavg.data import load; load('own', data_dir='{folder}')": "data",
+}
+
+
+def test_a_missing_library_is_one_sentence_that_names_the_extra(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}-0.parquet").touch()
+    code = """
+import os
+os.environ["CFEDAVG_CACHE"] = "{folder}"
+for line in {lines}:
+    try:
+        exec(line)
+    except ModuleNotFoundError as error:
+        print(error)
+    else:
+        print(line, "does not need what is missing")
+"""
+    lines = [line.format(folder=tmp_path) for line in IMPORTS]
+    found = run_without((*LIGHT, *EXTRAS), code.format(folder=tmp_path, lines=lines)).splitlines()
+    assert len(found) == len(IMPORTS)
+    for line, extra in zip(found, IMPORTS.values(), strict=True):
+        assert line.endswith(f' is not installed here: pip install "cfedavg[{extra}]"')
+
+
+@pytest.mark.parametrize(("missing", "arguments"), [("typer", "parts"), ("rich", "parts"), ("torch", "run")])
+def test_the_command_names_the_extra_in_one_sentence(missing: str, arguments: str, tmp_path: Path) -> None:
+    code = f"""
+import os
+os.chdir({str(tmp_path)!r})
+sys.argv[1:] = {arguments!r}.split()
+sys.stderr = sys.stdout
+from cfedavg.cli import main
+try:
+    main()
+except SystemExit as error:
+    print("code", error.code)
+"""
+    found = run_without((missing,), code)
+    assert found == f'error: {missing} is not installed here: pip install "cfedavg[sim]"\ncode 2\n'
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        ("fortran", "CFEDAVG_KERNELS must be numba, c or python, got 'fortran'"),
+        ("numba", 'numba is not installed here: pip install "cfedavg[sim]"'),
+    ],
+)
+def test_a_way_that_is_not_there_is_refused(kernels: str, words: str) -> None:
+    code = """
+try:
+    import cfedavg.wire
+except Exception as error:
+    print(error)
+"""
+    assert run_without(LIGHT, code, kernels).strip().endswith(words)
+
+
+def test_the_extras_of_the_table_exist_and_install_what_they_say() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+
+    def names(extra: str) -> set[str]:
+        found = set()
+        for line in extras[extra]:
+            name, inner = re.fullmatch(r"([\w-]+)(?:\[([\w,]+)\])?.*", line).groups()
+            found |= set().union(*map(names, inner.split(","))) if name == "cfedavg" else {name}
+        return found
+
+    for module, (_, extra) in EXTRAS.items():
+        library = {"PIL": "pillow", "llvmlite": "numba"}.get(module, module)
+        assert library in names(extra), f"{extra} does not install {library}"
+    assert project["dependencies"] == ["numpy>=2.0"]
+    assert names("client") == {"flwr"}
+    assert names("all") == names("sim") | names("flower") | names("data") | names("client") | names("report")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +21,7 @@ from safetensors.torch import _TYPES, load_file, save
 from cfedavg.core.arrays import norm2, norms2
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import lock_folder
-from cfedavg.core.tensors import checksum, read_tensors, save_file, save_tensors
+from cfedavg.core.tensors import UNREADABLE, checksum, read_tensors, save_file, save_tensors
 
 NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32)
 
@@ -106,3 +110,60 @@ def test_a_kill_in_the_midst_of_a_save_leaves_only_what_is_swept(tmp_path: Path)
 def test_checksum_of_a_single_number() -> None:
     """A forged file may hold a scalar where a vector belongs."""
     assert checksum({"t": torch.tensor(1.0)}, {}) != checksum({"t": torch.tensor(2.0)}, {})
+
+
+def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    table = json.loads(data[8:end])
+    change(table)
+    header = json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+
+
+@pytest.mark.parametrize("library", ["np", "pt"])
+def test_what_was_written_is_read(tmp_path: Path, library: str) -> None:
+    tensors = {name: tensor.detach() for name, tensor in TENSORS.items()}
+    if library == "np":  # NumPy lacks bf16 and numbers of 8 bits
+        names = {f"t{n}" for n, dtype in enumerate(_TYPES.values()) if not hasattr(np, str(dtype)[6:])}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in names}
+    save_tensors(tensors, tmp_path / "file", {"t": 1})
+    found, about = read_tensors(tmp_path / "file", library)
+    assert about == {"t": 1}
+    assert found.keys() == tensors.keys()
+    assert checksum(found, about) == checksum(tensors, about)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table["y"].update(data_offsets=[0, 12]),
+        lambda table: table["y"].update(data_offsets=[12, 24], shape=[2]),
+        lambda table: table["y"].update(data_offsets=[12, 28], shape=[4]),
+        lambda table: table["y"].update(shape=[-1, -3]),
+        lambda table: table["y"].update(shape=[True, 3]),
+        lambda table: table["y"].update(dtype="F128"),
+        lambda table: table["y"].pop("shape"),
+        lambda table: table.pop("y"),
+        lambda table: table.pop("x"),
+        lambda table: table.pop("__metadata__"),
+        lambda table: table.update(y=3),
+        lambda table: table["y"].update(shape=[0, 2**62, 2**62], data_offsets=[12, 12]),
+    ],
+)
+def test_a_damaged_header_is_unreadable(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    save_tensors({"x": torch.ones(3), "y": torch.ones(3)}, tmp_path / "file", {"t": 1})
+    edit_header(tmp_path / "file", lambda table: None)
+    assert read_tensors(tmp_path / "file")[1] == {"t": 1}
+    edit_header(tmp_path / "file", change)
+    for library in ("np", "pt"):
+        with pytest.raises(UNREADABLE):
+            read_tensors(tmp_path / "file", library)
+
+
+@pytest.mark.parametrize("length", [0, 3, 8, 20, -1])
+def test_a_file_that_was_cut_is_unreadable(tmp_path: Path, length: int) -> None:
+    save_tensors({"x": torch.ones(3)}, tmp_path / "file", {"t": 1})
+    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:length])
+    with pytest.raises(UNREADABLE):
+        read_tensors(tmp_path / "file")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from bench import fuzz
 
+from cfedavg.core import native
 from cfedavg.wire import format, frame, indices, values
 from cfedavg.wire.frame import Kind
 
@@ -132,6 +133,17 @@ def test_it_notices_memory_that_is_kept(corpus: list[fuzz.Sample], monkeypatch: 
     before = fuzz.resident()
     fuzz.fuzz(0, range(5_000), corpus)
     assert fuzz.resident() - before >= fuzz.GROWTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["c", "python"])
+def test_kernels_without_numba_refuse_damage_by_wire_errors_alone(way: str) -> None:
+    if way == "c" and not native.find("decode_numbers"):
+        pytest.skip("no C library")
+    command = [sys.executable, "bench/fuzz.py", "--messages", "8000", "--workers", "1"]
+    environment = os.environ | {"CFEDAVG_KERNELS": way}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from cfedavg.core.extras import explain
 from cfedavg.core.interrupts import handle_stops, leave
+from cfedavg.core.system import BROKEN_PIPE
 
 __all__ = ["main"]
 
@@ -27,9 +29,7 @@ def main() -> None:
     with handle_stops() as request:
         try:
             with protect_streams(request.stop):
-                from cfedavg.cli.commands import run_command
-
-                code = run_command()
+                code = _run_command()
             request.finish()
         except KeyboardInterrupt:
             code = interrupted
@@ -38,6 +38,19 @@ def main() -> None:
     if ranks and ranks.Ranks.under_torchrun:
         leave(code)
     sys.exit(code)
+
+
+def _run_command() -> int:
+    """Run the typed command and return its exit code; if a library is missing, say in one sentence which."""
+    try:
+        from cfedavg.cli.commands import run_command
+
+        return run_command()
+    except ModuleNotFoundError as error:
+        if sentence := explain(error):
+            print(f"error: {sentence}", file=sys.stderr)
+            return 2
+        raise
 
 
 class SafeStream:
@@ -70,7 +83,7 @@ class SafeStream:
             with suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor
                 os.dup2(nowhere.fileno(), self._stream.fileno())
         if self._unread and threading.current_thread() is threading.main_thread():
-            self._stop(signal.SIGPIPE)
+            self._stop(BROKEN_PIPE)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

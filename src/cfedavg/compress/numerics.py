@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from cfedavg.core.arrays import Array, Int, cast, copy, kernel, module_of
+from cfedavg.core.arrays import Array, cast, copy, module_of
+from cfedavg.core.kernels import Int, kernel
 
 BINS = 13  # the number of leading bits that decide an entry's bin
 LINE = 16  # entries that are sampled together: a cache line

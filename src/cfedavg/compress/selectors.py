@@ -11,10 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from cfedavg.compress.compressor import Selection, Selector, check_finite
-from cfedavg.compress.numerics import find_largest, normalise_rows, prefix_sums, row_sums
+from cfedavg.compress.numerics import find_largest, normalise_rows, pick, prefix_sums, row_sums
 from cfedavg.core import arrays
 from cfedavg.core.arrays import Array, arange, cast, module_of, place
 from cfedavg.core.errors import InputError, NotFinite
+from cfedavg.core.kernels import is_plain
 from cfedavg.core.keys import bits53, draw_coordinates
 from cfedavg.core.layout import Layout
 from cfedavg.core.parts import argument, check_truth
@@ -83,7 +84,7 @@ class TopK(Selector):
         return max(min(self.least, d), round((1 - self.comp) * d))
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        if self.comp is None or not _on_cpu(p):
+        if self.comp is None or not _on_cpu(p) or is_plain(pick):
             return super().select(p, keys, layout, t)
         parts = [(part, self._k(part)) for part in self._parts(layout)]
         found = [[(part.start, *find_largest(row[part], k)) for part, k in parts] for row in _rows(p)]
@@ -120,6 +121,11 @@ class RandomDropping(Selector):
     """Keeps each coordinate with probability 1 - comp, without scaling its value; the SNR is 1 / comp.
 
     The coordinates are drawn from a key that the receiver knows too, so no indices are sent.
+
+    >>> from cfedavg.compress import Compressor
+    >>> payload = Compressor(RandomDropping(0.5)).compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=1)
+    >>> payload.indices.tolist()
+    [0, 2]
     """
 
     name: ClassVar[str] = "rd"
@@ -149,6 +155,11 @@ class Threshold(Selector):
     """Keeps the coordinates of at least `lam` times the root mean square; the SNR is 1 / lam^2.
 
     Coordinate j of a vector p of length d is kept if |p_j| >= lam * |p| / sqrt(d). `lam` is below 1.
+
+    >>> from cfedavg.compress import Compressor
+    >>> payload = Compressor(Threshold(0.9)).compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
+    >>> payload.indices.tolist()  # magnitudes of at least 0.9 * 3.2
+    [0, 2, 4]
     """
 
     name: ClassVar[str] = "threshold"
@@ -170,6 +181,11 @@ class Proportional(Selector):
     (1 - comp) * d of d coordinates are kept on average. Values are not scaled. So the mean squared error is
     at most that of the unbiased values p_j / q_j at their best scale: sum(q p^2) >= |p|^4 / sum(p^2 / q) by
     Cauchy-Schwarz. Since q_j grows with |p_j|, the SNR is at least that of random dropping, 1 / comp.
+
+    >>> from cfedavg.compress import Compressor
+    >>> payload = Compressor(Proportional(0.5)).compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=1)
+    >>> payload.indices.tolist()
+    [0, 2, 4]
     """
 
     name: ClassVar[str] = "proportional"

@@ -1,4 +1,4 @@
-"""Array functions for NumPy and torch alike, and the decorator `kernel`, which compiles loops over arrays.
+"""Array functions for NumPy and torch alike.
 
 Most functions have the same name and arguments in both libraries: `xp = module_of(a)` is NumPy or torch, and
 `xp.where`, `xp.concatenate`, `xp.amax` work for both. This module holds the functions that differ. It does
@@ -7,69 +7,18 @@ not import torch, so a client without torch can use it; whoever passes a tensor 
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
-from collections.abc import Callable, Iterable
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-# numba reads `.numba_config.yaml` in the current folder; the file may be somebody else's. These two settings
-# choose the cache, and code in a cache is run. A value in the environment wins over the file.
-os.environ.setdefault("NUMBA_CACHE_DIR", "")
-os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "")
-
-import numba
+from cfedavg.core.kernels import is_plain, kernel
 
 Array = Any  # a numpy.ndarray or a torch.Tensor
-Int = Any  # an integer in compiled code; the compiler infers its width and sign
-F = TypeVar("F", bound=Callable[..., Any])
+ROWS = 4096  # rows of 8 numbers that are squared at once
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
-
-
-@cache
-def _hash_sources(folder: Path) -> str:
-    texts = [path.read_bytes() for path in [Path(__file__), *sorted(folder.glob("*.py"))]]
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()
-
-
-def kernel(function: F) -> F:
-    """Compile a function of numbers and NumPy arrays with numba; cache the machine code on disk.
-
-    The compiled function runs without Python's global lock.
-    """
-    compile_it = numba.njit(nogil=True, error_model="numpy")
-    compiled: Any = compile_it(function)
-    # numba recompiles a function when the function's own file has changed. But machine code includes the
-    # kernels that it calls, also from other files of the folder: a change in any file must recompile all.
-    try:
-        compiled.enable_caching()
-        file, stamp = compiled._cache._cache_file, _hash_sources(Path(function.__code__.co_filename).parent)
-        file._source_stamp = stamp
-        # numba writes an index and then a data file, without a lock. With names of their own, data files of
-        # another source or another process are never taken for this one's.
-        names = f"{stamp[:8]}-{os.getpid()}-{{"
-        file._data_name_pattern = file._data_name_pattern.replace("{", names, 1)
-    except (RuntimeError, AttributeError):
-        compiled = compile_it(function)  # no writable cache, or another numba version: no caching
-    result: F = compiled
-    return result
-
-
-def is_compiled(function: Any) -> bool:
-    """Return whether the machine code of a kernel is cached on disk, so that a call need not compile."""
-    try:
-        return bool(function._cache._cache_file._load_index())
-    except AttributeError:
-        return False
-
-
-def can_cache(function: Any) -> bool:
-    """Return whether numba can keep the machine code of a kernel on disk; not if no folder is writable."""
-    return hasattr(getattr(function, "_cache", None), "_cache_file")
 
 
 def module_of(array: Array) -> Any:
@@ -225,7 +174,7 @@ def norm2(v: Array) -> float:
     """Return the squared norm |v|^2, summed in float64."""
     if dtype_of(v) in ("float32", "float64") and not getattr(v, "is_cuda", False):
         flat = v.reshape(-1) if module_of(v) is np else v.detach().reshape(-1).numpy()
-        return float(_squares(flat))
+        return float(_squares_by_rows(flat) if is_plain(_squares) else _squares(flat))
     torch = module_of(v)
     return float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2
 
@@ -254,3 +203,16 @@ def _squares(v: np.ndarray) -> float:
         sums[0] += np.float64(v[i]) * np.float64(v[i])
     a, b, c, d, e, f, g, h = sums
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
+
+
+def _squares_by_rows(v: np.ndarray) -> float:
+    """Do what `_squares` does, 8 columns at once: NumPy adds the rows of a matrix one after another."""
+    rows, sums = v[: len(v) // 8 * 8].reshape(-1, 8), np.zeros((1, 8))
+    for start in range(0, len(rows), ROWS):
+        squares = np.square(rows[start : start + ROWS], dtype=np.float64)
+        sums = np.add.reduce(np.concatenate([sums, squares]), axis=0, keepdims=True)
+    a, b, c, d, e, f, g, h = sums[0].tolist()
+    for rest in v[8 * len(rows) :].tolist():
+        a += rest * rest
+    total: float = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    return total

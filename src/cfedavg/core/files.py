@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, cast
 
 from cfedavg.core.errors import Busy, InputError
+from cfedavg.core.system import NEVER_WAIT, open_lock
 
 # `.tmpA1b2C3` is a temporary file of safetensors; version 0.5 left such files behind when it was killed.
 _TEMPORARY = re.compile(r"\.(.+\.\d+\.tmp|\d+\.probe|tmp[A-Za-z0-9]{6})")
@@ -95,7 +97,7 @@ def check_regular(path: Path) -> None:
 
 
 def _open_regular(path: str | Path, flags: int) -> int:
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    handle = os.open(path, flags | NEVER_WAIT, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -131,15 +133,25 @@ def make_folder(path: Path, option: str) -> None:
         probe.unlink(missing_ok=True)  # the process that has locked the folder may have removed it
 
 
+def make_new_folder(named: Path) -> Path:
+    """Make the folder `named`, or `named`-2, `named`-3, ... if another run has it; return its path."""
+    with report_failure(f"`out`: cannot make the folder {named}"):
+        for i in count(1):
+            path = named if i == 1 else named.with_name(f"{named.name}-{i}")
+            with suppress(FileExistsError):
+                path.mkdir(parents=True)
+                break
+    return path
+
+
 @contextmanager
 def lock_folder(folder: Path, sentence: str) -> Iterator[None]:
     """Lock a folder during the `with` block; raise Busy with `sentence` if another process has locked it."""
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(sentence) from None
+        handle = open_lock(folder)
+    except BlockingIOError:
+        raise Busy(sentence) from None
+    try:
         remove_temporaries(folder)
         yield
     finally:
@@ -155,8 +167,13 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write a file's content, or a folder's list of names, to the disk, so that it survives a power cut."""
-    handle = os.open(path, os.O_RDONLY)
+    """Write a file's content, or a folder's list of names, to the disk, so that it survives a power cut.
+
+    Windows syncs files that are open for writing, and no folders.
+    """
+    if sys.platform == "win32" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

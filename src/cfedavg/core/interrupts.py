@@ -1,4 +1,4 @@
-"""Stop signals: SIGINT (Ctrl-C), SIGTERM (kill) and SIGHUP (a closed terminal).
+"""Stop signals: SIGINT (Ctrl-C), SIGTERM (kill) and SIGHUP (a closed terminal; on Windows SIGBREAK).
 
 The first stop signal raises KeyboardInterrupt, so that a run saves its state. The second ends the process,
 even if the main thread hangs in a call that never returns to Python.
@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from cfedavg.core.system import STOPS, block_stops, unblock_stops
+
 # Signals within this many seconds count as one: torchrun repeats the Ctrl-C that the terminal has sent too,
 # `timeout` signals its command twice, and a shell that is closed repeats the terminal's SIGHUP.
 TOGETHER = 1.0
@@ -34,7 +35,7 @@ def mute_stops() -> AbstractContextManager[None]:
 
 def catch_kills() -> AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the `with` block, unless handled or ignored."""
-    unheard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    unheard = [n for n in STOPS[1:] if signal.getsignal(n) is signal.SIG_DFL]
     return _handling(dict.fromkeys(unheard, signal.default_int_handler))
 
 
@@ -129,7 +130,8 @@ def watch_second_stop(end: Callable[[int], None]) -> Iterator[None]:
         yield  # only the main thread may set the wakeup descriptor
         return
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    if sys.platform != "win32":  # Python on Windows accepts a pipe that may block, for few bytes
+        os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     listener = threading.Thread(target=_listen, args=(reader, before, end), daemon=True)
     listener.start()
@@ -177,7 +179,7 @@ def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 def _set(handlers: Mapping[signal.Signals, Any]) -> None:
     """Set several signal handlers together: no signal is handled while only some of them are set."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    before = block_stops()
     try:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -186,4 +188,4 @@ def _set(handlers: Mapping[signal.Signals, Any]) -> None:
             signal.signal(number, handler)
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        unblock_stops(before)

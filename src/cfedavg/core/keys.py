@@ -45,6 +45,8 @@ class Purpose(IntEnum):
     DROPOUT = 13
     RESIDUAL = 14
     BROADCAST = 15
+    LINK = 16
+    WAIT = 17
 
 
 def signed(word: int) -> int:
@@ -163,9 +165,20 @@ def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
 
 @cache
 def _compile_draw() -> Callable[..., int]:
-    from cfedavg.core.arrays import kernel  # imported here, since numba would double the time to start
+    from cfedavg.core.kernels import is_plain, kernel  # here, since numba would double the time to start
 
-    return kernel(_draw)
+    compiled = kernel(_draw)
+    return _draw_by_numpy if is_plain(compiled) else compiled
+
+
+def _draw_by_numpy(key: int, keep: int, d: int, indices: np.ndarray) -> int:
+    n = 0
+    for start in range(0, d, _PART):
+        draws = bits53(signed(key), np.arange(start, min(d, start + _PART), dtype=np.int64))
+        drawn = start + np.flatnonzero(draws < keep)
+        indices[n : n + len(drawn)] = drawn[: max(len(indices) - n, 0)]
+        n += len(drawn)
+    return n
 
 
 # The body of `draw_into`, in unsigned integers for the compiler; tests compare it with `bits53`.

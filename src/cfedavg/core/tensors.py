@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
+import reprlib
+import sys
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from cfedavg.core.arrays import Array, dtype_of, module_of
 from cfedavg.core.files import check_regular, replace_file
+from cfedavg.core.system import free_host_memory
 
 # The names of dtypes in a safetensors file, in the order in which safetensors writes them.
 _NAMES = {
@@ -78,20 +79,65 @@ def _bytes(array: Array) -> memoryview:
 def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors and the dict `about` that `save_tensors` wrote.
 
-    If the file is missing or damaged, an error of a type in UNREADABLE is raised. The tensors are torch's, or
-    NumPy arrays if `library` is "np". NumPy cannot hold bf16.
+    If the file is missing or damaged, an error of a type in UNREADABLE is raised. The tensors are torch's,
+    and their memory is mapped from the file until they are changed. If `library` is "np", they are NumPy
+    arrays in memory of their own. NumPy cannot hold bf16.
     """
     check_regular(path)
-    with safe_open(path, framework=library) as file:
-        about = json.loads((file.metadata() or {})["cfedavg"])
-        if not isinstance(about, dict):
-            raise ValueError("the metadata `cfedavg` of the file must be a JSON object")
-        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - no mapping
+    if sys.platform == "win32":  # which cannot replace a mapped file
+        data = np.fromfile(path, np.uint8)
+    else:
+        data = np.asarray(np.memmap(path, np.uint8, "c"))
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < start:
+        raise ValueError("the file ends in its header")
+    table = json.loads(data[8:start].tobytes())
+    about = json.loads((table.pop("__metadata__", None) or {})["cfedavg"])
+    if not isinstance(about, dict):
+        raise ValueError("the metadata `cfedavg` of the file must be a JSON object")
+    data, tensors = data[start:], dict[str, Array]()
+    for name, dtype, shape, place in _locate_tensors(table, len(data)):
+        if library == "np":
+            tensors[name] = np.array(data[place].view(dtype)).reshape(shape)
+        else:
+            import torch
+
+            tensors[name] = torch.from_numpy(data[place]).view(getattr(torch, dtype)).reshape(shape)
+    return tensors, about
+
+
+def _locate_tensors(table: dict[str, Any], length: int) -> Iterator[tuple[str, str, list[int], slice]]:
+    """Yield each tensor's name, dtype, shape and place in the `length` bytes that follow the header.
+
+    Raise ValueError unless the tensors follow each other, from the first byte to the last.
+    """
+    dtypes, end = {code: dtype for dtype, code in _NAMES.items()}, 0
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        code, shape, start = entry["dtype"], entry["shape"], end
+        if not all(type(n) is int and n >= 0 for n in shape) or math.prod(n or 1 for n in shape) >= 2**63:
+            raise ValueError(f"the tensor {reprlib.repr(name)} has the wrong shape {reprlib.repr(shape)}")
+        bits = 8 if code == "BOOL" else int(re.findall(r"\d+", code)[0])
+        end = start + math.prod(shape) * bits // 8
+        if entry["data_offsets"] != [start, end] or end > length:
+            where = f"at bytes {start} to {end} of {length}"
+            raise ValueError(
+                f"the tensor {reprlib.repr(name)} must lie {where}, got {reprlib.repr(entry['data_offsets'])}"
+            )
+        yield name, dtypes[code], shape, slice(start, end)
+    if end != length:
+        raise ValueError(f"the tensors of the file must have {length} bytes, got {end}")
 
 
 UNREADABLE = (
-    OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError,
-)  # fmt: skip
+    OSError,
+    KeyError,
+    IndexError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def checksum(tensors: Mapping[str, Array], about: dict[str, Any]) -> int:
@@ -110,7 +156,4 @@ def free_memory(device: Any) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free_host_memory()

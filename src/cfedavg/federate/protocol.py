@@ -12,7 +12,7 @@ bitwise equal. A version is the generation, the round, and a hash H:
 
 So if two copies have the same version, they come from the same messages and are equal. A broadcast leads to
 one version and lists the earlier versions from which a client can follow. A client that holds none of these
-versions needs the whole model. `follow` never returns a copy that differs from the server's. docs/protocol.md
+versions needs the whole model. `follow` never returns a copy that differs from the server's. docs/envelope.md
 specifies the bytes of a broadcast.
 """
 

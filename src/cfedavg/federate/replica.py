@@ -16,7 +16,8 @@ import numpy as np
 
 from cfedavg.channel import Copies, Downlink, choose_download, may_be_shorter
 from cfedavg.compress import values_of
-from cfedavg.core.arrays import LARGEST_BF16, Array, Int, from_bf16, kernel, to_bf16
+from cfedavg.core.arrays import LARGEST_BF16, Array, from_bf16, to_bf16
+from cfedavg.core.kernels import Int, helper, is_plain, kernel
 from cfedavg.core.keys import Purpose, key
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Levels, Payload
@@ -68,7 +69,7 @@ class ModelReplica:
         for first in range(0, len(messages), TOGETHER):
             payloads = [decode(each, layout=self.layout) for each in messages[first : first + TOGETHER]]
             for listed, group in groupby(payloads, lambda payload: payload.indices is not None):
-                if listed:
+                if listed and not is_plain(_add):
                     w = _add_listed(w, list(group))
                     continue
                 for payload in group:
@@ -236,7 +237,7 @@ def _add_to_bf16(
     return i
 
 
-@kernel
+@helper
 def _add_some(
     bits: np.ndarray,
     at: np.ndarray,

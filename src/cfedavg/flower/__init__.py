@@ -1,4 +1,6 @@
-"""CFedAvg on Flower: a strategy for the ServerApp and a mod for the ClientApp. Needs `cfedavg[flower]`.
+"""CFedAvg on Flower: a strategy for the ServerApp and a mod for the ClientApp.
+
+A server needs `cfedavg[flower]`, a node `cfedavg[client]`.
 
     from cfedavg.flower import CFedAvg, compressed
 
@@ -11,6 +13,8 @@ Each name is imported at its first use. So if Flower is not installed, the error
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cfedavg.core.extras import explain_missing
+
 if TYPE_CHECKING:
     from cfedavg.flower.mod import compressed
     from cfedavg.flower.options import RoundPolicy
@@ -20,15 +24,9 @@ _HOME = {"CFedAvg": "strategy", "RoundPolicy": "options", "compressed": "mod"}
 
 __all__ = ["CFedAvg", "RoundPolicy", "compressed"]
 
-MISSING = 'Flower is not installed here: pip install "cfedavg[flower]"'
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'cfedavg.flower' has no attribute {name!r}")
-    try:
+    with explain_missing(flwr="client" if name == "compressed" else "flower"):
         return getattr(import_module(f"cfedavg.flower.{_HOME[name]}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "flwr":
-            raise
-        raise ModuleNotFoundError(MISSING, name="flwr") from None

@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.common.logger import log
 from numpy.typing import NDArray
 
 from cfedavg.algorithm import ServerMemory
@@ -273,8 +275,12 @@ class FederationFolder:
             save_tensors(
                 self.form.join(state.server.x, state.uncompressed), self.out / run_files.SERVER_MODEL
             )
-        if self.rows:
+        if not self.rows:
+            return
+        try:
             write_run_pictures(self.out)
+        except ModuleNotFoundError as error:  # the model and the rows are there: no reason to fail at the end
+            log(WARNING, "no pictures are drawn: %s", error)
 
 
 def _sum_rows(rows: Mapping[str, list[Record]], before: Mapping[str, int] | None = None) -> dict[str, int]:

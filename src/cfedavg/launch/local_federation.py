@@ -15,20 +15,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from cfedavg.callbacks import Callback, CallbackList, Start
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import InputError
+from cfedavg.core.extras import explain
 from cfedavg.core.files import exists, lock_folder, make_folder, write_atomic
 from cfedavg.core.interrupts import catch_kills
 from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import CONFIG, FEDERATION, METRICS, check_same, read_rows
 from cfedavg.data.tasks import build_task
-from cfedavg.flower import MISSING
 from cfedavg.flower.options import RoundPolicy
 from cfedavg.launch.app import TRUST, run_config_of
 from cfedavg.launch.processes import HOST, Ports, Processes
 from cfedavg.launch.services import ONGOING, AppRun, RunFailed, SuperLink, SuperNode, format_toml
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.run import Observer
 
 COMPONENTS = {"serverapp": "cfedavg.launch.app.server:app", "clientapp": "cfedavg.launch.app.client:app"}
 POLL = 0.5  # seconds between two reads of the metrics that the ServerApp writes
@@ -75,10 +75,15 @@ class LocalFederation:
         more: Mapping[str, str] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        if sys.platform == "win32":
+            raise InputError(
+                "a federation on this machine needs Linux or macOS, for which Flower is made; "
+                "on Windows, start it in WSL"
+            )
         self.folder, self.count, self.port, self.say = folder.resolve(), nodes, port, say
         self.processes = Processes(str(self.folder), make_environment(more or {}))
         if shutil.which("flower-superlink", path=self.processes.environment["PATH"]) is None:
-            raise InputError(MISSING)
+            raise InputError(f"{explain(ModuleNotFoundError(name='flwr'))}")
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -156,7 +161,7 @@ def trust_typed_code(config: Config) -> dict[str, str]:
 def train_federation(
     config: Config,
     out: Path,
-    observer: Observer,
+    callback: Callback,
     *,
     resume: bool = False,
     port: int | None = None,
@@ -166,23 +171,24 @@ def train_federation(
     """Train with a node for each client, then stop all processes; return False if no round was left to do."""
     out = out.resolve()
     if _is_done(config, out, resume):
-        observer.say(f"all {config.rounds} rounds are done; set `rounds` higher for more")
+        callback.on_message(f"all {config.rounds} rounds are done; set `rounds` higher for more")
         return False
-    observer.say(_describe(config))
     folder = out / "federation"
-    least = max(1, RoundPolicy(quorum=quorum).count_quorum(config.clients))
     more = trust_typed_code(config)
-    federation = LocalFederation(folder, config.clients, port=port, more=more, say=observer.now)
+    federation = LocalFederation(folder, config.clients, port=port, more=more, say=callback.on_wait)
+    callback.on_message(_describe(config))
+    least = max(1, RoundPolicy(quorum=quorum).count_quorum(config.clients))
     policy = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
     text = format_app(config, out=str(out), resume=resume, **policy)
     with federation:
         make_folder(folder / "app", "`out`")
         write_atomic(folder / "app" / "pyproject.toml", text.encode())
         federation.start()
-        observer.now("starting the run")
+        callback.on_wait("starting the run")
         run = federation.run(folder / "app")
-        observer.now("waiting for the first round")
-        _follow(run, federation, out / METRICS, config.rounds, observer)
+        callback.on_wait("waiting for the first round")
+        with CallbackList([callback]) as callbacks:
+            _follow(run, federation, out, config, callbacks)
         if not federation.link.running:
             log = federation.link.log
             raise RunFailed(f"the SuperLink has ended (see {log}); continue with `resume`")
@@ -232,23 +238,23 @@ def _describe(config: Config) -> str:
     return f"{steps}; {layout.d:,} parameters, {plan.compressor}"
 
 
-def _follow(run: AppRun, federation: LocalFederation, metrics: Path, rounds: int, observer: Observer) -> None:
-    """Read the metrics file until the run is over, and pass each new row to the observer."""
-    rows = read_rows(metrics)
-    observer.begin(rows)
+def _follow(run: AppRun, federation: LocalFederation, out: Path, config: Config, callback: Callback) -> None:
+    """Read the metrics file until the run is over, and pass each new row to the callback."""
+    rows = read_rows(metrics := out / METRICS)
+    callback.on_begin(Start(config, out, rows))
     if rows:
-        observer.say(f"resuming after round {len(rows)} of {rounds}")
+        callback.on_message(f"resuming after round {len(rows)} of {config.rounds}")
     lost: set[int] = set()
     while True:
         # The process that follows the log may end while the run continues: so ask for the status too.
         over = not run.followed and (not federation.link.running or run.status().text not in ONGOING)
         known, rows = len(rows), read_rows(metrics)
         for row in rows[known:]:
-            observer.row(row)
+            callback.on_row(row)
         for node in federation.nodes:
             if not node.running and node.number not in lost:
                 lost.add(node.number)
-                observer.say(f"{node.name} has ended; the run continues without it (see {node.log})")
+                callback.on_message(f"{node.name} has ended; the run continues without it (see {node.log})")
         if over:
             return
         time.sleep(POLL)

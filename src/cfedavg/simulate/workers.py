@@ -27,7 +27,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
-from cfedavg.core.interrupts import STOPS, defer_stops, leave, watch_second_stop
+from cfedavg.core.interrupts import defer_stops, leave, watch_second_stop
+from cfedavg.core.system import STOPS, block_stops, count_cores, unblock_stops
 from cfedavg.optimise.local import SGD
 from cfedavg.simulate import engines
 from cfedavg.simulate.engines import BlockEngine, RankLost, Ranks, choose_device, choose_engine
@@ -57,10 +58,14 @@ def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
         raise InputError(
             "the engine `reference` runs in one process: leave out `workers`, or take another engine"
         )
+    if config.workers > 1 and sys.platform == "win32":
+        raise InputError(
+            f"`workers` must be left out on Windows, where a run has one process, got {config.workers}"
+        )
     if config.workers:
         return config.workers
-    cores = min(len(os.sched_getaffinity(0)), plan.clients_per_round, MOST)
-    alone = own or cores < 2 or config.engine in ("reference", "batched")
+    cores = min(count_cores(), plan.clients_per_round, MOST)
+    alone = own or cores < 2 or sys.platform == "win32" or config.engine in ("reference", "batched")
     if alone or choose_device(config.device).type != "cpu":
         return 1
     if config.engine == "auto" and engines.is_small(task.model):
@@ -181,14 +186,14 @@ def _start(processes: list[BaseProcess], rank: int, size: int, folder: Path, job
     )
     # Without this variable, a new process would import modules from the current folder first.
     with _entry(os.environ, "PYTHONSAFEPATH", "1"), defer_stops():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # a new process inherits it (see `_work`)
+        before = block_stops()  # a new process inherits it (see `_work`)
         try:
             resource_tracker.ensure_running()  # unblocks some signals
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+            block_stops()
             process.start()
             processes.append(process)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            unblock_stops(before)
 
 
 @contextmanager
@@ -236,7 +241,7 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
         if any(process.exitcode is not None for process in processes):
             if (problem := folder / "problem").exists():
                 raise InputError(
-                    f"`workers`: another process cannot read the task ({problem.read_text()}): "
+                    f"`workers`: another process cannot read the task ({problem.read_bytes().decode()}): "
                     "define the task's classes and functions in a module that can be imported"
                 )
             raise RankLost("a process of the run did not start")
@@ -245,7 +250,8 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
 
 def _join(rank: int, size: int, folder: Path) -> Ranks:
     """Join the group of ranks on this machine; no other machine can reach the group."""
-    with _entry(os.environ, "GLOO_SOCKET_IFNAME", "lo"):
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    with _entry(os.environ, "GLOO_SOCKET_IFNAME", loopback):
         return Ranks(rank, size, FileStore(str(folder / "store"), size))
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.core.arrays import Int, kernel
+from cfedavg.core.kernels import WORD64, Int, helper, int64, table, uint32, uint64
 from cfedavg.wire.frame import WireError
 
 Array = np.ndarray
@@ -31,12 +31,13 @@ CERTAIN = 32  # every probability is at least 32 / 2^16 away from 0 and from 1
 EVEN = 32768 << 8  # a context that has seen no bit: probability 1/2
 # After n bits, a bit moves the probability by 1 / (n + 1.5) of its distance to that bit.
 # The probability of a 1 is then (ones + 1/4) / (bits + 1/2).
-RATE = np.array([131072 // (2 * n + 3) for n in range(LIMIT + 1)], np.int64)
+RATE = table([131072 // (2 * n + 3) for n in range(LIMIT + 1)])
 
-WORD = np.uint64(32)
-MANY = np.uint64(1 << 32)
-UNIT = np.uint64(16)
-START = np.int64(0), np.uint64(0), ~np.uint64(0)  # the `coder` of an encoder that has written nothing
+WORD = uint64(32)
+MANY = uint64(1 << 32)
+UNIT = uint64(16)
+ZERO = uint64(0)
+START = int64(0), ZERO, WORD64  # the `coder` of an encoder that has written nothing
 COUNT_CONTEXTS = 48
 
 BITS = 16
@@ -45,7 +46,7 @@ SEEN = 32  # a symbol adds this to its count each time it is coded; counts begin
 FIRST, LONGEST = 16, 128  # a table is rebuilt after FIRST numbers, 2 FIRST, 4 FIRST, ...; then every LONGEST
 
 
-@kernel
+@helper
 def learn(context: Int, bit: Int) -> Int:
     """Update `context`, an adaptive probability, after a coded `bit`; return the new context."""
     p, n = context >> 8, context & 255
@@ -56,46 +57,46 @@ def learn(context: Int, bit: Int) -> Int:
     return (p << 8) | min(n + 1, LIMIT)
 
 
-@kernel
+@helper
 def narrow(words: Array, coder: Coder, above: Int, span: Int) -> Coder:
     """Narrow the encoder's interval to `span` integers from low + above on; write a word if `span` < 2^32."""
     position, low, _ = coder
-    end = low + above
+    end = (low + above) & WORD64
     if end < low:  # overflow past 2^64: carry 1 into the words already written
         back = position - 1
-        words[back] += np.uint32(1)
-        while words[back] == 0:
+        while words[back] == 0xFFFFFFFF:
+            words[back] = 0
             back -= 1
-            words[back] += np.uint32(1)
+        words[back] += 1
     if span < MANY:
-        words[position] = np.uint32(end >> WORD)
-        return position + 1, end << WORD, span << WORD
+        words[position] = uint32(end >> WORD)
+        return position + 1, (end << WORD) & WORD64, span << WORD
     return position, end, span
 
 
-@kernel
+@helper
 def put_bit(words: Array, coder: Coder, contexts: Array, which: Int, bit: Int) -> Coder:
     """Encode a bit with the probability in contexts[which], and update that probability."""
     span = coder[2]
-    one = (span >> UNIT) * np.uint64(contexts[which] >> 8)
+    one = (span >> UNIT) * uint64(contexts[which] >> 8)
     contexts[which] = learn(contexts[which], bit)
     if bit:
-        return narrow(words, coder, np.uint64(0), one)
+        return narrow(words, coder, ZERO, one)
     return narrow(words, coder, one, span - one)
 
 
-@kernel
+@helper
 def put_number(words: Array, coder: Coder, number: Int, bits: Int) -> Coder:
     """Encode a number of `bits` bits, 16 bits at a time, upper bits first; all numbers are equally likely."""
     while bits:
         part = min(bits, 16)
         bits -= part
-        span = coder[2] >> np.uint64(part)
-        coder = narrow(words, coder, span * np.uint64((number >> bits) & ((1 << part) - 1)), span)
+        span = coder[2] >> uint64(part)
+        coder = narrow(words, coder, span * uint64((number >> bits) & ((1 << part) - 1)), span)
     return coder
 
 
-@kernel
+@helper
 def put_count(words: Array, coder: Coder, contexts: Array, number: Int) -> Coder:
     """Encode a number of at least 0.
 
@@ -109,7 +110,7 @@ def put_count(words: Array, coder: Coder, contexts: Array, number: Int) -> Coder
     return put_number(words, coder, number + 1 - (1 << below), below)
 
 
-@kernel
+@helper
 def finish(words: Array, coder: Coder) -> Int:
     """Write the last two words; return the number of all words written.
 
@@ -118,40 +119,40 @@ def finish(words: Array, coder: Coder) -> Int:
     """
     position, low, span = coder
     for zeros in range(63, -1, -1):
-        mask = (np.uint64(1) << np.uint64(zeros)) - np.uint64(1)
-        above = ((low + mask) & ~mask) - low
+        mask = (uint64(1) << uint64(zeros)) - uint64(1)
+        above = (((low + mask) & ~mask) - low) & WORD64
         if above < span:
             break
     position, low, _ = narrow(words, coder, above, MANY)
-    words[position] = np.uint32(low >> WORD)
-    words[position + 1] = np.uint32(low)
+    words[position] = uint32(low >> WORD)
+    words[position + 1] = uint32(low & (MANY - uint64(1)))
     return position + 2
 
 
-@kernel
+@helper
 def word_at(words: Array, position: Int) -> Int:
     """Return the word at `position`, or 0 if `words` ends before it."""
-    return np.uint64(words[position]) if position < len(words) else np.uint64(0)
+    return uint64(words[position]) if position < len(words) else uint64(0)
 
 
-@kernel
+@helper
 def start_decoding(words: Array) -> Coder:
-    return np.int64(2), (word_at(words, 0) << WORD) | word_at(words, 1), ~np.uint64(0)
+    return int64(2), (word_at(words, 0) << WORD) | word_at(words, 1), WORD64
 
 
-@kernel
+@helper
 def widen(words: Array, position: Int, code: Int, span: Int) -> Coder:
     """Return the decoder's next `coder`. If `span` is below 2^32, append the next word to `code` first."""
     if span < MANY:
-        return position + 1, (code << WORD) | word_at(words, position), span << WORD
+        return position + 1, ((code << WORD) & WORD64) | word_at(words, position), span << WORD
     return position, code, span
 
 
-@kernel
+@helper
 def take_bit(words: Array, coder: Coder, contexts: Array, which: Int) -> tuple[Int, Coder]:
     """Decode a bit that `put_bit` encoded; return the bit and the next `coder`."""
     position, code, span = coder
-    one = (span >> UNIT) * np.uint64(contexts[which] >> 8)
+    one = (span >> UNIT) * uint64(contexts[which] >> 8)
     bit = 1 if code < one else 0
     contexts[which] = learn(contexts[which], bit)
     if bit:
@@ -159,7 +160,7 @@ def take_bit(words: Array, coder: Coder, contexts: Array, which: Int) -> tuple[I
     return 0, widen(words, position, code - one, span - one)
 
 
-@kernel
+@helper
 def take_number(words: Array, coder: Coder, bits: Int) -> tuple[Int, Coder]:
     """Decode a number that `put_number` encoded; return the number and the next `coder`."""
     number = 0
@@ -167,14 +168,14 @@ def take_number(words: Array, coder: Coder, bits: Int) -> tuple[Int, Coder]:
         part = min(bits, 16)
         bits -= part
         position, code, span = coder
-        span = span >> np.uint64(part)
-        digit = min(code // span, (np.uint64(1) << np.uint64(part)) - np.uint64(1))
-        coder = widen(words, position, code - digit * span, span)
-        number = (number << part) | np.int64(digit)
+        span = span >> uint64(part)
+        digit = min(code // span, (uint64(1) << uint64(part)) - uint64(1))
+        coder = widen(words, position, (code - digit * span) & WORD64, span)
+        number = (number << part) | int64(digit)
     return number, coder
 
 
-@kernel
+@helper
 def take_count(words: Array, coder: Coder, contexts: Array) -> tuple[Int, Coder]:
     """Decode a number (at most 2^48 - 2) that `put_count` encoded; return the number and the next `coder`."""
     below = 0
@@ -186,7 +187,7 @@ def take_count(words: Array, coder: Coder, contexts: Array) -> tuple[Int, Coder]
     return number + (1 << below) - 1, coder
 
 
-@kernel
+@helper
 def make_sums(counts: Array, sums: Array) -> None:
     """Set `sums` to the cumulative frequencies of the symbols, computed from their counts.
 
@@ -194,21 +195,22 @@ def make_sums(counts: Array, sums: Array) -> None:
     the last symbol gets what the others leave.
     """
     n = len(counts)
-    share = ((TOTAL - n) << 32) // counts.sum()
+    share = ((TOTAL - n) << 32) // sum(counts)
     sums[0] = 0
     for s in range(n - 1):
         sums[s + 1] = sums[s] + 1 + ((counts[s] * share) >> 32)
     sums[n] = TOTAL
 
 
-@kernel
+@helper
 def make_jumps(sums: Array, jump: Array, bits: Int) -> None:
     """Fill `jump`, the decoder's lookup table of 2^bits entries.
 
     Entry i is the symbol s whose range, from sums[s] to sums[s + 1], contains the number i * TOTAL / 2^bits.
     """
     shift = BITS - bits
-    jump[:] = 0
+    for i in range(1 << bits):
+        jump[i] = 0
     for s in range(len(sums) - 1):  # `part`: the first entry whose number is sums[s] or more
         part = (sums[s] + (1 << shift) - 1) >> shift
         if part < 1 << bits:
@@ -217,7 +219,7 @@ def make_jumps(sums: Array, jump: Array, bits: Int) -> None:
         jump[i] = max(jump[i], jump[i - 1])
 
 
-@kernel
+@helper
 def rebuild(counts: Array, sums: Array, due: Int) -> Int:
     """Rebuild `sums` from `counts`; return how many numbers will have been coded at the next rebuild.
 
@@ -232,29 +234,29 @@ def rebuild(counts: Array, sums: Array, due: Int) -> Int:
     return due + LONGEST
 
 
-@kernel
+@helper
 def put_symbol(words: Array, coder: Coder, sums: Array, symbol: Int) -> Coder:
     """Encode a symbol with the frequencies in `sums`."""
-    unit = coder[2] >> np.uint64(BITS)
-    below = np.uint64(sums[symbol])
-    return narrow(words, coder, unit * below, unit * (np.uint64(sums[symbol + 1]) - below))
+    unit = coder[2] >> uint64(BITS)
+    below = uint64(sums[symbol])
+    return narrow(words, coder, unit * below, unit * (uint64(sums[symbol + 1]) - below))
 
 
-@kernel
+@helper
 def take_symbol(words: Array, coder: Coder, sums: Array, jump: Array, bits: Int) -> tuple[Int, Coder]:
     """Decode a symbol that `put_symbol` encoded; return the symbol and the next `coder`.
 
     `jump` is the lookup table of `make_jumps`, with 2^bits entries.
     """
     position, code, span = coder
-    unit = span >> np.uint64(BITS)
-    share = np.int64(min(code // unit, np.uint64(TOTAL - 1)))
-    symbol = np.int64(jump[share >> (BITS - bits)])
+    unit = span >> uint64(BITS)
+    share = int64(min(code // unit, uint64(TOTAL - 1)))
+    symbol = int64(jump[share >> (BITS - bits)])
     while sums[symbol + 1] <= share:
         symbol += 1
-    below = np.uint64(sums[symbol])
-    width = np.uint64(sums[symbol + 1]) - below
-    return symbol, widen(words, position, code - unit * below, unit * width)
+    below = uint64(sums[symbol])
+    width = uint64(sums[symbol + 1]) - below
+    return symbol, widen(words, position, (code - unit * below) & WORD64, unit * width)
 
 
 def to_bytes(words: Array, n: int) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cfedavg.core.arrays import Int, can_cache, is_compiled, kernel
+from cfedavg.core.kernels import WAY, Int, can_cache, helper, is_compiled
 from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
@@ -164,7 +164,7 @@ def decode(
     return Payload(header.d, np.array([0, header.k]), indices, values, mask)
 
 
-@kernel
+@helper
 def _mark_ready() -> Int:
     """Return 1. The machine code of this kernel on disk says that `compile_coders` has ended."""
     return 1
@@ -176,7 +176,12 @@ def needs_compiling() -> bool:
 
 
 def compile_coders() -> None:
-    """Compile all coders and keep their machine code on disk, by coding a small message of every kind."""
+    """Compile all coders and keep their machine code on disk, by coding a small message of every kind.
+
+    Without numba there is nothing to compile.
+    """
+    if WAY != "numba":
+        return
     layout = Layout(("matrix", "vector"), ((20, 20), (100,)), ("float32", "float32"))
     d, indices = layout.d, np.arange(0, layout.d, 5)
     mask = Mask(np.zeros(1, np.int64), 2**53 // 5)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cfedavg.core.arrays import Int, kernel
+from cfedavg.core.kernels import WORD64, Int, helper, int64, integers, kernel, table, uint64, zero_words
 from cfedavg.core.keys import draw_into
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Mask, Payload
@@ -30,10 +30,9 @@ from cfedavg.wire.sets import BANDS, BEYOND, BY_COLUMNS, BY_ROWS, FINE, OTHER_NU
 
 # Multiply a power of two by this number, modulo 2^64: the top six bits of the product are different for each
 # of the 64 powers. BIT_AT maps these six bits to the exponent.
-DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-BIT_AT = np.zeros(64, np.int64)
-for _bit in range(64):
-    BIT_AT[(int(DE_BRUIJN) << _bit & (2**64 - 1)) >> 58] = _bit
+ONE, SIX_BITS = uint64(1), uint64(58)
+DE_BRUIJN = uint64(0x03F79D71B4CB0A89)
+BIT_AT = table(sorted(range(64), key=lambda bit: (int(DE_BRUIJN) << bit & (2**64 - 1)) >> 58))
 
 
 class Matrices(NamedTuple):
@@ -115,8 +114,8 @@ def encode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> Int:
     `shapes` holds the rows, columns and depth of each tensor (see Matrices).
     """
     coder = rc.put_number(words, rc.START, 1, 1)
-    of_tensors, of_blocks = np.full(rc.COUNT_CONTEXTS, rc.EVEN), np.full(rc.COUNT_CONTEXTS, rc.EVEN)
-    start, a = np.int64(0), 0
+    of_tensors, of_blocks = integers(rc.COUNT_CONTEXTS, rc.EVEN), integers(rc.COUNT_CONTEXTS, rc.EVEN)
+    start, a = int64(0), 0
     for shape in shapes:
         end, b = start + shape[0] * shape[1] * shape[2], a
         while b < len(indices) and indices[b] < end:
@@ -132,7 +131,7 @@ def encode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> Int:
     return rc.finish(words, sets.put_gaps(words, coder, indices, 0, d))
 
 
-@kernel
+@helper
 def put_tensor(
     words: Array, coder: Coder, contexts: Array, indices: Array, start: Int, shape: Array
 ) -> Coder:
@@ -151,19 +150,19 @@ def put_tensor(
     if mode & BY_ROWS:
         coder = sets.put_bands(words, coder, row_bands)
     else:
-        row_bands[:] = 1
+        row_bands = integers(rows, 1)
     if mode & BY_COLUMNS:
         coder = sets.put_bands(words, coder, column_bands)
     else:
-        column_bands[:] = 1
+        column_bands = integers(columns, 1)
     return put_blocks(words, coder, contexts, row, column, inner, row_bands, column_bands, depth)
 
 
-@kernel
+@helper
 def locate(indices: Array, start: Int, columns: Int, depth: Int) -> tuple[Array, Array, Array]:
     """Return the row, column and depth of each index. The tensor (rows, columns, depth) begins at `start`."""
     n = len(indices)
-    row, column, inner = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int64)
+    row, column, inner = integers(n, 0), integers(n, 0), integers(n, 0)
     current, row_start, width = 0, start, columns * depth
     for i in range(n):
         while indices[i] >= row_start + width:  # faster than a division
@@ -175,20 +174,20 @@ def locate(indices: Array, start: Int, columns: Int, depth: Int) -> tuple[Array,
     return row, column, inner
 
 
-@kernel
+@helper
 def count_sent(row: Array, column: Array, row_bands: Array, column_bands: Array) -> Array:
     """Return the number of sent coordinates in each block.
 
     Sent coordinate i lies in row[i] and column[i]. Block x * BANDS + y is where row band x and column band y
     meet.
     """
-    sent = np.zeros(BANDS * BANDS, np.int64)
+    sent: Array = integers(BANDS * BANDS, 0)
     for i in range(len(row)):
         sent[row_bands[row[i]] * BANDS + column_bands[column[i]]] += 1
     return sent
 
 
-@kernel
+@helper
 def put_blocks(
     words: Array, coder: Coder, contexts: Array,
     row: Array, column: Array, inner: Array, row_bands: Array, column_bands: Array, depth: Int,
@@ -197,7 +196,7 @@ def put_blocks(
     sent = count_sent(row, column, row_bands, column_bands)
     _, row_sizes, _, row_ranks = sets.sort_lines(row_bands)
     _, column_sizes, _, column_ranks = sets.sort_lines(column_bands)
-    ends, positions = sent.cumsum() - sent, np.empty(len(row), np.int64)
+    ends, positions = sets.find_starts(sent), integers(len(row), 0)
     for i in range(len(row)):
         y = column_bands[column[i]]
         block = row_bands[row[i]] * BANDS + y
@@ -224,8 +223,8 @@ def decode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> tuple
     if not by_tensor:
         fault, coder = sets.take_gaps(words, coder, indices, d)
         return fault, coder[0]
-    of_tensors, of_blocks = np.full(rc.COUNT_CONTEXTS, rc.EVEN), np.full(rc.COUNT_CONTEXTS, rc.EVEN)
-    start, a = np.int64(0), 0
+    of_tensors, of_blocks = integers(rc.COUNT_CONTEXTS, rc.EVEN), integers(rc.COUNT_CONTEXTS, rc.EVEN)
+    start, a = int64(0), 0
     for shape in shapes:
         size = shape[0] * shape[1] * shape[2]
         n, coder = rc.take_count(words, coder, of_tensors)
@@ -235,12 +234,13 @@ def decode_indices(words: Array, indices: Array, d: Int, shapes: Array) -> tuple
             fault, coder = take_tensor(words, coder, of_blocks, indices[a : a + n], shape)
             if fault:
                 return fault, coder[0]
-            indices[a : a + n] += start
+            for i in range(a, a + n):
+                indices[i] += start
         start, a = start + size, a + n
     return FINE if a == len(indices) else OTHER_NUMBER, coder[0]
 
 
-@kernel
+@helper
 def take_tensor(
     words: Array, coder: Coder, contexts: Array, positions: Array, shape: Array
 ) -> tuple[Int, Coder]:
@@ -254,7 +254,7 @@ def take_tensor(
         mode, coder = rc.take_number(words, coder, 2)
     if mode == 0:
         return sets.take_gaps(words, coder, positions, rows * columns * depth)
-    row_bands, column_bands = np.ones(rows, np.int64), np.ones(columns, np.int64)
+    row_bands, column_bands = integers(rows, 1), integers(columns, 1)
     if mode & BY_ROWS:
         row_bands, coder = sets.take_bands(words, coder, rows)
     if mode & BY_COLUMNS:
@@ -262,7 +262,7 @@ def take_tensor(
     return take_blocks(words, coder, contexts, positions, row_bands, column_bands, depth)
 
 
-@kernel
+@helper
 def take_blocks(
     words: Array, coder: Coder, contexts: Array, positions: Array,
     row_bands: Array, column_bands: Array, depth: Int,
@@ -274,7 +274,7 @@ def take_blocks(
     row_order, row_sizes, row_starts, _ = sets.sort_lines(row_bands)
     column_order, column_sizes, column_starts, _ = sets.sort_lines(column_bands)
     columns = len(column_bands)
-    sent = np.zeros((len(row_bands) * columns * depth + 63) // 64, np.uint64)  # a bit for each coordinate
+    sent = zero_words((len(row_bands) * columns * depth + 63) // 64)  # a bit for each coordinate
     a = 0
     for x in range(1, BANDS):
         for y in range(1, BANDS):
@@ -297,7 +297,7 @@ def take_blocks(
                 inner -= column * depth
                 column = column_order[column_starts[y] + column]
                 position = (row_order[row] * columns + column) * depth + inner
-                sent[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
+                sent[position >> 6] |= ONE << uint64(position & 63)
             a += n
     if a < len(positions):
         return OTHER_NUMBER, coder
@@ -305,14 +305,14 @@ def take_blocks(
     return FINE, coder
 
 
-@kernel
+@helper
 def list_ones(bits: Array, found: Array) -> None:
     """Fill `found` with the positions of the 1 bits in `bits`, in increasing order."""
     n = 0
     for i in range(len(bits)):
         word = bits[i]
         while word:
-            lowest = word & (~word + np.uint64(1))
-            found[n] = (i << 6) + BIT_AT[(lowest * DE_BRUIJN) >> np.uint64(58)]
+            lowest = word & (~word + ONE)
+            found[n] = (i << 6) + BIT_AT[((lowest * DE_BRUIJN) & WORD64) >> SIX_BITS]
             n += 1
             word ^= lowest

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
-from cfedavg.core.arrays import Int, kernel
+from cfedavg.core.kernels import Int, helper, integers
 from cfedavg.wire import coder as rc
 from cfedavg.wire.coder import Array, Coder
 
@@ -31,7 +29,7 @@ BAND_CONTEXTS = BANDS * (BANDS - 1)
 BY_ROWS, BY_COLUMNS = 1, 2  # modes of a tensor: its rows or its columns have bands; 3 for both, 0 for none
 
 
-@kernel
+@helper
 def start_gaps(size: Int, n: Int) -> tuple[Int, Array, Array]:
     """Return `step`, counts and sums of a new frequency table for the gaps between n of `size` positions.
 
@@ -47,7 +45,7 @@ def start_gaps(size: Int, n: Int) -> tuple[Int, Array, Array]:
     empty = ((size - n) << 30) // size
     for _ in range(step):
         empty = (empty * empty) >> 30
-    counts, sums = np.empty(STEPS, np.int64), np.empty(STEPS + 1, np.int64)
+    counts, sums = integers(STEPS, 0), integers(STEPS + 1, 0)
     left = TRUST * rc.SEEN << 30
     for s in range(STEPS - 1):
         further = (left >> 30) * empty
@@ -58,7 +56,7 @@ def start_gaps(size: Int, n: Int) -> tuple[Int, Array, Array]:
     return step, counts, sums
 
 
-@kernel
+@helper
 def put_gaps(words: Array, coder: Coder, positions: Array, start: Int, size: Int) -> Coder:
     """Encode increasing `positions` as gaps. The decoder must know how many positions there are.
 
@@ -85,7 +83,7 @@ def put_gaps(words: Array, coder: Coder, positions: Array, start: Int, size: Int
     return coder
 
 
-@kernel
+@helper
 def take_gaps(words: Array, coder: Coder, positions: Array, size: Int) -> tuple[Int, Coder]:
     """Fill `positions` with what `put_gaps` encoded. Here the positions count from 0.
 
@@ -97,7 +95,7 @@ def take_gaps(words: Array, coder: Coder, positions: Array, size: Int) -> tuple[
             positions[i] = i
         return FINE, coder
     step, counts, sums = start_gaps(size, n)
-    jump = np.empty(1 << JUMPS, np.uint8)
+    jump = integers(1 << JUMPS, 0)
     rc.make_jumps(sums, jump, JUMPS)
     following, due = 0, rc.FIRST
     for i in range(n):
@@ -120,16 +118,17 @@ def take_gaps(words: Array, coder: Coder, positions: Array, size: Int) -> tuple[
     return FINE, coder
 
 
-@kernel
+@helper
 def assign_bands(line: Array, n: Int) -> tuple[Array, Array]:
     """Return the density band of each of n lines (rows or columns), and the number of lines in each band.
 
     `line` holds, for each sent coordinate, the number of its line.
     """
-    sent, bands, sizes = np.zeros(n, np.int64), np.empty(n, np.int64), np.zeros(BANDS, np.int64)
-    for i in range(len(line)):
+    sent, bands, sizes = integers(n, 0), integers(n, 0), integers(BANDS, 0)
+    used, total = 0, len(line)
+    for i in range(total):
+        used += sent[line[i]] == 0
         sent[line[i]] += 1
-    used, total = np.count_nonzero(sent), len(line)
     for i in range(n):
         share = sent[i] * used  # share / total is what line i sends, divided by the mean m
         bands[i] = 0 if share == 0 else 1 + (2 * share >= total) + (share >= total) + (share >= 2 * total)
@@ -137,24 +136,33 @@ def assign_bands(line: Array, n: Int) -> tuple[Array, Array]:
     return bands, sizes
 
 
-@kernel
+@helper
+def find_starts(sizes: Array) -> Array:
+    """Return the sum of all sizes before each one: where each part starts if the parts follow each other."""
+    starts: Array = integers(len(sizes), 0)
+    for i in range(1, len(sizes)):
+        starts[i] = starts[i - 1] + sizes[i - 1]
+    return starts
+
+
+@helper
 def sort_lines(bands: Array) -> tuple[Array, Array, Array, Array]:
     """Sort lines (rows or columns) by density band.
 
     Return the sorted lines, the size of each band, the position at which each band starts in the sorted
     lines, and the rank of each line in its band.
     """
-    sizes, ranks, order = np.zeros(BANDS, np.int64), np.empty_like(bands), np.empty_like(bands)
+    sizes, ranks, order = integers(BANDS, 0), integers(len(bands), 0), integers(len(bands), 0)
     for line in range(len(bands)):
         ranks[line] = sizes[bands[line]]
         sizes[bands[line]] += 1
-    starts = sizes.cumsum() - sizes
+    starts = find_starts(sizes)
     for line in range(len(bands)):
         order[starts[bands[line]] + ranks[line]] = line
     return order, sizes, starts, ranks
 
 
-@kernel
+@helper
 def cost_of_set(size: Int, n: Int) -> float:
     """Return the approximate number of bits that a set of n out of `size` positions takes."""
     if n <= 0 or n >= size:
@@ -164,24 +172,24 @@ def cost_of_set(size: Int, n: Int) -> float:
     return bits
 
 
-@kernel
+@helper
 def cost_of_bands(sizes: Array) -> float:
     """Return the approximate number of bits that `put_bands` takes if band i has sizes[i] lines."""
-    total, bits = sizes.sum(), 16.0
+    total, bits = sum(sizes), 16.0
     for size in sizes:
         if size:
             bits += size * math.log2(total / size)
     return bits
 
 
-@kernel
+@helper
 def choose_mode(rows: Array, columns: Array, sent: Array, depth: Int) -> Int:
     """Return which bands take the fewest bits: BY_ROWS, BY_COLUMNS, their sum for both, or 0 for none.
 
     `rows` and `columns` hold the number of rows and columns in each band. `sent` holds the number of sent
     coordinates for each pair of a row band and a column band. A row and a column meet in `depth` coordinates.
     """
-    all_rows, all_columns, n = rows.sum(), columns.sum(), sent.sum()
+    all_rows, all_columns, n = sum(rows), sum(columns), sum(sent)
     by_rows, by_columns = cost_of_bands(rows), cost_of_bands(columns)
     both = by_rows + by_columns
     for x in range(1, BANDS):
@@ -198,14 +206,14 @@ def choose_mode(rows: Array, columns: Array, sent: Array, depth: Int) -> Int:
     return BY_ROWS if best == by_rows else BY_COLUMNS if best == by_columns else 0
 
 
-@kernel
+@helper
 def put_bands(words: Array, coder: Coder, bands: Array) -> Coder:
     """Encode the density band of each line (row or column).
 
     The bits of a band answer: is it 0? If not, is it 1? If not, is it 2? If not, is it 3? The probabilities
     of the bits depend on the band of the previous line.
     """
-    contexts, before = np.full(BAND_CONTEXTS, rc.EVEN), 0
+    contexts, before = integers(BAND_CONTEXTS, rc.EVEN), 0
     for band in bands:
         for i in range(min(band + 1, BANDS - 1)):
             coder = rc.put_bit(words, coder, contexts, before * (BANDS - 1) + i, 1 if i == band else 0)
@@ -213,10 +221,10 @@ def put_bands(words: Array, coder: Coder, bands: Array) -> Coder:
     return coder
 
 
-@kernel
+@helper
 def take_bands(words: Array, coder: Coder, n: Int) -> tuple[Array, Coder]:
     """Decode the density bands of n lines that `put_bands` encoded; return the bands and the next `coder`."""
-    bands, contexts, before = np.empty(n, np.int64), np.full(BAND_CONTEXTS, rc.EVEN), 0
+    bands, contexts, before = integers(n, 0), integers(BAND_CONTEXTS, rc.EVEN), 0
     for line in range(n):
         band, bit = -1, 0
         while not bit and band < BANDS - 2:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.core.arrays import Int, kernel
+from cfedavg.core.kernels import Int, helper, int64, integers, kernel
 from cfedavg.core.payload import Floats, Levels, Payload
 from cfedavg.wire import coder as rc
 from cfedavg.wire.coder import Array
@@ -130,7 +130,7 @@ def _decode(coded: memoryview, header: Header, indices: Array | None, row_ends: 
     return numbers
 
 
-@kernel
+@helper
 def new_table(spread: Int) -> tuple[Int, Array, Array]:
     """Return a new frequency table for numbers from 0 to `spread`.
 
@@ -141,12 +141,12 @@ def new_table(spread: Int) -> tuple[Int, Array, Array]:
     while spread >> (copied + LEADING):
         copied += 1
     symbols = (spread >> copied) + 1
-    counts, sums = np.ones(symbols, np.int64), np.empty(symbols + 1, np.int64)
+    counts, sums = integers(symbols, 1), integers(symbols + 1, 0)
     rc.make_sums(counts, sums)
     return copied, counts, sums
 
 
-@kernel
+@helper
 def count_symbol(counts: Array, symbol: Int) -> None:
     """Add SEEN to the count of a symbol, and half of SEEN to the counts of the symbols next to it."""
     counts[symbol] += rc.SEEN
@@ -175,11 +175,11 @@ def encode_numbers(
     coder = rc.put_number(words, rc.START, lowest, MAGNITUDE)
     coder = rc.put_number(words, coder, highest - lowest, MAGNITUDE)
     copied, counts, sums = new_table(highest - lowest)
-    signs = np.full(len(row_ends), rc.EVEN)
+    signs = integers(len(row_ends), rc.EVEN)
     zero_has_sign |= highest == 0
     row, due = 0, rc.FIRST
     for i in range(len(numbers)):
-        magnitude: Int = np.int64(numbers[i] & MASK)
+        magnitude: Int = int64(numbers[i] & MASK)
         symbol = (magnitude - lowest) >> copied
         coder = rc.put_symbol(words, coder, sums, symbol)
         count_symbol(counts, symbol)
@@ -188,7 +188,7 @@ def encode_numbers(
         while index >= row_ends[row]:
             row += 1
         if magnitude or zero_has_sign:
-            coder = rc.put_bit(words, coder, signs, row, np.int64(numbers[i] >> MAGNITUDE))
+            coder = rc.put_bit(words, coder, signs, row, int64(numbers[i] >> MAGNITUDE))
         if i + 1 == due:
             due = rc.rebuild(counts, sums, due)
     return rc.finish(words, coder)
@@ -207,9 +207,9 @@ def decode_numbers(
     if lowest + spread > largest:
         return 0
     copied, counts, sums = new_table(spread)
-    jump = np.empty(1 << JUMPS, np.uint8)
+    jump = integers(1 << JUMPS, 0)
     rc.make_jumps(sums, jump, JUMPS)
-    signs = np.full(len(row_ends), rc.EVEN)
+    signs = integers(len(row_ends), rc.EVEN)
     zero_has_sign |= lowest + spread == 0
     row, due = 0, rc.FIRST
     for i in range(len(numbers)):

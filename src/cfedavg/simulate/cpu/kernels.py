@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cfedavg.core.arrays import Array, Int, kernel
+from cfedavg.core.arrays import Array
+from cfedavg.core.kernels import Int, compile_loop
 from cfedavg.simulate.cpu.vectors import DEAD, WIDEST, gather, pooled_window, window_gradient
 
 gather_widest, gather64, gather32, gather16 = gather(WIDEST), gather(64), gather(32), gather(16)
@@ -19,7 +20,7 @@ pooled_window32, pooled_window16 = pooled_window(32), pooled_window(16)
 window_gradient32, window_gradient16 = window_gradient(32), window_gradient(16)
 
 
-@kernel
+@compile_loop
 def convolve_and_pool(x: Array, w: Array, bias: Array, floor: Array, y: Array, at: Array, C: Int) -> None:
     """Convolve images of few channels, add the bias, and pool into `y` and `at`; w has the shape (K, T, M).
 
@@ -39,7 +40,7 @@ def convolve_and_pool(x: Array, w: Array, bias: Array, floor: Array, y: Array, a
                     pooled_window16(x, start, row, C, w, c, M, K, T, bias, floor, y, at, out + c)
 
 
-@kernel
+@compile_loop
 def add_few_channels_gradient(x: Array, g: Array, at: Array, dw: Array, db: Array, C: Int) -> None:
     """Add the gradient of `convolve_and_pool` to dw (K, T, M) and db (M,)."""
     H, row = x.shape[1:]
@@ -60,7 +61,7 @@ def add_few_channels_gradient(x: Array, g: Array, at: Array, dw: Array, db: Arra
         db += my_bias
 
 
-@kernel
+@compile_loop
 def pool(x: Array, floor: Array, y: Array, at: Array) -> None:
     """Pool the output x (N, H, W, M) of a convolution into `y` and `at`; no value of y is below the floor."""
     N, h, width, M = y.shape
@@ -82,7 +83,7 @@ def pool(x: Array, floor: Array, y: Array, at: Array) -> None:
                     y[n, i, j, o], at[n, i, j, o] = best, where
 
 
-@kernel
+@compile_loop
 def _list_gradients(
     image: Int, g: Array, at: Array, row: Int, C: Int, counts: Array, starts: Array, values: Array
 ) -> None:
@@ -101,7 +102,7 @@ def _list_gradients(
                 counts[o] = to + (k != DEAD)
 
 
-@kernel
+@compile_loop
 def _list_channels(
     image: Int, g: Array, at: Array, size: Int, counts: Array, starts: Array, values: Array
 ) -> None:
@@ -122,7 +123,7 @@ def _list_channels(
                 counts[pixel] = to + (k != DEAD)
 
 
-@kernel
+@compile_loop
 def add_gradient(x: Array, g: Array, at: Array, w: Array, dw: Array, db: Array, dx: Array, C: Int) -> None:
     """Add the gradient of convolution and pooling to dw (M, K, T), db (M,) and dx, which is x's.
 
@@ -153,7 +154,7 @@ def add_gradient(x: Array, g: Array, at: Array, w: Array, dw: Array, db: Array, 
                 _add_rows(to_images, to, weights, u * T, starts[p], values[p], counts[p], T)
 
 
-@kernel
+@compile_loop
 def _add_rows(out: Array, o: Int, x: Array, i: Int, at: Array, g: Array, k: Int, T: Int) -> None:
     """Add the sum of k rows of T numbers, each times its gradient, to T numbers of `out`."""
     if not k:

@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cfedavg.core.system import count_cores
+
 LENGTH = 8  # bytes of the number before a job, which gives the job's length
 IDLE = 120.0  # seconds without a job after which the process ends
 PAUSE = 0.02  # seconds between two looks at the children
@@ -95,7 +97,7 @@ def start_compiler(device: str, engine: str) -> None:
     Steps are compiled on a GPU only. On a machine with few cores, the process would slow the run down.
     """
     compiles = device != "cpu" and engine in ("auto", "batched") and _sees_gpu()
-    if compiles and running_compiler() is None and len(os.sched_getaffinity(0)) >= CORES:
+    if compiles and running_compiler() is None and count_cores() >= CORES:
         with suppress(OSError, TypeError):  # Python is embedded, or the system starts no process
             _started[:] = [Compiler()]
 

@@ -17,6 +17,7 @@ KILLED = (
 def test_a_killed_compiler_leaves_no_old_code_behind(tmp_path: Path) -> None:
     path = [str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {
+        "CFEDAVG_KERNELS": "numba",
         "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": os.pathsep.join(path),
     }
@@ -24,7 +25,7 @@ def test_a_killed_compiler_leaves_no_old_code_behind(tmp_path: Path) -> None:
 
     def run(code: str, number: int) -> str:
         source = (
-            f"from cfedavg.core.arrays import kernel\n\n\n@kernel\ndef add(a):\n    return a[0] + {number}\n"
+            f"from cfedavg.core.kernels import kernel\n\n\n@kernel\ndef add(a):\n    return a[0] + {number}\n"
         )
         (tmp_path / "parts" / "addition.py").write_text(source)
         command = [sys.executable, "-c", code]

@@ -1,0 +1,56 @@
+#include "cfedavg.h"
+
+/* In the order of the codes in cfedavg.h. */
+static const char *const SENTENCES[CFEDAVG_ERRORS] = {
+    "no error",
+    "there is not enough memory",
+    "an argument is not one that this function takes",
+    "the vector holds NaN or Inf",
+    "the payload has another length than the layout",
+    "the indices must increase strictly and lie below d",
+    "the message is longer than this receiver accepts",
+    "not a message: it must have a header of 76 bytes that begins with CFAV",
+    "the message is of a version that this program does not read",
+    "the header says an unknown `where`",
+    "the header says an unknown `kind`",
+    "the header says an unknown `coding`",
+    "coded floats of all coordinates need version 2, but the message is of version 1",
+    "version 2 is for coded floats of all coordinates only",
+    "the message is of another client",
+    "the message has another sequence number than expected",
+    "the message is for another model: names, shapes, dtypes or order of its tensors differ",
+    "the message holds more values than are accepted",
+    "a message of all coordinates must hold d values",
+    "the values must be coded, got plain ones",
+    "the message is cut short",
+    "the message is too long for its header",
+    "the section of the indices has a wrong length",
+    "the section of copied values has a wrong length",
+    "the section of coded values has a length that does not fit the number of values",
+    "the checksum does not fit: the message was damaged on its way",
+    "the key of the message does not draw k coordinates",
+    "an index lies beyond the last coordinate",
+    "the message lists more or fewer than k indices",
+    "the section of the indices ends too early",
+    "the section of the indices has extra bytes at its end",
+    "`top` exceeds the largest level of its kind",
+    "a scale is not a finite number",
+    "a value is not a finite number",
+    "a level exceeds the largest magnitude, `top`",
+    "the section of the values ends too early",
+    "the section of the values has extra bytes at its end",
+    "a client's message must have at least 8 bytes",
+    "the payload is longer than this receiver accepts",
+    "the lengths in the message do not add up to the length of the message",
+    "the body of the request is damaged: its checksum or its length does not fit",
+    "not a broadcast: it must begin with CFBC and a header",
+    "the broadcast has a format, a kind or a number that this program does not know",
+    "the checksum of the broadcast is wrong",
+    "the broadcast is too short for the numbers that its header announces",
+    "the messages in the broadcast do not lead from its first version to its last",
+};
+
+const char *cfedavg_explain(int error)
+{
+    return error < 0 || error >= CFEDAVG_ERRORS ? "an unknown error" : SENTENCES[error];
+}

@@ -1,0 +1,69 @@
+/* The frame of a message: header, lengths of the sections, checksum. */
+#ifndef CFEDAVG_FRAME_H
+#define CFEDAVG_FRAME_H
+
+#include "bytes.h"
+#include "cfedavg.h"
+
+#define HEADER 76
+#define CHECKSUM 4
+#define LEAST (HEADER + CHECKSUM) /* bytes of a message whose sections are empty */
+#define KEY_AND_KEEP 16
+#define SCALES 6 /* bytes of `block` and `top`, which precede the scales */
+#define VALUES_PER_BYTE 11354
+#define MOST_KEEP ((uint64_t)1 << 53)
+#define SIGN 0x8000 /* in a coded number; the magnitude is below */
+
+enum { PLAIN, CODED };
+
+static inline int is_float(int kind)
+{
+    return kind <= CFEDAVG_BF16;
+}
+
+/* Return the bytes of a value. */
+static inline int size_of(int kind)
+{
+    static const int SIZES[] = {4, 8, 2, 1, 2};
+
+    return SIZES[kind];
+}
+
+/* Return the upper 16 bits of the largest finite float, or the largest level. */
+static inline int64_t largest_of(int kind)
+{
+    static const int64_t LARGEST[] = {0x7F7F, 0x7FEF, 0x7F7F, 127, 32767};
+
+    return LARGEST[kind];
+}
+
+/* Return whether values may stay uncoded. */
+static inline int may_be_plain(int where, int kind)
+{
+    return where == CFEDAVG_ALL && (kind == CFEDAVG_FP32 || kind == CFEDAVG_FP64);
+}
+
+/* Return how many scales k levels have. */
+static inline uint64_t count_scales(uint64_t k, uint64_t block)
+{
+    return block ? k / block + (k % block != 0) : k != 0;
+}
+
+/* Return whether the bits of an fp32 number are those of a finite number. */
+static inline int is_finite_fp32(uint64_t bits)
+{
+    return (bits & 0x7F800000U) != 0x7F800000U;
+}
+
+static inline int is_finite_fp64(uint64_t bits)
+{
+    return (bits & 0x7FF0000000000000U) != 0x7FF0000000000000U;
+}
+
+void write_header(uint8_t *to, const cfedavg_header *header);
+
+/* Check the parts of a message in the order of docs/wire.md, up to the checksum. */
+int check_frame(const cfedavg_header *header, const uint8_t *data, size_t length, uint64_t schema, uint64_t d,
+                const cfedavg_limits *limits);
+
+#endif

@@ -1,0 +1,239 @@
+"""The kernels in C fill the arrays and return the numbers of the kernels in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cfedavg.channel import Copies
+from cfedavg.compress import numerics
+from cfedavg.core import arrays, keys, native
+from cfedavg.core.payload import Floats, Levels, Payload
+from cfedavg.federate import replica
+from cfedavg.wire import indices, values
+from cfedavg.wire.indices import Matrices
+from tests.clients import library as lib
+from tests.clients.library import needs_compiler
+from tests.clients.test_messages import draw_layout, draw_payload
+
+pytestmark = needs_compiler
+Kernel = Callable[..., Any]
+# The kernels that Python code calls, by the module that defines them.
+MODULES: dict[Any, tuple[str, ...]] = {
+    indices: ("encode_indices", "decode_indices", "are_increasing", "list_ones"),
+    values: ("encode_numbers", "decode_numbers"),
+    numerics: ("find_bound", "collect", "pick"),
+    arrays: ("_squares",),
+    keys: ("_draw",),
+    replica: ("_add", "_add_to_bf16"),
+}
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], tuple[Kernel, Kernel]]:
+    """Return a function that returns a kernel in Python (or machine code of numba), and the same one in C."""
+    lib.library()
+    monkeypatch.setattr(native, "LIBRARY", lib.path())
+
+    def find(module: Any, name: str) -> tuple[Kernel, Kernel]:
+        made = native.find(name)
+        assert made is not None
+        return getattr(module, name), made
+
+    return find
+
+
+Both = Callable[[Any, str], tuple[Kernel, Kernel]]
+
+
+def same(both: Both, module: Any, name: str, *arguments: Any) -> Any:
+    """Call both kernels with copies of the arguments; return the result of both, and the arrays after it."""
+    found = []
+    for kernel in both(module, name):
+        given = [each.copy() if isinstance(each, np.ndarray) else each for each in arguments]
+        found.append((kernel(*given), [each for each in given if isinstance(each, np.ndarray)]))
+    (result, filled), (other, others) = found
+    assert result == other
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(filled, others, strict=True))
+    return other, others
+
+
+def test_there_is_one_for_every_kernel_that_python_calls(both: Both) -> None:
+    for module, names in MODULES.items():
+        for name in names:
+            assert native.find(name)
+            assert hasattr(module, name)
+    assert set(native._CALLS) == {name for names in MODULES.values() for name in names}
+    assert native.find("put_gaps") is None
+
+
+def test_without_a_library_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "_native.so")
+    assert native.find("pick") is None
+    other = tmp_path / "other.so"
+    other.write_bytes(b"no library")
+    monkeypatch.setattr(native, "LIBRARY", other)
+    assert native.find("pick") is None
+    lib.library()
+    monkeypatch.setattr(native, "LIBRARY", lib.path())
+    monkeypatch.setattr(native, "KERNELS", native.KERNELS + 1)
+    native._load.cache_clear()
+    assert native.find("pick") is None
+    native._load.cache_clear()
+
+
+def test_the_number_of_the_kernels_is_that_of_the_header() -> None:
+    assert f"#define KERNELS {native.KERNELS} " in (lib.FOLDER / "kernels.h").read_text()
+
+
+def test_coders_of_indices(both: Both) -> None:
+    rng = np.random.default_rng(21)
+    for _ in range(150):
+        layout = draw_layout(rng)
+        shapes, at = Matrices.of(layout).shapes, draw_payload(rng, layout).indices
+        if at is None:
+            continue
+        words = np.zeros(len(at) + 600 * len(shapes) + 200, np.uint32)
+        n, (words, *_) = same(both, indices, "encode_indices", words, at, layout.d, shapes)
+        empty = np.zeros(len(at), np.int64)
+        (fault, read), (_, found, _) = same(
+            both, indices, "decode_indices", words[:n], empty, layout.d, shapes
+        )
+        assert (fault, read) == (0, n)
+        assert (found == at).all()
+        for _ in range(3):  # words that nobody has encoded; they end early, too
+            noise = rng.integers(0, 2**32, rng.integers(0, 20)).astype(np.uint32)
+            outcomes = [
+                kernel(noise, empty.copy(), layout.d, shapes) for kernel in both(indices, "decode_indices")
+            ]
+            assert outcomes[0] == outcomes[1]
+
+
+def test_coders_of_numbers(both: Both) -> None:
+    rng = np.random.default_rng(22)
+    ends = np.array([5, 9, 40, 500])
+    for _ in range(100):
+        at = np.flatnonzero(rng.random(500) < rng.choice([0.02, 0.5, 1.1]))
+        numbers = (
+            rng.integers(0, rng.choice([1, 3, 200, 2**15]), len(at)) + rng.integers(0, 2, len(at)) * 2**15
+        )
+        numbers = numbers.astype(np.uint16)
+        at = at if len(at) < 500 else values.EVERYWHERE
+        words, signed = np.zeros(1000, np.uint32), bool(rng.integers(2))
+        n, (words, *_) = same(both, values, "encode_numbers", words, numbers, at, ends, signed, 0x7FFF)
+        empty = np.zeros_like(numbers)
+        read, (_, found, *_) = same(
+            both, values, "decode_numbers", words[:n], empty, at, ends, signed, 0x7FFF
+        )
+        assert read == n
+        assert (found & 0x7FFF == numbers & 0x7FFF).all()
+        assert not signed or (found == numbers).all()
+        noise = rng.integers(0, 2**32, 30).astype(np.uint32)
+        results = [
+            kernel(noise, empty.copy(), at, ends, signed, 300) for kernel in both(values, "decode_numbers")
+        ]
+        assert results[0] == results[1]
+
+
+def test_numbers_that_are_too_large(both: Both) -> None:
+    words, numbers = np.zeros(100, np.uint32), np.array([3, 5], np.uint16)
+    assert same(both, values, "encode_numbers", words, numbers, np.arange(2), np.array([2]), True, 4)[0] == 0
+
+
+def test_are_increasing(both: Both) -> None:
+    for at in ([], [0], [0, 5, 9], [0, 0], [3, 2], [-1, 2], [0, 10]):
+        same(both, indices, "are_increasing", np.array(at, np.int64), 10)
+
+
+def test_list_ones(both: Both) -> None:
+    rng = np.random.default_rng(23)
+    for share in (0.0, 0.01, 0.5, 1.0):
+        ones = rng.random((20, 64)) < share
+        words = (ones * (1 << np.arange(64, dtype=np.uint64))).sum(1, dtype=np.uint64)
+        _, (_, found) = same(both, indices, "list_ones", words, np.zeros(ones.sum(), np.int64))
+        assert (found == np.flatnonzero(ones)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest(both: Both, dtype: Any) -> None:
+    rng = np.random.default_rng(24)
+    width, bits = (31, np.uint32) if dtype == np.float32 else (63, np.uint64)
+    for d in (1, 15, 16, 17, 5000, 70_000):
+        p = rng.standard_normal(d).astype(dtype)
+        p[rng.random(d) < 0.01] = np.nan
+        p[rng.random(d) < 0.1] = 0.5
+        for k in {1, max(1, d // 50), d}:
+            for stride, slack in ((max(d // 256, 16), 1), (max(d // 256, 16), 2), (16, 1)):
+                bound, _ = same(both, numerics, "find_bound", p.view(bits), k, stride, slack, width)
+            least = np.array(bound, bits).view(dtype)[()]
+            python, c = both(numerics, "collect")
+            found, expected = np.empty(d + 8, np.int64), np.empty(d + 8, np.int64)
+            n = c(p, least, found)
+            assert n == python(p, least, expected)
+            assert (found[:n] == expected[:n]).all()
+            same(both, numerics, "pick", p.view(bits), found[:n], width, np.zeros(k, np.int64))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_squares(both: Both, dtype: Any) -> None:
+    _, squares = both(arrays, "_squares")
+    for n in (0, 1, 7, 8, 9, 1003):
+        v = np.random.default_rng(n).standard_normal(2 * n).astype(dtype)[::2]  # C gets a contiguous copy
+        each, sums = v.astype(np.float64) ** 2, np.zeros(8)
+        for start in range(0, n // 8 * 8, 8):
+            sums += each[start : start + 8]
+        for square in each[n // 8 * 8 :]:
+            sums[0] += square
+        a, b, c, d, e, f, g, h = sums
+        assert squares(v) == ((a + b) + (c + d)) + ((e + f) + (g + h))
+
+
+def test_draws(both: Both) -> None:
+    for word, keep, room in ((0, 2**52, 100), (-5, 2**53 // 10, 3), (2**63 - 1, 0, 5), (7, 2**53, 1000)):
+        _, c = both(keys, "_draw")
+        found, expected = np.zeros(room, np.int64), np.zeros(room, np.int64)
+        assert c(word, keep, 1000, found) == keys.draw_into(word, keep, 1000, expected)
+        assert (found == expected).all()
+
+
+@pytest.mark.parametrize("rounds_values", [False, True])
+def test_adding_to_a_copy(both: Both, rounds_values: bool) -> None:
+    """The readable path is the oracle here: the Python kernels have tests of their own against it."""
+    rng, copies = np.random.default_rng(25), Copies(rounds_values)
+    _, add = both(replica, "_add_to_bf16" if rounds_values else "_add")
+    for dtype in (np.float32, np.int8, np.int16):
+        for block in (1, 7, 1000):
+            w = copies.make(
+                (rng.standard_normal(300) * 10.0 ** rng.integers(-44, 39, 300)).astype(np.float32)
+            )
+            at = np.flatnonzero(rng.random(300) < 0.5)
+            numbers = (rng.standard_normal(len(at)) * 100).astype(dtype)
+            scales = (10.0 ** rng.integers(-44, 38, -(-len(at) // block))).astype(np.float32)
+            made: Floats | Levels = Levels(numbers, scales, block, 32767)
+            if dtype == np.float32:
+                made, scales, block = Floats(numbers, "fp32"), np.ones(1, np.float32), 1000
+            expected = copies.receive(w, Payload(300, np.array([0, len(at)]), at, made))
+            found, done = arrays.to_bf16(w) if rounds_values else w.copy(), 0
+            for stop in (0, 100, 290, 400):
+                done = add(found, at, numbers, scales, block, done, stop)
+                assert done == (at < stop).sum()
+            assert (arrays.from_bf16(found) if rounds_values else found).tobytes() == expected.tobytes()
+
+
+def test_arrays_that_c_cannot_fill(both: Both) -> None:
+    _, pick = both(numerics, "pick")
+    for picked in (np.zeros(3, np.int32), np.zeros(6, np.int64)[::2]):
+        with pytest.raises(TypeError, match="C fills contiguous arrays"):
+            pick(np.zeros(5, np.uint32), np.arange(5), 31, picked)
+
+
+def test_too_little_room_is_an_error_and_nothing_is_written_beyond(both: Both) -> None:
+    words = np.zeros(20, np.uint32)
+    _, encode = both(indices, "encode_indices")
+    with pytest.raises(IndexError, match="there is room for 3"):
+        encode(words[:3], np.arange(0, 4000, 7), 4000, np.array([[1, 1, 4000]]))
+    assert not words[3:].any()
