@@ -23,7 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from scripts.build_package import ROOT, build, copy_source
+
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "start").glob("*.md")))
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 INSTALL = re.compile(r'^pip install "?cfedavg(\[[a-z,]+\])?"?$', re.MULTILINE)
@@ -78,13 +79,6 @@ def type_commands(script: Script, folder: Path, environment: Mapping[str, str]) 
     return printed
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout with the build tools that are installed."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return next(folder.glob("*.whl"))
-
-
 def empty_environment(folder: Path) -> dict[str, str]:
     """Make a virtual environment, and return the variables of a shell in which it is active."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
@@ -121,7 +115,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path, default=PAGES)
     pages = [page.resolve() for page in parser.parse_args().pages]
     with tempfile.TemporaryDirectory() as path:
-        wheel = build_wheel(Path(path))
+        (wheel,) = build(copy_source(Path(path) / "source"), Path(path) / "dist", "--wheel")
         seconds = {page: try_page(page, wheel) for page in pages}
     print(f"{'page':<30}{'install, s':>12}{'the rest, s':>12}")
     for page, (installing, rest) in seconds.items():
