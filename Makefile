@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
 
-.PHONY: install lock demo test test-all check-package coverage lint bench bench-peers bench-many paper fuzz clean
+.PHONY: install lock demo test test-all check-package coverage docs try-docs lint bench bench-peers bench-many paper fuzz clean
 
 install: $(INSTALLED)
 
@@ -38,9 +38,10 @@ demo: install  ## both directions compressed beside uncompressed FedAvg, on the 
 test: lint  ## what CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q
 
-test-all: lint  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
+test-all: lint .venv-simulation/.installed  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q -m "not gpu"
 	$(MAKE) check-package
+	$(BIN)/python -m scripts.try_docs
 
 check-package: install  ## wheel and sdist in empty environments, on each Python there is; needs a compiler
 	$(BIN)/python -m scripts.check_package
@@ -48,6 +49,16 @@ check-package: install  ## wheel and sdist in empty environments, on each Python
 coverage: install  ## what `make test` runs of each room, processes included; htmlcov/index.html shows the lines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -q --cov=cfedavg --cov-report=html --cov-report=json
 	$(BIN)/python -m scripts.coverage_rooms coverage.json
+
+.venv-simulation/.installed: $(INSTALLED) scripts/install_simulation  # Ray, for Flower's simulation
+	scripts/install_simulation
+	touch $@
+
+docs: install  ## the pages as a site in site/, from docs/ and the code; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+try-docs: install  ## type README and start pages into empty environments, with the wheel; says how long each takes
+	$(BIN)/python -m scripts.try_docs
 
 lint: install
 	$(BIN)/ruff check .
@@ -74,5 +85,5 @@ fuzz: install  ## ten million mutated messages: only WireError, no growing memor
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv .venv-peers runs build dist clients/c/build htmlcov .coverage* coverage.json
+	rm -rf .venv .venv-peers .venv-simulation runs build dist site clients/c/build htmlcov .coverage* coverage.json
 	rm -rf src/*.egg-info src/cfedavg/core/_native.so

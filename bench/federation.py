@@ -3,8 +3,8 @@
     python bench/federation.py --out results/federation [--app examples/quickstart]
 
 Every SuperNode reaches the SuperLink through a relay that counts the bytes of its connections, TLS and all.
-First nobody trains for a while, to see what waiting costs; then the app runs as it is, and with its
-`compress.diff`.
+First nobody trains for a while, to see what waiting costs; then the app runs without its `compress.diff`,
+and with it.
 """
 
 from __future__ import annotations
@@ -13,52 +13,20 @@ import argparse
 import json
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from cfedavg.core.run_files import read_rows
 from cfedavg.launch.local_federation import LocalFederation
-from cfedavg.launch.processes import HOST
 from cfedavg.launch.services import read_log
+from relay import Relay
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 LIMIT = 900.0  # seconds for a run
-
-
-class Relay:
-    """Passes on what comes, in both directions, and counts it."""
-
-    def __init__(self, port: int) -> None:
-        self.target, self.up, self.down = (HOST, port), 0, 0
-        self._lock = threading.Lock()
-        self._server = socket.create_server((HOST, 0))
-        self.address = f"{HOST}:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._server.accept()
-            with suppress(OSError):  # the SuperLink may be gone for a while
-                server = socket.create_connection(self.target)
-                for name, source, sink in (("up", client, server), ("down", server, client)):
-                    threading.Thread(target=self._pass, args=(name, source, sink), daemon=True).start()
-
-    def _pass(self, name: str, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65_536):
-                with self._lock:  # a node has several connections
-                    setattr(self, name, getattr(self, name) + len(data))
-                sink.sendall(data)
-        for each in (source, sink):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
 
 
 class Counted:
@@ -71,7 +39,7 @@ class Counted:
             node.link = SimpleNamespace(files=machine.link.files, address=relay.address)  # type: ignore[assignment]
 
     def total(self) -> tuple[int, int]:
-        return sum(relay.up for relay in self.relays), sum(relay.down for relay in self.relays)
+        return sum(each.up.count for each in self.relays), sum(each.down.count for each in self.relays)
 
     def during(self, work: Any) -> dict[str, float]:
         """Bytes and seconds while something is done."""
@@ -84,8 +52,10 @@ class Counted:
 def run_app(counted: Counted, app: Path, folder: Path, rounds: int, *, with_us: bool) -> dict[str, Any]:
     """One run of an app, and what it cost."""
     shutil.copytree(app, folder)
-    if with_us:
-        subprocess.run(["patch", "-p1", "-i", "compress.diff"], cwd=folder, check=True, capture_output=True)
+    if not with_us:
+        subprocess.run(
+            ["patch", "-R", "-p1", "-i", "compress.diff"], cwd=folder, check=True, capture_output=True
+        )
     run: Any = None
 
     def work() -> None:

@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from cfedavg import Config, Task, run
+from cfedavg.callbacks import Callback
 from cfedavg.models import build_model
 from cfedavg.simulate.engines import blocks
 from cfedavg.simulate.mover import Mover, Rows
 from cfedavg.simulate.residuals import Put, Residuals, Writes
-from cfedavg.simulate.run import Observer
 
 IMAGES, EACH = 60_000, 20  # images in all, and images of a client
 SKIPPED = 5  # rounds that the summary leaves out
@@ -101,7 +101,7 @@ class WatchedMover(Mover):
         return after
 
 
-class Meter(Observer):
+class Meter(Callback):
     """Time and memory of each round; the host's memory is the most since the last round."""
 
     def __init__(self, device: torch.device) -> None:
@@ -114,7 +114,7 @@ class Meter(Observer):
         while not self._over.wait(0.05):
             self._most = max(self._most, resident(os.getpid()))
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> None:
         found = {"seconds": row["seconds"], "waited": WATCH.seconds - self._waited, "held": WATCH.held}
         found |= {"host": max(self._most, resident(os.getpid())), "disk": used_disk() - self._used}
         if self.device.type == "cuda":
@@ -161,7 +161,7 @@ def measure(given: argparse.Namespace, model: str, clients: int, a_round: int, w
     )  # fmt: skip
     meter, WATCH.held = Meter(device), 0
     try:
-        run(config, task, observer=meter, draw=False)
+        run(config, task, callbacks=[meter], draw=False)
     finally:
         rows = meter.close()
     about = {"model": model, "d": d, "clients": clients, "a_round": a_round, "residuals": where}

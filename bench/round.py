@@ -26,11 +26,11 @@ import torch
 import cfedavg
 from cfedavg import Config
 from cfedavg.algorithm import Aggregator
+from cfedavg.callbacks import Callback
 from cfedavg.channel import Channel
 from cfedavg.data.tasks import build_task
 from cfedavg.simulate.engines import BlockEngine, choose_engine
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.run import Observer
 
 
 def parsed(words: list[str]) -> Config:
@@ -45,13 +45,13 @@ def parsed(words: list[str]) -> Config:
     return Config.from_dict(found)
 
 
-class Watch(Observer):
+class Watch(Callback):
     """Passes on what a run says."""
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> None:
         seconds, accuracy = row["seconds"], row.get("test_accuracy", 0.0)
         print(f"round {row['round']}: {seconds:.3f} s, {accuracy:.4f}", file=sys.stderr, flush=True)
 
@@ -133,7 +133,7 @@ def profile(config: Config, rounds: int = 3) -> dict[str, float]:
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--profile"]
     config = parsed(words)
-    result = cfedavg.run(config, observer=Watch())
+    result = cfedavg.run(config, callbacks=[Watch()])
     rows = result.rows[1:]
     seconds = [row["seconds"] for row in rows]
     cuda = torch.cuda.is_available() and config.device != "cpu"

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 import cfedavg
-from cfedavg.sweep import Grid, Observer, SealedCell, Sweep
+from cfedavg import Callback
+from cfedavg.sweep import Grid, SealedCell, Sweep
 
 PARTITIONS: dict[str, dict[str, Any]] = {
     "iid": {"iid": True},
@@ -37,16 +38,16 @@ PARTITIONS: dict[str, dict[str, Any]] = {
 SEEDS = 3
 
 
-class Watch(Observer):
-    """An observer that prints what a run says, and the time at which each of its rounds ends."""
+class Watch(Callback):
+    """A callback that prints what a run says, and the time at which each of its rounds ends."""
 
     def __init__(self, ends: list[float]) -> None:
         self.ends = ends
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> None:
         self.ends.append(time.perf_counter())
 
 
@@ -71,7 +72,7 @@ def run_cells(
     ends: list[float] = []
 
     @contextmanager
-    def show(title: str, rounds: int) -> Iterator[Observer]:
+    def show(title: str, rounds: int) -> Iterator[Callback]:
         yield Watch(ends)
 
     sweep = Sweep([grid], out, only=only, say=lambda text: print(text, file=sys.stderr, flush=True))

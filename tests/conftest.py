@@ -101,7 +101,7 @@ def cfedavg(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a federation nobody sleeps or draws, and files that no power cut threatens are not synced."""
-    for place in ("requests.POLL", "requests.PATIENCE", "federation_folder.HANDOVER"):
+    for place in ("requests.POLL", "nodes.POLL", "requests.PATIENCE", "federation_folder.HANDOVER"):
         monkeypatch.setattr(f"cfedavg.flower.{place}", 0.0)
     for place in ("report.write_run_pictures", "core.files.sync", "flower.federation_folder.sync"):
         monkeypatch.setattr(f"cfedavg.{place}", lambda path: None)

@@ -16,12 +16,9 @@ where there is no interface but lo, in a network namespace of its own:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,28 +30,8 @@ import torch
 from common import Settings, local_sgd, moved, now, report, right, settings, work
 from common import Work as Task
 
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
-
-
-def isolated() -> bool:
-    """Whether there is no interface but lo. (/sys/class/net would still show those outside.)"""
-    return [name for _, name in socket.if_nameindex()] == ["lo"]
-
-
-def raise_lo() -> None:
-    """What `ip link set lo up` does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket, _GET_FLAGS, struct.pack("16sh14x", b"lo", 0))
-        _, flags = struct.unpack("16sh14x", answer)
-        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", b"lo", flags | _UP))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from scripts.isolated import QUIET, is_isolated, raise_loopback
 
 
 def status(pid: int) -> dict[str, str]:
@@ -167,9 +144,9 @@ def train(given: Settings, task: Task, after: Callable[[], None]) -> None:
 
 def main() -> None:
     given = settings(__doc__)
-    if not isolated():
+    if not is_isolated():
         raise SystemExit(f"there are interfaces beside lo: Ray is not started here\n{__doc__}")
-    raise_lo()
+    raise_loopback()
     if "PEER_PLACE" not in os.environ:
         raise SystemExit(supervise(given.limit))
     torch.set_num_threads(given.threads)

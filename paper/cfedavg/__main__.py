@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from cfedavg import InputError
-from cfedavg.sweep import CELLS, MANY, Observer, SealedCell, Study, Sweep, is_beginning, read_cells
+from cfedavg import Callback, InputError
+from cfedavg.sweep import CELLS, MANY, SealedCell, Study, Sweep, is_beginning, read_cells
 from paper.cfedavg import experiment
 from paper.cfedavg.claims.page import judge_all, write_page
 from paper.cfedavg.studies import SMALL
@@ -20,13 +20,13 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 
 
-class Voice(Observer):
-    """An observer that prints the messages of a run and the accuracy of each round."""
+class Voice(Callback):
+    """A callback that prints the messages of a run and the accuracy of each round."""
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         print(text, flush=True)
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> None:
         if "test_accuracy" in row:
             print(f"round {row['round'] + 1}: accuracy {row['test_accuracy']:.2%}", flush=True)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from cfedavg import InputError
-from cfedavg.report import PLAIN, Panel, Pen, Series, draw_grid
+from cfedavg.report import PLAIN, Lines, Panel, Pen, Series, draw_grid
 from cfedavg.sweep import Grid, Line, SealedCell, fill_panel, read_table
 from paper.cfedavg import tables
 
@@ -31,9 +34,13 @@ class Experiment(Grid):
 
     draw: str = "curves"
 
-    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Return the figure of the finished cells as PNG."""
+    def figure(self, found: Mapping[str, SealedCell], note: str) -> Figure:
+        """Return the figure of the finished cells."""
         return _draw_norms(self, found, note) if self.draw == "norms" else super().figure(found, note)
+
+    def panels(self, found: Mapping[str, SealedCell]) -> list[tuple[Panel, Lines]]:
+        """Return the panels of the figure."""
+        return list(chain(*_arrange_norms(self, found))) if self.draw == "norms" else super().panels(found)
 
     def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:
         """Return the table of the numbers behind the figure, the header first."""
@@ -96,17 +103,20 @@ def _special(line: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]
     return {"compressor": base.get("compressor"), **changes}
 
 
-def _draw_norms(grid: Experiment, found: Mapping[str, SealedCell], note: str) -> bytes:
-    """Return a PNG with a column for each line: squared norms in the upper row, norms in the lower row."""
-    shares, lines = grid.list_started(found)
-    rows = [
+def _draw_norms(grid: Experiment, found: Mapping[str, SealedCell], note: str) -> Figure:
+    """Return a figure with a column for each line: squared norms in the upper row, norms in the lower row."""
+    legend = [(f"p = {p}", Pen(_SHARES[p])) for p in grid.list_started(found)[0] if p is not None]
+    legend += [("updates ‖g‖", Pen(PLAIN)), ("residuals ‖e‖", Pen(PLAIN, dashed=True))]
+    return draw_grid(_arrange_norms(grid, found), grid.make_frame(found, legend, note), share_y=True)
+
+
+def _arrange_norms(grid: Experiment, found: Mapping[str, SealedCell]) -> list[list[tuple[Panel, Lines]]]:
+    lines = grid.list_started(found)[1]
+    return [
         [fill_panel(_norms_panel(grid, line, square, line == lines[0]), _by_share(grid, found, line))
          for line in lines]
         for square in ("2", "")
     ]  # fmt: skip
-    legend = [(f"p = {p}", Pen(_SHARES[p])) for p in shares if p is not None]
-    legend += [("updates ‖g‖", Pen(PLAIN)), ("residuals ‖e‖", Pen(PLAIN, dashed=True))]
-    return draw_grid(rows, grid.make_frame(found, legend, note), share_y=True)
 
 
 def _norms_panel(grid: Experiment, line: Line, square: str, first: bool) -> Panel:

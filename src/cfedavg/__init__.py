@@ -11,42 +11,71 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfedavg.algorithm import Aggregator, average, local_update
+    from cfedavg.callbacks import Callback, Start, TensorBoard, Wandb
     from cfedavg.channel import Channel
-    from cfedavg.compress import Compressor, Quantiser, Selector, decompress, parse
+    from cfedavg.compress import (
+        BF16,
+        FP32,
+        QSGD,
+        Compressor,
+        Everything,
+        IntBlocks,
+        Proportional,
+        Quantiser,
+        RandomDropping,
+        Selector,
+        Sign,
+        Threshold,
+        TopK,
+        decompress,
+        parse,
+    )
     from cfedavg.core.config import Config
     from cfedavg.core.errors import InputError
     from cfedavg.core.layout import Layout
     from cfedavg.core.payload import Payload
-    from cfedavg.feedback import Feedback
-    from cfedavg.optimise.local import GradientChange, LocalOptimiser
-    from cfedavg.optimise.server import ServerOptimiser
-    from cfedavg.schedule import Steps, resolve_rates
-    from cfedavg.simulate.run import Result, run
+    from cfedavg.feedback import EF21, ErrorFeedback, Feedback, NoFeedback
+    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox
+    from cfedavg.optimise.server import Adagrad, Adam, Momentum, Nesterov, ServerOptimiser, ServerSGD, Yogi
+    from cfedavg.schedule import Constant, Corollary1, Corollary2, Corollary3, Decaying, Steps, resolve_rates
+    from cfedavg.simulate.result import Result
+    from cfedavg.simulate.run import run
     from cfedavg.task import Task
     from cfedavg.wire import WireError, decode, encode
 
 _HOME = {
     "algorithm": ("Aggregator", "average", "local_update"),
+    "callbacks": ("Callback", "Start", "TensorBoard", "Wandb"),
     "channel": ("Channel",),
-    "compress": ("Compressor", "Quantiser", "Selector", "decompress", "parse"),
+    "compress": (
+        "BF16", "FP32", "QSGD", "Compressor", "Everything", "IntBlocks", "Proportional", "Quantiser",
+        "RandomDropping", "Selector", "Sign", "Threshold", "TopK", "decompress", "parse",
+    ),
     "core.config": ("Config",),
     "core.errors": ("InputError",),
-    "feedback": ("Feedback",),
+    "feedback": ("EF21", "ErrorFeedback", "Feedback", "NoFeedback"),
     "core.layout": ("Layout",),
     "core.payload": ("Payload",),
-    "schedule": ("Steps", "resolve_rates"),
-    "simulate.run": ("Result", "run"),
-    "optimise.local": ("GradientChange", "LocalOptimiser"),
-    "optimise.server": ("ServerOptimiser",),
+    "schedule": (
+        "Constant", "Corollary1", "Corollary2", "Corollary3", "Decaying", "Steps", "resolve_rates",
+    ),
+    "simulate.result": ("Result",),
+    "simulate.run": ("run",),
+    "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox"),
+    "optimise.server": ("Adagrad", "Adam", "Momentum", "Nesterov", "ServerOptimiser", "ServerSGD", "Yogi"),
     "task": ("Task",),
     "wire": ("WireError", "decode", "encode"),
-}
+}  # fmt: skip
 
 __version__ = "0.5.0"
 __all__ = [
-    "Aggregator", "Channel", "Compressor", "Config", "Feedback", "GradientChange", "InputError", "Layout",
-    "LocalOptimiser", "Payload", "Quantiser", "Result", "Selector", "ServerOptimiser", "Steps", "Task",
-    "WireError", "average", "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
+    "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "Callback",
+    "Channel", "Clip", "Compressor", "Config", "Constant", "Corollary1", "Corollary2", "Corollary3",
+    "Decaying", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError", "IntBlocks",
+    "Layout", "LocalOptimiser", "Momentum", "Nesterov", "NoFeedback", "Payload", "Proportional", "Prox",
+    "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser", "ServerSGD", "Sign", "Start",
+    "Steps", "Task", "TensorBoard", "Threshold", "TopK", "Wandb", "WireError", "Yogi", "average",
+    "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
 ]  # fmt: skip
 
 

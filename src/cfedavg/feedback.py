@@ -50,6 +50,7 @@ class LawTerms(NamedTuple):
 class Feedback(Part):
     """The base class of feedbacks. A method that is not overridden acts as in the feedback `none`."""
 
+    chosen_by: ClassVar[tuple[str, ...]] = ("feedback",)
     law: ClassVar[str] = ""
     # Whether the server's memory is the sum of the clients' memories; if so, no memory may be rounded or lost
     mirrors_clients: ClassVar[bool] = False

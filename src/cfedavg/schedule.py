@@ -38,6 +38,7 @@ class Setting:
 class Schedule(Part):
     """The base class of schedules. A subclass must define `eta_local`."""
 
+    chosen_by: ClassVar[tuple[str, ...]] = ("schedule",)
     update: ClassVar[str | None] = None  # the value of the option `update` that the schedule's rates assume
 
     def eta_local(self, t: int, s: Setting) -> float:

@@ -43,19 +43,40 @@ class Samples(Protocol):
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy of a batch (inputs, labels); this is the default loss."""
+    """Return the mean cross-entropy of a batch (inputs, labels); this is the default loss.
+
+    The model returns one number per class: the classes are the second axis, as torch has it, or, if every
+    label is a sequence, the last axis.
+    """
     inputs, labels = batch
-    return nn.functional.cross_entropy(model(inputs), labels)
+    output = model(inputs)
+    if labels.dim() == 2 and output.dim() == 3 and output.shape[:2] == labels.shape:
+        output = output.transpose(1, 2)
+    return nn.functional.cross_entropy(output, labels)
 
 
 def accuracy(model: nn.Module, batch: Batch) -> Tensor:
     """Return a number for each sample of a batch (inputs, labels): 1 if the model is right, else 0.
 
-    This is the default metric.
+    If a label is a sequence, the number is the share of its places where the model is right. This is the
+    default metric.
     """
     inputs, labels = batch
     right: Tensor = model(inputs).argmax(-1) == labels
-    return right.float()
+    return right.float().flatten(1).mean(1) if right.dim() > 1 else right.float()
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean squared error of a batch (inputs, numbers); the model returns one number per sample."""
+    inputs, numbers = batch
+    return nn.functional.mse_loss(model(inputs).squeeze(-1), numbers)
+
+
+def absolute_error(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the absolute error for each sample of a batch (inputs, numbers)."""
+    inputs, numbers = batch
+    error: Tensor = model(inputs).squeeze(-1) - numbers
+    return error.abs()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from cfedavg.algorithm import ServerMemory
 from cfedavg.core.layout import Layout
 from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback, Weights
 from cfedavg.optimise.local import LOCAL_OPTIMISERS, SGD, AdamW, Clip, Prox, parse_local_optimiser
-from cfedavg.optimise.server import SERVER_OPTIMISERS, ServerAdam, ServerOptimiser, ServerSGD
+from cfedavg.optimise.server import SERVER_OPTIMISERS, Adam, ServerOptimiser, ServerSGD
 from cfedavg.simulate.plan import Plan
 from tests.algorithm.test_algorithm import engine as reference
 from tests.algorithm.test_algorithm import states
@@ -413,9 +413,7 @@ def test_all_that_was_computed_is_sent_or_owed(name: str) -> None:
 
 def test_adam_by_hand() -> None:
     """m = 0.1 * 2, v = 0.01 * 4, the rate corrected for round 0 as if it were Kingma and Ba's second."""
-    x, state = ServerAdam(tau=0.5).step(
-        np.zeros(1), np.array([2.0]), ServerAdam().init(np.zeros(1)), 0.1, t=0
-    )
+    x, state = Adam(tau=0.5).step(np.zeros(1), np.array([2.0]), Adam().init(np.zeros(1)), 0.1, t=0)
     rate = 0.1 * math.sqrt(1 - 0.99**2) / (1 - 0.9**2)
     assert x[0] == pytest.approx(rate * 0.2 / (math.sqrt(0.04) + 0.5))
     assert (state["m"][0], state["v"][0]) == pytest.approx((0.2, 0.04))

@@ -85,9 +85,11 @@ def test_sweep_and_report(cfedavg: Command, tmp_path: Path) -> None:
 
 def test_data_parts_version(cfedavg: Command, tmp_path: Path) -> None:
     picture = tmp_path / "who.png"
-    outcome = cfedavg("data", "--clients", "10", "--classes-per-client", "3", "--picture", picture)
+    outcome = cfedavg("data", "--clients", "10", "--classes-per-client", "3", "--out", picture)
     assert "10 clients with 999 to 999 train" in outcome.out
     assert picture.exists()
+    assert cfedavg("data", "--out", tmp_path / "new" / "folder").code == 0
+    assert (tmp_path / "new" / "folder" / "partition.png").exists()
     found = cfedavg("parts").out
     registered = [FEEDBACKS.entries, LOCAL_OPTIMISERS.entries, SERVER_OPTIMISERS.entries, SELECTORS]
     for name in (name for entries in registered for name in entries):
@@ -97,7 +99,8 @@ def test_data_parts_version(cfedavg: Command, tmp_path: Path) -> None:
     assert "ef21" in (few := cfedavg("parts", "feedback").out)
     assert "topk" not in few
     assert "KIND must be one of compressor, feedback," in cfedavg("parts", "shape").err
-    assert cfedavg("version").out == __version__
+    assert cfedavg("--version").out == __version__
+    assert cfedavg("version").err == "error: No such command 'version'. Write cfedavg --version."
 
 
 def test_inspect(cfedavg: Command, tmp_path: Path) -> None:
@@ -385,7 +388,7 @@ def test_nothing_that_lies_in_the_current_folder_runs(tmp_path: Path) -> None:
 def test_config_round_trip() -> None:
     for config in (
         Config(),
-        Config(iid=True, local_epochs=3, eta=0.5, uplink="1e5..1e7"),
+        Config(iid=True, local_epochs=3, eta=0.5, link="30% 3g; up=1Mbit..9Mbit"),
         Config(dirichlet=1),
     ):
         assert Config.from_toml(config.to_toml()) == config
@@ -401,9 +404,9 @@ def test_a_rank_of_torchrun_leaves_without_the_interpreters_own_end(
     """A normal exit sometimes aborts, and torchrun then takes a finished rank for a failed one."""
     codes: list[int] = []
     monkeypatch.setattr("cfedavg.cli.leave", codes.append)
-    assert cfedavg("version").code == 0
+    assert cfedavg("--version").code == 0
     assert codes == []
     monkeypatch.setattr("cfedavg.simulate.engines.ranks.Ranks.under_torchrun", True)
-    assert cfedavg("version").code == 0
+    assert cfedavg("--version").code == 0
     assert cfedavg("run", "--rounds", "0").code == 2
     assert codes == [0, 2]

@@ -21,6 +21,7 @@ SOURCE = Path(package.__file__).parent
 # Real command lines, which are right to have options: file, option.
 COMMAND_LINES = {
     ("launch/services.py", "--port"),  # Flower's own commands
+    ("launch/services.py", "--format"),
     ("report/page.py", "--config"),  # the page says how to run again
     ("report/page.py", "--engine"),
 }
@@ -114,7 +115,7 @@ def test_one_of_an_exclusive_group_has_a_value(group: tuple[str, ...]) -> None:
 
 
 def test_parts_are_texts() -> None:
-    assert {FIELD_TYPES[name] for name in PARTS} == {str}
+    assert {FIELD_TYPES[name] for name in PARTS} == {str, str | None}
     assert {FIELD_TYPES[name] for name in PER_CLIENT} == {str | None}
 
 
@@ -126,7 +127,7 @@ def test_the_command_names_options() -> None:
         "messages",
         "config",
         "nodes",
-        "picture",
+        "track",
         "vary",
     } <= list_options().keys()
     assert name_options("`resume` needs `out`") == "--resume needs --out"
@@ -165,6 +166,8 @@ def test_a_file_is_named_whatever_its_name(tmp_path: Path, monkeypatch: pytest.M
         ("error_feedback = false", 'feedback = "none"'),
         ("momentum = 0.9\nweight_decay = 0.01", 'local_optimiser = "sgd(momentum=0.9, weight_decay=0.01)"'),
         ("weight_decay = 0.0", 'local_optimiser = "sgd"'),
+        ('uplink = "1e5..1e6"\nlatency = 0.25', 'link = "up=100000.0bit..1000000.0bit, rtt=0.5s"'),
+        ('downlink = "8,9"', 'link = "1x down=8.0bit; 1x down=9.0bit"'),
     ],
 )
 def test_an_option_of_before_says_what_to_write(

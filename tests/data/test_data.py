@@ -39,7 +39,7 @@ from cfedavg.data import (
 )
 from cfedavg.data import images as decoding
 from cfedavg.data.images import histogram, mean_std
-from cfedavg.data.partition import _log_dirichlet, _log_gamma_draws
+from cfedavg.data.partition import _log_gamma_draws, log_dirichlet
 
 REAL = Path(os.environ.get("CFEDAVG_DATA") or Path(__file__).parents[3] / "shared" / "data")
 MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -185,7 +185,7 @@ def test_by_dirichlet_uses_every_sample_once(sizes: list[int], m: int, alpha: fl
 
 @pytest.mark.parametrize("alpha", [0.01, 0.5, 1.0, 7.0])
 def test_dirichlet_draws_have_the_right_moments(alpha: float) -> None:
-    draws = np.exp(_log_dirichlet(5, 20_000, alpha, seed=3))
+    draws = np.exp(log_dirichlet(5, 20_000, alpha, seed=3))
     assert np.allclose(draws.sum(axis=1), 1)
     assert np.allclose(draws.mean(axis=0), 0.2, atol=0.012)
     assert np.allclose(draws.var(axis=0), 0.16 / (5 * alpha + 1), rtol=0.06)
@@ -595,7 +595,7 @@ def test_images_that_cannot_be_decoded_are_refused(folder: Path, cache: Path) ->
         ({"label": None}, "has no label columns"),
         (
             {"label": None, "size": pa.array([0, 1, 2]), "kind": pa.array([0, 1, 2])},
-            "has several possible label columns .*: size, kind; rename the one to use to 'label'",
+            "has several possible label columns .*: size, kind; set `label_column` to the one to use",
         ),
         ({"label": pa.array([0, -1, 2])}, "labels of the .* split must be 0 or more, got -1"),
         ({"label": pa.array([0, None, 2])}, "has samples without a label"),

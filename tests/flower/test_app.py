@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import InputError
 from cfedavg.flower import CFedAvg, RoundPolicy, compressed
-from cfedavg.flower.mod import state_folder
+from cfedavg.flower.nodes import state_folder
 from cfedavg.flower.replies import OURS
 from cfedavg.launch.app import TRUST, config_of
 from tests.compress.test_compress import EveryNth
@@ -122,7 +122,7 @@ def test_foreign_messages_pass(kind: str, tmp_path: Path) -> None:
 
 def test_where_the_residual_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def place(**config: str) -> Path:
-        return state_folder(Context(1, 7, {**config}, RecordDict(), {}))
+        return state_folder(Context(1, 7, {**config}, RecordDict(), {}), "some name", "")
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("FLWR_HOME", "CFEDAVG_STATE"):

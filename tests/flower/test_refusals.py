@@ -34,6 +34,7 @@ from cfedavg.feedback import ErrorFeedback
 from cfedavg.flower import RoundPolicy, replies
 from cfedavg.flower.array_layout import Form
 from cfedavg.flower.federation_state import Node, Numbers
+from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.flower.options import bound_norm, cap_claims, keep_last
 from cfedavg.flower.replies import (
     OURS,
@@ -45,7 +46,6 @@ from cfedavg.flower.replies import (
     read_reply,
     shorten_reason,
 )
-from cfedavg.flower.requests import list_online
 from cfedavg.wire import encode
 from tests import messages
 from tests.grid import (
@@ -253,8 +253,8 @@ def test_a_node_has_an_odd_name() -> None:
     names = ("9" * 5000, "a\nb", "node2")
     found = [SimpleNamespace(node_id=i, public_key=b"", name=name) for i, name in enumerate(names)]
     grid.get_nodes = lambda: found  # type: ignore[method-assign]
-    assert sorted(len(node.name) for node in list_online(grid, Numbers())) == [3, 5, 300]
-    assert all(node.name.isprintable() for node in list_online(grid, Numbers()))
+    assert sorted(len(node.name) for node in OnlineNodes(grid, Numbers()).find()) == [3, 5, 300]
+    assert all(node.name.isprintable() for node in OnlineNodes(grid, Numbers()).find())
 
 
 def test_one_node_cannot_say_that_the_server_is_old(tmp_path: Path) -> None:
@@ -469,7 +469,7 @@ def a_reply(tmp_path: Path) -> tuple[ReplyValidator, Node, Server, Message]:
     it.grid.on_reply = lambda node, request, reply: sent.append(reply) or reply
     it.start(1)
     server = Server(FORM_NORMED.split(NORMED)[0])
-    node = list_online(it.grid, Numbers())[0]
+    node = OnlineNodes(it.grid, Numbers()).find()[0]
     return ReplyValidator(FORM_NORMED, parse("topk(0.7)"), math.inf), node, server, sent[0]
 
 

@@ -27,7 +27,7 @@ from cfedavg.data.tasks import build_task
 from cfedavg.federate.stores import ServerStore
 from cfedavg.flower import CFedAvg, RoundPolicy
 from cfedavg.flower.federation_state import FederationState, Numbers
-from cfedavg.flower.requests import list_online
+from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.launch.app import TRUST, client, config_of, run_config_of, server
 from tests.grid import (
     MODEL,
@@ -482,7 +482,7 @@ def test_who_a_node_is() -> None:
     def seen(*nodes: tuple[int, bytes]) -> list[tuple[int, int]]:
         found = [SimpleNamespace(node_id=i, public_key=key, name="") for i, key in nodes]
         grid.get_nodes = lambda: found  # type: ignore[method-assign]
-        return [(node.id, node.number) for node in list_online(grid, known)]
+        return [(node.id, node.number) for node in OnlineNodes(grid, known).find()]
 
     assert [n for _, n in seen((5, b"a"), (6, b"b"), (7, b""))] == [0, 1, 2]
     again = dict(seen((8, b"b"), (9, b"a"), (10, b"")))

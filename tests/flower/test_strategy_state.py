@@ -680,7 +680,7 @@ def test_what_must_stay(name: str, value: Any, tmp_path: Path) -> None:
 
 FLOWERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (lambda: FedAdam(eta=0.5, beta_1=0.8, beta_2=0.95, tau=0.01),
-             {"server_optimiser": "adam(0.8, 0.95, 0.01)", "eta": 0.5}),
+             {"server_optimiser": "adam(beta1=0.8, beta2=0.95, tau=0.01)", "eta": 0.5}),
     "yogi": (lambda: FedYogi(eta=0.3), {"server_optimiser": "yogi", "eta": 0.3}),
     "adagrad": (lambda: FedAdagrad(eta=0.2), {"server_optimiser": "adagrad", "eta": 0.2}),
     "momentum": (lambda: FedAvgM(server_momentum=0.7, server_learning_rate=0.6),

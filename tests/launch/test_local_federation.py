@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console
 
 from cfedavg import Config, InputError
-from cfedavg.cli.progress import Display
+from cfedavg.callbacks.progress import Display
 from cfedavg.core.interrupts import catch_kills, ignore_stops
 from cfedavg.core.run_files import format_row, read_rows
 from cfedavg.launch.app import DEFAULT, TRUST, config_of
@@ -700,10 +700,10 @@ def test_rows_are_shown_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
             self.name, self.number, self.log, self.process = "node7", 7, tmp_path / "log", None
 
     monkeypatch.setattr("cfedavg.launch.local_federation.POLL", 0.0)
-    monkeypatch.setattr("cfedavg.cli.progress.PLAIN_EVERY", 0.0)
+    monkeypatch.setattr("cfedavg.callbacks.progress.PLAIN_EVERY", 0.0)
     with Console(width=200).capture() as captured, Display(captured._console, 4, "training") as display:
         fake: Any = SimpleNamespace(nodes=[Gone()], link=SimpleNamespace(running=False))
-        _follow(Growing(), fake, metrics, 4, display)
+        _follow(Growing(), fake, tmp_path, Config(rounds=4), display)
     text = captured.get()
     assert "resuming after round 1 of 4" in text
     assert [line.split("  ")[:2] for line in text.splitlines() if line.startswith("round")] == [

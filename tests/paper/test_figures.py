@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cfedavg.report import Panel, Pen
+from cfedavg.report import Panel, Pen, as_png
 from cfedavg.sweep import Grid, SealedCell, fill_panel, write_markdown
 from paper.cfedavg import experiment as experiments
 from paper.cfedavg.experiment import Experiment, names
@@ -81,15 +80,11 @@ Drawing = Callable[..., Figure]
 
 
 @pytest.fixture
-def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
-    """The figure itself, neither laid out nor painted."""
+def drawing() -> Drawing:
+    """The figure, neither laid out nor painted."""
 
     def make(experiment: Grid, found: Found, note: str = "") -> Figure:
-        painted = Mock(return_value=b"")
-        monkeypatch.setattr("cfedavg.report.figures.as_png", painted)
-        experiment.figure(found, note)
-        figure: Figure = painted.call_args.args[0]
-        return figure
+        return experiment.figure(found, note)
 
     return make
 
@@ -153,7 +148,7 @@ def test_texts_neither_overlap_nor_leave_the_figure(drawing: Drawing, name: str)
 
 def test_a_picture_comes_out() -> None:
     experiment = load("fig2-mnist")
-    with Image.open(io.BytesIO(experiment.figure(cells(experiment), "a note"))) as image:
+    with Image.open(io.BytesIO(as_png(experiment.figure(cells(experiment), "a note")))) as image:
         assert image.format == "PNG"
         assert image.width == 1620
         drawn = image.convert("RGB").getcolors(maxcolors=2**24)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import cfedavg
-from cfedavg.sweep import CELLS, Observer, read_cell, read_cells, write_markdown
+from cfedavg import Callback
+from cfedavg.sweep import CELLS, read_cell, read_cells, write_markdown
 from paper.cfedavg import __main__ as paper
 from paper.cfedavg.claims.page import judge_all, write_page
 
@@ -97,5 +98,5 @@ LONG = (
 def test_cells_of_small_studies_come_out_again(name: str, tmp_path: Path) -> None:
     """To the digits that rounding on another processor leaves alone."""
     cell = read_cell(paper.RESULTS / CELLS / f"{name}.json")
-    again = paper.find(name.partition("-")[0]).measure(name, cell.settings, tmp_path, Observer())
+    again = paper.find(name.partition("-")[0]).measure(name, cell.settings, tmp_path, Callback())
     assert list(numbers(again)) == pytest.approx(list(numbers(cell.values)), rel=0.01)

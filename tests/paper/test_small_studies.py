@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cfedavg import Config, run
-from cfedavg.report import Frame
+from cfedavg.report import Frame, as_png
 from cfedavg.simulate.local import batches
 from cfedavg.sweep import SealedCell
 from cfedavg.task import Tensors
@@ -215,7 +215,7 @@ def test_figure_and_table_of_all_some_and_none(study: ModuleType, fake: Any) -> 
     pictures, rows = set(), []
     for size in (len(found), len(found) // 3, 1, 0):
         part = dict(list(found.items())[:size])
-        picture, table = study.figure(part, FRAME), study.table(part)
+        picture, table = as_png(study.figure(part, FRAME)), study.table(part)
         assert picture.startswith(PNG)
         assert all(len(row) == len(table[0]) for row in table)
         pictures.add(picture)

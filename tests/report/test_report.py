@@ -262,9 +262,10 @@ def test_totals_of_both_directions(tmp_path: Path) -> None:
     assert (plain.total_bytes, plain.first_download_bytes, signs.ratio) == (10_000, None, 1)
     assert tabulate([plain, signs]) == [
         ["run", "test accuracy", "total", "vs. baseline", "up", "down", "first downloads", "rounds", "best",
-         "simulated time", "seeds"],
-        ["none", "28.0%", "10 kB", "baseline", "2 kB", "8 kB", "–", "2", "28.0%", "4 s", "n = 1 (0)"],
-        ["sign", "28.0%", "10 kB", "the same", "2 kB", "400 B", "300 B", "2", "28.0%", "4 s", "n = 1 (0)"],
+         "simulated time", "time to 28%", "seeds"],
+        ["none", "28.0%", "10 kB", "baseline", "2 kB", "8 kB", "–", "2", "28.0%", "4 s", "4 s", "n = 1 (0)"],
+        ["sign", "28.0%", "10 kB", "the same", "2 kB", "400 B", "300 B", "2", "28.0%", "4 s", "4 s",
+         "n = 1 (0)"],
     ]  # fmt: skip
 
 

@@ -298,7 +298,7 @@ def test_no_data(cfedavg: Command, tmp_path: Path, name: str, monkeypatch: pytes
     (folder := tmp_path / "data").mkdir()
     for split in ("train", "test"):
         put(folder / f"{split}-0.parquet", NO_PARQUET[name])
-    outcome = cfedavg("data", "--data-dir", folder, "--picture", tmp_path / "p.png")
+    outcome = cfedavg("data", "--data-dir", folder, "--out", tmp_path / "p.png")
     assert refused(outcome, "--data-dir: ")
 
 

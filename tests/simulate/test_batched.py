@@ -1146,7 +1146,7 @@ def resumes(config: Config, task: Task, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "broken"
     run(config, task, out=whole)
     with pytest.raises(KeyboardInterrupt):
-        run(config, task, out=out, observer=Stop(1, KeyboardInterrupt))
+        run(config, task, out=out, callbacks=[Stop(1, KeyboardInterrupt)])
     assert rows_without_time(out)[-1]["round"] < config.rounds - 1
     assert (out / "checkpoint.safetensors").exists()
     run(config, task, out=out, resume=True)

@@ -69,7 +69,7 @@ def test_resume_is_bitwise(
     run(config, blobs(), out=tmp_path / "whole")
     write_rows_later(monkeypatch)
     with pytest.raises(how):
-        run(config, blobs(), out=tmp_path / "broken", observer=Stop(at, how))
+        run(config, blobs(), out=tmp_path / "broken", callbacks=[Stop(at, how)])
     run(config, blobs(), out=tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
 

@@ -276,7 +276,7 @@ def test_a_client_that_abstains_is_not_known_to_hold_anything(name: str) -> None
 
 def test_a_download_takes_time() -> None:
     """The link carries what the client downloads: the whole model first, then a short message."""
-    config = Config(rounds=2, local_steps="1", batch_size=1, compressor="topk(0.5)", downlink="8",
+    config = Config(rounds=2, local_steps="1", batch_size=1, compressor="topk(0.5)", link="down=8bit",
                     compressor_down="topk(0.99)")  # fmt: skip
     rows = run(config, quadratic(torch.randn(2, 300, generator=torch.Generator().manual_seed(0)))).rows
     assert [row["simulated_seconds"] for row in rows] == [row["downlink_bytes"] / 2 for row in rows]

@@ -312,7 +312,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lost replies": {"drop_rate": 0.4},
     "weights": {"weighting": "samples"},
     "no error feedback": {"feedback": "none"},
-    "deadline": {"deadline": 2.0, "steps_per_second": "0.3..3", "uplink": "1e4..1e6", "latency": "0.1"},
+    "deadline": {"deadline": 2.0, "steps_per_second": "0.3..3", "link": "50% up=10kbit..1Mbit; rtt=1s"},
     "decaying": {"schedule": "decaying(a=1)"},
     "iterate": {"sample_iterate": True},
     "bf16 residuals": {"residual_precision": "bf16", "compressor": "topk(0.9) >> bf16"},

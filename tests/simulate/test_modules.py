@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from cfedavg import Config, InputError, Task, run
-from cfedavg.simulate.run import Observer
+from cfedavg.callbacks import Callback
 from cfedavg.simulate.vectorised.recorder import Recorder
 from tests.simulate.test_engines import DEVICES, agree, seeded
 
@@ -29,13 +29,13 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cfedavg.simulate.engines.is_small", lambda model: True)
 
 
-class Said(Observer):
+class Said(Callback):
     """Keeps what a run says of its engine."""
 
     def __init__(self) -> None:
         self.engine: list[str] = []
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.engine += [text] * text.startswith("engine: ")
 
 
@@ -326,7 +326,7 @@ def sentences(make: Callable[[], nn.Module]) -> Task:
 def test_any_module_trains(name: str, device: str) -> None:
     said = Said()
     config = Config(device=device, rounds=2, local_steps="4", batch_size=5, compressor="none")
-    result = run(config, sentences((MODULES | RANDOM)[name]), observer=said)
+    result = run(config, sentences((MODULES | RANDOM)[name]), callbacks=[said])
     assert len(result.rows) == 2
     assert len(said.engine) == 1
     apart = APART | (APART_ON_GPU if device == "cuda" else set())
@@ -373,7 +373,7 @@ class Best(nn.Linear):
 
 def test_an_attribute_that_is_not_a_number_has_not_changed() -> None:
     said = Said()
-    run(Config(device="cpu", rounds=1, local_steps="2", compressor="none"), sentences(Best), observer=said)
+    run(Config(device="cpu", rounds=1, local_steps="2", compressor="none"), sentences(Best), callbacks=[said])
     assert said.engine == ["engine: batched on cpu, float32: the model is small"]
 
 
@@ -393,7 +393,7 @@ def test_a_round_that_cannot_be_batched_says_nothing_of_the_next(tmp_path: Path)
         device="cpu", local_steps="4", batch_size=5, participation=0.2, compressor="none", eta_local=0.5
     )
     said, T = Said(), 4
-    straight = run(config.replace(rounds=T), uneven(), observer=said)
+    straight = run(config.replace(rounds=T), uneven(), callbacks=[said])
     assert [line.split(":")[1] for line in said.engine[1:]] == [
         " sequential where clients of a round cannot step together"
     ]

@@ -317,7 +317,7 @@ def test_interrupted_while_threads_write(tmp_path: Path, monkeypatch: pytest.Mon
     run(MOVED, task, out=tmp_path / "whole")
     late(monkeypatch, seed)
     with pytest.raises(KeyboardInterrupt):
-        run(MOVED, task, out=out, resume=True, observer=Stop(1, KeyboardInterrupt))
+        run(MOVED, task, out=out, resume=True, callbacks=[Stop(1, KeyboardInterrupt)])
     real = Mover.update
 
     def update(self: Mover, residuals: Residuals, new: Any) -> Any:
@@ -346,13 +346,13 @@ def test_no_thread_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    config, observer = MOVED, None
+    config, callbacks = MOVED, list[Stop]()
     errors: dict[str, type[BaseException]] = {
         "Ctrl-C": KeyboardInterrupt, "killed": Killed, "diverged": Diverged, "disk full": InputError,
         "damaged": ZeroDivisionError,
     }  # fmt: skip
     if ends in ("Ctrl-C", "killed"):
-        observer = Stop(2, errors[ends])
+        callbacks = [Stop(2, errors[ends])]
     elif ends == "diverged":
         config = MOVED.replace(eta_local=1e12)
     elif ends == "disk full":
@@ -364,6 +364,6 @@ def test_no_thread_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     elif ends == "damaged":
         monkeypatch.setattr(OnDisk, "_find", lambda *args: 1 / 0)
     with pytest.raises(errors[ends]) if ends in errors else nullcontext():
-        run(config, blobs(), out=tmp_path / "r", observer=observer)
+        run(config, blobs(), out=tmp_path / "r", callbacks=callbacks)
     assert any("ThreadPoolExecutor" in name for name in started)
     assert set(threading.enumerate()) == before

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg import Config, InputError, Task, run
+from cfedavg.callbacks import Callback
 from cfedavg.core.errors import Diverged
 from cfedavg.optimise.local import SGD
 from cfedavg.simulate.engines import ReferenceEngine
 from cfedavg.simulate.local import Vectors, after, clock, local_steps
 from cfedavg.simulate.plan import Plan, broken_conditions
-from cfedavg.simulate.run import Observer
 from cfedavg.simulate.state import State
 from cfedavg.theory import rate_conditions
 from tests.conftest import blobs, half_square, quadratic
@@ -202,12 +202,14 @@ def test_plain_sgd_steps_in_place_to_the_bit() -> None:
 
 
 def test_simulated_seconds_are_those_of_the_slowest_client() -> None:
-    config = Config(rounds=1, local_steps="4", steps_per_second="2,4,8", uplink="1000,1000,8", downlink="1e6",
-                    latency="0.25", compressor="none", clients=3)  # fmt: skip
+    link = "2x up=1kbit, down=1Mbit, rtt=500ms; up=8bit, down=1Mbit, rtt=0.4s, wait=3s"
+    config = Config(rounds=1, local_steps="4", steps_per_second="2,4,8", link=link, compressor="none",
+                    clients=3)  # fmt: skip
     engine = make(config, quadratic(torch.eye(3)))
     row = engine.round(engine.start())[1]()
     up, down = row["uplink_bytes"] // 3, row["downlink_bytes"] // 3
-    each = [4 / s + 8 * up / u + 8 * down / 1e6 + 0.5 for s, u in ((2, 1000), (4, 1000), (8, 8))]
+    clients = (2, 1000, 0.5), (4, 1000, 0.5), (8, 8, 3.4)
+    each = [4 / speed + 8 * up / rate + 8 * down / 1e6 + waits for speed, rate, waits in clients]
     assert row["simulated_seconds"] == pytest.approx(max(each))
     untimed = make(Config(rounds=1, local_steps="4"), quadratic(torch.eye(3)))
     assert untimed.round(untimed.start())[1]()["simulated_seconds"] is None
@@ -276,18 +278,18 @@ def test_divergence_of_one_client() -> None:
 def test_rate_conditions_are_reported_with_measured_gamma_and_alpha() -> None:
     said: list[str] = []
 
-    class Listener(Observer):
-        def say(self, text: str) -> None:
+    class Listener(Callback):
+        def on_message(self, text: str) -> None:
             if "rate condition" in text:
                 said.append(text)
 
-    result = run(Config(rounds=2, local_steps="3", smoothness=10.0), blobs(), observer=Listener())
+    result = run(Config(rounds=2, local_steps="3", smoothness=10.0), blobs(), callbacks=[Listener()])
     assert len(said) == 3
     assert all("is broken in 2 of 2 rounds" in s and "measured gamma" in s and "alpha" in s for s in said)
     assert len(result.final["rate_conditions"]) == 3
     said.clear()
     run(Config(rounds=2, local_steps="3", smoothness=1e-3, compressor="none", eta_local=0.01), blobs(),
-        observer=Listener())  # fmt: skip
+        callbacks=[Listener()])  # fmt: skip
     assert said == []
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
+from cfedavg.callbacks import Callback
 from cfedavg.core.keys import Purpose, key, signed
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.residual_files import OnDisk, free_memory, open_store
 from cfedavg.simulate.residuals import InMemory, stochastic_bf16
-from cfedavg.simulate.run import Observer
 from cfedavg.simulate.state import State, load
 from tests.conftest import blobs, quadratic
 from tests.disk import Disk, Killed
@@ -347,7 +347,7 @@ def test_disk_and_memory_give_the_same_run(tmp_path: Path, precision: str) -> No
         out = tmp_path / "-".join(ways)
         for way, at, how in zip(ways, (1, 3), (KeyboardInterrupt, Killed), strict=False):
             with pytest.raises(how):
-                run(config.replace(residuals=way), blobs(), out=out, resume=True, observer=Stop(at, how))
+                run(config.replace(residuals=way), blobs(), out=out, resume=True, callbacks=[Stop(at, how)])
         run(config.replace(residuals=ways[2]), blobs(), out=out, resume=True)
         state = state_in(out)
         assert isinstance(state.residuals, OnDisk if ways[2] == "disk" else InMemory)
@@ -366,16 +366,16 @@ def test_precision_cannot_change(tmp_path: Path) -> None:
         run(BASE.replace(residual_precision="bf16"), small(), out=tmp_path / "r", resume=True)
 
 
-class Watch(Observer):
+class Watch(Callback):
     """The most files of residuals at the end of a round, and what was said."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.most, self.said = folder, 0, list[str]()
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> None:
         self.most = max(self.most, len(files(self.folder)))
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
 
@@ -383,7 +383,7 @@ class Watch(Observer):
 def test_room_on_disk_is_bounded_and_announced(tmp_path: Path, every: int) -> None:
     watch = Watch(tmp_path / "r" / "residuals")
     config = BASE.replace(rounds=20, checkpoint_every=every, drop_rate=0.0)
-    run(config, small(), out=tmp_path / "r", observer=watch)
+    run(config, small(), out=tmp_path / "r", callbacks=[watch])
     assert watch.most <= 5 + 3 + (min(5, 3 * every) if every else 0)
     most = (5 + 3 + min(5, 3 * (every or 20))) * 6 * 4
     (said,) = (text for text in watch.said if "residuals live on disk" in text)
@@ -395,12 +395,12 @@ def test_without_out_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows = run(BASE, small()).rows
     with pytest.raises(KeyboardInterrupt):
-        run(BASE, small(), observer=Stop(2, KeyboardInterrupt))
+        run(BASE, small(), callbacks=[Stop(2, KeyboardInterrupt)])
     assert list(tmp_path.iterdir()) == []
     memory = run(BASE.replace(residuals="memory"), small()).rows
     assert [r["error_norm2"] for r in rows] == [r["error_norm2"] for r in memory]
     watch = Watch(tmp_path)
-    run(BASE.replace(feedback="none"), small(), observer=watch)
+    run(BASE.replace(feedback="none"), small(), callbacks=[watch])
     assert not any("disk" in text for text in watch.said)
 
 

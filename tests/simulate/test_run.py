@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 
 from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
+from cfedavg.callbacks import Callback
 from cfedavg.core.config import read_config
 from cfedavg.core.errors import Busy, Diverged
 from cfedavg.core.tensors import checksum, read_tensors, save_tensors
 from cfedavg.simulate.folder import Folder
-from cfedavg.simulate.run import Observer
 from tests.conftest import blobs
 from tests.disk import Killed
 
@@ -70,13 +70,13 @@ def whole(uninterrupted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(uninterrupted, tmp_path / "whole"))
 
 
-class Stop(Observer):
+class Stop(Callback):
     """Breaks a run off after a round."""
 
     def __init__(self, at: int, how: type[BaseException]) -> None:
         self.at, self.how = at, how
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> None:
         if row["round"] == self.at:
             raise self.how
 
@@ -86,7 +86,7 @@ class Stop(Observer):
 def test_resume_is_bitwise(whole: Path, tmp_path: Path, at: int, how: type[BaseException]) -> None:
     out = tmp_path / "broken"
     with pytest.raises(how):
-        run(BASE, blobs(), out=out, observer=Stop(at, how))
+        run(BASE, blobs(), out=out, callbacks=[Stop(at, how)])
     run(BASE, blobs(), out=out, resume=True)
     assert_same_run(whole, out)
 
@@ -116,7 +116,7 @@ def test_interrupt_inside_the_bookkeeping(
                 run(BASE, blobs(), out=out)
         else:
             with pytest.raises(KeyboardInterrupt):
-                run(BASE, blobs(), out=out, observer=Stop(4, KeyboardInterrupt))
+                run(BASE, blobs(), out=out, callbacks=[Stop(4, KeyboardInterrupt)])
         monkeypatch.setattr(Folder, place, real)
         run(BASE, blobs(), out=out, resume=True)
         assert_same_run(whole, out)
@@ -125,7 +125,7 @@ def test_interrupt_inside_the_bookkeeping(
 def test_half_written_row_and_rows_after_the_checkpoint_are_dropped(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "broken"
     with pytest.raises(Killed):
-        run(BASE, blobs(), out=out, observer=Stop(4, Killed))
+        run(BASE, blobs(), out=out, callbacks=[Stop(4, Killed)])
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"round": 5, "train_lo')
     run(BASE, blobs(), out=out, resume=True)
@@ -399,7 +399,7 @@ def test_frozen_statistics_do_not_break_resume(tmp_path: Path) -> None:
     config = BASE.replace(batch_size=9)
     run(config, task(), out=tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
-        run(config, task(), out=tmp_path / "b", observer=Stop(3, KeyboardInterrupt))
+        run(config, task(), out=tmp_path / "b", callbacks=[Stop(3, KeyboardInterrupt)])
     with pytest.raises(InputError, match=r"holds another model: .* frozen values differ"):
         run(config, task(seed=1), out=tmp_path / "b", resume=True)
     run(config, task(), out=tmp_path / "b", resume=True)
@@ -521,7 +521,7 @@ def test_resume_on_the_gpu_is_bitwise(tmp_path: Path) -> None:
     run(config, out=tmp_path / "whole")
     for at in (2, 4):
         with pytest.raises(KeyboardInterrupt):
-            run(config, out=tmp_path / "broken", resume=True, observer=Stop(at, KeyboardInterrupt))
+            run(config, out=tmp_path / "broken", resume=True, callbacks=[Stop(at, KeyboardInterrupt)])
     run(config, out=tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
 

@@ -34,6 +34,7 @@ from torch import nn
 
 from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
+from cfedavg.callbacks import Callback
 from cfedavg.cli import main
 from cfedavg.core.config import read_config
 from cfedavg.core.errors import Diverged
@@ -41,7 +42,6 @@ from cfedavg.launch.processes import Ports
 from cfedavg.simulate import workers
 from cfedavg.simulate.engines import RankLost, Ranks, check_same, describe_run
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.run import Observer
 from tests.conftest import blobs
 from tests.disk import Killed
 from tests.simulate.test_run import WAITING, Stop, rows_without_time
@@ -66,7 +66,7 @@ BASE = Config(
     sample_iterate=True,
     checkpoint_every=2,
     steps_per_second="5..50",
-    uplink="1e4..1e6",
+    link="up=10kbit..1Mbit",
     engine="sequential",
     residuals="memory",
 )
@@ -246,7 +246,7 @@ def test_resume_on_other_ranks(
     configs = [BASE.replace(workers=n, residuals=place) for n, place in zip(ranks, where, strict=True)]
     for config, (at, how) in zip(configs, stops, strict=False):
         with pytest.raises(how):
-            run(config, task(), out=tmp_path / "r", resume=True, observer=Stop(at, how))
+            run(config, task(), out=tmp_path / "r", resume=True, callbacks=[Stop(at, how)])
     run(configs[-1], task(), out=tmp_path / "r", resume=True)
     found, expected = contents(tmp_path / "r"), alone(BASE.replace(residuals=where[-1]))
     assert_same(found, expected)
@@ -381,13 +381,13 @@ def test_a_lost_rank_whose_end_is_known_later() -> None:
     assert str(named).startswith("lost rank 1 (process 7, exit status -9): the run stops.")
 
 
-class Heard(Observer):
+class Heard(Callback):
     """Does something when a worker is said to be silent, once."""
 
     def __init__(self, act: Callable[[int], Any]) -> None:
         self.act, self.said = act, list[str]()
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         if found := re.match(r"rank 1 \(process (\d+)\) has been silent for 0.2 s: stopped, or hung", text):
             self.act(int(found[1]))
         self.said.append(text)
@@ -406,9 +406,9 @@ def stopped() -> Task:
 
 @pytest.mark.usefixtures("forked", "_quick_pulse")
 def test_a_stopped_worker_is_named_and_may_go_on(alone: Alone, tmp_path: Path) -> None:
-    observer = Heard(lambda pid: os.kill(pid, signal.SIGCONT))
-    run(BASE.replace(workers=2), stopped(), out=tmp_path / "r", observer=observer)
-    assert any(re.match(r"rank 1 \(process \d+\) is there again, after", text) for text in observer.said)
+    heard = Heard(lambda pid: os.kill(pid, signal.SIGCONT))
+    run(BASE.replace(workers=2), stopped(), out=tmp_path / "r", callbacks=[heard])
+    assert any(re.match(r"rank 1 \(process \d+\) is there again, after", text) for text in heard.said)
     assert_same(contents(tmp_path / "r"), alone(BASE))
 
 
@@ -425,10 +425,10 @@ def test_a_second_signal_ends_a_run_with_a_stopped_worker(
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
 
-    observer = Heard(press_twice)
+    heard = Heard(press_twice)
     with pytest.raises(KeyboardInterrupt):
-        run(config, stopped(), out=tmp_path / "r", observer=observer)
-    assert any("not saved, a process of the run is gone" in text for text in observer.said)
+        run(config, stopped(), out=tmp_path / "r", callbacks=[heard])
+    assert any("not saved, a process of the run is gone" in text for text in heard.said)
     run(config, task(), out=tmp_path / "r", resume=True)
     assert_same(contents(tmp_path / "r"), alone(BASE.replace(checkpoint_every=1)))
 

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cfedavg import InputError
+from cfedavg import Callback, Config, InputError, Start
 from cfedavg.cli.commands import app
 from cfedavg.sweep import (
     CELLS,
     DamagedCell,
     Grid,
-    Observer,
     SealedCell,
     Sweep,
     read_cell,
@@ -64,13 +63,13 @@ def mine(tmp_path: Path) -> str:
 MADE = {"seconds": 1.5, "version": "0.4.0", "hardware": "an abacus"}
 
 
-class Speaker(Observer):
+class Speaker(Callback):
     """Keeps what a run says."""
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
 
@@ -150,9 +149,9 @@ def test_time_is_given_in_minutes(mine: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_time_of_earlier_calls_counts(mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resumed(grid: Grid, name: str, settings: Any, folder: Path, observer: Observer) -> dict[str, Any]:
-        observer.begin([{"seconds": 100.0, "round": 0}])
-        observer.row({"seconds": 20.0, "round": 1})
+    def resumed(grid: Grid, name: str, settings: Any, folder: Path, callback: Callback) -> dict[str, Any]:
+        callback.on_begin(Start(Config(), None, [{"seconds": 100.0, "round": 0}]))
+        callback.on_row({"seconds": 20.0, "round": 1})
         return {"test_accuracy": [0.1, 0.2]}
 
     monkeypatch.setattr(Grid, "measure", resumed)
@@ -204,7 +203,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     figure = Grid.figure
 
-    def noted(grid: Grid, found: Any, note: str) -> bytes:
+    def noted(grid: Grid, found: Any, note: str) -> Any:
         made.append(note.rpartition("cfedavg ")[0])
         return figure(grid, found, note)
 
@@ -243,6 +242,18 @@ def test_a_figure_of_runs_that_are_cut_in_part(mine: str, tmp_path: Path, notes:
         write_cell(tmp_path / CELLS, dataclasses.replace(entry, settings=cells[name] | {"rounds": rounds}))
     assert drawn(mine, tmp_path).exit_code == 0
     assert notes == ["in part the first 2 of 4 rounds, in part the first 3 of 4 rounds; "]
+
+
+def test_a_figure_in_other_formats(mine: str, tmp_path: Path) -> None:
+    cells = write_cells(tmp_path, mine, seeds=2)
+    assert drawn(mine, tmp_path, "--format", "pdf", "--format", "csv").exit_code == 0
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert made.keys() == {"mine.toml", "mine.pdf", "mine.csv", "mine.md"}
+    assert b"/MediaBox [ 0 0 505.44" in made["mine.pdf"]  # 7 inches
+    head, *points = made["mine.csv"].decode().splitlines()
+    assert head == "panel,line,x,y,x_value,mean,lowest,highest"
+    assert len(points) == len(cells)  # two rounds of each line, whose two seeds are one line
+    assert "test_accuracy,2.0,0.2,0.2,0.2" in points[1]
 
 
 def damage_cell(out: Path) -> None:
@@ -375,7 +386,7 @@ def test_a_long_cell_has_checkpoints(mine: str, tmp_path: Path, monkeypatch: pyt
     for typed in ({"rounds": 100}, {"rounds": 100, "checkpoint_every": 3}):
         grid = grid_of(mine, typed=typed)
         ((name, settings), *_) = grid.cells([0]).items()
-        assert grid.measure(name, settings, tmp_path, Observer()) == {}
+        assert grid.measure(name, settings, tmp_path, Callback()) == {}
     assert seen == [25, 3]
 
 

@@ -3,9 +3,10 @@
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from cfedavg.flower import compressed
 from quickstart.task import make_model, train, train_data
 
-app = ClientApp()
+app = ClientApp(mods=[compressed])
 
 
 @app.train()

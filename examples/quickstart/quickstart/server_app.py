@@ -5,6 +5,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
+from cfedavg.flower import CFedAvg
 from quickstart.task import accuracy, make_model, test_data
 
 app = ServerApp()
@@ -12,7 +13,8 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    torch.manual_seed(context.run_config["seed"])
+    settings = context.run_config
+    torch.manual_seed(settings["seed"])
     model, data = make_model(), test_data()
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -21,11 +23,11 @@ def main(grid: Grid, context: Context) -> None:
         print(f"after round {server_round}: accuracy {found:.4f}", flush=True)
         return MetricRecord({"accuracy": found})
 
-    strategy = FedAvg(fraction_evaluate=0.0)
+    strategy = CFedAvg(FedAvg(fraction_evaluate=0.0), out=settings["out"] or None, resume=settings["resume"])
     strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(model.state_dict()),
-        train_config=ConfigRecord({"lr": context.run_config["learning-rate"]}),
-        num_rounds=context.run_config["num-server-rounds"],
+        train_config=ConfigRecord({"lr": settings["learning-rate"]}),
+        num_rounds=settings["num-server-rounds"],
         evaluate_fn=evaluate,
     )

@@ -8,8 +8,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from cfedavg import Callback
 from cfedavg.report import Frame, default_settings
-from cfedavg.sweep import Observer, SealedCell, Settings, Study
+from cfedavg.sweep import SealedCell, Settings, Study
 from paper.cfedavg.studies import bounds, conditions, speedup, variance
 
 
@@ -34,20 +37,20 @@ class SmallStudy(Study):
         found: dict[str, Settings] = self.module.cells(self.scale, seeds)
         return found
 
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+    def measure(self, name: str, settings: Settings, folder: Path, callback: Callback) -> dict[str, Any]:
         """Run the measurement of a cell and return its values."""
-        values: dict[str, Any] = self.module.measure(settings, observer.say)
+        values: dict[str, Any] = self.module.measure(settings, callback.on_message)
         return values
 
     def missing_values(self, cell: SealedCell) -> list[str]:
         """Return the names of the values that a cell, written by another version, lacks."""
         return [name for name in self.module.VALUES if name not in cell.values]
 
-    def figure(self, found: Mapping[str, SealedCell], note: str) -> bytes:
-        """Return the figure of the finished cells as PNG."""
+    def figure(self, found: Mapping[str, SealedCell], note: str) -> Figure:
+        """Return the figure of the finished cells."""
         seeds = len({cell.settings["seed"] for cell in found.values()})
         frame = Frame(self.title, f"{self.subtitle} · {seeds} seed{'s' * (seeds != 1)}", (), note)
-        picture: bytes = default_settings(self.module.figure)(found, frame)
+        picture: Figure = default_settings(self.module.figure)(found, frame)
         return picture
 
     def table(self, found: Mapping[str, SealedCell]) -> list[list[str]]:

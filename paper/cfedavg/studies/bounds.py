@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from cfedavg import Config, Layout, Steps, resolve_rates, run
 from cfedavg.compress import parse
-from cfedavg.report import MUTED, Frame, Pen, as_png, make_framed_figure
+from cfedavg.report import MUTED, Frame, Pen, make_framed_figure
 from cfedavg.sweep import SealedCell, round_value
 from cfedavg.theory import Problem, h, rate_conditions, theorem1, theorem2, theorem3
 from paper.cfedavg.claims.cases import are_satisfied
@@ -250,8 +251,8 @@ _GUIDE = "#CDD2D9"
 _WIDTHS = {"none": 1.0, "topk": 2.0, "rd": 2.6}
 
 
-def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Return a PNG: a column for each theorem, over T and m, and Theorem 1 over K and over m with IID."""
+def figure(found: Mapping[str, SealedCell], frame: Frame) -> Figure:
+    """Return a figure: a column for each theorem, over T and m, and Theorem 1 over K and over m with IID."""
     drawing = make_framed_figure(5.0, replace(frame, legend=_legend()))
     places = drawing.subplots(2, 4, sharey=True)
     drawn = lines(found)
@@ -260,7 +261,7 @@ def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
             _draw(axes, [line for line in drawn if (line.theorem, line.over) == (theorem, over)])
             side = "mean ‖∇f‖², and its bound" if axes is row[0] else ""
             finish_axes(axes, title, _NAMES[over], side)
-    return as_png(drawing)
+    return drawing
 
 
 def _legend() -> list[tuple[str, Pen]]:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import nn
 
 from cfedavg import Config, Task, run
 from cfedavg.data import build_task
-from cfedavg.report import BLUE, GREEN, MUTED, VERMILION, Frame, Pen, as_png, make_framed_figure
+from cfedavg.report import BLUE, GREEN, MUTED, VERMILION, Frame, Pen, make_framed_figure
 from cfedavg.sweep import SealedCell, round_value
 from cfedavg.theory import Condition, rate_conditions
 from paper.cfedavg.claims.cases import CONDITIONS
@@ -129,8 +130,8 @@ def _times(ratio: float | None) -> str:
     return "infinitely" if ratio is None else f"{ratio:.3g}"
 
 
-def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Return a PNG with a dot at value / limit for each condition and cell; all seeds share a row."""
+def figure(found: Mapping[str, SealedCell], frame: Frame) -> Figure:
+    """Return a figure with a dot at value / limit for each condition and cell; all seeds share a row."""
     rows = list(dict.fromkeys(map(_where, found.values())))
     legend = [(name, Pen(colour)) for name, colour in zip(CONDITIONS, _COLOURS, strict=True)]
     legend.append(("the limit", Pen(MUTED, dashed=True)))
@@ -141,7 +142,7 @@ def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
         drawn = [(ratio, row) for ratio, row in dots if ratio is not None]
         axes.plot(*zip(*drawn, strict=True) if drawn else ([], []), "o", color=colour)
     _finish(axes, rows)
-    return as_png(drawing)
+    return drawing
 
 
 def _where(entry: SealedCell) -> str:

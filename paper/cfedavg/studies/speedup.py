@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from cfedavg import Config, Result, run
-from cfedavg.report import MUTED, Frame, as_png, make_framed_figure
+from cfedavg.report import MUTED, Frame, make_framed_figure
 from cfedavg.sweep import SealedCell, round_value
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
 
@@ -185,8 +186,8 @@ def _row(line: Line) -> list[str]:
     return [line.compressor, *slopes, f"{c1:.4g}", f"{c2:.4g}", equal, least, worst]
 
 
-def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Return a PNG of T over m, with the fitted rate and a line of slope -1."""
+def figure(found: Mapping[str, SealedCell], frame: Frame) -> Figure:
+    """Return a figure of T over m, with the fitted rate and a line of slope -1."""
     drawing = make_framed_figure(4.4, frame)
     axes = drawing.add_subplot()
     drawn = lines(found)
@@ -196,7 +197,7 @@ def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
         _guides(axes, drawn)
     title = "rounds T until the mean of ‖∇f‖² is small enough"
     finish_axes(axes, title, "clients m", "T, at the rates of Corollary 1")
-    return as_png(drawing)
+    return drawing
 
 
 def _draw(axes: Axes, line: Line) -> None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from cfedavg import Config, Layout, Result, run
 from cfedavg.compress import parse
-from cfedavg.report import MUTED, Frame, Pen, as_png, make_framed_figure
+from cfedavg.report import MUTED, Frame, Pen, make_framed_figure
 from cfedavg.sweep import SealedCell, round_value
 from cfedavg.theory import h, rate_conditions
 from paper.cfedavg.studies.problem import COLOURS, METRIC, Bowl, Fit, finish_axes, mark, power_law
@@ -201,8 +202,8 @@ _NAMES = {"K": "local steps K", "m": "clients m", "sigma_G": r"heterogeneity $\s
 _PROMISES = {"K": "does not grow with K", "m": "falls as 1/m", "sigma_G": r"does not depend on $\sigma_G$"}
 
 
-def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
-    """Return a PNG of three panels; grey dashed lines show the Remark from the first point of each line."""
+def figure(found: Mapping[str, SealedCell], frame: Frame) -> Figure:
+    """Return three panels; grey dashed lines show the Remark from the first point of each line."""
     drawing = make_framed_figure(3.2, replace(frame, legend=_legend()))
     drawn = lines(found)
     panels = {over: drawing.add_subplot(1, 3, place) for place, over in enumerate(_NAMES, 1)}
@@ -210,7 +211,7 @@ def figure(found: Mapping[str, SealedCell], frame: Frame) -> bytes:
         _draw(panels[line.over.removesuffix(", IID")], line)
     for over, axes in panels.items():
         _finish(axes, over, [line for line in drawn if line.over == over])
-    return as_png(drawing)
+    return drawing
 
 
 def _legend() -> list[tuple[str, Pen]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import typer
 
 from cfedavg.cli.console import fail, first_rank_only
 from cfedavg.cli.inspect import data, inspect_message, parts
 from cfedavg.cli.sweep import sweep
 from cfedavg.cli.training import federation, report, run
+from cfedavg.core.config import RETIRED
 from cfedavg.core.errors import InputError
+from cfedavg.core.names import find_name
 
 # The base class of click's errors. Versions of typer differ in the module that holds click.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
@@ -18,22 +22,42 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Communication-efficient federated learning: local steps, error feedback, about 1% of the bytes.",
 )
 
 
-def version() -> None:
-    """Print the version."""
-    from cfedavg import __version__
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from cfedavg import __version__
 
-    typer.echo(__version__)
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Communication-efficient federated learning: local steps, error feedback, about 1% of the bytes."""
 
 
 for command in (run, sweep, report, data, parts):
     app.command()(command)
 app.command("inspect")(inspect_message)
-app.command()(version)
 app.add_typer(federation, name="federate")
+
+
+def _describe(error: Any) -> str:
+    """Return the sentence of click's error; if an option of another name was meant, say which."""
+    name, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    if type(error).__name__ == "NoSuchOption" and context:
+        known = [str(parameter.name) for parameter in context.command.params]
+        plain = name.lstrip("-").replace("-", "_")
+        if found := find_name(RETIRED.get(plain, name), known):
+            return f"no such option: {name}; write `{found}`"
+    message = str(error.format_message())
+    return f"{message} Write cfedavg --version." if "'version'" in message else message
 
 
 def run_command() -> int:
@@ -44,7 +68,7 @@ def run_command() -> int:
     except InputError as error:
         return fail(str(error))
     except USAGE_ERROR as error:
-        message: str = error.format_message()  # type: ignore[attr-defined]
+        message = _describe(error)
         return fail(message) if message else 2  # without arguments, the help is shown and says enough
     except typer.Abort:
         raise KeyboardInterrupt from None

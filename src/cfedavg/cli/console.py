@@ -25,9 +25,17 @@ PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 
 Out = Annotated[Path | None, typer.Option("--out", help="folder to write to", show_default="runs/DATE-TIME")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --out, or start one")]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(help="also log to tensorboard or wandb (Weights & Biases); repeatable", metavar="TRACKER"),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="TOML file with any of the options; typed options win over it"),
+]
+Formats = Annotated[
+    list[str] | None,
+    typer.Option("--format", help="png, pdf, svg or csv, of each figure; repeatable", show_default="png"),
 ]
 
 _DEFAULT = Config()

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from cfedavg.cli.console import OptionConsole, flag, say, takes_config
 from cfedavg.core.config import DATA, Config, fields_where
 from cfedavg.core.errors import InputError, summarise_error
-from cfedavg.core.files import check_regular, exists, read_input
+from cfedavg.core.files import check_regular, exists, make_folder, read_input
 
 if TYPE_CHECKING:
     from cfedavg.core.layout import Layout
@@ -31,25 +31,39 @@ _MOST, _MOST_ROWS = 2**33, 2**26
 @takes_config(PARTITION)
 def data(
     given: dict[str, Any],
-    picture: Annotated[Path, typer.Option(help="PNG file for the picture")] = Path("partition.png"),
+    out: Annotated[Path, typer.Option(help="file for the picture, or folder for partition.png")] = Path(
+        "partition.png"
+    ),
 ) -> None:
-    """Load a data set, divide it among clients, and plot how many samples of each class a client has."""
-    from cfedavg.data import load
-    from cfedavg.data.tasks import deal
-    from cfedavg.report import plot_partition
+    """Load a data set, divide it among clients, and plot how many samples (of each class) a client has."""
+    from cfedavg.data.columns import Columns
+    from cfedavg.data.loading import load_any
+    from cfedavg.data.tasks import check_clients_given, deal
+    from cfedavg.report import plot_partition, plot_sizes
 
     config = Config().replace(**given)
+    picture = out if out.suffix else out / "partition.png"
     if picture.suffix != ".png":
-        raise InputError(f"--picture must end in .png, got {picture}")
-    images = load(config.dataset, config.data_dir)
-    partition = deal(config, images)
+        raise InputError(f"`out` must be a folder or end in .png, got {out}")
+    loaded, owners = load_any(config.dataset, config.data_dir, Columns.of(config))
+    check_clients_given(config, owners)
+    partition = deal(config, loaded, owners)
     sizes, tests = ([len(rows) for rows in part] for part in (partition.train, partition.test))
-    counts = partition.counts(images.train.labels, images.classes)
-    plot_partition(counts, picture, f"{images.name}: who has what")
+    classes, title = getattr(loaded, "classes", 0), f"{loaded.name}: who has what"
+    names = owners.names if owners else ()
+    make_folder(picture.parent, "`out`")
+    if classes:
+        counts = partition.counts(loaded.train.labels, classes)  # type: ignore[union-attr]
+        plot_partition(counts, picture, title, names, getattr(loaded, "class_names", ()))
+    else:
+        plot_sizes(sizes, picture, title, names)
+    train, test = len(loaded.train), len(loaded.test)
+    note = getattr(
+        loaded, "note", f"{loaded.name}: {train} train and {test} test images of {classes} classes"
+    )
     say(
-        f"{images.name}: {len(images.train)} train and {len(images.test)} test images of "
-        f"{images.classes} classes\n"
-        f"{config.clients} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
+        f"{note}\n"
+        f"{len(sizes)} clients with {min(sizes)} to {max(sizes)} train and {min(tests)} to {max(tests)} "
         f"test samples; {partition.unused} train samples unused\ndrawn in {picture}"
     )
 
@@ -142,14 +156,15 @@ def parts(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help="compressor, feedback, local_optimiser or server_optimiser", show_default="all of them"
+            help="compressor, feedback, local_optimiser, server_optimiser or partition",
+            show_default="all of them",
         ),
     ] = None,
     d: Annotated[
         int, typer.Option("--d", help="model size for which guarantees are shown", min=1, max=2**53)
     ] = 582_026,
 ) -> None:
-    """List compressors, feedbacks and optimisers: what each does, guarantees and remembers.
+    """List compressors, feedbacks, optimisers and partitions: what each does, guarantees and remembers.
 
     A part is written alike on the command line, in TOML, in Python and in Flower. Write a class of your
     own as package.module:Class(arguments). For instance: cfedavg run --server-optimiser "momentum(0.9)"
@@ -159,6 +174,7 @@ def parts(
         "feedback": _feedbacks,
         "local_optimiser": _local_optimisers,
         "server_optimiser": _server_optimisers,
+        "partition": _partitions,
     }
     kind = kind and kind.removeprefix("--").replace("-", "_")
     if kind is not None and kind not in tables:
@@ -236,6 +252,15 @@ def _server_optimisers(d: int) -> Table:
         optimiser = SERVER_OPTIMISERS.parse(text)
         memory = _count(len(optimiser.init(np.zeros(1))), "vector")
         table.add_row(text, _first_line(optimiser), f"{optimiser.rate:.4g}", memory)
+    return table
+
+
+def _partitions(d: int) -> Table:
+    from cfedavg.data.splits import SPLITTERS
+
+    table = _new_table(flag("partition"), "what it does")
+    for text in SPLITTERS.examples():
+        table.add_row(text, _first_line(SPLITTERS.parse(text)))
     return table
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cfedavg.cli import console
-from cfedavg.cli.console import ConfigFile, Resume, flag, takes_config, trust_option
+from cfedavg.cli.console import ConfigFile, Formats, Resume, Track, flag, takes_config, trust_option
 from cfedavg.cli.training import report
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.simulate.vectorised.compiler import start_compiler
 
 if TYPE_CHECKING:
+    from cfedavg.callbacks import CallbackList
+    from cfedavg.callbacks.progress import Board
     from cfedavg.sweep import Grid, Sweep
+    from cfedavg.sweep.runner import Show
 
 
 GridFile = Annotated[
@@ -62,8 +67,10 @@ def sweep(
     minutes: Minutes = math.inf,
     together: Together = 0,
     draw: Draw = False,
+    formats: Formats = None,
     out: Out = None,
     resume: Resume = False,
+    track: Track = None,
     config: ConfigFile = None,
     trust: Annotated[bool, trust_option("GRID.toml or the --config file")] = False,
 ) -> None:
@@ -73,8 +80,11 @@ def sweep(
     """
     if not draw:
         start_compiler(given.get("device", "auto"), given.get("engine", "auto"))  # before slow imports
-    from cfedavg.cli.progress import Board
+    from cfedavg.callbacks.progress import Board
+    from cfedavg.report.exports import check_formats
     from cfedavg.sweep import Sweep
+
+    check_formats(formats or ())  # before anything is trained
 
     if console.ranks() > 1:
         raise InputError("torchrun must not start a sweep; leave torchrun out and set --workers")
@@ -82,29 +92,43 @@ def sweep(
     chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), console.say)
     if draw:
         idle = {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}
-        _draw(chosen, idle | {"together": together > 0}, out)
+        _draw(chosen, idle | {"together": together > 0}, out, formats or ("png",))
         return
+    show = _track(Board(console.OptionConsole()), track or [])
     chosen = dataclasses.replace(chosen, out=console.choose_folder(out, resume, "sweep-%Y%m%d-%H%M%S"))
     chosen.open(resume=resume)
     try:
         command = _command(grid, {"vary": vary, "seeds": seeds, **given})
-        board = Board(console.OptionConsole())
-        chosen.run(command=command, minutes=minutes, show=board.show, together=together)
+        chosen.run(command=command, minutes=minutes, show=show, together=together)
     finally:  # draw all cells in the folder, also after Ctrl-C
         every_cell = dataclasses.replace(made, rounds=None)
-        dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw()
+        dataclasses.replace(chosen, studies=[every_cell], seeds=None, only=("*",)).draw(formats or ("png",))
     if runs := [chosen.out / name for name in chosen.found if (chosen.out / name).is_dir()]:
-        report(runs, chosen.out)
+        report(runs, chosen.out, formats)
 
 
-def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None) -> None:
+def _track(board: Board, names: list[str]) -> Show:
+    """Return a function that follows a run: on the screen, and by a tracker for each name."""
+    from cfedavg.callbacks import CallbackList, make_trackers
+
+    make_trackers(names)  # raises now if a library is missing
+
+    @contextmanager
+    def show(title: str, rounds: int) -> Iterator[CallbackList]:
+        with board.show(title, rounds) as display:
+            yield CallbackList([display, *make_trackers(names)])
+
+    return show
+
+
+def _draw(chosen: Sweep, idle: dict[str, bool], out: Path | None, formats: Sequence[str]) -> None:
     """Draw the finished cells in `out`; refuse the options in `idle`, which only training uses, if given."""
     for name, is_given in idle.items():
         if is_given:
             raise InputError(f"{flag(name)} must not be given with --draw, which trains nothing")
     if not out:
         raise InputError("--draw needs --out, the folder of the cells")
-    if not chosen.draw():
+    if not chosen.draw(formats):
         raise InputError(f"`draw`: {out} holds no cell of this sweep; run the sweep without --draw first")
 
 

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cfedavg.cli import console
-from cfedavg.cli.console import ConfigFile, Out, Resume, takes_config, trust_option
+from cfedavg.cli.console import ConfigFile, Formats, Out, Resume, Track, takes_config, trust_option
 from cfedavg.core.config import fields_where
 from cfedavg.core.files import exists
 from cfedavg.core.run_files import CONFIG
@@ -35,6 +35,7 @@ def run(
         Path | None,
         typer.Option(help="folder for every client's message, to be read with `cfedavg inspect`"),
     ] = None,
+    track: Track = None,
 ) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
@@ -46,11 +47,15 @@ def run(
     # These processes work while this one imports torch, which takes seconds.
     start_compiler(options.device, options.engine)
     start_decoder(options.dataset, options.data_dir)
-    from cfedavg.cli.progress import show_progress
+    from cfedavg.callbacks import make_trackers
+    from cfedavg.callbacks.progress import Board
     from cfedavg.simulate.run import run as run_loop
 
-    with show_progress("training", options.rounds) as display:
-        run_loop(options, out=out, resume=resume, observer=display, messages=messages)
+    trackers = make_trackers(track or [])
+
+    with Board(console.OptionConsole()).show("training", options.rounds) as display:
+        callbacks = [display, *trackers]
+        run_loop(options, out=out, resume=resume, callbacks=callbacks, progress=False, messages=messages)
     console.say(f"\nwritten to {out}: curves.png, report.html, metrics.jsonl")
 
 
@@ -64,6 +69,7 @@ def federate_up(
     out: Out = None,
     resume: Resume = False,
     trust: Annotated[bool, trust_option("the resumed run")] = False,
+    track: Track = None,
     round_timeout: Annotated[
         float, typer.Option(help="seconds after which a round stops waiting for replies", min=1)
     ] = 120,
@@ -81,16 +87,19 @@ def federate_up(
     The federation has a Flower SuperLink and a SuperNode for each client on 127.0.0.1, with TLS and a key
     for every node.
     """
-    from cfedavg.cli.progress import Display
+    from cfedavg.callbacks import CallbackList, make_trackers
+    from cfedavg.callbacks.progress import Display
     from cfedavg.launch.local_federation import train_federation
     from cfedavg.launch.services import RunFailed
 
     out, how = console.choose_folder(out, resume), {"round_timeout": round_timeout, "quorum": quorum}
     given |= {"clients": nodes} if nodes else {}
     config = console.config_from(None, out if resume else None, given, trust=trust, base=DEFAULT)
+    trackers = make_trackers(track or [])
     try:
         with Display(console.OptionConsole(), config.rounds, "training") as display:
-            trained = train_federation(config, out, display, resume=resume, port=port, **how)
+            callback = CallbackList([display, *trackers])
+            trained = train_federation(config, out, callback, resume=resume, port=port, **how)
     except KeyboardInterrupt:
         if exists(out / CONFIG):
             console.say(f"stopped: continue with `cfedavg federate up --out {out} --resume`")
@@ -109,18 +118,28 @@ def report(
         typer.Argument(help="folders written by run, sweep or federate up", metavar="RUN..."),
     ],
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
+    formats: Formats = None,
+    over: Annotated[
+        str, typer.Option(help="x axis of losses and norms: rounds, total_bytes or simulated_seconds")
+    ] = "rounds",
+    width: Annotated[
+        float | None, typer.Option(help="of PDF and SVG, in inches", show_default="3.4, a column of a paper")
+    ] = None,
 ) -> None:
     """Compare runs in pictures and a page: accuracy (by rounds, bytes and simulated time), loss, norms."""
     from cfedavg.report import write_report
 
-    made = write_report(runs, out)
+    made = write_report(runs, out, formats=formats or ("png",), over=over, width=width)
     console.OptionConsole().print(_narrow(made.table()))
     console.say(f"{made.headline}\n{made.page}  {made.picture}")
 
 
 def _narrow(lines: list[list[str]]) -> Table:
     """Return a report's table for a terminal: fewer columns than on the page, so that labels have room."""
-    shown = [i for i, name in enumerate(lines[0]) if name not in ("rounds", "best", "seeds")]
+    left_out = {"rounds", "best", "seeds"}
+    if any(name.startswith("time to ") for name in lines[0]):
+        left_out |= {"simulated time", "first downloads"}
+    shown = [i for i, name in enumerate(lines[0]) if name not in left_out]
     header, *rows = ([line[i] for i in shown] for line in lines)
     table = Table(Column(header[0], overflow="fold"), box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(header[1:], 1):

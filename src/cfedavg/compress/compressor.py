@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from cfedavg.core.arrays import Array, arange, cast, dtype_of, module_of, place,
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
-from cfedavg.core.parts import Part
+from cfedavg.core.parts import Part, Written
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
@@ -38,6 +38,8 @@ LARGEST = float(np.finfo(np.float32).max)
 
 class Stage(Part):
     """The base class of selectors and quantisers, the two stages of a compressor."""
+
+    chosen_by: ClassVar[tuple[str, ...]] = ("compressor", "compressor_down")
 
 
 class Selection(NamedTuple):
@@ -94,16 +96,33 @@ class Quantiser(Stage):
         """Return the SNR gamma (Definition 1) that the quantiser guarantees if a client sends n values."""
         raise NotImplementedError
 
+    def __rshift__(self, following: object) -> NoReturn:
+        raise InputError(
+            f"a selector must stand before a quantiser, as in TopK(0.99) >> BF16(), got {self} >> {following}"
+        )
+
 
 @dataclass(frozen=True)
-class Compressor:
+class Compressor(Written):
     """A selector followed by a quantiser; if `quantiser` is None, values are sent as float32 or float64."""
 
+    chosen_by: ClassVar[tuple[str, ...]] = Stage.chosen_by
     selector: Selector
     quantiser: Quantiser | None = None
 
+    def __post_init__(self) -> None:
+        is_quantiser = self.quantiser is None or isinstance(self.quantiser, Quantiser)
+        if not (isinstance(self.selector, Selector) and is_quantiser):
+            raise InputError(
+                "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
+                f"{self.selector} >> {self.quantiser}"
+            )
+
     def __str__(self) -> str:
         return " >> ".join(map(str, self.stages))
+
+    def to_text(self, field: str) -> str:
+        return " >> ".join(stage.to_text(field) for stage in self.stages)
 
     def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
         """Return C(p), the payload of p in round t.

@@ -23,7 +23,12 @@ _block = partial(argument, "from 1 to 2^31 - 1", lambda block: 1 <= block < 2**3
 
 @dataclass(frozen=True)
 class FP32(Quantiser):
-    """32-bit floating point: exact for a float32 model, correctly rounded for a float64 model."""
+    """32-bit floating point: exact for a float32 model, correctly rounded for a float64 model.
+
+    >>> from cfedavg.compress import TopK, decompress
+    >>> decompress((TopK(0.5) >> FP32()).compress(np.array([0.1, -0.7]), key=0)).tolist()
+    [[0.0, -0.699999988079071]]
+    """
 
     name: ClassVar[str] = "fp32"
     rounds_values: ClassVar[bool] = False
@@ -37,7 +42,12 @@ class FP32(Quantiser):
 
 @dataclass(frozen=True)
 class BF16(Quantiser):
-    """bf16, the upper 16 bits of a float32, correctly rounded: the relative error is at most 2^-8."""
+    """bf16, the upper 16 bits of a float32, correctly rounded: the relative error is at most 2^-8.
+
+    >>> from cfedavg.compress import TopK, decompress
+    >>> decompress((TopK(0.5) >> BF16()).compress(np.array([0.1, -0.7]), key=0)).tolist()
+    [[0.0, -0.69921875]]
+    """
 
     name: ClassVar[str] = "bf16"
 
@@ -56,6 +66,11 @@ class IntBlocks(Quantiser):
     The integers are from -top to top, where top = 2^(bits - 1) - 1. Rounding changes a value by at most half
     a scale, and by at most the value itself. In the worst block, one value is large and all others are half a
     scale. So the SNR is gamma = 1 + 4 top^2 / (block - 1).
+
+    >>> from cfedavg.compress import Everything, decompress
+    >>> compressor = Everything() >> IntBlocks(3)  # as a text: int3(256); top is 3
+    >>> decompress(compressor.compress(np.array([0.75, -1.0, 3.0]), key=0)).tolist()
+    [[1.0, -1.0, 3.0]]
     """
 
     bits: int = argument("from 2 to 8", lambda bits: 2 <= bits <= 8, integer=True)
@@ -86,6 +101,10 @@ class Sign(Quantiser):
     """The sign of each value and, for each client, one scale: the mean magnitude of its values.
 
     If a client sends n values, the SNR is gamma = n / (n - 1).
+
+    >>> from cfedavg.compress import TopK, decompress
+    >>> decompress((TopK(0.5) >> Sign()).compress(np.array([0.5, -1.0, 3.0, 1.0]), key=0)).tolist()
+    [[0.0, -2.0, 2.0, 0.0]]
     """
 
     name: ClassVar[str] = "sign"
@@ -108,6 +127,11 @@ class QSGD(Quantiser):
     beta > 2, this violates Definition 1. So here C(v) is divided by beta, the best factor:
     E|C(v)/beta - v|^2 = (1 - 1/beta) |v|^2. The scale that is sent for a block includes this factor. The SNR
     is that of the worst block, which has beta - 1 <= min(n / (4 s^2), sqrt(n) / s).
+
+    >>> from cfedavg.compress import Everything
+    >>> payload = (Everything() >> QSGD(4)).compress(np.array([3.0, 0.0, -4.0]), key=1)
+    >>> payload.values.levels.tolist()  # 3/5 and -4/5 of the norm, in quarters
+    [2, 0, -4]
     """
 
     name: ClassVar[str] = "qsgd"

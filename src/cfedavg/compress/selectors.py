@@ -121,6 +121,11 @@ class RandomDropping(Selector):
     """Keeps each coordinate with probability 1 - comp, without scaling its value; the SNR is 1 / comp.
 
     The coordinates are drawn from a key that the receiver knows too, so no indices are sent.
+
+    >>> from cfedavg.compress import Compressor
+    >>> payload = Compressor(RandomDropping(0.5)).compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=1)
+    >>> payload.indices.tolist()
+    [0, 2]
     """
 
     name: ClassVar[str] = "rd"
@@ -150,6 +155,11 @@ class Threshold(Selector):
     """Keeps the coordinates of at least `lam` times the root mean square; the SNR is 1 / lam^2.
 
     Coordinate j of a vector p of length d is kept if |p_j| >= lam * |p| / sqrt(d). `lam` is below 1.
+
+    >>> from cfedavg.compress import Compressor
+    >>> payload = Compressor(Threshold(0.9)).compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=0)
+    >>> payload.indices.tolist()  # magnitudes of at least 0.9 * 3.2
+    [0, 2, 4]
     """
 
     name: ClassVar[str] = "threshold"
@@ -171,6 +181,11 @@ class Proportional(Selector):
     (1 - comp) * d of d coordinates are kept on average. Values are not scaled. So the mean squared error is
     at most that of the unbiased values p_j / q_j at their best scale: sum(q p^2) >= |p|^4 / sum(p^2 / q) by
     Cauchy-Schwarz. Since q_j grows with |p_j|, the SNR is at least that of random dropping, 1 / comp.
+
+    >>> from cfedavg.compress import Compressor
+    >>> payload = Compressor(Proportional(0.5)).compress(np.array([3.0, -1.0, 4.0, 1.0, -5.0]), key=1)
+    >>> payload.indices.tolist()
+    [0, 2, 4]
     """
 
     name: ClassVar[str] = "proportional"

@@ -3,6 +3,8 @@
 Each field has an Option, which holds its help, its bounds, and which kinds of run use or may change it.
 """
 
+# ruff: noqa: RUF009 - option() returns a field of a dataclass, which ruff cannot see behind our types
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,11 +15,14 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_input
+from cfedavg.core.links import parse_links, renew_links
+from cfedavg.core.names import advise
 from cfedavg.core.parts import Range
+from cfedavg.core.values import ClientValues, ModelText, PartText, convert
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -111,8 +116,19 @@ class Config:
         server="always",
     )  # fmt: skip
     data_dir: str | None = option(
-        None, DATA, "read train-*.parquet and test-*.parquet from this folder, not from the hub",
+        None, DATA, "read images, texts or a table from this folder or file, not from the hub",
         may_change=True, in_task=True,
+    )  # fmt: skip
+    text_column: str | None = option(
+        None, DATA, "column of texts, to train on next characters", shown="a column named text", in_task=True,
+    )  # fmt: skip
+    label_column: str | None = option(
+        None, DATA, "column to predict", shown="a column named label, target, class or y", in_task=True,
+    )  # fmt: skip
+    sequence_length: int = option(80, DATA, "characters of one sample of a text", low=1, in_task=True)
+    tokens: str = option(
+        "characters", DATA, "what a text is cut into: characters of the training texts, or bytes",
+        choices=("characters", "bytes"), in_task=True,
     )  # fmt: skip
     clients: int = option(
         10, DATA, "number of clients, m", low=1, server="always",
@@ -129,13 +145,26 @@ class Config:
     iid: bool = option(
         False, DATA, "instead: a random share for every client", in_task=True, exclusive="partition"
     )
+    partition: str | None = option(
+        None, DATA,
+        "instead, as others define it: niid_dirichlet(0.5), flower_dirichlet(0.5), niid_quantity(0.5), "
+        "niid_classes(2)",
+        is_part=True, in_task=True, exclusive="partition",
+    )  # fmt: skip
+    client_column: str | None = option(
+        None, DATA, "instead: one client for each value of this column, or of columns a,b; sets the clients",
+        in_task=True, exclusive="partition",
+        federated=False,  # the number of nodes sets the clients of a federation
+    )  # fmt: skip
 
-    model: str = option(
-        "cnn", MODEL, "cnn, lenet, resnet18, resnet18_gn, mlp, linear, or module:factory of your own",
+    model: ModelText = option(
+        "cnn", MODEL,
+        "cnn, lenet, resnet18, resnet18_gn, mlp, linear; of a text char_lstm, char_lstm_small, gpt, "
+        "gpt_small; or module:factory of your own",
         is_part=True, server="always",
     )  # fmt: skip
 
-    local_steps: str | None = option(
+    local_steps: ClientValues = option(
         None, LOCAL, "K: 10, or 5..50 drawn per client and round, or 3,5,8 per client",
         per_client=True, integer=True, low=1, exclusive="local work", otherwise="10",
     )  # fmt: skip
@@ -147,7 +176,7 @@ class Config:
     )
     batch_size: int = option(20, LOCAL, "samples of one local step", low=1)
     eta_local: float = option(0.1, LOCAL, "local learning rate", above=0)
-    schedule: str = option(
+    schedule: PartText = option(
         "constant", LOCAL,
         "constant, decaying(a=1), or the CFedAvg paper's: corollary1, corollary2(a=1), corollary3",
         is_part=True,
@@ -156,7 +185,7 @@ class Config:
         None, LOCAL, "the loss's smoothness L: for corollary1 to 3, and to check the paper's rate conditions",
         above=0,
     )  # fmt: skip
-    local_optimiser: str = option(
+    local_optimiser: PartText = option(
         "sgd", LOCAL,
         "sgd(momentum=0.9), or clip(1.0) >> adamw(0.1), or prox(0.01) >> sgd, ...; see `cfedavg parts`",
         is_part=True,
@@ -174,7 +203,7 @@ class Config:
         "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K_i are equal, else mean",
         choices=("auto", "sum", "mean"), server="always",
     )  # fmt: skip
-    server_optimiser: str = option(
+    server_optimiser: PartText = option(
         "sgd", ROUND, "sgd, momentum(0.9), nesterov, adam, adagrad or yogi; see `cfedavg parts`",
         is_part=True, server="alone",
     )  # fmt: skip
@@ -192,34 +221,30 @@ class Config:
         federated=False,
     )  # fmt: skip
 
-    compressor: str = option(
+    compressor: PartText = option(
         BOTH_WAYS, SENT,
         "compressor of the updates: selector >> quantiser; topk(0.97) leaves out 97%; see `cfedavg parts`",
         is_part=True, server="always",
     )  # fmt: skip
-    compressor_down: str = option(
+    compressor_down: PartText = option(
         BOTH_WAYS, SENT, "compressor of the broadcast; none sends the whole model in every round",
         is_part=True, server="always",
     )  # fmt: skip
-    feedback: str = option(
+    feedback: PartText = option(
         "ef", SENT, "error feedback, which remembers what was not sent: ef, ef(decay=0.95), ef21, none",
         is_part=True, server="always",
     )  # fmt: skip
 
-    steps_per_second: str | None = option(
+    steps_per_second: ClientValues = option(
         None, LINK, "speed of a client: 20, or 5..50, or 3,5,8 per client",
         per_client=True, above=0, federated=False,
     )  # fmt: skip
-    uplink: str | None = option(
-        None, LINK, "bit/s from a client: 1e6, or 1e5..1e7, or one per client",
-        per_client=True, above=0, federated=False,
+    link: str | None = option(
+        None, LINK,
+        "the clients' links: nb-iot, 3g, 4g, dsl, datacentre, or up=5Mbit, down=20Mbit, rtt=50ms, "
+        "or classes: 70% 4g; 30% dsl",
+        federated=False,
     )  # fmt: skip
-    downlink: str | None = option(
-        None, LINK, "bit/s to a client, in the same form", per_client=True, above=0, federated=False
-    )
-    latency: str | None = option(
-        None, LINK, "seconds one way, in the same form", per_client=True, low=0, federated=False
-    )
 
     seed: int = option(
         0, RUN, "seed of every random draw", low=0, high=2**63 - 1, bounds="from 0 to 2^63 - 1",
@@ -253,15 +278,29 @@ class Config:
         federated=False,
     )  # fmt: skip
 
+    if not TYPE_CHECKING:  # type checkers know the names of the fields
+
+        def __new__(cls, *values: object, **fields: object) -> Config:
+            """Refuse values without a name and unknown names in one sentence."""
+            if values:
+                raise InputError(f"Config takes named fields, as in Config(rounds=5), got {values[0]!r:.80}")
+            for name in fields.keys() - OPTIONS.keys():
+                raise InputError(f"`{name}` is not a field of Config; {advise_field(name)}")
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, kind in FIELD_TYPES.items():
-            object.__setattr__(self, name, _convert(name, getattr(self, name), kind))
+            known, kinds = OPTIONS[name], getattr(kind, "__args__", (kind,))
+            how = {"is_part": known.is_part, "per_client": known.per_client}
+            object.__setattr__(self, name, convert(name, getattr(self, name), kinds, **how))
         for group in EXCLUSIVE:
             given = [f"`{name}`" for name in group if _is_given(getattr(self, name))]
             if len(given) > 1:
                 raise InputError(f"{' and '.join(given)} exclude each other; give only one of them")
             if not given:
                 object.__setattr__(self, group[0], OPTIONS[group[0]].otherwise)
+        if self.link is not None:
+            parse_links(self.link)
         for name, known in OPTIONS.items():
             values = self.per_client(name) if known.per_client else None
             for value in (values.low, values.high) if values else (getattr(self, name),):
@@ -271,6 +310,12 @@ class Config:
         """Return the field `name`, which may differ between clients, as a Range; None if it is not given."""
         text = getattr(self, name)
         return None if text is None else Range.parse(text, name, integer=OPTIONS[name].integer)
+
+    @property
+    def data_name(self) -> str:
+        """The name of the data: `dataset`, or that of the folder or file if `dataset` is not given."""
+        unnamed = self.data_dir is not None and self.dataset == Config.dataset
+        return Path(str(self.data_dir)).stem if unnamed else self.dataset
 
     @property
     def names_task(self) -> bool:
@@ -307,6 +352,10 @@ class Config:
         changes: dict[str, Any] = {each: getattr(Config, each) for each in fields_where(lambda o: o.in_task)}
         changes |= {"dataset": f"{OWN}: {name}, {of_data})", "model": f"{OWN}: {model}, {of_model})"}
         return dataclasses.replace(self, **changes, clients=clients)
+
+    def with_clients(self, clients: int) -> Config:
+        """Return the configuration with the number of clients that `client_column` gives, if it is given."""
+        return self if self.client_column is None else dataclasses.replace(self, clients=clients)
 
     def replace(self, **changes: Any) -> Config:
         """Return a copy of the configuration with the fields in `changes` replaced.
@@ -350,8 +399,7 @@ class Config:
                 line = f'{new} = "{renew(table)[new]}"'
                 raise InputError(f"{where}: {name} is no longer an option; write {line}")
             if name not in OPTIONS:
-                known = ", ".join(sorted(OPTIONS))
-                raise InputError(f"{where} has an unknown key {name!r}; known are {known}")
+                raise InputError(f"{where} has an unknown key {name!r}; {advise_field(name)}")
         if not trust:
             refuse_code(table, where, "pass trust=True if you trust it")
         try:
@@ -374,11 +422,20 @@ FIELD_TYPES: dict[str, Any] = get_type_hints(Config)
 OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dataclasses.fields(Config)}
 
 
+def advise_field(name: str) -> str:
+    """Return what to write instead of `name`, which is no field of Config."""
+    if new := RETIRED.get(name):
+        return f"write `{new}`"
+    if name in ("task", "out", "resume", "callbacks", "progress", "draw", "messages"):
+        return f"give it to run(config, {name}=...)"
+    return advise(name, OPTIONS)
+
+
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
     """Return the names of those fields of Config whose Option satisfies `holds`.
 
-    >>> fields_where(lambda known: known.in_task)
-    ('data_dir', 'classes_per_client', 'dirichlet', 'iid')
+    >>> fields_where(lambda known: known.exclusive == "partition")
+    ('classes_per_client', 'dirichlet', 'iid', 'partition', 'client_column')
     """
     return tuple(name for name, known in OPTIONS.items() if holds(known))
 
@@ -421,35 +478,16 @@ def read_config(path: Path, *, written: bool = True) -> Config:
     return Config.from_dict(renew(table) if written else table, str(path), trust=True)
 
 
-def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert a value to the field's type: an integer to a float, or a number to the text of a Range."""
-    kinds = getattr(kind, "__args__", (kind,))
-    if value is None and type(None) in kinds:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if float in kinds:
-            try:
-                value = float(value)
-            except OverflowError:  # an integer of hundreds of digits
-                value = math.inf if value > 0 else -math.inf
-        elif name in PER_CLIENT:
-            value = str(value)
-    if isinstance(value, str) and not value.isprintable():
-        raise InputError(f"`{name}` must be printable text, got {value!r}")
-    if type(value) not in kinds:
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-        wanted = " or ".join(text for k, text in words.items() if k in kinds)
-        raise InputError(f"`{name}` must be {wanted}, got {value!r}")
-    return value
-
-
 def toml_value(value: Any) -> str:
     """Return a number, a text or a boolean in TOML syntax."""
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 # Options of version 0.5 that no longer exist, and the fields that replace them.
-RETIRED = {"error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser"}
+RETIRED = {
+    "error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser",
+    "uplink": "link", "downlink": "link", "latency": "link",
+}  # fmt: skip
 
 
 def renew(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -466,7 +504,9 @@ def renew(table: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in table.items() if name not in RETIRED}
     if {"dataset", "compressor"} <= table.keys():
         found.setdefault("compressor_down", "none")
-    if RETIRED.keys().isdisjoint(table):
+    if link := renew_links(table):
+        found["link"] = link
+    if not any(RETIRED[name] != "link" for name in RETIRED if name in table):
         return found
     given = [f"{name}={table[name]}" for name in ("momentum", "weight_decay") if table.get(name)]
     return found | {

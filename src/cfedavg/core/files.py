@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, cast
 
@@ -130,6 +131,17 @@ def make_folder(path: Path, option: str) -> None:
         probe = path / f".{os.getpid()}.probe"
         probe.touch()
         probe.unlink(missing_ok=True)  # the process that has locked the folder may have removed it
+
+
+def make_new_folder(named: Path) -> Path:
+    """Make the folder `named`, or `named`-2, `named`-3, ... if another run has it; return its path."""
+    with report_failure(f"`out`: cannot make the folder {named}"):
+        for i in count(1):
+            path = named if i == 1 else named.with_name(f"{named.name}-{i}")
+            with suppress(FileExistsError):
+                path.mkdir(parents=True)
+                break
+    return path
 
 
 @contextmanager

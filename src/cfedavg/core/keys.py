@@ -45,6 +45,8 @@ class Purpose(IntEnum):
     DROPOUT = 13
     RESIDUAL = 14
     BROADCAST = 15
+    LINK = 16
+    WAIT = 17
 
 
 def signed(word: int) -> int:

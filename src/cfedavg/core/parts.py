@@ -20,7 +20,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -30,7 +30,17 @@ from cfedavg.core.errors import InputError
 P = TypeVar("P", bound="Part")
 
 
-class Part:
+class Written:
+    """The base class of objects that a text can make, so that a field of Config may hold the text."""
+
+    chosen_by: ClassVar[tuple[str, ...]] = ()  # the fields of Config that take such an object
+
+    def to_text(self, field: str) -> str:
+        """Return the text that makes an equal object; raise InputError, which names `field`, if none does."""
+        raise NotImplementedError
+
+
+class Part(Written):
     """The base class of exchangeable pieces of the algorithm. `str(part)` is the text that makes the part."""
 
     name: ClassVar[str] = ""
@@ -48,14 +58,44 @@ class Part:
         return str(vars(cls).get("name", "")) or f"{cls.__module__}:{cls.__name__}"
 
     def __str__(self) -> str:
-        shown, arguments = self.written_name(), []
+        return self.written_name() + self._written_arguments()
+
+    def _written_arguments(self) -> str:
+        """Return the arguments of the text, in brackets; a default is left out."""
+        arguments = []
         for each in fields(self):  # type: ignore[arg-type]
             value = getattr(self, each.name)
             if each.default is MISSING or value != each.default:
                 value = value.item() if hasattr(value, "item") else value  # NumPy's repr is not a literal
                 text = str(value).lower() if isinstance(value, bool) else repr(value)
                 arguments.append(text if each.default is MISSING else f"{each.name}={text}")
-        return shown + (f"({', '.join(arguments)})" if arguments else "")
+        return f"({', '.join(arguments)})" if arguments else ""
+
+    def to_text(self, field: str) -> str:
+        """Return the text that makes an equal part; a class of a user's becomes `module:Class(arguments)`.
+
+        Raise InputError, which names `field`, if no text can say which class or which arguments.
+        """
+        kind = type(self)
+        if kind.__module__.startswith("cfedavg."):
+            return str(self)
+        path, module = f"{kind.__module__}:{kind.__qualname__}", sys.modules.get(kind.__module__)
+        if not _PATH.fullmatch(path) or getattr(module, kind.__name__, None) is not kind:
+            raise InputError(
+                f"`{field}`: the class {kind.__qualname__} cannot be found by its name; "
+                f"define it at the top level of a module"
+            )
+        if not is_dataclass(self):
+            raise InputError(f"`{field}`: {path} must be a frozen dataclass; write @dataclass(frozen=True)")
+        with suppress(InputError, TypeError, ValueError):  # an argument that no literal can express
+            text = path + self._written_arguments()
+            _, args, kwargs = parse_call(text, field)
+            if ">>" not in text and bool(kind(*args, **kwargs) == self):
+                return text
+        raise InputError(
+            f"`{field}`: the arguments of {path} must be numbers, texts or lists of them, so that a text "
+            "can make the object again"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.extras import explain_missing
 from cfedavg.core.files import check_regular, sync
+from cfedavg.data.files import SPLITS
 
 VERSION = 1  # of the format of a cache folder; a data set in another format is decoded again
-SPLITS = ("train", "test")
 _ROWS = 128  # images decoded at a time
 _MOST_CLASSES = 100_000  # a column with larger numbers holds identifiers, not labels
 
@@ -71,18 +71,20 @@ class _Coloured(Exception):
     """Raised in the first pass, which decodes all images as grey, if an image has colours."""
 
 
-def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str) -> None:
+def decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, label: str | None = None) -> None:
     """Decode the parquet files of both splits; write pixels, labels and meta.json to `folder`.
 
-    Every InputError begins with `where`, which names the data set.
+    Every InputError begins with `where`, which names the data set. `label` names the column of labels.
     """
     try:
-        _decode(files, folder, where, grey=True)
+        _decode(files, folder, where, label, grey=True)
     except _Coloured:
-        _decode(files, folder, where, grey=False)
+        _decode(files, folder, where, label, grey=False)
 
 
-def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, grey: bool) -> None:
+def _decode(
+    files: Mapping[str, Sequence[Path]], folder: Path, where: str, label: str | None, *, grey: bool
+) -> None:
     with explain_missing(rich="data"):
         from rich.console import Console
         from rich.markup import escape
@@ -94,7 +96,7 @@ def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, gr
     quiet = not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(escape(f"decoding {where.partition(': ')[2]}"), total=sum(rows.values()))
-        for split, pixels, some in _read_images(files, where, grey):
+        for split, pixels, some in _read_images(files, where, label, grey):
             # No memory map: on a full disk, a memory map would kill the process.
             with (folder / f"{split}_pixels.npy").open("ab" if labels[split] else "wb") as out:
                 if not labels[split]:
@@ -117,7 +119,7 @@ def _decode(files: Mapping[str, Sequence[Path]], folder: Path, where: str, *, gr
 def _count_rows(paths: Sequence[Path], split: str, where: str) -> int:
     rows = 0
     for path in paths:
-        with _open_parquet(path, where) as file:
+        with open_parquet(path, where) as file:
             rows += file.metadata.num_rows
     if not rows:
         raise InputError(f"{where}: the {split} split is empty")
@@ -136,7 +138,8 @@ def _save_labels(folder: Path, split: str, labels: np.ndarray, where: str) -> in
 
 
 @contextmanager
-def _open_parquet(path: Path, where: str) -> Iterator[Any]:
+def open_parquet(path: Path, where: str) -> Iterator[Any]:
+    """Open a parquet file inside `with`; raise InputError if it is damaged."""
     with explain_missing():
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -151,15 +154,15 @@ def _open_parquet(path: Path, where: str) -> Iterator[Any]:
 
 
 def _read_images(
-    files: Mapping[str, Sequence[Path]], where: str, grey: bool
+    files: Mapping[str, Sequence[Path]], where: str, wanted: str | None, grey: bool
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield batches of n images: the split's name, pixels (n, channels, height, width), and n labels."""
     shape: tuple[int, ...] = ()
     paths = [(split, path) for split in SPLITS for path in files[split]]
     for split, path in paths:
         name = f"{where}: {path.name}"
-        with _open_parquet(path, where) as file:
-            image, label = _find_columns(file.schema_arrow, name)
+        with open_parquet(path, where) as file:
+            image, label = _find_columns(file.schema_arrow, name, wanted)
             for batch in file.iter_batches(_ROWS, columns=[f"{image}.bytes", label]):
                 labels, encoded = batch.column(label), batch.column(image).field("bytes").to_pylist()
                 if labels.null_count:
@@ -196,28 +199,35 @@ def _decode_image(data: bytes | None, name: str, grey: bool) -> np.ndarray:
     return pixels
 
 
-def _find_columns(schema: Any, where: str) -> list[str]:
+def is_image(field: Any) -> bool:
+    """Return whether a column, an Arrow field, holds images."""
+    import pyarrow as pa
+
+    return pa.types.is_struct(field.type) and {"bytes", "path"} <= {inner.name for inner in field.type}
+
+
+def _find_columns(schema: Any, where: str, wanted: str | None) -> list[str]:
     """Return the name of the image column and the name of the label column of an Arrow schema."""
     import pyarrow as pa
 
-    images = [
-        field.name
-        for field in schema
-        if pa.types.is_struct(field.type) and {"bytes", "path"} <= {inner.name for inner in field.type}
-    ]
+    images = [field.name for field in schema if is_image(field)]
     labels = [field.name for field in schema if pa.types.is_integer(field.type)]
     # fine_label: CIFAR-100 has its 100 classes in this column, and 20 groups of classes in another column.
-    known_labels = ("label", "labels", "fine_label")
+    known_labels = (wanted,) if wanted is not None else ("label", "labels", "fine_label")
+    if wanted is not None and wanted not in labels:
+        raise InputError(
+            f"`label_column`: {where} has no column {wanted!r} of integers; it has {', '.join(labels)}"
+        )
     found: list[str] = []
-    for names, known, what in (
-        (images, ("image", "img"), "image columns (structs with `bytes` and `path`)"),
-        (labels, known_labels, "label columns (of integers)"),
-    ):
+    for names, known, what, remedy in (
+        (images, ("image", "img"), "image columns (structs with `bytes` and `path`)",
+         "rename the one to use to 'image'"),
+        (labels, known_labels, "label columns (of integers)", "set `label_column` to the one to use"),
+    ):  # fmt: skip
         candidates = [name for name in known if name in names][:1] or names
         if not candidates:
             raise InputError(f"{where} has no {what}")
         if len(candidates) > 1:
-            several = f"several possible {what}: {', '.join(names)}"
-            raise InputError(f"{where} has {several}; rename the one to use to {known[0]!r}")
+            raise InputError(f"{where} has several possible {what}: {', '.join(names)}; {remedy}")
         found += candidates
     return found

@@ -1,4 +1,4 @@
-"""Partitions of samples over clients: by p classes per client, by Dirichlet shares, or at random.
+"""Partitions of samples over clients: by p classes per client, by Dirichlet shares, at random, or by owner.
 
 Random draws come from keys (`cfedavg.core.keys`), so the same labels, arguments and seed always give the same
 partition.
@@ -49,7 +49,7 @@ def by_classes(
     >>> by_classes(labels, labels, classes=10, m=5, p=2, seed=0).counts(labels, 10).sum(axis=1).tolist()
     [20, 20, 20, 20, 20]
     """
-    _check_clients(m, len(train_labels))
+    check_clients(m, len(train_labels))
     sizes = np.bincount(train_labels, minlength=classes)
     # A class without train samples is dealt to no client.
     present = np.flatnonzero(sizes)
@@ -67,7 +67,7 @@ def by_classes(
             "a class would have more clients than samples"
         )
     test_share = _share(np.bincount(test_labels, minlength=classes), holds)
-    return _deal((train_labels, test_labels), (holds * share, holds * test_share), seed)
+    return deal_counts((train_labels, test_labels), (holds * share, holds * test_share), seed)
 
 
 def _assign_classes(classes: int, m: int, p: int, seed: int) -> np.ndarray:
@@ -104,22 +104,37 @@ def by_dirichlet(
     >>> sum(len(part) for part in parts.train), min(len(part) for part in parts.train) > 0
     (100, True)
     """
-    _check_clients(m, len(train_labels))
+    check_clients(m, len(train_labels))
     if not 0 < alpha < np.inf:
         raise InputError(f"`dirichlet` must be a finite number above 0, got {alpha}")
-    logs = _log_dirichlet(classes, m, alpha, seed)
+    logs = log_dirichlet(classes, m, alpha, seed)
     # Divide by the largest share of the class: with a tiny alpha, all shares of a class may underflow to 0.
     return _deal_all((train_labels, test_labels), np.exp(logs - logs.max(axis=0)), seed)
 
 
 def iid(train_labels: np.ndarray, test_labels: np.ndarray, m: int, seed: int) -> Partition:
     """Deal all samples to `m` clients at random, in parts whose sizes differ by at most one sample."""
-    _check_clients(m, len(train_labels))
+    check_clients(m, len(train_labels))
     one_class = np.zeros(len(train_labels), np.int64), np.zeros(len(test_labels), np.int64)
     return _deal_all(one_class, np.ones((m, 1)), seed)
 
 
-def _check_clients(m: int, samples: int) -> None:
+def by_owner(train: np.ndarray, test: np.ndarray, m: int) -> Partition:
+    """Give each sample to its owner, a number from 0 to m - 1; test samples of owner -1 belong to no client.
+
+    >>> [part.tolist() for part in by_owner(np.array([1, 0, 1]), np.array([-1, 0]), 2).test]
+    [[1], []]
+    """
+    return Partition(tuple(_group(train, m)), tuple(_group(test, m)), unused=int((train < 0).sum()))
+
+
+def _group(owner: np.ndarray, m: int) -> list[np.ndarray]:
+    """Return the places of each owner from 0 to m - 1, in ascending order."""
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.searchsorted(owner[order], np.arange(m + 1)))[1:-1]
+
+
+def check_clients(m: int, samples: int) -> None:
     if not 1 <= m <= samples:
         raise InputError(f"`clients` must be from 1 to {samples}, the number of train samples, got {m}")
 
@@ -127,17 +142,17 @@ def _check_clients(m: int, samples: int) -> None:
 def _deal_all(labels: Pair, weights: np.ndarray, seed: int) -> Partition:
     """Deal all samples to clients: client i gets samples of class c in proportion to weights[i, c]."""
     sizes = (np.bincount(of_split, minlength=weights.shape[1]) for of_split in labels)
-    train, test = (_apportion(each, weights) for each in sizes)
+    train, test = (apportion(each, weights) for each in sizes)
     _fill_empty(train)
-    return _deal(labels, (train, test), seed)
+    return deal_counts(labels, (train, test), seed)
 
 
-def _apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def apportion(sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Split each sizes[c] into integers in proportion to column c of `weights`.
 
     The integers add up to sizes[c]. The largest remainder method decides which of them are rounded up.
 
-    >>> _apportion(np.array([10]), np.array([[1.0], [1.0], [2.0]])).tolist()
+    >>> apportion(np.array([10]), np.array([[1.0], [1.0], [2.0]])).tolist()
     [[3], [2], [5]]
     """
     exact = sizes * (weights / weights.sum(axis=0))
@@ -163,18 +178,21 @@ def _fill_empty(counts: np.ndarray) -> None:
             totals[who] += change
 
 
-def _log_dirichlet(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
-    """Return an array of shape (m, classes): the finite logarithms of `m` draws from Dirichlet(alpha)."""
+def log_dirichlet(classes: int, m: int, alpha: float, seed: int, first: int = 0) -> np.ndarray:
+    """Return an array of shape (m, classes): the finite logarithms of `m` draws from Dirichlet(alpha).
+
+    `first` is added to the numbers of the streams, for draws that are independent of the others.
+    """
     alpha = max(alpha, _LEAST_ALPHA)
-    logs = _log_gamma_draws(classes, m, alpha + 1 if alpha < 1 else alpha, seed)
+    logs = _log_gamma_draws(classes, m, alpha + 1 if alpha < 1 else alpha, seed, first)
     if alpha < 1:  # a Gamma(alpha) draw is a Gamma(alpha + 1) draw times u^(1 / alpha)
-        u = _uniforms(_client_keys(seed, _BOOST, m), np.arange(classes, dtype=np.int64))
+        u = _uniforms(_client_keys(seed, first + _BOOST, m), np.arange(classes, dtype=np.int64))
         logs += np.log(u) / alpha
     logs -= logs.max(axis=1, keepdims=True)
     return np.asarray(logs - np.log(np.exp(logs).sum(axis=1, keepdims=True)))
 
 
-def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarray:
+def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int, first: int = 0) -> np.ndarray:
     """Return an array of shape (m, classes): logarithms of draws from Gamma(alpha), for alpha >= 1.
 
     The draws use the rejection method of Marsaglia and Tsang (2000). Attempt number a for class c uses three
@@ -182,7 +200,7 @@ def _log_gamma_draws(classes: int, m: int, alpha: float, seed: int) -> np.ndarra
     rejected attempt for one class does not change the draws for other classes.
     """
     d = alpha - 1 / 3
-    words = np.repeat(_client_keys(seed, _GAMMA, m), classes, axis=1).ravel()
+    words = np.repeat(_client_keys(seed, first + _GAMMA, m), classes, axis=1).ravel()
     coordinates = np.tile(3 * np.arange(classes, dtype=np.int64), m)
     logs, todo = np.empty(m * classes), np.arange(m * classes)
     while len(todo):
@@ -208,7 +226,7 @@ def _uniforms(words: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
     return np.asarray(1 - bits53(words, coordinates) / 2.0**53)
 
 
-def _deal(labels: Pair, counts: Pair, seed: int) -> Partition:
+def deal_counts(labels: Pair, counts: Pair, seed: int) -> Partition:
     """Deal samples to clients at random: in each split, client i gets counts[i, c] samples of class c.
 
     `labels` and `counts` each hold one array for the train split and one for the test split.
@@ -221,7 +239,5 @@ def _deal(labels: Pair, counts: Pair, seed: int) -> Partition:
             members = np.flatnonzero(of_split == c)
             shuffled = members[permutation(key(seed, stream, c, Purpose.PARTITION), len(members))]
             owner[shuffled[: wanted[:, c].sum()]] = np.repeat(np.arange(m), wanted[:, c])
-        order = np.argsort(owner, kind="stable")
-        ends = np.searchsorted(owner[order], np.arange(m), side="right")
-        parts.append(tuple(np.split(order[: ends[-1]], ends[:-1])))
+        parts.append(tuple(_group(owner, m)))
     return Partition(parts[0], parts[1], unused=len(labels[0]) - int(counts[0].sum()))

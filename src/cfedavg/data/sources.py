@@ -12,19 +12,21 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
 from cfedavg.core.errors import InputError, summarise_error
 from cfedavg.core.extras import explain_missing
-from cfedavg.core.files import cache_folder, check_regular, exists, read_file
+from cfedavg.core.files import cache_folder, check_regular, read_file, write_atomic
 from cfedavg.data.decoder import wait_for_decoder
-from cfedavg.data.images import SPLITS, VERSION, ImageData, Images, decode, histogram, mean_std
+from cfedavg.data.files import SPLITS, find_files, find_splits, find_train
+from cfedavg.data.images import VERSION, ImageData, Images, decode, histogram, mean_std
 
 # Data sets on the hub, by name. Each revision is a commit, so the files cannot change.
 HUB = {
@@ -42,48 +44,79 @@ _SECONDS = 10.0  # time limit for the hub's answer
 _DAY = 86_400.0  # seconds
 
 
-def load(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> ImageData:
-    """Return the data set in the folder `data_dir`; if no folder is given, the data set named `dataset`.
+def load(
+    dataset: str, data_dir: str | Path | None = None, cache: Path | None = None, label: str | None = None
+) -> ImageData:
+    """Return the images in the folder `data_dir`; if no folder is given, the data set named `dataset`.
 
     `embedded` is the MNIST subset in this package. Every other data set is decoded once into the folder
-    `cache` (default: `cache_folder()`), and memory-mapped from there.
+    `cache` (default: `cache_folder()`), and memory-mapped from there. `label` names the column of labels.
 
     >>> data = load("embedded")
     >>> data.train.pixels.shape, len(data.test), data.classes
     ((10000, 1, 28, 28), 2000, 10)
     """
     wait_for_decoder()
-    folder = cached_folder(dataset, data_dir, cache)
+    folder = cached_folder(dataset, data_dir, cache, label)
     if folder is None:
         return _load_embedded()
     if data_dir is not None:
-        return _load_folder(dataset, Path(data_dir).expanduser(), folder)
-    source = HUB.get(dataset, dataset)
-    match = _REPO.fullmatch(source)
+        return _load_folder(dataset, Path(data_dir).expanduser(), folder, label)
+    where, download = f"`dataset`: {dataset}", partial(_download, **_parse_name(dataset), both=True)
+    return _load_cached(dataset, folder, lambda draft: decode(download(where=where), draft, where, label))
+
+
+def locate(dataset: str, data_dir: str | Path | None = None) -> dict[str, list[Path]]:
+    """Return the files of each split: those in `data_dir`, or else those of the hub, which are downloaded.
+
+    The cache keeps the places of downloaded files, so that a second run needs no network.
+    """
+    if data_dir is not None:
+        folder = Path(data_dir).expanduser()
+        return find_files(dataset, folder, f"`data_dir`: {folder}")
+    name, places = _parse_name(dataset), cache_folder() / f"{dataset.replace('/', '--')}.files.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nothing or nothing usable is cached
+        table = json.loads(read_file(places))
+        found = {split: [Path(path) for path in table[split]] for split in SPLITS}
+        if found["train"] and all(path.is_file() for paths in found.values() for path in paths):
+            return found
+    found = _download(**name, where=f"`dataset`: {dataset}")
+    with contextlib.suppress(OSError, InputError):  # then the next run downloads again
+        places.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(
+            places, json.dumps({split: [str(path) for path in found[split]] for split in SPLITS}).encode()
+        )
+    return found
+
+
+def _parse_name(dataset: str) -> dict[str, Any]:
+    """Return the repository and the revision (None: the newest) of a data set on the hub."""
+    match = _REPO.fullmatch(HUB.get(dataset, dataset))
     if not match:
         raise InputError(
             f"`dataset` must be one of embedded, {', '.join(HUB)}, or a data set of the Hugging Face hub "
             f"(owner/name or owner/name@revision), got {dataset!r}"
         )
-    where = f"`dataset`: {dataset}"
-    download = partial(_download, **match.groupdict(), where=where)
-    return _load_cached(dataset, folder, lambda draft: decode(download(), draft, where))
+    return match.groupdict()
 
 
-def cached_folder(dataset: str, data_dir: str | Path | None = None, cache: Path | None = None) -> Path | None:
-    """Return the folder of the decoded data set in the cache; None for `embedded`, which needs none."""
+def cached_folder(
+    dataset: str, data_dir: str | Path | None = None, cache: Path | None = None, label: str | None = None
+) -> Path | None:
+    """Return the folder of the decoded images in the cache; None for `embedded`, which needs none."""
     cache = cache_folder() if cache is None else cache
+    more = "" if label is None else f"--{hashlib.sha256(label.encode()).hexdigest()[:8]}"
     if data_dir is None:
-        return None if dataset == "embedded" else cache / HUB.get(dataset, dataset).replace("/", "--")
-    folder = Path(data_dir).expanduser()
-    files = _find_files(dataset, folder, f"`data_dir`: {folder}")
+        name = HUB.get(dataset, dataset).replace("/", "--")
+        return None if dataset == "embedded" else cache / f"{name}{more}"
+    files = locate(dataset, data_dir)
     try:
         stats = [(path, path.stat()) for path in files["train"] + files["test"]]
     except OSError as error:
         raise InputError(f"`data_dir`: cannot read {error.filename} ({error.strerror})") from None
     # The key changes when a file is moved, replaced or written to.
     text = "\n".join(f"{path.resolve()} {info.st_size} {info.st_mtime_ns}" for path, info in stats)
-    return cache / f"folder-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return cache / f"folder-{hashlib.sha256(text.encode()).hexdigest()[:16]}{more}"
 
 
 def _load_embedded() -> ImageData:
@@ -98,11 +131,14 @@ def _load_embedded() -> ImageData:
     return ImageData("embedded", train, test, 10, *mean_std(histogram(train.pixels)))
 
 
-def _load_folder(dataset: str, folder: Path, cached: Path) -> ImageData:
-    where = f"`data_dir`: {folder}"
-    files = _find_files(dataset, folder, where)
+def _load_folder(dataset: str, folder: Path, cached: Path, label: str | None) -> ImageData:
+    where, files = f"`data_dir`: {folder}", locate(dataset, folder)
+    if not files["test"]:
+        raise InputError(
+            f"{where} must hold train-*.parquet and test-*.parquet files: images need both splits"
+        )
     name = folder.resolve().name if dataset == "embedded" else dataset
-    data = _load_cached(name, cached, lambda draft: decode(files, draft, where))
+    data = _load_cached(name, cached, lambda draft: decode(files, draft, where, label))
     shape = data.train.pixels.shape[1:]
     if shape != _SHAPES.get(dataset, shape):
         raise InputError(
@@ -112,49 +148,11 @@ def _load_folder(dataset: str, folder: Path, cached: Path) -> ImageData:
     return data
 
 
-def _find_files(dataset: str, folder: Path, where: str) -> dict[str, list[Path]]:
-    """Return each split's parquet files. Look in `folder`, then in its subfolder named after the data set."""
-    if not (exists(folder) and folder.is_dir()):
-        raise InputError(f"{where} is not a folder; give one with train-*.parquet and test-*.parquet files")
-    for place in (folder, folder / dataset, folder / Path(dataset).name):
-        found = _find_splits([path.name for path in place.glob("*.parquet")], where)
-        if found:
-            return {split: [place / name for name in names] for split, names in found.items()}
-    inside = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
-    hint = f"; set `dataset` to a subfolder: {', '.join(inside)}" if inside else ""
-    raise InputError(
-        f"{where} must hold train-*.parquet and test-*.parquet files, but some are missing{hint}"
-    )
+def _download(repo: str, revision: str | None, where: str, both: bool = False) -> dict[str, list[Path]]:
+    """Download a data set's files to the cache of `huggingface_hub`; return the paths by split.
 
-
-def _find_splits(names: Iterable[str], where: str) -> dict[str, list[str]] | None:
-    """Return which file names are parquet files of the train and the test split; None if a split is missing.
-
-    >>> _find_splits(["README.md", "all/test-0.parquet", "all/train-0.parquet"], "")
-    {'train': ['all/train-0.parquet'], 'test': ['all/test-0.parquet']}
-    >>> _find_splits(["train/0.parquet", "validation/0.parquet"], "")["test"]
-    ['validation/0.parquet']
+    With `both`, there must be files of a test split.
     """
-    places: dict[str, dict[str, list[str]]] = {}
-    for name in sorted(names):
-        match = re.search(r"(?:^|/)(train|test|validation|valid)(?:[-.][^/]*|/.*)$", name)
-        if match and name.endswith(".parquet"):
-            places.setdefault(name[: match.start()], {}).setdefault(match[1], []).append(name)
-    found = {}
-    for place, splits in places.items():
-        test = splits.get("test") or splits.get("validation") or splits.get("valid")
-        if test and "train" in splits:
-            found[place] = {"train": splits["train"], "test": test}
-    if len(found) > 1:
-        raise InputError(
-            f"{where} holds several data sets ({', '.join(found)}); "
-            "download one and give its folder as `data_dir`"
-        )
-    return next(iter(found.values()), None)
-
-
-def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Path]]:
-    """Download a data set's parquet files to the cache of `huggingface_hub`; return the paths by split."""
     with explain_missing():
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -163,8 +161,9 @@ def _download(repo: str, revision: str | None, where: str) -> dict[str, list[Pat
         for branch in [revision] if revision else _BRANCHES:
             # Not list_repo_files: without network, that function retries for half a minute.
             info = HfApi().dataset_info(repo, revision=branch, timeout=_SECONDS)
-            found = _find_splits([file.rfilename for file in info.siblings or ()], where)
-            if found:
+            names = [file.rfilename for file in info.siblings or ()]
+            found = find_splits(names, where) or {"train": find_train(names), "test": []}
+            if found["train"] and (found["test"] or not both):
                 # The revision is the commit: a branch could change between the listing and the download.
                 get = partial(hf_hub_download, repo, repo_type="dataset", revision=info.sha)
                 return {split: [Path(get(name)) for name in names] for split, names in found.items()}

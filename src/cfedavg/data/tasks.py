@@ -1,6 +1,10 @@
-"""Tasks made from configurations: images dealt to clients, and a model to train on the images."""
+"""Tasks made from configurations: a data set dealt to clients, and a model to train on it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,31 +12,36 @@ from torch import Tensor
 
 from cfedavg.core.config import OWN, Config
 from cfedavg.core.errors import InputError
+from cfedavg.data.columns import Columns, Kind, Owners
 from cfedavg.data.images import ImageData, Images
-from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
-from cfedavg.data.sources import load
+from cfedavg.data.loading import AnyData, load_any
+from cfedavg.data.partition import Partition, by_classes, by_dirichlet, by_owner, iid
+from cfedavg.data.splits import SPLITTERS
+from cfedavg.data.tables import Rows, TableData
+from cfedavg.data.text import Sequences, TextData
 from cfedavg.models import build_model
-from cfedavg.task import Task
+from cfedavg.task import Task, absolute_error, squared_error
+
+# The fields of Config that decide the data of a task, besides the seed.
+FIELDS = (
+    "dataset", "data_dir", "clients", "classes_per_client", "dirichlet", "iid", "partition", "client_column",
+    "text_column", "label_column", "sequence_length", "tokens",
+)  # fmt: skip
 
 
 class Split:
-    """The samples of a split. A batch is a pair (standardised images, labels)."""
+    """The samples of a split: `read(rows)` makes a batch, a pair (inputs, labels)."""
 
     fixed = True
 
-    def __init__(self, images: Images, mean: Tensor, std: Tensor) -> None:
-        self.images, self._mean, self._std = images, mean, std
+    def __init__(self, size: int, read: Callable[[np.ndarray], tuple[Tensor, Tensor]]) -> None:
+        self._size, self.batch = size, read
 
     def __len__(self) -> int:
-        return len(self.images)
-
-    def batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        pixels = torch.from_numpy(np.ascontiguousarray(self.images.pixels[rows])).float()
-        labels = torch.from_numpy(np.ascontiguousarray(self.images.labels[rows]))
-        return pixels.sub_(self._mean).div_(self._std), labels
+        return self._size
 
 
-class ImageSamples:
+class ClientSamples:
     """A client's samples: those at the indices `rows` of the split `whole`."""
 
     fixed = True
@@ -47,24 +56,70 @@ class ImageSamples:
         return self.whole.batch(self.rows[rows])
 
 
+def _images_at(data: ImageData, images: Images, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    mean, std = (255 * torch.tensor(each).view(-1, 1, 1) for each in (data.mean, data.std))
+    pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[rows])).float()
+    labels = torch.from_numpy(np.ascontiguousarray(images.labels[rows]))
+    return pixels.sub_(mean).div_(std), labels
+
+
+def _sequences_at(sequences: Sequences, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    tokens = torch.from_numpy(sequences.at(rows).astype(np.int64))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _rows_at(table: Rows, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(table.inputs[rows]), torch.from_numpy(table.labels[rows])
+
+
 class DataSet:
     """A loaded data set and its two splits. Tasks that are built from the same object share the samples."""
 
-    def __init__(self, dataset: str, data_dir: str | None = None) -> None:
-        self.data = load(dataset, data_dir)
-        mean, std = (255 * torch.tensor(each).view(-1, 1, 1) for each in (self.data.mean, self.data.std))
-        self.train, self.test = (Split(each, mean, std) for each in (self.data.train, self.data.test))
+    kind: Kind
+
+    def __init__(self, dataset: str, data_dir: str | None = None, columns: Columns | None = None) -> None:
+        data, self.owners = load_any(dataset, data_dir, columns)
+        self.data, self.kind = data, "images"
+        if isinstance(data, TextData):
+            self.kind, self.shape, self.outputs = "text", (data.train.length,), data.outputs
+            reads = [partial(_sequences_at, each) for each in (data.train, data.test)]
+        elif isinstance(data, TableData):
+            self.kind, self.shape, self.outputs = "table", data.train.inputs.shape[1:], data.outputs
+            reads = [partial(_rows_at, each) for each in (data.train, data.test)]
+        else:
+            self.shape, self.outputs = data.train.pixels.shape[1:], data.classes
+            reads = [partial(_images_at, data, each) for each in (data.train, data.test)]
+        self.train, self.test = Split(len(data.train), reads[0]), Split(len(data.test), reads[1])
 
 
-def deal(config: Config, data: ImageData) -> Partition:
+def deal(config: Config, data: AnyData, owners: Owners | None = None) -> Partition:
     """Deal the data set's samples to clients in the way that the configuration names."""
-    labels = data.train.labels, data.test.labels
+    if config.client_column is not None:
+        assert owners is not None
+        return by_owner(owners.train, owners.test, len(owners.names))
+    classes, what = 0, "a text has none"
+    labels = np.zeros(len(data.train), np.int64), np.zeros(len(data.test), np.int64)
+    if not isinstance(data, TextData):
+        classes, what = data.classes, "the label is a number"
+        labels = (data.train.labels, data.test.labels) if classes else labels
+    m, seed = config.clients, config.seed
     if config.iid:
-        return iid(*labels, config.clients, config.seed)
+        return iid(*labels, m, seed)
+    split = None if config.partition is None else SPLITTERS.parse(config.partition)
+    if not classes and (split is None or split.by_class):
+        given = next(
+            n for n in ("partition", "dirichlet", "classes_per_client") if getattr(config, n) is not None
+        )
+        raise InputError(
+            f"`{given}` needs classes, and {what}; "
+            "set `client_column`, `iid` or `partition` niid_quantity(0.5)"
+        )
+    if split is not None:
+        return split.deal(labels, classes, m, seed)
     if config.dirichlet is not None:
-        return by_dirichlet(*labels, data.classes, config.clients, config.dirichlet, config.seed)
+        return by_dirichlet(*labels, classes, m, config.dirichlet, seed)
     assert config.classes_per_client is not None
-    return by_classes(*labels, data.classes, config.clients, config.classes_per_client, config.seed)
+    return by_classes(*labels, classes, m, config.classes_per_client, seed)
 
 
 def build_task(config: Config, loaded: DataSet | None = None) -> Task:
@@ -80,18 +135,43 @@ def build_task(config: Config, loaded: DataSet | None = None) -> Task:
                 "continue there with `cfedavg.run(config, task, out=..., resume=True)`"
             )
         raise InputError(f"`dataset` is {config.dataset!r}: {hint}")
-    loaded = loaded or DataSet(config.dataset, config.data_dir)
+    loaded = loaded or DataSet(config.dataset, config.data_dir, Columns.of(config))
     data = loaded.data
-    partition = deal(config, data)
-    model = build_model(config.model, data.train.pixels.shape[1:], data.classes, config.seed)
-    version = ("dataset", "data_dir", "clients", "classes_per_client", "dirichlet", "iid")
+    check_clients_given(config, loaded.owners)
+    partition = deal(config, data, loaded.owners)
+    model = build_model(config.model, loaded.shape, loaded.outputs, config.seed, loaded.kind)
+    judges: dict[str, Any] = {}
+    if isinstance(data, TableData) and not data.classes:
+        judges = {"loss": squared_error, "metric": absolute_error}
     return Task(
         model,
-        [ImageSamples(loaded.train, rows) for rows in partition.train],
+        [ClientSamples(loaded.train, rows) for rows in partition.train],
         test=loaded.test,
         test_parts=partition.test,
-        note=f"{data.name}: {partition.unused} of {len(data.train)} train samples unused",
+        note=describe(data, partition),
         name=data.name,
         # Without the seed: runs that differ only in the seed have the same version.
-        version=", ".join(f"{name} = {getattr(config, name)!r}" for name in version),
+        version=", ".join(f"{name} = {getattr(config, name)!r}" for name in FIELDS) + _vocabulary(data),
+        **judges,
     )
+
+
+def check_clients_given(config: Config, owners: Owners | None) -> None:
+    """Raise InputError if `clients` is given and differs from the number of clients of `client_column`."""
+    if owners is not None and config.clients not in (Config.clients, len(owners.names)):
+        raise InputError(
+            f"`clients` must be left out with `client_column`, which gives {len(owners.names):,} clients, "
+            f"got {config.clients}"
+        )
+
+
+def describe(data: AnyData, partition: Partition) -> str:
+    """Return a sentence about a data set and its partition."""
+    sizes = [len(rows) for rows in partition.train]
+    if isinstance(data, ImageData):
+        return f"{data.name}: {partition.unused} of {len(data.train)} train samples unused"
+    return f"{data.note}; {len(sizes):,} clients with {min(sizes):,} to {max(sizes):,} samples"
+
+
+def _vocabulary(data: AnyData) -> str:
+    return f", vocabulary = {data.vocabulary!r}" if isinstance(data, TextData) else ""

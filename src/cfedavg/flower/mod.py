@@ -8,13 +8,11 @@ the model copy are on the node's disk, since Flower handles every message in a n
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
 from logging import WARNING
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +34,7 @@ from cfedavg.federate.stores import ClientStore
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.flower import replies
 from cfedavg.flower.array_layout import Form
+from cfedavg.flower.nodes import answer_question, is_question, state_folder
 from cfedavg.flower.replies import OURS, ReplyRecord, pack_reply, read_number
 from cfedavg.flower.requests import Order, make_record, read_body, read_order
 from cfedavg.wire import WireError
@@ -50,12 +49,15 @@ def compressed(
     """Compress the updates that a client app sends: `ClientApp(mods=[compressed])`.
 
     Messages from other strategies than CFedAvg pass unchanged. The node keeps its residual in the folder
-    `state-dir` of its --node-config, else in $CFEDAVG_STATE, else in Flower's own folder. The app may report
-    its number of local steps as the metric `local-steps`; `update="mean"` on the server needs this metric.
+    `state-dir` of its --node-config, else in $CFEDAVG_STATE. If neither is set, the residual is in Flower's
+    own folder, and that of a simulated client in the server's folder. The app may report its number of local
+    steps as the metric `local-steps`; `update="mean"` on the server needs this metric.
 
     The server names the compressor and the feedback. For safety, the mod never imports code that a server
     names. If the server uses classes of your own, list them: `mods=[partial(compressed, own=[MySelector])]`.
     """
+    if is_question(message):
+        return answer_question(message, context)
     try:
         order = read_order(message)
     except InputError as error:
@@ -85,14 +87,6 @@ def _refuse(code: int, why: Exception, request: Message) -> Message:
     return Message(Error(code, str(why)), reply_to=request)
 
 
-def state_folder(context: Context) -> Path:
-    """Return the folder in which a node keeps its residuals and model copies."""
-    named = context.node_config.get("state-dir") or os.environ.get("CFEDAVG_STATE")
-    if named:
-        return Path(str(named))
-    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "cfedavg"
-
-
 class _Exchange:
     """The handling of one request, to train or to evaluate, from its arrival to the reply."""
 
@@ -109,7 +103,7 @@ class _Exchange:
             )
         if not order.copy and len(self.body.broadcast) != 4 * layout.d:
             raise InputError(f"the request is damaged: its vector x must have {layout.d} float32 values")
-        folder = state_folder(context)
+        folder = state_folder(context, order.federation, order.folder)
         self.store = ClientStore(folder, order.federation, order.client, layout, self.replica.dtype)
 
     def reply(self, call_next: ClientAppCallable) -> Message:

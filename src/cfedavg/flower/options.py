@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -227,9 +228,11 @@ def check_values(
     })  # fmt: skip
 
 
-def check_start(*, resume: bool, from_backup: bool, has_out: bool) -> None:
-    """Raise InputError if `resume` or `from_backup` is wrong; `has_out`: whether `out` is given."""
+def check_start(*, resume: bool, from_backup: bool, out: str | Path | None) -> None:
+    """Raise InputError if `resume`, `from_backup` or `out` is wrong."""
+    has_out = out is not None
     _check_rules({
+        f"`out` must be the path of a folder, got {out!r}": isinstance(out, str | Path | None),
         f"`resume` must be true or false, got {resume!r}": isinstance(resume, bool),
         f"`from_backup` must be true or false, got {from_backup!r}": isinstance(from_backup, bool),
         "`resume` needs `out`, the folder of the federation to continue": has_out or not resume,

@@ -47,6 +47,8 @@ FAILED = "app failed"  # the cause of an exception in the client app
 _LATE, _LOST = ("late", "no reply by the deadline"), ("lost", "it is offline")
 _FLOWERS = {3: _LATE, 4: _LATE, 5: _LOST}
 _RAISED = re.compile(r"<class '(?:[^'.]*[.])*([^'.]*)'>:<[\"']")
+# Where the app's error begins in the long text of Flower's simulation, behind the traces of Ray.
+_IN_RAY = "\nException ClientAppException occurred. Message: "
 # The error of a node with cfedavg 0.5 that gets an order of this version.
 _OLDER = "Order.__init__() got an unexpected keyword"
 _INSTALL = "the node has an older version of cfedavg than the server: install the same version on both"
@@ -246,12 +248,17 @@ def shorten_reason(reason: str | None) -> str:
 
     >>> shorten_reason("<class 'my.Error'>:<'too bad'>")
     'Error: too bad'
+    >>> shorten_reason("<class 'RayTaskError'>:<'a long trace" + _IN_RAY + "too bad'>")
+    'too bad'
     """
+    _, in_ray, raised = (reason or "").rpartition(_IN_RAY)
+    if in_ray:
+        return in_a_line(raised.removesuffix("'>"))
     reason = (reason or "")[:1000]
-    if raised := _RAISED.match(reason):
-        what = reason[raised.end() :]
+    if found := _RAISED.match(reason):
+        what = reason[found.end() :]
         what = what[:-2] if what.endswith(("'>", '">')) else what
-        reason = f"{raised[1]}: {what}"
+        reason = f"{found[1]}: {what}"
     return in_a_line(reason)
 
 

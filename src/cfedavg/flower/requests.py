@@ -8,8 +8,6 @@ once for all nodes that get the same body.
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -28,9 +26,10 @@ from cfedavg.federate.replica import ModelReplica
 from cfedavg.federate.server import find_held_version, make_request
 from cfedavg.flower import replies
 from cfedavg.flower.array_layout import Body, Form
-from cfedavg.flower.federation_state import FederationState, Node, Numbers
+from cfedavg.flower.federation_state import FederationState, Node
+from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.flower.options import Parts, RoundPolicy
-from cfedavg.flower.replies import OURS, Rejected, ReplyValidator, in_a_line, measure_reply
+from cfedavg.flower.replies import OURS, Rejected, ReplyValidator, measure_reply
 from cfedavg.flower.rounds import Download, Load, Outcome, Round
 
 POLL = 0.3  # seconds between two checks for replies
@@ -47,7 +46,8 @@ class Order:
     """The server's instructions to a client, besides the model and the user's own configuration."""
 
     federation: str
-    client: str  # the identity that the node has proved
+    folder: str  # in a simulation: the server's folder, which also holds the clients' states; else empty
+    client: str  # the node's identity: see `OnlineNodes`
     number: int  # of the client; it determines the client's random draws
     generation: int  # with `stamp`: the stamp that names this request
     stamp: int
@@ -65,8 +65,8 @@ class Order:
 
     @property
     def size(self) -> int:
-        """The order's bytes without the body: one for each character of a text, eight for a number."""
-        values = [getattr(self, item.name) for item in fields(self) if item.name != "body"]
+        """The order's bytes in a deployment, without the body: one for each character, eight for a number."""
+        values = [getattr(self, item.name) for item in fields(self) if item.name not in ("body", "folder")]
         return sum(
             len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list) else 8
             for value in values
@@ -101,40 +101,16 @@ def read_body(content: RecordDict, order: Order) -> Body:
     return Body.unpack(record["body"].numpy().tobytes())
 
 
-def list_online(grid: Grid, numbers: Numbers) -> list[Node]:
-    """Return the online nodes, sorted by client number. New nodes get numbers in the order of their names.
-
-    Without authentication, a node has a new key after every restart, and so counts as a new node.
-    """
-    found = {}
-    for info in grid.get_nodes():
-        identity = hashlib.sha256(info.public_key or str(info.node_id).encode()).hexdigest()
-        found[identity] = (info.node_id, in_a_line(info.name))
-    new = [(_sort_key(name), identity) for identity, (_, name) in found.items() if identity not in numbers]
-    for _, identity in sorted(new):
-        numbers.of(identity)
-    nodes = [Node(node, who, numbers.of(who), name or who[:8]) for who, (node, name) in found.items()]
-    return sorted(nodes, key=lambda node: node.number)
-
-
-def _sort_key(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts "node2" before "node10".
-
-    >>> sorted(["node10", "node2"], key=_sort_key)
-    ['node2', 'node10']
-    """
-    return [(int(digits or 0), letters) for letters, digits in re.findall(r"(\D*)(\d*)", name)]
-
-
 @dataclass
 class Dispatcher:
-    """The sender of requests and receiver of replies. `numbers` gives each online node a client number."""
+    """The sender of requests and receiver of replies."""
 
     grid: Grid
+    nodes: OnlineNodes
+    folder: str  # the federation's folder, absolute
     form: Form
     replica: ModelReplica | None
     federation: str
-    numbers: Numbers
     policy: RoundPolicy
     parts: Parts
     reported: dict[str, Version] = field(default_factory=dict)  # of each node's model copy, by its last reply
@@ -155,7 +131,10 @@ class Dispatcher:
         """Wait until enough nodes are online for the policy to start a round; return the online nodes."""
         policy, logged = self.policy, -1
         end, least = time.monotonic() + policy.deadline, policy.min_nodes
-        while not policy.can_start(len(nodes := list_online(self.grid, self.numbers))):
+        while True:
+            self.nodes.identify(MessageType.TRAIN, policy.deadline)
+            if policy.can_start(len(nodes := self.nodes.find())):
+                return nodes
             if len(nodes) != logged:
                 log(INFO, "waiting for nodes: %d of %d are online", len(nodes), least)
                 logged = len(nodes)
@@ -165,13 +144,14 @@ class Dispatcher:
                     f"{policy.deadline:g} s. Start more nodes, or lower `min_nodes`."
                 )
             time.sleep(PATIENCE)
-        return nodes
 
     def pack(self, now: Round, messages: Iterable[Message], state: FederationState) -> list[Message]:
         """Turn each message to an online node into a request, with the packed model and the order."""
-        known = {node.id: node for node in list_online(self.grid, self.numbers)}
-        made = []
-        for message in messages:
+        wanted, made = list(messages), []
+        if wanted:
+            self.nodes.identify(wanted[0].metadata.message_type, self.policy.deadline)
+        known = {node.id: node for node in self.nodes.find()}
+        for message in wanted:
             node = known.get(message.metadata.dst_node_id)
             if node is None:
                 continue
@@ -233,7 +213,7 @@ class Dispatcher:
                 log(WARNING, "%s: %s (%s)", node.name, rejected.cause, why)
             if self.policy.has_enough(len(now.taken), now.needed):
                 break
-        now.online = {node.identity for node in list_online(self.grid, self.numbers)}
+        now.online = {node.identity for node in self.nodes.find()}
         enough = self.policy.has_enough(len(now.taken), now.needed)
         for node in now.nodes.values():
             online = node.identity in now.online
@@ -273,6 +253,7 @@ class Dispatcher:
         mark = request.mark
         return Order(
             federation=self.federation,
+            folder=self.folder if self.nodes.simulated else "",
             client=node.identity,
             number=node.number,
             generation=request.stamp.generation,

@@ -23,6 +23,8 @@ from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
 from cfedavg.core.errors import InputError
+from cfedavg.core.files import make_new_folder
+from cfedavg.core.parts import Written
 from cfedavg.core.run_files import Record, ResidualNorms
 from cfedavg.federate.replica import ModelReplica, advance
 from cfedavg.federate.server import ServerState
@@ -30,6 +32,7 @@ from cfedavg.flower import options, rounds
 from cfedavg.flower.array_layout import LARGEST, STATISTICS, Arrays, Form
 from cfedavg.flower.federation_folder import FederationFolder
 from cfedavg.flower.federation_state import FederationState, FixedOptions, Note, Numbers, RoundRows
+from cfedavg.flower.nodes import OnlineNodes
 from cfedavg.flower.options import Parts, Rate, RoundPolicy, bound_norm, keep_last
 from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_norm
 from cfedavg.flower.requests import Dispatcher, make_record
@@ -47,9 +50,9 @@ class CFedAvg(Strategy):
     None, CFedAvg averages with `weighting` "uniform" or "samples", and `server_optimiser` steps with the
     global rate `eta`: a number, or a function of the round (from 0). The default is the optimiser's own rate.
 
-    `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation. The
-    server tells the clients what they need, so the mod needs no options. `uncompressed`: patterns for the
-    names of arrays that are sent uncompressed.
+    `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation, as
+    texts or objects. The server tells the clients what they need, so the mod needs no options.
+    `uncompressed`: patterns for the names of arrays that are sent uncompressed.
 
     With a `compressor_down`, every client keeps a model copy, which can differ from the server's exact
     model. The clients train from the copy. `evaluate_fn` evaluates the copy, and `start` returns the copy.
@@ -70,11 +73,11 @@ class CFedAvg(Strategy):
         self,
         inner: Strategy | None = None,
         *,
-        compressor: str = Config.compressor,
-        compressor_down: str = Config.compressor_down,
-        feedback: str = "ef",
+        compressor: str | Written = Config.compressor,
+        compressor_down: str | Written = Config.compressor_down,
+        feedback: str | Written = "ef",
         update: str = "sum",
-        server_optimiser: str = "sgd",
+        server_optimiser: str | Written = "sgd",
         eta: Rate | None = None,
         weighting: str = "uniform",
         policy: RoundPolicy | None = None,
@@ -89,18 +92,18 @@ class CFedAvg(Strategy):
         self.inner, self.eta, self.max_norm, self.uncompressed = inner, eta, max_norm, uncompressed
         self.policy = RoundPolicy() if policy is None else policy
         self.resume, self.from_backup, self.weighting = resume, from_backup, weighting
-        self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         if inner is not None and not isinstance(inner, Strategy):
             raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {inner!r}")
         options.check_values(self.policy, max_norm, eta, uncompressed)
-        options.check_start(resume=resume, from_backup=from_backup, has_out=out is not None)
+        options.check_start(resume=resume, from_backup=from_backup, out=out)
+        self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         given: dict[str, Any] = {"compressor": compressor, "compressor_down": compressor_down}
         given |= {"feedback": feedback, "update": update, "server_optimiser": server_optimiser}
         given |= {"weighting": weighting, "seed": seed, "participation": float(self.policy.participation)}
         if config is None:  # for a user's own app
             by = f"{APP[:-1]}, averaged by {name_strategy(inner)})" if inner else APP
             config, given = Config(dataset=APP), {**given, "model": by, "eta": None if callable(eta) else eta}
-        self.config = config.replace(**given)
+        self.config, self._has_out = config.replace(**given), bool(out)
         self.parts = Parts.of(self.config)
         self.aggregator = Aggregator(self.parts.feedback, self.parts.server_optimiser)
         wraps = inner is not None
@@ -128,11 +131,12 @@ class CFedAvg(Strategy):
     ) -> Result:
         """Do all rounds up to `num_rounds`; return the result. `timeout`: a round's deadline in seconds."""
         policy = self.policy.with_deadline(timeout)
-        self.summary()
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         form = self._make_form(arrays)
         if not isinstance(num_rounds, int) or num_rounds < 1:
             raise InputError(f"`num_rounds` must be an integer of at least 1, got {num_rounds!r}")
+        self.out = self.out if self._has_out else make_new_folder(self.out)
+        self.summary()
         fixed = FixedOptions.of(name_strategy(self.inner) if self.inner else None, self.parts)
         config, comments = self.config.replace(rounds=num_rounds), self._list_more_options(policy)
         downlink = make_downlink(self.parts.compressor_down, form.layout)
@@ -200,8 +204,9 @@ class Session:
         notes = {who: known.note for who, known in self.state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
         self.residuals = ResidualNorms().add(note.residual2 for note in notes.values())
+        nodes, where = OnlineNodes(self.grid, self.numbers), str(folder.out.resolve())
         model = folder.form, folder.replica, folder.federation
-        self.dispatcher = Dispatcher(self.grid, *model, self.numbers, self.policy, self.parts)
+        self.dispatcher = Dispatcher(self.grid, nodes, where, *model, self.policy, self.parts)
         self.wrapped: WrappedStrategy | None = None
         if self.inner:
             self.wrapped = WrappedStrategy(self.inner, self.form, self.result, self.state.inner)

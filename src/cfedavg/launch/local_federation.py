@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from cfedavg.callbacks import Callback, CallbackList, Start
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.errors import InputError
 from cfedavg.core.extras import explain
@@ -28,7 +29,6 @@ from cfedavg.launch.app import TRUST, run_config_of
 from cfedavg.launch.processes import HOST, Ports, Processes
 from cfedavg.launch.services import ONGOING, AppRun, RunFailed, SuperLink, SuperNode, format_toml
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.run import Observer
 
 COMPONENTS = {"serverapp": "cfedavg.launch.app.server:app", "clientapp": "cfedavg.launch.app.client:app"}
 POLL = 0.5  # seconds between two reads of the metrics that the ServerApp writes
@@ -161,7 +161,7 @@ def trust_typed_code(config: Config) -> dict[str, str]:
 def train_federation(
     config: Config,
     out: Path,
-    observer: Observer,
+    callback: Callback,
     *,
     resume: bool = False,
     port: int | None = None,
@@ -171,12 +171,12 @@ def train_federation(
     """Train with a node for each client, then stop all processes; return False if no round was left to do."""
     out = out.resolve()
     if _is_done(config, out, resume):
-        observer.say(f"all {config.rounds} rounds are done; set `rounds` higher for more")
+        callback.on_message(f"all {config.rounds} rounds are done; set `rounds` higher for more")
         return False
     folder = out / "federation"
     more = trust_typed_code(config)
-    federation = LocalFederation(folder, config.clients, port=port, more=more, say=observer.now)
-    observer.say(_describe(config))
+    federation = LocalFederation(folder, config.clients, port=port, more=more, say=callback.on_wait)
+    callback.on_message(_describe(config))
     least = max(1, RoundPolicy(quorum=quorum).count_quorum(config.clients))
     policy = {"round_timeout": round_timeout, "quorum": quorum, "min_nodes": least}
     text = format_app(config, out=str(out), resume=resume, **policy)
@@ -184,10 +184,11 @@ def train_federation(
         make_folder(folder / "app", "`out`")
         write_atomic(folder / "app" / "pyproject.toml", text.encode())
         federation.start()
-        observer.now("starting the run")
+        callback.on_wait("starting the run")
         run = federation.run(folder / "app")
-        observer.now("waiting for the first round")
-        _follow(run, federation, out / METRICS, config.rounds, observer)
+        callback.on_wait("waiting for the first round")
+        with CallbackList([callback]) as callbacks:
+            _follow(run, federation, out, config, callbacks)
         if not federation.link.running:
             log = federation.link.log
             raise RunFailed(f"the SuperLink has ended (see {log}); continue with `resume`")
@@ -237,23 +238,23 @@ def _describe(config: Config) -> str:
     return f"{steps}; {layout.d:,} parameters, {plan.compressor}"
 
 
-def _follow(run: AppRun, federation: LocalFederation, metrics: Path, rounds: int, observer: Observer) -> None:
-    """Read the metrics file until the run is over, and pass each new row to the observer."""
-    rows = read_rows(metrics)
-    observer.begin(rows)
+def _follow(run: AppRun, federation: LocalFederation, out: Path, config: Config, callback: Callback) -> None:
+    """Read the metrics file until the run is over, and pass each new row to the callback."""
+    rows = read_rows(metrics := out / METRICS)
+    callback.on_begin(Start(config, out, rows))
     if rows:
-        observer.say(f"resuming after round {len(rows)} of {rounds}")
+        callback.on_message(f"resuming after round {len(rows)} of {config.rounds}")
     lost: set[int] = set()
     while True:
         # The process that follows the log may end while the run continues: so ask for the status too.
         over = not run.followed and (not federation.link.running or run.status().text not in ONGOING)
         known, rows = len(rows), read_rows(metrics)
         for row in rows[known:]:
-            observer.row(row)
+            callback.on_row(row)
         for node in federation.nodes:
             if not node.running and node.number not in lost:
                 lost.add(node.number)
-                observer.say(f"{node.name} has ended; the run continues without it (see {node.log})")
+                callback.on_message(f"{node.name} has ended; the run continues without it (see {node.log})")
         if over:
             return
         time.sleep(POLL)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ _at_least_0 = partial(argument, "a finite number of 0 or more", lambda number: 0
 class LocalPart(Part):
     """The base class of local optimisers, and of the gradient changes that may stand before them."""
 
+    chosen_by: ClassVar[tuple[str, ...]] = ("local_optimiser",)
     needs_start: ClassVar[bool] = False  # whether the part uses the parameters at the beginning of the round
 
 
@@ -65,6 +66,12 @@ class LocalOptimiser(LocalPart):
         """
         raise NotImplementedError
 
+    def __rshift__(self, following: object) -> NoReturn:
+        raise InputError(
+            f"an optimiser must be the last part of its chain, as in Clip(1.0) >> SGD(), got {self} >> "
+            f"{following}"
+        )
+
 
 @dataclass(frozen=True)
 class Chain(LocalOptimiser):
@@ -73,8 +80,18 @@ class Chain(LocalOptimiser):
     before: GradientChange
     optimiser: LocalOptimiser
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.before, GradientChange) and isinstance(self.optimiser, LocalOptimiser)):
+            raise InputError(
+                "a local optimiser must be one optimiser, with changes of the gradient before it, as in "
+                f"Clip(1.0) >> SGD(), got {self.before} >> {self.optimiser}"
+            )
+
     def __str__(self) -> str:
         return f"{self.before} >> {self.optimiser}"
+
+    def to_text(self, field: str) -> str:
+        return f"{self.before.to_text(field)} >> {self.optimiser.to_text(field)}"
 
     @property
     def needs_start(self) -> bool:  # type: ignore[override]

@@ -29,6 +29,7 @@ share = partial(argument, "from 0 to below 1", lambda number: 0 <= number < 1)
 class ServerOptimiser(Part):
     """The base class of server optimisers. A subclass must define `step`, and `init` if it has a state."""
 
+    chosen_by: ClassVar[tuple[str, ...]] = ("server_optimiser",)
     # Whether the length of a step does not depend on the size of delta. If so, and if updates were divided
     # by K, delta is multiplied by the mean K before the step, so that delta keeps its size relative to tau.
     adapts: ClassVar[bool] = False
@@ -62,11 +63,11 @@ class ServerSGD(ServerOptimiser):
 
 
 @dataclass(frozen=True)
-class ServerMomentum(ServerOptimiser):
+class Momentum(ServerOptimiser):
     """FedAvgM: v = beta v + delta, then x = x + eta v.
 
     >>> import numpy as np
-    >>> x, v = ServerMomentum(0.5).step(np.zeros(1), np.ones(1), {"v": np.ones(1)}, 1.0, t=0)
+    >>> x, v = Momentum(0.5).step(np.zeros(1), np.ones(1), {"v": np.ones(1)}, 1.0, t=0)
     >>> x.tolist(), v["v"].tolist()
     ([1.5], [1.5])
     """
@@ -83,7 +84,7 @@ class ServerMomentum(ServerOptimiser):
 
 
 @dataclass(frozen=True)
-class ServerNesterov(ServerMomentum):
+class Nesterov(Momentum):
     """The outer step of DiLoCo: v = beta v + delta, then x = x + eta (delta + beta v)."""
 
     name: ClassVar[str] = "nesterov"
@@ -98,11 +99,13 @@ class _Adaptive(ServerOptimiser):
     """m = beta1 m + (1 - beta1) delta, then x = x + eta m / (sqrt(v) + tau); subclasses differ in v.
 
     If delta is much larger than tau, the length of a step does not depend on the size of delta. If delta is
-    smaller, the step shrinks with delta.
+    smaller, the step shrinks with delta. `rate` is eta, unless the option `eta` is given.
     """
 
     adapts: ClassVar[bool] = True
-    rate: ClassVar[float] = 0.01
+    rate: float = argument(  # type: ignore[misc] # here an argument sets it
+        "a finite number above 0", lambda rate: 0 < rate < math.inf, 0.01
+    )
     beta1: float = share(0.9)
     beta2: float = share(0.99)
     tau: float = argument("from 1e-30 to 1e30", lambda tau: 1e-30 <= tau <= 1e30, 1e-3)
@@ -124,7 +127,7 @@ class _Adaptive(ServerOptimiser):
 
 
 @dataclass(frozen=True)
-class ServerAdam(_Adaptive):
+class Adam(_Adaptive):
     """FedAdam: v = beta2 v + (1 - beta2) delta^2, with a bias correction, since m and v start at zero.
 
     The correction is that of Kingma and Ba, with t + 2 in the place of t, for rounds t that count from 0.
@@ -141,7 +144,7 @@ class ServerAdam(_Adaptive):
 
 
 @dataclass(frozen=True)
-class ServerYogi(_Adaptive):
+class Yogi(_Adaptive):
     """FedYogi: v moves towards delta^2 by (1 - beta2) delta^2, so v falls more slowly than in FedAdam."""
 
     name: ClassVar[str] = "yogi"
@@ -152,7 +155,7 @@ class ServerYogi(_Adaptive):
 
 
 @dataclass(frozen=True)
-class ServerAdagrad(_Adaptive):
+class Adagrad(_Adaptive):
     """FedAdagrad: v = v + delta^2, so steps get shorter from round to round; beta1 is 0 by default."""
 
     name: ClassVar[str] = "adagrad"
@@ -162,7 +165,7 @@ class ServerAdagrad(_Adaptive):
         return v + delta * delta
 
 
-_ALL = (ServerSGD, ServerMomentum, ServerNesterov, ServerAdam, ServerYogi, ServerAdagrad)
+_ALL = (ServerSGD, Momentum, Nesterov, Adam, Yogi, Adagrad)
 SERVER_OPTIMISERS: Registry[ServerOptimiser] = Registry(
     "server_optimiser", ServerOptimiser, {each.name: each for each in _ALL}
 )

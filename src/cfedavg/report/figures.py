@@ -16,14 +16,14 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Figure  # the sweep names it too
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from PIL import Image
 
 from cfedavg.report import panels
-from cfedavg.report.panels import INK, MUTED, Lines, Panel, Pen, add_legend, replace_missing_glyphs
+from cfedavg.report.panels import INK, MUTED, Lines, Panel, Pen, Series, add_legend, replace_missing_glyphs
 from cfedavg.report.runs import Curve, Group, make_curve
 from cfedavg.report.table import shorten
 
@@ -52,15 +52,24 @@ class Frame:
 
 def draw_panel(panel: Panel, groups: Sequence[Group]) -> bytes:
     """Return a PNG of one panel with its own legend."""
-    return draw_panels([panel], groups, columns=1)
+    return as_png(make_figure([panel], groups, 1, 5.0, 3.1))
+
+
+def draw_panels(chosen: Sequence[Panel], groups: Sequence[Group]) -> bytes:
+    """Return a PNG of the chosen panels in 2 columns, under one legend."""
+    return as_png(make_figure(chosen, groups, 2, 10.0, 2.9))
 
 
 @default_settings
-def draw_panels(chosen: Sequence[Panel], groups: Sequence[Group], columns: int = 2) -> bytes:
-    """Return a PNG of the chosen panels in 1 or 2 columns, under one legend."""
-    # The width of the PNG and the height of a panel, in inches
-    width, height = (5.0, 3.1) if columns == 1 else (10.0, 2.9)
-    pens = [Pen(colour) for colour in choose_colours(groups)]
+def make_figure(
+    chosen: Sequence[Panel], groups: Sequence[Group], columns: int, width: float, height: float
+) -> Figure:
+    """Return a figure of the chosen panels, under one legend.
+
+    `width` is that of the figure and `height` that of a panel, in inches.
+    """
+    lines = choose_lines(groups)
+    pens = [pen for _, pen in lines]
     handles: list[Artist] = list(map(make_handle, pens))
     longest = int(width * _LETTERS_PER_INCH) - 5
     labels = [replace_missing_glyphs(shorten(group.label, longest)) for group in groups]
@@ -72,16 +81,18 @@ def draw_panels(chosen: Sequence[Panel], groups: Sequence[Group], columns: int =
     figure = new_figure(width, rows * height + 0.24 * math.ceil(len(labels) / abreast))
     for place, panel in enumerate(chosen, 1):
         axes = figure.add_subplot(rows, columns, place)
-        panels.finish_axes(axes, panel, draw_lines(axes, panel, list(zip(groups, pens, strict=True))))
+        panels.finish_axes(axes, panel, draw_lines(axes, panel, lines))
     if not chosen:
         figure.text(0.5, 0.4, "no rounds recorded yet", ha="center", color=MUTED, fontsize=10)
     add_legend(figure, handles, labels, ncols=abreast, handlelength=1.6, **panels.ABOVE)
-    return as_png(figure)
+    return figure
 
 
 @default_settings
-def draw_grid(rows: Sequence[Sequence[tuple[Panel, Lines]]], frame: Frame, *, share_y: bool = False) -> bytes:
-    """Return a PNG of a grid of panels. Panels in a column share the x axis; with `share_y`, rows share y."""
+def draw_grid(
+    rows: Sequence[Sequence[tuple[Panel, Lines]]], frame: Frame, *, share_y: bool = False
+) -> Figure:
+    """Return a grid of panels. Panels in a column share the x axis; with `share_y`, rows share y."""
     figure = make_framed_figure(len(rows) * _ROW_HEIGHT + _X_AXIS_HEIGHT, frame)
     places = figure.subplots(
         len(rows), len(rows[0]), squeeze=False, sharex="col", sharey="row" if share_y else False
@@ -105,7 +116,7 @@ def draw_grid(rows: Sequence[Sequence[tuple[Panel, Lines]]], frame: Frame, *, sh
         for axes in row[has_lines][: int(share_y)]:
             axes.tick_params(labelleft=True)
     figure.align_ylabels()
-    return as_png(figure)
+    return figure
 
 
 def make_framed_figure(height: float, frame: Frame) -> Figure:
@@ -154,17 +165,26 @@ def _write(figure: Figure, y: float, lines: Sequence[str], *, size: float, **loo
 def draw_lines(axes: Axes, panel: Panel, lines: Lines) -> list[Curve]:
     """Draw and return a panel's curves; the first group is in front, uncompressed groups are behind."""
     drawn: list[Curve] = []
+    for series, order, curve in list_curves(panel, [group for group, _ in lines]):
+        group, pen = lines[order]
+        depth = len(lines) if group.is_uncompressed else order
+        pen = dataclasses.replace(pen, dashed=pen.dashed or series.dashed)
+        _draw_curve(axes, curve, pen, banded=len(group.runs) > 1, depth=depth)
+        drawn.append(curve)
+    return drawn
+
+
+def list_curves(panel: Panel, groups: Sequence[Group]) -> list[tuple[Series, int, Curve]]:
+    """Return the curves of a panel, each with its series and the index of its group."""
+    found = []
     for series in panel.series:
-        for order, (group, pen) in enumerate(lines):
+        for order, group in enumerate(groups):
             curve = make_curve(group, panel.x, series.key)
             if panel.log:
                 curve = Curve(*(part[curve.mean > 0] for part in curve))
             if len(curve.x):
-                depth = len(lines) if group.is_uncompressed else order
-                pen = dataclasses.replace(pen, dashed=pen.dashed or series.dashed)
-                _draw_curve(axes, curve, pen, banded=len(group.runs) > 1, depth=depth)
-                drawn.append(curve)
-    return drawn
+                found.append((series, order, curve))
+    return found
 
 
 def _draw_curve(axes: Axes, line: Curve, pen: Pen, *, banded: bool, depth: int) -> None:
@@ -187,6 +207,11 @@ def make_handle(pen: Pen) -> Line2D:
 
 def _stroke(pen: Pen) -> Any:
     return (0, (3.5, 1.8)) if pen.dashed else "solid"
+
+
+def choose_lines(groups: Sequence[Group]) -> list[tuple[Group, Pen]]:
+    """Return each group with its pen, the same in all panels."""
+    return [(group, Pen(colour)) for group, colour in zip(groups, choose_colours(groups), strict=True)]
 
 
 def choose_colours(groups: Sequence[Group]) -> list[str]:
@@ -214,6 +239,7 @@ def new_figure(width: float, height: float, top: float = 0.0, bottom: float = 0.
     return Figure(figsize=(width, height), dpi=_DPI, facecolor="white", layout=layout)
 
 
+@default_settings
 def as_png(figure: Figure) -> bytes:
     """Return a figure as PNG with 256 colours, which takes a third of the bytes of a PNG with all colours."""
     canvas, buffer = FigureCanvasAgg(figure), io.BytesIO()

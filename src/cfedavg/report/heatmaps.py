@@ -33,7 +33,9 @@ _WIDTH = 8.0
 _BAR = "#B9C1C9"
 _MOST_COLUMNS = 1000  # about the pixels of the width
 _MOST_CLIENTS = 60  # with more, clients are sorted by class and have no numbers
-_ROOMY = 16  # with more clients, counts do not fit into the cells
+_ROOMY = 16  # with more clients, counts do not fit into the cells, and names not below them
+_ROW_LETTERS = 96  # of all clients' names together
+_CLASS_LETTERS = 16  # of a class's name
 
 # For nodes
 _MOST_NODES = 40  # with more, nodes have no names
@@ -51,10 +53,17 @@ Nodes = dict[int, list[Record]]  # the rows of each node, sorted by round
 
 
 @default_settings
-def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
+def plot_partition(
+    counts: NDArray[Any],
+    path: Path,
+    title: str,
+    client_names: Sequence[str] = (),
+    class_names: Sequence[str] = (),
+) -> None:
     """Write a heatmap as PNG: clients from left to right, classes from top to bottom; darker is more.
 
-    `counts` has shape (clients, classes) and holds the number of samples.
+    `counts` has shape (clients, classes) and holds the number of samples. Names, if given, are written if
+    there are few.
     """
     counts = np.asarray(counts)
     if counts.ndim != 2 or 0 in counts.shape or (counts < 0).any():
@@ -70,8 +79,16 @@ def plot_partition(counts: NDArray[Any], path: Path, title: str) -> None:
     bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[0.5, height])
     _draw_totals(bars, counts.sum(1))
     _draw_counts(figure, cells, counts, clients)
+    if client_names and clients <= _ROOMY:
+        cells.set_xticks(range(clients), _fit(client_names, _ROW_LETTERS // clients), parse_math=False)
+    if class_names and classes <= _ROOMY:
+        cells.set_yticks(range(classes), _fit(class_names, _CLASS_LETTERS), parse_math=False)
     panels.set_title(bars, title, 11)
     write_atomic(path, as_png(figure))
+
+
+def _fit(names: Sequence[str], longest: int) -> list[str]:
+    return [replace_missing_glyphs(shorten(name, longest)) for name in names]
 
 
 def _sort_and_average(counts: NDArray[Any]) -> NDArray[Any]:

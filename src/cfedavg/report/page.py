@@ -38,9 +38,12 @@ class Page(NamedTuple):
     nodes: list[bytes]  # a picture for each run that is a federation
 
 
-def make_page(groups: Sequence[Group], metric: str) -> Page:
-    """Draw every picture and return the page; its HTML is in UTF-8, and texts from runs are escaped."""
-    rows, panels = summarise(groups, metric), choose_panels(groups, metric)
+def make_page(groups: Sequence[Group], metric: str, over: str = "rounds") -> Page:
+    """Draw every picture and return the page; its HTML is in UTF-8, and texts from runs are escaped.
+
+    `over` is the x axis of the panels that explain the metric.
+    """
+    rows, panels = summarise(groups, metric), choose_panels(groups, metric, over=over)
     pictures = {panel.name: figures.draw_panel(panel, groups) for panel in panels}
     federations = [(run, draw_attendance(run.nodes)) for group in groups for run in group.runs if run.nodes]
     title = make_headline(rows)
@@ -127,11 +130,12 @@ def _setting(groups: Sequence[Group]) -> str:
     differing = find_differences([group.config for group in groups])
     config, runs = groups[0].config, sum(len(group.runs) for group in groups)
     said = {
-        "dataset": f"{'task' if config.dataset.startswith(OWN) else 'dataset'} {name_task(config.dataset)}",
+        "dataset": f"{'task' if config.dataset.startswith(OWN) else 'dataset'} {name_task(config.data_name)}",
         "model": f"model {name_task(config.model)}",
         "clients": f"{config.clients} client{'s' if config.clients != 1 else ''}",
         "rounds": f"{config.rounds} round{'s' if config.rounds != 1 else ''} planned",
     }
+    differing = [*differing, "dataset"] if "data_dir" in differing else differing
     same = [text for name, text in said.items() if name not in differing]
     return " · ".join([f"{runs} run{'s' if runs > 1 else ''}", *same])
 

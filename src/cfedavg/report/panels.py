@@ -18,7 +18,8 @@ from cfedavg.core.units import format_bytes, format_time, is_share, spell_out, t
 from cfedavg.report.runs import Curve, Group, list_metrics, make_curve, prefer_metric
 
 INK, MUTED, GRID = "#1F2328", "#59636E", "#E7EAEE"
-LABEL: dict[str, Any] = {"fontsize": 9, "color": MUTED}  # the style of an axis label
+LETTERS = 9.0  # points, the usual size
+LABEL: dict[str, Any] = {"fontsize": LETTERS, "color": MUTED}  # the style of an axis label
 # The places of legends: above all panels, or to the right of one panel's title.
 ABOVE: dict[str, Any] = {
     "loc": "outside upper left", "borderaxespad": 0.9, "labelcolor": INK, "columnspacing": 1.6,
@@ -84,6 +85,8 @@ class Panel:
     empty: str = "nothing recorded"  # the text if there are no lines
 
 
+AXES = ("rounds", "total_bytes", "simulated_seconds")  # what x may be in a report
+
 Lines = Sequence[tuple[Group, Pen]]  # what is drawn in a panel
 Curves = Sequence[Curve]
 
@@ -141,8 +144,12 @@ _EXPLANATIONS = (
 _MAIN = ("metric-total", "metric-rounds", "loss", "norms")
 
 
-def choose_panels(groups: Sequence[Group], metric: str, *, main: bool = False) -> list[Panel]:
+def choose_panels(
+    groups: Sequence[Group], metric: str, *, main: bool = False, over: str = "rounds"
+) -> list[Panel]:
     """Return the panels for which at least one group has numbers, without series that have no numbers.
+
+    `over` is the x axis of the panels that explain the metric, such as losses and norms: one of `AXES`.
 
     With `main`, return the 4 main panels instead; a main panel without numbers is drawn empty.
     """
@@ -151,7 +158,7 @@ def choose_panels(groups: Sequence[Group], metric: str, *, main: bool = False) -
         Panel(name, f"{spell_out(metric)} over {x_name}", line, caption, x, percent=percent)
         for name, x_name, x, caption in _OUTCOMES
     ]
-    panels += _EXPLANATIONS
+    panels += [replace(panel, x=over) for panel in _EXPLANATIONS]
     runs = [run for group in groups for run in group.runs]
     known = {metric, *(series.key for series in _CLIENTS)}
     if own := [name for names in list_metrics(runs, "client_") for name in names if name not in known]:
@@ -206,7 +213,7 @@ def set_title(axes: Axes, text: str, size: float = 10.5) -> None:
 
 def add_legend(parent: Axes | Figure, handles: Sequence[Artist], labels: Sequence[str], **look: Any) -> None:
     """Add a legend without a frame; a `$` in a label begins no formula. `look` goes to matplotlib."""
-    usual: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelspacing": 0.35, "borderpad": 0.1}
+    usual: dict[str, Any] = {"frameon": False, "fontsize": LETTERS, "labelspacing": 0.35, "borderpad": 0.1}
     for text in parent.legend(handles, labels, **usual | look).get_texts():
         text.set_parse_math(False)
 
@@ -226,7 +233,7 @@ def style_axes(axes: Axes) -> None:
     axes.spines["bottom"].set_color("#AEB5BD")
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=9, length=0, which="both")
+    axes.tick_params(colors=MUTED, labelsize=LETTERS, length=0, which="both")
 
 
 def _set_x(axes: Axes, x: str, drawn: Curves) -> None:

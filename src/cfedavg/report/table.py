@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from cfedavg.core import units
 from cfedavg.core.config import APP, OWN, Config
 from cfedavg.core.units import format_bytes, format_factor
-from cfedavg.report.runs import Group, Run, choose_metric, get_column
+from cfedavg.report.runs import Curve, Group, Run, choose_metric, get_column, make_curve
 
 _UNKNOWN, _AGAINST = "–", "vs. baseline"
 _TOTALS = ("total_bytes", "uplink_bytes", "downlink_bytes", "first_download_bytes", "simulated_seconds")
@@ -28,7 +29,7 @@ _FORMATS = {
     "local_epochs": "epochs={}", "deadline": "deadline={:g}s", "batch_size": "batch={}",
     "eta_local": "η_L={:g}", "eta": "η={:g}", "rounds": "T={}", "drop_rate": "lost={:g}",
     "smoothness": "L={:g}",
-    **dict.fromkeys(("dataset", "model", "schedule", "device", "engine", "precision"), "{}"),
+    **dict.fromkeys(("dataset", "model", "schedule", "link", "device", "engine", "precision"), "{}"),
 }  # fmt: skip
 
 
@@ -177,6 +178,8 @@ class Row:
     ratio: float | None  # total bytes of `against` / total bytes of this row
     against: str
     simulated_seconds: float | None
+    goal: float | None  # the highest whole percent of the metric that all rows reach; None if time is unknown
+    seconds_to_goal: float | None  # simulated seconds until the mean over the seeds reaches the goal
     seeds: tuple[int, ...]
 
 
@@ -187,7 +190,18 @@ def summary(runs: Sequence[Run]) -> list[Row]:
 
 def summarise(groups: Sequence[Group], metric: str) -> list[Row]:
     """Return the rows of the summary table, one for each group."""
-    return [_summarise_group(group, find_baseline(group, groups), metric) for group in groups]
+    curves = [make_curve(group, "simulated_seconds", metric) for group in groups]
+    goal = _choose_goal(curves) if units.is_share(metric) else None
+    return [
+        _summarise_group(group, find_baseline(group, groups), metric, goal, curve)
+        for group, curve in zip(groups, curves, strict=True)
+    ]
+
+
+def _choose_goal(curves: Sequence[Curve]) -> float | None:
+    """Return the highest whole percent that all curves reach; None if no curve has points, or it is 0."""
+    highest = [curve.mean.max() for curve in curves if len(curve.mean)]
+    return math.floor(100 * min(highest) + 1e-9) / 100 or None if highest else None
 
 
 def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
@@ -199,7 +213,7 @@ def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
 
     def task(config: Config) -> tuple[str, ...]:
         # The model of a Flower app is unknown: all runs of the app are compared.
-        return (config.dataset,) if config.dataset == APP else (config.dataset, config.model)
+        return (config.dataset,) if config.dataset == APP else (config.data_name, config.model)
 
     def uncompressed(config: Config) -> Config:
         return dataclasses.replace(config, compressor="none", compressor_down="none", feedback="ef", seed=0)
@@ -210,7 +224,7 @@ def find_baseline(group: Group, groups: Sequence[Group]) -> Group:
     return [*twins, *plain, *alike][0]
 
 
-def _summarise_group(group: Group, base: Group, metric: str) -> Row:
+def _summarise_group(group: Group, base: Group, metric: str, goal: float | None, timed: Curve) -> Row:
     columns = [get_column(run, metric) for run in group.runs]
     values = [known for column in columns if len(known := column[np.isfinite(column)])]
     best = np.min if units.lower_is_better(metric) else np.max
@@ -225,9 +239,19 @@ def _summarise_group(group: Group, base: Group, metric: str) -> Row:
         rounds=(min(rounds), max(rounds)),
         ratio=base_total / total if base_total and total else None,
         against=base.label,
+        goal=goal,
+        seconds_to_goal=_reach(timed, goal),
         seeds=group.seeds,
         **totals,
     )
+
+
+def _reach(curve: Curve, goal: float | None) -> float | None:
+    """Return the x at which a curve first reaches the goal; None if it does not."""
+    if goal is None:
+        return None
+    reached = curve.x[curve.mean >= goal - 1e-12]
+    return float(reached[0]) if len(reached) else None
 
 
 def measure_spread(values: Sequence[float]) -> Spread | None:
@@ -277,5 +301,6 @@ def _format_row(row: Row) -> dict[str, str]:
         "rounds": str(high) if low == high else f"{low}–{high}",
         "best": show(row.best, metric),
         "simulated time": show(row.simulated_seconds, units.format_time),
+        f"time to {row.goal or 0:.0%}": show(row.seconds_to_goal, units.format_time),
         "seeds": f"n = {len(row.seeds)} ({seeds})",
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 from cfedavg.algorithm import Aggregator
@@ -18,6 +17,7 @@ from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
 from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser
 from cfedavg.schedule import Rates, Steps, resolve_rates
+from cfedavg.simulate.links import draw_speeds
 from cfedavg.task import Task
 from cfedavg.theory import rate_conditions
 
@@ -31,22 +31,6 @@ def parse_parts(config: Config) -> tuple[Compressor, Compressor, Feedback, Local
         parse_local_optimiser(config.local_optimiser),
         SERVER_OPTIMISERS.parse(config.server_optimiser),
     )
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Each client's speeds: steps per second, bits per second up and down, one-way latency in seconds."""
-
-    speed: list[float]
-    up: list[float]
-    down: list[float]
-    latency: list[float]
-
-    def seconds(self, client: int, K: int, up_bytes: int, down_bytes: int) -> float:
-        """Return the seconds from the server's request to the arrival of a reply after `K` local steps."""
-        work = K / self.speed[client]
-        travel = 8 * up_bytes / self.up[client] + 8 * down_bytes / self.down[client]
-        return work + travel + 2 * self.latency[client]
 
 
 class Plan:
@@ -66,12 +50,7 @@ class Plan:
         self.aggregator = Aggregator(self.feedback, server)
         self._sample = lru_cache(4)(self._draw_clients)  # engines ask for a round's clients more than once
         self._check()
-        self.link = Speeds(
-            self._per_client("steps_per_second", Purpose.SPEED, math.inf),
-            self._per_client("uplink", Purpose.UPLINK, math.inf),
-            self._per_client("downlink", Purpose.DOWNLINK, math.inf),
-            self._per_client("latency", Purpose.LATENCY, 0.0),
-        )
+        self.link = draw_speeds(config, self.m)
         self.steps = Steps(config, self.samples, self.link.speed)
         self.rates: Rates = resolve_rates(config, self.steps, self.clients_per_round)
         self.everyone = sum(self.weight(i) for i in range(self.m))
@@ -99,14 +78,6 @@ class Plan:
         """Return the channel from server to clients; None if the server broadcasts the whole model."""
         return make_downlink(self.compressor_down, layout)
 
-    def _per_client(self, name: str, purpose: Purpose, absent: float) -> list[float]:
-        """Return each client's value of option `name`, drawn once for a run; `absent` if it is not set."""
-        values = self.config.per_client(name)
-        if values is None:
-            return [absent] * self.m
-        draws = uniform(key(self.config.seed, 0, 0, purpose), self.m)
-        return [values.at(i, float(draws[i])) for i in range(self.m)]
-
     def in_words(self, layout: Layout) -> str:
         """Return a sentence that describes the run, with the rates that follow from options and defaults."""
         low, high = self.steps.bounds
@@ -126,8 +97,7 @@ class Plan:
     @property
     def timed(self) -> bool:
         """Return whether the run simulates time."""
-        names = ("steps_per_second", "uplink", "downlink", "latency")
-        return any(getattr(self.config, name) is not None for name in names)
+        return self.config.steps_per_second is not None or self.config.link is not None
 
     def sampled(self, t: int) -> list[int]:
         """Return the clients of round t in increasing order, drawn uniformly without replacement."""

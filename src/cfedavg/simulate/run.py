@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
+from cfedavg.callbacks import Callback, CallbackList, Start
+from cfedavg.callbacks.callback import check_callbacks
+from cfedavg.callbacks.notebook import in_notebook
 from cfedavg.core.config import Config
 from cfedavg.core.errors import Diverged, InputError
 from cfedavg.core.files import check_no_file
@@ -23,6 +25,7 @@ from cfedavg.simulate.engines import Partners, RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
 from cfedavg.simulate.plan import Plan, broken_conditions
 from cfedavg.simulate.residual_files import OnDisk, open_store
+from cfedavg.simulate.result import Result
 from cfedavg.simulate.state import State
 from cfedavg.simulate.steps import Steps, finish
 from cfedavg.simulate.vectorised.artifacts import import_compiler
@@ -31,42 +34,7 @@ from cfedavg.simulate.workers import compile_coders_beside, join_torchrun, serve
 from cfedavg.task import Task
 from cfedavg.wire import needs_compiling
 
-
-class Observer:
-    """A listener to a run's progress. This class ignores progress; the command line's subclass shows it."""
-
-    def begin(self, rows: list[Record]) -> None:
-        """Receive the start of a run; `rows` are the rows of rounds done before a resume."""
-
-    def say(self, text: str) -> None:
-        """Receive a sentence for the user. Another thread may call this, to report a worker that hangs."""
-
-    def now(self, text: str) -> None:
-        """Receive a text that says what the run waits for; the text is valid until the next row."""
-
-    def row(self, row: Record) -> None:
-        """Receive the row of metrics of a finished round."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a run: one row of metrics for each round, the trained models, and the run's folder.
-
-    `model` is the clients' model at the end, `server_model` the server's model. The two models differ by what
-    a compressed broadcast has not sent yet. Under torchrun, only rank 0 has the rows and the server's model.
-    """
-
-    config: Config
-    rows: list[Record]
-    model: nn.Module
-    server_model: nn.Module
-    iterate: nn.Module | None
-    path: Path | None
-
-    @property
-    def final(self) -> Record:
-        """Return the row of the last round."""
-        return self.rows[-1]
+SILENT = 2.0  # seconds of a run from Python before its progress is shown, unless it is asked for
 
 
 def run(
@@ -75,7 +43,8 @@ def run(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    observer: Observer | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     draw: bool = True,
     messages: str | Path | None = None,
 ) -> Result:
@@ -83,7 +52,10 @@ def run(
 
     With `out`, write the run to that folder; with `resume`, continue the run in that folder. At the end draw
     the run's curves into `out`, unless `draw` is False. With `messages`, write every client's message to that
-    folder, for `cfedavg inspect`.
+    folder, for `cfedavg inspect`. The `callbacks` receive each row of metrics and may end the run.
+
+    A run of over two seconds shows its progress in a terminal and in a notebook. With `progress=True` it is
+    shown at once and everywhere, as plain lines in a log file; with `progress=False` it is not shown.
 
     >>> import torch
     >>> clients = [(torch.ones(8, 3) * i, torch.tensor([i % 2] * 8)) for i in range(4)]
@@ -95,9 +67,12 @@ def run(
     _check_arguments(config, task, out, resume)
     if out is not None and draw:
         check_drawing()
+    check_callbacks(callbacks)
+    if progress not in (None, True, False):
+        raise InputError(f"run: `progress` must be True, False or None, got {progress!r:.40}")
     own = task is not None
     config, task = _prepare(config, task)
-    observer, messages = observer or Observer(), Path(messages) if messages else None
+    messages = Path(messages) if messages else None
     if messages:
         check_no_file(messages, "`messages`")
     ranks = join_torchrun(config, task, messages)
@@ -108,9 +83,12 @@ def run(
         return Result(config, [], model, model, None, None)
     with ExitStack() as stack:  # keeps the folder locked until the pictures are drawn in it
         stack.enter_context(compile_coders_beside())
-        started = closing(ranks) if ranks else start_workers(config, task, messages, observer.say, own=own)
+        every = CallbackList([*_show_progress(progress, config.rounds, stack), *callbacks])
+        started = (
+            closing(ranks) if ranks else start_workers(config, task, messages, every.on_message, own=own)
+        )
         with started as ranks:
-            loop = Loop(config, task, observer, messages, ranks)
+            loop = Loop(config, task, every, messages, ranks)
             # The folder is opened only now: a run that cannot start must not create its folder.
             folder = stack.enter_context(Folder.open(Path(out))) if out is not None else None
             if draw and folder and running_compiler():
@@ -121,6 +99,19 @@ def run(
     return result
 
 
+def _show_progress(wanted: bool | None, rounds: int, stack: ExitStack) -> list[Callback]:
+    """Return the callback that shows the progress of a run, if it is wanted, until `stack` ends."""
+    if wanted is None:
+        wanted, silent = in_notebook() or bool(sys.stderr and sys.stderr.isatty()), SILENT
+    else:
+        silent = 0.0
+    if not wanted:
+        return []
+    from cfedavg.callbacks.progress import show_progress  # imports rich, which takes a while
+
+    return [stack.enter_context(show_progress(rounds, silent))]
+
+
 def _prepare(config: Config, task: Task | None) -> tuple[Config, Task]:
     """Return the configuration and the task of a run; meanwhile, start the process that compiles steps."""
     start_compiler(config.device, config.engine)
@@ -129,12 +120,19 @@ def _prepare(config: Config, task: Task | None) -> tuple[Config, Task]:
     if task is None:
         from cfedavg.data.tasks import build_task  # imports packages that only named data sets need
 
-        return config, build_task(config)
+        task = build_task(config)
+        return config.with_clients(len(task.clients)), task
     return config.for_task(task.name, type(task.model).__name__, task.prints, len(task.clients)), task
 
 
 def run_beside(
-    config: Config, task: Task, partners: Partners, *, out: Path, resume: bool, observer: Observer
+    config: Config,
+    task: Task,
+    partners: Partners,
+    *,
+    out: Path,
+    resume: bool,
+    callbacks: Sequence[Callback],
 ) -> Steps[Result]:
     """Train as `run` does, but pause before each round, so that `interleave` lets several runs train at once.
 
@@ -142,7 +140,8 @@ def run_beside(
     """
     _check_arguments(config, task, out, resume)
     start_compiler(config.device, config.engine)
-    loop = Loop(config, task, observer, None, Ranks(), partners)
+    config = config.with_clients(len(task.clients))
+    loop = Loop(config, task, CallbackList(callbacks), None, Ranks(), partners)
     with Folder.open(out) as folder:
         return (yield from loop.steps(folder, resume=resume))
 
@@ -168,17 +167,18 @@ class Loop:
         self,
         config: Config,
         task: Task,
-        observer: Observer,
+        callbacks: CallbackList,
         messages: Path | None,
         ranks: Ranks,
         partners: Partners | None = None,
     ) -> None:
-        self.config, self.observer, self.note = config, observer, task.note
+        self.config, self.callbacks, self.note = config, callbacks, task.note
         self.plan = Plan(config, task)
         self.rows: list[Record] = []
         self._pending: list[Callable[[], Record]] = []  # functions that give the rows not yet written
         self._engines: list[str] = []  # sentences about the engine that are not yet in engine.txt
         self._done = 0  # number of finished rounds
+        self._stopped = False  # whether a callback wants the run to end
         self._unsaved: State | None = None  # a checkpoint is due of it, once its row is written
         self._folder: Folder | None = None
         self.engine = choose_engine(config, self.plan, task, messages, ranks, self._say, partners)
@@ -186,8 +186,8 @@ class Loop:
         self._saves_beside = self.engine.behind == 1 and ranks.size == 1
 
     def _say(self, text: str) -> None:
-        """Pass a sentence to the observer; write a sentence about the engine also to engine.txt."""
-        self.observer.say(text)
+        """Pass a sentence to the callbacks; write a sentence about the engine also to engine.txt."""
+        self.callbacks.on_message(text)
         if text.startswith("engine: "):
             self._engines.append(text.removeprefix("engine: "))
             self._write_engines()
@@ -200,6 +200,12 @@ class Loop:
 
     def steps(self, folder: Folder | None, *, resume: bool) -> Steps[Result]:
         """Run all remaining rounds, with a pause before each; return the rows and models."""
+        with self.callbacks:  # they receive the end, whatever ends the run
+            state = yield from self._train(folder, resume)
+            return self._end(state)
+
+    def _train(self, folder: Folder | None, resume: bool) -> Steps[State]:
+        """Run all remaining rounds and return the last state."""
         start = self.engine.start()
         where = self.config.residuals if self.plan.feedback.keeps_client_memory else "device"
         each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
@@ -218,12 +224,14 @@ class Loop:
             finally:
                 with suppress(RankLost):  # a lost rank cannot be told to end
                     self.engine.close()
-        return self._end(state)
+        return state
 
     def _announce(self, state: State, resume: bool, residual_bytes: int) -> None:
-        """Tell the observer what the run is about to do."""
-        say = self.observer.say
-        self.observer.begin(self.rows)
+        """Tell the callbacks what the run is about to do."""
+        say = self.callbacks.on_message
+        self.callbacks.on_begin(
+            Start(self.config, self._folder.path if self._folder else None, list(self.rows))
+        )
         if self.note:
             say(self.note)
         say(self.plan.in_words(self.engine.layout))
@@ -246,7 +254,7 @@ class Loop:
     def _rounds(self, state: State) -> Steps[State]:
         """Run the remaining rounds, add a row for each round, and return the last state."""
         try:
-            while state.t < self.config.rounds:
+            while state.t < self.config.rounds and not self._stopped:
                 self._done = state.t
                 yield partial(self.engine.request, state)
                 state_next, finish = self.engine.round(state)
@@ -257,6 +265,10 @@ class Loop:
                 state = state_next
                 self._pending.append(row)
                 self._write_rows_and_save(state)
+            if self._stopped and state.t < self.config.rounds:
+                self.callbacks.on_message(f"a callback ends the run after round {state.t}")
+                self._write_rows(0)
+                self._save(state)
         except Exception:
             with suppress(KeyboardInterrupt):
                 self._write_rows(0)  # the rounds before the error are valid
@@ -284,14 +296,14 @@ class Loop:
         """Save the state after the last whole round, if every rank can still send its residuals."""
         if not self._folder:
             return
-        self.observer.say(f"stopping after {state.t} rounds: saving, `resume` goes on from here")
+        self.callbacks.on_message(f"stopping after {state.t} rounds: saving, `resume` goes on from here")
         left = state.t - len(self.rows)
         self.rows += [row() for row in self._pending[len(self._pending) - left :]]
         self._folder.rewrite(self.rows)  # the interrupt may have come before a row was written
         try:
             self._save(state)
         except RankLost as error:
-            self.observer.say(f"not saved, {error}: `resume` goes on from the last checkpoint")
+            self.callbacks.on_message(f"not saved, {error}: `resume` goes on from the last checkpoint")
 
     def _write_rows(self, behind: int) -> None:
         """Write the rows of finished rounds, except the last `behind` rows."""
@@ -301,7 +313,7 @@ class Loop:
             self._pending.pop(0)
             if self._folder:
                 self._folder.append(row)
-            self.observer.row(row)
+            self._stopped |= bool(self.callbacks.on_row(row))
 
     def _save(self, state: State, *, beside: bool = False) -> None:
         """Save a checkpoint; with `beside`, a thread writes it while the next rounds run."""
@@ -341,6 +353,6 @@ class Loop:
         if self._folder:
             self._folder.save_models(model, None if state.w is None else server_model, iterate)
         for sentence in broken_conditions(self.rows):
-            self.observer.say(sentence)
+            self.callbacks.on_message(sentence)
         path = self._folder.path if self._folder else None
         return Result(self.config, self.rows, model, server_model, iterate, path)

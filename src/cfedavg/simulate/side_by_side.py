@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cfedavg.core.config import Config
+from cfedavg.data.columns import Columns
 from cfedavg.data.tasks import DataSet, build_task
 from cfedavg.simulate.engines import Partners, choose_device, is_small
 from cfedavg.simulate.local import Vectors
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.run import Result, run_beside
+from cfedavg.simulate.result import Result
+from cfedavg.simulate.run import run_beside
 from cfedavg.simulate.steps import Steps
 from cfedavg.task import Task
 
 # Runs that differ in these fields of Config have different steps or samples, and cannot share a trainer.
 EQUAL = (
-    "dataset", "data_dir", "model", "local_optimiser", "precision", "batch_size", "device", "engine",
+    "dataset", "data_dir", "text_column", "label_column", "client_column", "sequence_length", "tokens",
+    "model", "local_optimiser", "precision", "batch_size", "device", "engine",
 )  # fmt: skip
 CLIENTS = 512  # in each round, runs that fill a GPU train so many clients together, or fewer
 WEIGHTS = 2**27  # and these clients have so many parameters in total, or fewer
@@ -43,7 +46,7 @@ class Group:
         self._built: dict[str, tuple[Plan, Task]] = {}
         self._identity: int | None = None
         first = next(iter(configs.values()))
-        self._loaded = DataSet(first.dataset, first.data_dir)
+        self._loaded = DataSet(first.dataset, first.data_dir, Columns.of(first))
         self.size = 1
         for name in configs:
             if self._build(name) and len(self._built) == 1:

@@ -10,7 +10,6 @@ A cell is one run of a sweep. `grid` lists the cells and draws them, `runner` ru
 `cells` writes each cell's results with a checksum (the seal). A study of your own is a subclass of `Study`.
 """
 
-from cfedavg.simulate.run import Observer
 from cfedavg.sweep.cells import (
     CELLS,
     DamagedCell,
@@ -31,7 +30,7 @@ from cfedavg.sweep.grid import Grid, Line, read_table
 from cfedavg.sweep.runner import MANY, Sweep
 
 __all__ = [
-    "CELLS", "MANY", "DamagedCell", "Grid", "Line", "Observer", "SealedCell", "Settings", "Study", "Sweep",
+    "CELLS", "MANY", "DamagedCell", "Grid", "Line", "SealedCell", "Settings", "Study", "Sweep",
     "count_cells", "count_rounds", "fill_panel", "is_beginning", "read_cell", "read_cells", "read_table",
     "round_value", "write_cell", "write_markdown",
 ]  # fmt: skip

@@ -17,22 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cfedavg.callbacks import Callback
 from cfedavg.core.config import Config, renew
 from cfedavg.core.errors import CannotResume, Diverged, InputError
 from cfedavg.core.files import read_file, write_atomic
 from cfedavg.core.run_files import METRICS, Record, read_rows
 from cfedavg.core.units import format_bytes, format_metric
+from cfedavg.report.figures import Figure
 from cfedavg.report.panels import Lines, Panel, Pen
 from cfedavg.report.runs import Group, Run
 from cfedavg.report.table import measure_spread
-from cfedavg.simulate.run import Observer, Result, run
+from cfedavg.simulate.result import Result
+from cfedavg.simulate.run import run
 from cfedavg.simulate.steps import Steps, finish
 
 # The metrics of each round that a cell keeps. Bytes and counts are integers and are not rounded.
 COLUMNS = (
     "train_loss", "test_loss", "test_accuracy", "client_accuracy_min", "uplink_bytes", "model_sizes_sent",
-    "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min", "local_steps_mean",
-    "simulated_seconds",
+    "total_bytes", "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min",
+    "local_steps_mean", "simulated_seconds",
 )  # fmt: skip
 NOTHING = "–"  # in a table, where there is no number
 CELLS = "cells"  # the folder of the sealed files
@@ -85,13 +88,17 @@ class Study:
         """
         return None
 
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+    def measure(self, name: str, settings: Settings, folder: Path, callback: Callback) -> dict[str, Any]:
         """Run the cell `name` in `folder`, or resume it after a stop; return its measured values."""
         raise NotImplementedError
 
-    def figure(self, found: Found, note: str) -> bytes:
-        """Return a PNG figure of the cells in `found`, with `note` under the figure."""
+    def figure(self, found: Found, note: str) -> Figure:
+        """Return a figure of the cells in `found`, with `note` under the figure."""
         raise NotImplementedError
+
+    def panels(self, found: Found) -> list[tuple[Panel, Lines]]:
+        """Return the panels of the figure, whose numbers a CSV file shows; none if it has no such panels."""
+        return []
 
     def table(self, found: Found) -> list[list[str]]:
         """Return the figure's numbers as rows of a table; the first row is the header."""
@@ -113,23 +120,23 @@ def config_settings(config: Config) -> Settings:
     return {name: value for name, value in table if value is not None and name not in left_out}
 
 
-def train_cell(config: Config, folder: Path, observer: Observer) -> dict[str, Any]:
+def train_cell(config: Config, folder: Path, callback: Callback) -> dict[str, Any]:
     """Train in `folder`, or resume the run that is there; return for each metric the list of its values."""
-    return finish(steps_of_cell(config, folder, observer, None))
+    return finish(steps_of_cell(config, folder, callback, None))
 
 
 def steps_of_cell(
-    config: Config, folder: Path, observer: Observer, beside: Callable[..., Steps[Result]] | None
+    config: Config, folder: Path, callback: Callback, beside: Callable[..., Steps[Result]] | None
 ) -> Steps[dict[str, Any]]:
     """Do what `train_cell` does; `beside` runs the cell side by side with others, with pauses."""
     diverged = {}
     try:
         try:
-            rows = yield from _rows(config, folder, observer, beside)
+            rows = yield from _rows(config, folder, callback, beside)
         except CannotResume as error:
-            observer.say(f"{folder.name} is done again from its first round ({error})")
+            callback.on_message(f"{folder.name} is done again from its first round ({error})")
             shutil.rmtree(folder)
-            rows = yield from _rows(config, folder, observer, beside)
+            rows = yield from _rows(config, folder, callback, beside)
     except Diverged as error:  # divergence is a result too
         rows, diverged = read_rows(folder / METRICS), {"diverged": str(error)}
     known = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
@@ -137,12 +144,12 @@ def steps_of_cell(
 
 
 def _rows(
-    config: Config, folder: Path, observer: Observer, beside: Callable[..., Steps[Result]] | None
+    config: Config, folder: Path, callback: Callback, beside: Callable[..., Steps[Result]] | None
 ) -> Steps[list[Record]]:
     """Run a cell, alone or side by side with others; return its rows of metrics."""
-    how: dict[str, Any] = {"out": folder, "resume": folder.exists(), "observer": observer}
+    how: dict[str, Any] = {"out": folder, "resume": folder.exists(), "callbacks": [callback]}
     if beside is None:
-        return run(config, **how, draw=False).rows
+        return run(config, **how, draw=False, progress=False).rows
     return (yield from beside(config, **how)).rows
 
 

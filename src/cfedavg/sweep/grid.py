@@ -12,19 +12,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from cfedavg.core.config import EXCLUSIVE, FIELD_TYPES, OPTIONS, Config, parse_toml, refuse_code
+from cfedavg.callbacks import Callback
+from cfedavg.core.config import (
+    EXCLUSIVE,
+    FIELD_TYPES,
+    OPTIONS,
+    Config,
+    advise_field,
+    parse_toml,
+    refuse_code,
+)
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
+from cfedavg.core.names import advise
 from cfedavg.core.units import is_share, spell_out
-from cfedavg.report.figures import Frame, draw_grid
+from cfedavg.report.figures import Figure, Frame, draw_grid
 from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
 from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
-from cfedavg.simulate.run import Observer
 from cfedavg.sweep import cells as sealed
 from cfedavg.sweep.cells import COLUMNS, NOTHING, Found, SealedCell, Settings, Study
 
-OVER = ("rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "simulated_seconds")
+OVER = (
+    "rounds", "model_sizes_sent", "uplink_bytes", "client_bytes", "total_bytes", "simulated_seconds"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,10 @@ class Grid(Study):
             for config in self._configs.values():
                 parse_parts(config)
                 SCHEDULES.parse(config.schedule)
+                if config.client_column and config.clients == Config.clients and "client_bytes" in self.over:
+                    raise InputError(
+                        "`over` client_bytes needs `clients`, the number that `client_column` gives"
+                    )
             for seed in self.seeds:
                 config.replace(seed=seed)
         except InputError as error:
@@ -152,18 +167,22 @@ class Grid(Study):
             config = config.replace(checkpoint_every=max(1, config.rounds // 4))
         return config
 
-    def measure(self, name: str, settings: Settings, folder: Path, observer: Observer) -> dict[str, Any]:
+    def measure(self, name: str, settings: Settings, folder: Path, callback: Callback) -> dict[str, Any]:
         """Train a cell in `folder`, or resume the run there; return a list of values for each metric."""
-        return sealed.train_cell(self.config(name, settings), folder, observer)
+        return sealed.train_cell(self.config(name, settings), folder, callback)
 
-    def figure(self, found: Found, note: str) -> bytes:
-        """Return a PNG: for each p (classes per client) a row, with a panel for each metric and x axis."""
-        started_p, lines = self.list_started(found)
-        rows = [
-            [self._fill_panel(found, p, key, x) for x in self.over for key in self.columns] for p in started_p
-        ]
+    def figure(self, found: Found, note: str) -> Figure:
+        """Return a figure: for each p (classes per client) a row, with a panel for each metric and x axis."""
+        lines = self.list_started(found)[1]
+        panels, width = self.panels(found), len(self.over) * len(self.columns)
+        rows = [panels[i : i + width] for i in range(0, len(panels), width)]
         legend = [(line.label, self.choose_pen(line)) for line in lines]
         return draw_grid(rows, self.make_frame(found, legend, note))
+
+    def panels(self, found: Found) -> list[tuple[Panel, Lines]]:
+        """Return the panels of the figure, row by row."""
+        every = itertools.product(self.list_started(found)[0], self.over, self.columns)
+        return [self._fill_panel(found, p, key, x) for p, x, key in every]
 
     def _fill_panel(self, found: Found, p: int | None, key: str, x: str) -> tuple[Panel, Lines]:
         panel = Panel(
@@ -285,7 +304,8 @@ def _check_keys(table: Mapping[str, Any], where: str, rules: _Rules) -> None:
     """Refuse an unknown key, and a value that breaks its key's rule."""
     for key, value in table.items():
         if key not in rules:
-            raise InputError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(rules))}")
+            remedy = advise_field(key) if rules is _FIELDS else advise(key, rules)
+            raise InputError(f"{where} has an unknown key {key!r}; {remedy}")
         is_right, rule = rules[key]
         if not is_right(value):
             raise InputError(f"{where}: {key} must be {rule}, got {value!r}")
@@ -313,8 +333,11 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
     for text in vary:
         left, equals, right = text.partition("=")
         fields = [name.strip().lstrip("-").replace("-", "_") for name in left.split(",")]
-        if not equals or any(name not in OPTIONS for name in fields):
+        if not equals:
             raise InputError(f"`vary` must be field=value|value, such as seed=0|1|2, got {text!r}")
+        for name in fields:
+            if name not in OPTIONS:
+                raise InputError(f"`vary`: {name!r} is not a field; {advise_field(name)}")
         for name in fields:
             if name in seen:
                 raise InputError(f"`vary` must name {name} once, got {name} twice; join its values with |")

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from cfedavg import __version__
+from cfedavg.callbacks import Callback, Start
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import make_folder, write_atomic
 from cfedavg.core.run_files import CHECKPOINT, METRICS, RESIDUALS, Record, read_rows
 from cfedavg.core.units import format_time
+from cfedavg.report import exports
 from cfedavg.simulate.engines import Partners, choose_device
-from cfedavg.simulate.run import Observer
 from cfedavg.simulate.side_by_side import Group, shared_fields
 from cfedavg.simulate.steps import Steps, interleave
 from cfedavg.simulate.workers import compile_coders_beside
@@ -34,55 +35,59 @@ from cfedavg.sweep import cells as archive
 from cfedavg.sweep.cells import CELLS, DamagedCell, Found, SealedCell, Settings, Study
 
 MANY = range(20)  # a figure shows the cells with these seeds that are in the folder
-Show = Callable[[str, int], AbstractContextManager[Observer]]  # from a cell's title and rounds
+Show = Callable[[str, int], AbstractContextManager[Callback]]  # from a cell's title and rounds
 
 
 class TimeUp(KeyboardInterrupt):
     """An interrupt when the sweep's minutes are over; the run saves its state, as after Ctrl-C."""
 
 
-class _Timer(Observer):
-    """An observer that passes calls to `inner`, adds up the rounds' seconds, and stops the run at `until`."""
+class _Timer(Callback):
+    """A callback that passes calls to `inner`, adds up the rounds' seconds, and stops the run at `until`."""
 
-    def __init__(self, inner: Observer, rounds: int, until: float) -> None:
+    def __init__(self, inner: Callback, rounds: int, until: float) -> None:
         self.inner, self.rounds, self.until, self.seconds = inner, rounds, until, 0.0
 
-    def say(self, text: str) -> None:
-        self.inner.say(text)
+    def on_message(self, text: str) -> None:
+        self.inner.on_message(text)
 
-    def now(self, text: str) -> None:
-        self.inner.now(text)
+    def on_wait(self, text: str) -> None:
+        self.inner.on_wait(text)
 
-    def begin(self, rows: list[Record]) -> None:
-        self.inner.begin(rows)
-        self.seconds = math.fsum(row["seconds"] for row in rows)
+    def on_begin(self, start: Start) -> None:
+        self.inner.on_begin(start)
+        self.seconds = math.fsum(row["seconds"] for row in start.rows)
 
-    def row(self, row: Record) -> None:
-        self.inner.row(row)
+    def on_end(self, error: BaseException | None) -> None:
+        self.inner.on_end(error)
+
+    def on_row(self, row: Record) -> bool | None:
+        stop = self.inner.on_row(row)
         self.seconds += row["seconds"]
         if time.monotonic() > self.until and row["round"] + 1 < self.rounds:
             raise TimeUp
+        return stop
 
 
 class _GroupTimer(_Timer):
     """A timer of a cell that runs side by side with others; `said` holds what these have said."""
 
     def __init__(
-        self, inner: Observer, rounds: int, until: float, name: str, partners: Partners, said: set[str]
+        self, inner: Callback, rounds: int, until: float, name: str, partners: Partners, said: set[str]
     ) -> None:
         super().__init__(inner, rounds, until)
         self.name, self.partners, self.said = name, partners, said
         self.together = 1  # the most cells that were under way at once
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         """Pass on a text with the name of the cell; what cells say of the same kind of run comes once."""
         if self.seconds or text not in self.said:
-            self.inner.say(f"{self.name}: {text}")
+            self.inner.on_message(f"{self.name}: {text}")
         self.said.add(text)
 
-    def row(self, row: Record) -> None:
+    def on_row(self, row: Record) -> bool | None:
         self.together = max(self.together, self.partners.active)
-        super().row(row)
+        return super().on_row(row)
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ class Sweep:
 
         Up to `together` cells run side by side; 0 means as many as fill a GPU, and on a CPU one.
         """
-        call = _Call(command, time.monotonic() + 60 * minutes, show or (lambda *_: nullcontext(Observer())))
+        call = _Call(command, time.monotonic() + 60 * minutes, show or (lambda *_: nullcontext(Callback())))
         make_folder(self.out / CELLS, "`out`")
         for name in self.missing:
             if rounds := self._rounds_done(name):
@@ -239,8 +244,8 @@ class Sweep:
         """Run a cell side by side with others; if the time is over, leave it to a later call."""
         began, config = time.monotonic(), group.configs[name]
         try:
-            with call.show(name, config.rounds) as observer:
-                timer = _GroupTimer(observer, config.rounds, call.until, name, group.partners, said)
+            with call.show(name, config.rounds) as callback:
+                timer = _GroupTimer(callback, config.rounds, call.until, name, group.partners, said)
                 beside = partial(group.run, name)
                 values = yield from archive.steps_of_cell(config, self.out / name, timer, beside)
         except TimeUp:
@@ -256,8 +261,8 @@ class Sweep:
         """Run a cell alone."""
         study, settings = self.cells[name]
         began, rounds = time.monotonic(), settings.get("rounds", 1)
-        with call.show(f"{len(self.found) + 1}/{len(self.cells)} {name}", rounds) as observer:
-            timer = _Timer(observer, rounds, call.until)
+        with call.show(f"{len(self.found) + 1}/{len(self.cells)} {name}", rounds) as callback:
+            timer = _Timer(callback, rounds, call.until)
             values = study.measure(name, settings, self.out / name, timer)
         self._seal(name, values, call.command, max(timer.seconds, time.monotonic() - began), 1)
 
@@ -273,19 +278,25 @@ class Sweep:
         shutil.rmtree(folder / RESIDUALS, ignore_errors=True)
         self.say(f"{name}: done, {len(self.found)} of {len(self.cells)} cells{self._time_left()}")
 
-    def draw(self) -> list[Path]:
-        """Write the figure and the table of each study that has cells; return the paths of the figures."""
+    def draw(self, formats: Sequence[str] = ("png",)) -> list[Path]:
+        """Write the figure and the table of each study that has cells; return the paths of the figures.
+
+        Each figure is written in each of `formats`: png, pdf, svg, or csv for its numbers.
+        """
         pictures = []
+        exports.check_formats(formats)
         for study in self.studies:
             planned = self._plan(study, sorted({*MANY, *study.seeds}))
             if not (found := self._drawable(study, planned)):
                 continue
-            picture = self.out / f"{study.name}.png"
-            write_atomic(picture, study.figure(found, _note(study, found, planned)))
+            note = _note(study, found, planned)
+            for form in dict.fromkeys(formats):
+                picture = self.out / f"{study.name}.{form}"
+                write_atomic(picture, _export(study, found, note, form))
+                self.say(f"drawn: {picture}, and its table beside it")
+                pictures.append(picture)
             table = f"# {study.title}\n\n{archive.write_markdown(study.table(found))}"
-            write_atomic(picture.with_suffix(".md"), table.encode())
-            self.say(f"drawn: {picture}, and its table beside it")
-            pictures.append(picture)
+            write_atomic(self.out / f"{study.name}.md", table.encode())
         return pictures
 
     def _drawable(self, study: Study, planned: Mapping[str, Settings]) -> dict[str, SealedCell]:
@@ -298,6 +309,16 @@ class Sweep:
             names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
             self.say(f"not drawn, for their settings are not those of {study.name}: {names}")
         return {name: cell for name, cell in found.items() if name not in others}
+
+
+def _export(study: Study, found: Found, note: str, form: str) -> bytes:
+    """Return a study's figure in a format; a PDF or SVG is as wide as a page of a paper."""
+    if form == "csv":
+        if not (panels := study.panels(found)):
+            raise InputError(f"`formats`: the figure of {study.name} has no lines for a csv; choose another")
+        return exports.write_csv([(panel, [group for group, _ in lines]) for panel, lines in panels])
+    figure = study.figure(found, note)
+    return exports.save_as(form, figure if form == "png" else exports.shrink(figure, exports.PAGE))
 
 
 def _note(study: Study, found: Found, planned: Mapping[str, Settings]) -> str:

@@ -1,0 +1,163 @@
+"""Wrong inputs, ten or more through each of Python, the command, TOML and Flower: one sentence each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.serverapp.strategy import FedAvg
+
+from cfedavg import (
+    BF16,
+    SGD,
+    Adam,
+    Clip,
+    Config,
+    Corollary1,
+    InputError,
+    TensorBoard,
+    TopK,
+    run,
+)
+from cfedavg.flower import CFedAvg, RoundPolicy
+from tests.conftest import Command, blobs
+from tests.grid import Adding, Federation
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def held() -> dict[str, bytes]:
+    """Return all files and folders of the current folder."""
+    return {str(path): b"" if path.is_dir() else path.read_bytes() for path in Path().rglob("*")}
+
+
+def check_sentence(text: str, name: str) -> None:
+    """A sentence is one line without a traceback, names the field, and is short enough to be read."""
+    assert name in text
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert not re.search(r"\b\w+\(\) (takes|got|missing)", text)  # Python's words for a wrong call
+    assert 20 < len(text) < 300
+
+
+SMALL = Config(rounds=1, engine="sequential")
+
+
+def train(**fields: Any) -> None:
+    run(SMALL.replace(**fields), blobs(), out="r")
+
+
+PYTHON: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a peer's name": ("`eta_local`", lambda: Config(learning_rate=0.1)),
+    "a number as text": ("`eta_local`", lambda: Config(eta_local="0.1")),
+    "a class": ("`server_optimiser`", lambda: Config(server_optimiser=Adam)),
+    "a bare number behind >>": ("BF16()", lambda: Config(compressor=TopK(0.99) >> 8)),
+    "stages in the wrong order": ("TopK(0.99) >> BF16()", lambda: Config(compressor=BF16() >> TopK(0.99))),
+    "an optimiser before a change": ("Clip(1.0) >> SGD()", lambda: SGD() >> Clip(1.0)),
+    "a class in a chain": ("SGD()", lambda: Config(local_optimiser=Clip(1.0) >> SGD)),
+    "percent": ("comp must be the fraction NOT sent", lambda: TopK(99)),
+    "a list that is too short": ("`local_steps` must have one value", lambda: train(local_steps=[3, 5])),
+    "a schedule without its constant": ("`smoothness`", lambda: train(schedule=Corollary1())),
+    "a tracker without a folder": ("`folder`", lambda: run(SMALL, blobs(), callbacks=[TensorBoard()])),
+    "a name as task": ("`task` must be a Task", lambda: run(Config(), "mnist", out="r")),
+    "a number as progress": ("`progress`", lambda: run(Config(), blobs(), out="r", progress=2)),
+}
+
+COMMAND: dict[str, tuple[str, list[str]]] = {
+    "a peer's name": ("--eta-local", ["run", "--lr", "0.1"]),
+    "percent": ("--participation", ["run", "--participation", "50%"]),
+    "a range with a dash": ("--local-steps", ["run", "--local-steps", "5-50"]),
+    "another syntax": ("--compressor", ["run", "--compressor", "topk:0.99"]),
+    "a rate of another option": ("--server-optimiser", ["run", "--server-optimiser", "adam(lr=0.01)"]),
+    "no such tracker": ("--track", ["run", "--track", "mlflow"]),
+    "too small": ("--eta-local", ["run", "--eta-local", "1e-999"]),
+    "no such device": ("--device", ["run", "--device", "cuda:99"]),
+    "an unknown field": ("--rounds", ["sweep", "--vary", "num_rounds=5|10"]),
+    "no field": ("--vary", ["sweep", "--vary", "topk(0.9)|none"]),
+    "a picture of another kind": ("--out", ["data", "--out", "who.gif"]),
+    "no run": ("nowhere", ["report", "nowhere"]),
+}
+
+TOML: dict[str, tuple[str, str]] = {
+    "a peer's name": ("--local-epochs", "epochs = 5"),
+    "a table": ("--compressor", "[compressor]\ncomp = 0.99"),
+    "a list of texts": ("--compressor-down", 'compressor_down = ["topk(0.9)", "bf16"]'),
+    "a number as text": ("--dirichlet", 'dirichlet = "0.3"'),
+    "a fraction of a round": ("--rounds", "rounds = 1e3"),
+    "a list of one": ("--local-steps", "local_steps = [10]"),
+    "a list of other things": ("--uplink", 'uplink = [1e6, "2e6"]'),
+    "a device's number": ("--device", "device = 0"),
+    "another word": ("--precision", 'precision = "fp16"'),
+    "code of a stranger": ("--feedback", 'feedback = "their.module:Feedback"'),
+    "a date": ("--seed", "seed = 2026-01-01"),
+    "a truth": ("--feedback", "feedback = true"),
+}
+
+
+def start(tmp: str = "f", **model: Any) -> Any:
+    return Federation(Path(tmp), Adding().app, 2, model).start(1)
+
+
+FLOWER: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a class of Flower's": ("`inner`", lambda: CFedAvg(FedAvg)),
+    "a part of another kind": ("`feedback`", lambda: CFedAvg(feedback=TopK(0.9))),
+    "a client's optimiser": ("`server_optimiser`", lambda: CFedAvg(server_optimiser=SGD())),
+    "a rate of 0": ("rate must be", lambda: CFedAvg(server_optimiser="adam(rate=0)")),
+    "two selectors": ("`compressor_down`", lambda: CFedAvg(compressor_down="topk(0.9) >> rd(0.5)")),
+    "a seed as text": ("`seed`", lambda: CFedAvg(seed="1")),
+    "a number as path": ("`out`", lambda: CFedAvg(out=3)),
+    "half a node": ("`min_nodes`", lambda: RoundPolicy(min_nodes=1.5)),
+    "percent": ("`quorum`", lambda: RoundPolicy(quorum=50)),
+    "a policy's number": ("`policy`", lambda: CFedAvg(policy={"quorum": 0.5})),
+    "one pattern": ("`uncompressed`", lambda: CFedAvg(uncompressed="bn.*")),
+    "a model of NaN": ("`initial_arrays`", lambda: start(w=np.array([np.nan], np.float32))),
+}
+
+
+def ids(table: dict[str, Any]) -> Any:
+    assert len(table) >= 10
+    return pytest.mark.parametrize("case", table.values(), ids=table)
+
+
+@ids(
+    {f"python: {name}": case for name, case in PYTHON.items()}
+    | {f"flower: {n}": c for n, c in FLOWER.items()}
+)
+def test_bad_input_in_python_is_one_sentence(case: tuple[str, Callable[[], Any]]) -> None:
+    name, act = case
+    with pytest.raises(InputError) as raised:
+        act()
+    check_sentence(str(raised.value), name)
+    assert not held()
+
+
+@ids(COMMAND)
+def test_bad_input_on_the_command_line_is_one_sentence(case: tuple[str, list[str]], cfedavg: Command) -> None:
+    name, arguments = case
+    outcome = cfedavg(*arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: ")
+    check_sentence(outcome.err, name)
+    assert outcome.out == ""
+    assert not held()
+
+
+@ids(TOML)
+def test_bad_input_in_a_file_is_one_sentence(case: tuple[str, str], cfedavg: Command) -> None:
+    name, text = case
+    Path("c.toml").write_text(text)
+    before = held()
+    outcome = cfedavg("run", "--config", "c.toml", "--out", "r")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: c.toml")
+    check_sentence(outcome.err, name)
+    assert held() == before
