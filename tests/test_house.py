@@ -43,13 +43,16 @@ MAY_IMPORT = {
 MAY_USE = {
     "flwr": {"flower", "launch"},
     "cryptography": {"flower", "launch"},
+    "fontTools": {"report"},  # comes with matplotlib
     "huggingface_hub": {"data"},
+    "IPython": {"callbacks"},  # only inside a notebook
     "llvmlite": {"simulate"},
     "matplotlib": {"report"},
     "numba": {"core/kernels.py", "simulate"},
+    "pandas": {"simulate/result.py"},
     "PIL": {"data", "report"},
     "pyarrow": {"data"},
-    "rich": {"cli", "data"},
+    "rich": {"callbacks", "cli", "data"},
     "torch": {
         "cli", "core/fingerprint.py", "core/tensors.py", "data", "launch", "models", "optimise/local.py",
         "simulate", "sweep", "task",

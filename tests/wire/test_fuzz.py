@@ -140,7 +140,7 @@ def test_it_notices_memory_that_is_kept(corpus: list[fuzz.Sample], monkeypatch: 
 def test_kernels_without_numba_refuse_damage_by_wire_errors_alone(way: str) -> None:
     if way == "c" and not native.find("decode_numbers"):
         pytest.skip("no C library")
-    command = [sys.executable, "bench/fuzz.py", "--messages", "8000", "--workers", "1"]
+    command = [sys.executable, "bench/fuzz.py", "--messages", "4000", "--workers", "1"]
     environment = os.environ | {"CFEDAVG_KERNELS": way}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
