@@ -18,7 +18,7 @@ from cfedavg.federate.protocol import Chain, Changes, Copy, Whole, follow, pack,
 from cfedavg.federate.replica import Broadcaster, ModelReplica, PackedBroadcast, advance, begin
 from cfedavg.federate.server import Primary
 from cfedavg.wire import WireError, decode
-from tests.test_without_torch import run_without_torch
+from tests.test_without_torch import LIGHT, run_without
 
 DOWN = (
     "topk(0.97)", "topk(0.5)", "rd(0.9)", "topk(0.9) >> bf16", "topk(0.97, least=4) >> int3(256)",
@@ -220,7 +220,8 @@ def test_which_changes_are_worth_sending() -> None:
 
 
 def test_copies_need_no_torch() -> None:
-    found = run_without_torch(
+    found = run_without(
+        LIGHT,
         """
 import numpy as np
 from cfedavg.compress import parse
@@ -241,6 +242,6 @@ for copy in (None, Copy(first.version, first.w), Copy(last.version, last.w)):
     assert found.version == last.version and np.array_equal(found.w, last.w)
 assert "torch" not in sys.modules
 print("done")
-"""
+""",
     )
     assert found == "done\n"
