@@ -165,7 +165,8 @@ CFEDAVG_API int cfedavg_read_header(const uint8_t *data, size_t length, cfedavg_
 /* ---- Compression ---- */
 
 /* Fill `indices` with the coordinates of the k largest magnitudes, in increasing order; of equal ones, the lower
- * coordinates. `kind` is CFEDAVG_FP32 or CFEDAVG_FP64. Return CFEDAVG_NOT_FINITE if the vector holds NaN or Inf. */
+ * coordinates. `kind` is CFEDAVG_FP32 or CFEDAVG_FP64. Return CFEDAVG_NOT_FINITE if the vector holds NaN or Inf:
+ * then they are among the coordinates. */
 CFEDAVG_API int cfedavg_find_largest(const void *values, int kind, uint64_t d, uint64_t k, int64_t *indices);
 
 /* Draw each coordinate below d with probability keep / 2^53; return how many are drawn, of which the first `room`

@@ -250,15 +250,16 @@ def test_replies_in_c(payload: bytes, text: bytes, apart: bytes, generation: int
 @settings(max_examples=50)
 @given(broadcasts, st.binary(max_size=9))
 def test_bodies_and_broadcasts_in_c(broadcast: protocol.Broadcast, apart: bytes) -> None:
-    data = plain.write_body(protocol.pack(broadcast), apart)
-    assert lib.pack_body(protocol.pack(broadcast), apart) == data
-    assert lib.unpack_body(data) == (protocol.pack(broadcast), apart)
+    packed = protocol.pack(broadcast)  # what C returns points into it
+    data = plain.write_body(packed, apart)
+    assert lib.pack_body(packed, apart) == data
+    assert lib.unpack_body(data) == (packed, apart)
     for damaged in (data[:11], data[:-1], data + b"\0"):
         with pytest.raises(lib.Refused, match="the body of the request is damaged"):
             lib.unpack_body(damaged)
         with pytest.raises(InputError):
             Body.unpack(damaged)
-    found = lib.unpack_broadcast(protocol.pack(broadcast))
+    found = lib.unpack_broadcast(packed)
     expected = plain_of(broadcast)
     n = len(expected.messages) if expected.kind == plain.CHAIN else len(expected.earlier)
     assert (found.kind, found.generation, found.round, found.hash) == (expected.kind, *expected.version)

@@ -198,6 +198,8 @@ def test_draws(both: Both) -> None:
         found, expected = np.zeros(room, np.int64), np.zeros(room, np.int64)
         assert c(word, keep, 1000, found) == keys.draw_into(word, keep, 1000, expected)
         assert (found == expected).all()
+        assert c(np.int64(word), np.uint64(keep), np.int32(1000), found) == c(word, keep, 1000, found)
+        assert c(np.uint64(word % 2**64), keep, 1000, found) == c(word, keep, 1000, found)
 
 
 @pytest.mark.parametrize("rounds_values", [False, True])

@@ -9,6 +9,7 @@ that words do not end early, but relies on the lengths that the Python kernels r
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -21,23 +22,32 @@ KERNELS = 1  # the number in clients/c/kernels.h; a library with another one is 
 _NO_MEMORY = 3  # a fault of the index decoder in C; the lower ones are those of wire/sets.py
 _FORMATS = {"float32": 0, "int8": 1, "int16": 2}
 Array = np.ndarray
-_I64, _INT, _DOUBLE, _ARRAY = ctypes.c_int64, ctypes.c_int, ctypes.c_double, ctypes.c_void_p
+_RESULT, _INT, _DOUBLE, _ARRAY = ctypes.c_int64, ctypes.c_int, ctypes.c_double, ctypes.c_void_p
+
+
+class _I64(ctypes.c_int64):
+    """An argument of 64 bits. NumPy's integers are taken too; an unsigned one keeps its bits."""
+
+    @classmethod
+    def from_param(cls, number: Any) -> ctypes.c_int64:
+        return ctypes.c_int64(operator.index(number))
+
 
 # For each C function: the types of its result and its arguments, in the order of clients/c/kernels.h.
 _TYPES: dict[str, tuple[Any, ...]] = {
-    "encode_indices": (_I64, _ARRAY, _I64, _ARRAY, _I64, _I64, _ARRAY, _I64),
+    "encode_indices": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _I64, _ARRAY, _I64),
     "decode_indices": (_INT, _ARRAY, _I64, _ARRAY, _I64, _I64, _ARRAY, _I64, _ARRAY),
     "are_increasing": (_INT, _ARRAY, _I64, _I64),
     "list_ones": (None, _ARRAY, _I64, _ARRAY, _I64),
-    "encode_numbers": (_I64, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
-    "decode_numbers": (_I64, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
-    "find_bound": (_I64, _ARRAY, _INT, _I64, _I64, _I64, _I64, _INT),
-    "collect": (_I64, _ARRAY, _INT, _I64, _DOUBLE, _ARRAY),
-    "pick": (_I64, _ARRAY, _INT, _ARRAY, _I64, _INT, _ARRAY, _I64),
+    "encode_numbers": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
+    "decode_numbers": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
+    "find_bound": (_RESULT, _ARRAY, _INT, _I64, _I64, _I64, _I64, _INT),
+    "collect": (_RESULT, _ARRAY, _INT, _I64, _DOUBLE, _ARRAY),
+    "pick": (_RESULT, _ARRAY, _INT, _ARRAY, _I64, _INT, _ARRAY, _I64),
     "squares": (_DOUBLE, _ARRAY, _INT, _I64),
-    "draw_into": (_I64, _I64, _I64, _I64, _ARRAY, _I64),
-    "add": (_I64, _ARRAY, _ARRAY, _I64, _ARRAY, _INT, _ARRAY, _I64, _I64, _I64),
-    "add_to_bf16": (_I64, _ARRAY, _ARRAY, _I64, _ARRAY, _INT, _ARRAY, _I64, _I64, _I64),
+    "draw_into": (_RESULT, _I64, _I64, _I64, _ARRAY, _I64),
+    "add": (_RESULT, _ARRAY, _ARRAY, _I64, _ARRAY, _INT, _ARRAY, _I64, _I64, _I64),
+    "add_to_bf16": (_RESULT, _ARRAY, _ARRAY, _I64, _ARRAY, _INT, _ARRAY, _I64, _I64, _I64),
 }
 
 
@@ -105,7 +115,7 @@ def _fitting(n: int, words: Array) -> int:
 
 def _decode_indices(library: Any, words: Array, indices: Array, d: int, shapes: Array) -> tuple[int, int]:
     words, indices, shapes = _read(words, np.uint32), _filled(indices, np.int64), _read(shapes, np.int64)
-    read = _I64()
+    read = ctypes.c_int64()
     fault: int = library.cfedavg_decode_indices(
         _at(words), len(words), _at(indices), len(indices), d, _at(shapes), len(shapes), ctypes.byref(read)
     )
