@@ -325,7 +325,7 @@ class Config:
     @property
     def names_code(self) -> bool:
         """Whether a field names a `module:Class`, which a run would import."""
-        return any(_names_code(getattr(self, name)) for name in PARTS)
+        return any(_names_code(str(getattr(self, name))) for name in PARTS)
 
     def uses(self, name: str) -> bool:
         """Return whether the run uses the field `name`.
