@@ -73,7 +73,7 @@ class Option:
             got = repr(value) if isinstance(value, float) else "a larger number"
             raise InputError(f"`{name}` must be a finite number below 1.8e308, got {got}")
         if self.choices:
-            holds = value in self.choices
+            holds = value is None or value in self.choices
         else:
             holds = not is_number or (self.low <= value <= self.high and self.above < value < self.below)
         if not holds:
@@ -125,10 +125,13 @@ class Config:
     label_column: str | None = option(
         None, DATA, "column to predict", shown="a column named label, target, class or y", in_task=True,
     )  # fmt: skip
-    sequence_length: int = option(80, DATA, "characters of one sample of a text", low=1, in_task=True)
-    tokens: str = option(
-        "characters", DATA, "what a text is cut into: characters of the training texts, or bytes",
-        choices=("characters", "bytes"), in_task=True,
+    # None, so that the settings of runs without text are those of older versions
+    sequence_length: int | None = option(
+        None, DATA, "characters of one sample of a text", shown="80", low=1, in_task=True
+    )
+    tokens: str | None = option(
+        None, DATA, "what a text is cut into: characters of the training texts, or bytes",
+        shown="characters", choices=("characters", "bytes"), in_task=True,
     )  # fmt: skip
     clients: int = option(
         10, DATA, "number of clients, m", low=1, server="always",
@@ -325,7 +328,7 @@ class Config:
     @property
     def names_code(self) -> bool:
         """Whether a field names a `module:Class`, which a run would import."""
-        return any(_names_code(getattr(self, name)) for name in PARTS)
+        return any(_names_code(str(getattr(self, name))) for name in PARTS)
 
     def uses(self, name: str) -> bool:
         """Return whether the run uses the field `name`.

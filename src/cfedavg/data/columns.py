@@ -37,8 +37,8 @@ class Columns:
             config.text_column,
             config.label_column,
             config.client_column,
-            config.sequence_length,
-            config.tokens,
+            config.sequence_length or cls.length,
+            config.tokens or cls.tokens,
         )
 
     @property
