@@ -210,7 +210,7 @@ class Stopper(Speaker):
         super().__init__(said)
         self.t, self.error = t, error
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> None:
         if row["round"] == self.t:
             raise self.error("no more")
 
