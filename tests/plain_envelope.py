@@ -17,7 +17,7 @@ from typing import Any
 
 REQUEST = {
     "federation", "client", "number", "generation", "stamp", "t", "mark", "form", "arrays", "compressor",
-    "feedback", "update", "seed", "max_norm", "copy", "body",
+    "feedback", "update", "seed", "max_norm", "copy", "body", "folder",
 }  # fmt: skip
 ERRORS = range(1001, 1012)
 CHAIN, CHANGES, WHOLE = range(3)

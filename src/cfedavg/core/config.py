@@ -22,7 +22,7 @@ from cfedavg.core.files import read_input
 from cfedavg.core.links import parse_links, renew_links
 from cfedavg.core.names import advise
 from cfedavg.core.parts import Range
-from cfedavg.core.values import ClientValues, ModelText, PartText, convert
+from cfedavg.core.values import ClientValues, ModelText, OptionalPartText, PartText, convert
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -148,7 +148,7 @@ class Config:
     iid: bool = option(
         False, DATA, "instead: a random share for every client", in_task=True, exclusive="partition"
     )
-    partition: str | None = option(
+    partition: OptionalPartText = option(
         None, DATA,
         "instead, as others define it: niid_dirichlet(0.5), flower_dirichlet(0.5), niid_quantity(0.5), "
         "niid_classes(2)",

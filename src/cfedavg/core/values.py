@@ -25,6 +25,12 @@ if TYPE_CHECKING:
         def __get__(self, instance: object, owner: type) -> str: ...
         def __set__(self, instance: object, value: str | Written) -> None: ...
 
+    class OptionalPartText:
+        """As PartText; the field may also be None."""
+
+        def __get__(self, instance: object, owner: type) -> str | None: ...
+        def __set__(self, instance: object, value: str | Written | None) -> None: ...
+
     class ModelText:
         """The type of the field `model`: a text, which may also be given as a function of a module."""
 
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
         ) -> None: ...
 
 else:
-    PartText, ModelText, ClientValues = str, str, str | None
+    PartText, ModelText, OptionalPartText, ClientValues = str, str, str | None, str | None
 
 
 def convert(name: str, value: Any, kinds: tuple[type, ...], *, is_part: bool, per_client: bool) -> Any:

@@ -9,11 +9,12 @@ from cfedavg.data.columns import Columns
 from cfedavg.data.images import ImageData, Images
 from cfedavg.data.partition import Partition, by_classes, by_dirichlet, iid
 from cfedavg.data.sources import HUB, load
-from cfedavg.data.splits import Split
+from cfedavg.data.splits import FlowerDirichlet, NiidClasses, NiidDirichlet, NiidQuantity, Split
 
 __all__ = [
-    "HUB", "Columns", "DataSet", "ImageData", "Images", "Partition", "Split", "build_task", "by_classes",
-    "by_dirichlet", "cache_folder", "from_dataset", "from_flwr", "iid", "load",
+    "HUB", "Columns", "DataSet", "FlowerDirichlet", "ImageData", "Images", "NiidClasses", "NiidDirichlet",
+    "NiidQuantity", "Partition", "Split", "build_task", "by_classes", "by_dirichlet", "cache_folder",
+    "from_dataset", "from_flwr", "iid", "load",
 ]  # fmt: skip
 
 

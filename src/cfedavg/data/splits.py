@@ -34,6 +34,7 @@ class Split(Part):
     A split of one's own is a frozen dataclass with this base class and the function `counts`.
     """
 
+    chosen_by: ClassVar[tuple[str, ...]] = ("partition",)
     by_class: ClassVar[bool] = True  # False: the split does not look at classes
 
     def counts(self, sizes: np.ndarray, m: int, seed: int) -> np.ndarray:
