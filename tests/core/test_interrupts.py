@@ -199,7 +199,8 @@ def test_ctrl_c_five_times(at: str, tmp_path: Path) -> None:
 def test_a_closed_pipe_ends_a_run_with_its_state_saved(tmp_path: Path) -> None:
     """The reader ends as in `cfedavg run | head -1`, when rounds have begun."""
     out = tmp_path / "r"
-    program = "from cfedavg.cli import main, progress; progress.PLAIN_EVERY = 0; main()"
+    imports = "from cfedavg.callbacks import progress; from cfedavg.cli import main"
+    program = f"{imports}; progress.PLAIN_EVERY = 0; main()"
     command = [sys.executable, "-c", program, *RUN, "--rounds", "1000000", "--checkpoint-every", "0"]
     process = subprocess.Popen([*command, "--out", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout

@@ -101,7 +101,7 @@ def run_wheel(wheel: Path, folder: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env["CFEDAVG_KERNELS"] = "python"  # numba would compile for many seconds
     for command, words in (
-        ([folder / "bin" / "cfedavg", "version"], cfedavg.__version__),
+        ([folder / "bin" / "cfedavg", "--version"], cfedavg.__version__),
         (
             [folder / "bin" / "cfedavg", *["run", "--model", "linear", "--clients", "2", "--rounds", "1"]],
             "written to runs",

@@ -317,7 +317,8 @@ def asking(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def test_the_data_set_is_loaded_and_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads, pools = [], list[Pool]()
-    monkeypatch.setattr(tasks, "load", lambda *args, load=tasks.load: loads.append(args) or load(*args))
+    load = tasks.load_any
+    monkeypatch.setattr(tasks, "load_any", lambda *args: loads.append(args) or load(*args))
     made = Pool.__init__
 
     def watched(self: Pool, *args: Any) -> None:
@@ -333,7 +334,7 @@ def test_the_data_set_is_loaded_and_held_once(tmp_path: Path, monkeypatch: pytes
 
 def test_a_data_set_that_is_too_large_is_held_client_by_client(monkeypatch: pytest.MonkeyPatch) -> None:
     data = tasks.DataSet("embedded")
-    clients = [tasks.ImageSamples(data.train, np.arange(start, 10_000, 2000)) for start in range(2)]
+    clients = [tasks.ClientSamples(data.train, np.arange(start, 10_000, 2000)) for start in range(2)]
     monkeypatch.setattr("cfedavg.simulate.vectorised.batches.free_memory", lambda device: 2**20)
     pool = Pool(torch.device("cpu"), torch.float32)
     found = pool.block(clients).gather(torch.tensor([[0, 4], [3, 1]]), 2)

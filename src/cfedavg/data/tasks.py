@@ -29,7 +29,7 @@ FIELDS = (
 )  # fmt: skip
 
 
-class Split:
+class SplitSamples:
     """The samples of a split: `read(rows)` makes a batch, a pair (inputs, labels)."""
 
     fixed = True
@@ -46,7 +46,7 @@ class ClientSamples:
 
     fixed = True
 
-    def __init__(self, whole: Split, rows: np.ndarray) -> None:
+    def __init__(self, whole: SplitSamples, rows: np.ndarray) -> None:
         self.whole, self.rows = whole, rows
 
     def __len__(self) -> int:
@@ -89,7 +89,10 @@ class DataSet:
         else:
             self.shape, self.outputs = data.train.pixels.shape[1:], data.classes
             reads = [partial(_images_at, data, each) for each in (data.train, data.test)]
-        self.train, self.test = Split(len(data.train), reads[0]), Split(len(data.test), reads[1])
+        self.train, self.test = (
+            SplitSamples(len(data.train), reads[0]),
+            SplitSamples(len(data.test), reads[1]),
+        )
 
 
 def deal(config: Config, data: AnyData, owners: Owners | None = None) -> Partition:
