@@ -10,7 +10,7 @@ and rounds with a round trip of one second, which say how many round trips a rou
 `simulated_seconds` of the same run with `--link "LINK, wait=..."`, where `wait` is made of these two and of
 the bytes that are no messages of ours. So `wait` is measured here and now, and the transfer is predicted.
 
-Keep each message below 30 s in each direction: docs/links.md says why Flower gives up beyond.
+Keep each message below 30 s in each direction: docs/links.md says what Flower did with longer ones.
 """
 
 from __future__ import annotations

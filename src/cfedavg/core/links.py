@@ -5,7 +5,7 @@ with settings that replace the profile's: `3g, rtt=100ms`. Before it may stand t
 clients, `30%` or `5x`. One class may have neither: it takes all other clients.
 
 The settings are the rates `up` and `down`, the round-trip time `rtt`, and `wait`, the seconds of a round that
-neither depend on the client's link nor on its local steps: polling, starting processes. A value is a number
+depend neither on the client's link nor on its local steps: polling, starting processes. A value is a number
 with its unit, or a range `1Mbit..20Mbit`, drawn once for each client.
 """
 
