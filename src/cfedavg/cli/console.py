@@ -35,7 +35,9 @@ ConfigFile = Annotated[
 ]
 Formats = Annotated[
     list[str] | None,
-    typer.Option("--format", help="png, pdf, svg or csv, of each figure; repeatable", show_default="png"),
+    typer.Option(
+        "--format", help="format of each figure: png, pdf, svg or csv; repeatable", show_default="png"
+    ),
 ]
 
 _DEFAULT = Config()

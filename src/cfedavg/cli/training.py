@@ -39,8 +39,8 @@ def run(
 ) -> None:
     """Train, and write a folder with metrics, checkpoint, curves and a page.
 
-    Without options: train on the MNIST subset inside the package with 10 clients of 2 classes each, and send
-    3% of the numbers in 3 bits, in both directions.
+    Without options: train on the MNIST subset inside the package, with 10 clients of 2 classes each.
+    Both directions send 3% of the numbers in 3 bits.
     """
     out = console.choose_folder(out, resume)
     options = console.config_from(config, out if resume else None, given, trust=trust)
@@ -84,8 +84,8 @@ def federate_up(
 ) -> None:
     """Start a whole federation on this machine, train with it, and stop all its processes.
 
-    The federation has a Flower SuperLink and a SuperNode for each client on 127.0.0.1, with TLS and a key
-    for every node.
+    The federation has a Flower SuperLink and a SuperNode for each client, all on 127.0.0.1.
+    It uses TLS, and a key for every node.
     """
     from cfedavg.callbacks import CallbackList, make_trackers
     from cfedavg.callbacks.progress import Display
@@ -123,7 +123,8 @@ def report(
         str, typer.Option(help="x axis of losses and norms: rounds, total_bytes or simulated_seconds")
     ] = "rounds",
     width: Annotated[
-        float | None, typer.Option(help="of PDF and SVG, in inches", show_default="3.4, a column of a paper")
+        float | None,
+        typer.Option(help="width of PDF and SVG figures, in inches", show_default="3.4, a column of a paper"),
     ] = None,
 ) -> None:
     """Compare runs in pictures and a page: accuracy (by rounds, bytes and simulated time), loss, norms."""

@@ -123,11 +123,12 @@ class Config:
         None, DATA, "column of texts, to train on next characters", shown="a column named text", in_task=True,
     )  # fmt: skip
     label_column: str | None = option(
-        None, DATA, "column to predict", shown="a column named label, target, class or y", in_task=True,
+        None, DATA, "column to predict", shown="a column named label, labels, target, class or y",
+        in_task=True,
     )  # fmt: skip
     # None, so that the settings of runs without text are those of older versions
     sequence_length: int | None = option(
-        None, DATA, "characters of one sample of a text", shown="80", low=1, in_task=True
+        None, DATA, "characters or bytes of one sample of a text", shown="80", low=1, in_task=True
     )
     tokens: str | None = option(
         None, DATA, "what a text is cut into: characters of the training texts, or bytes",
@@ -150,7 +151,7 @@ class Config:
     )
     partition: OptionalPartText = option(
         None, DATA,
-        "instead, as others define it: niid_dirichlet(0.5), flower_dirichlet(0.5), niid_quantity(0.5), "
+        "instead, a split of the literature: niid_dirichlet(0.5), flower_dirichlet(0.5), niid_quantity(0.5), "
         "niid_classes(2)",
         is_part=True, in_task=True, exclusive="partition",
     )  # fmt: skip
