@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -120,8 +121,8 @@ def main() -> None:
 
 def format_row(line: dict[str, object]) -> str:
     """Return a line of the table in docs/install.md."""
-    time, memory = f"{line['import_seconds']} s", f"{line['import_mb']} MB"
-    return f"| `{line['installation']}` | {line['disk_mb']} MB | `{line['import']}` | {time} | {memory} |"
+    name = re.sub(r"cfedavg(\[\w+\])?", r"`\g<0>`", str(line["installation"]))
+    return f"| {name} | {line['disk_mb']:,} MB | `{line['import']}` | {line['import_mb']} MB |"
 
 
 if __name__ == "__main__":

@@ -110,12 +110,13 @@ def type_commands(script: Script, folder: Path, environment: Mapping[str, str]) 
     limit.start()
     try:
         lines = [(line, time.monotonic() - began) for line in shell.stdout or ()]
+        failed = shell.wait()
     finally:
         limit.cancel()
         end_group(shell.pid)  # what the page left in the background
     printed, seconds = "".join(line for line, _ in lines), time.monotonic() - began
-    if shell.wait():
-        raise SystemExit(f"{printed}\nexit code {shell.returncode}")
+    if failed:
+        raise SystemExit(f"{printed}\nexit code {failed}")
     return Typed(printed, next((at for line, at in lines if RESULT.search(line)), seconds), seconds)
 
 

@@ -6,10 +6,13 @@ import json
 import re
 import runpy
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench import both_ways_tables
+from bench import both_ways_tables, footprint
+from scripts import try_docs
 
 from cfedavg import run
 from cfedavg.core.config import Config, read_config
@@ -174,3 +177,27 @@ def test_table_of_the_links(path: Path) -> None:
     row += "".join(f" {means[name]:.1f} s |" for name in names) + f" {ratio:.2f} |"
     assert row in (ROOT / "docs/links.md").read_text()
     assert abs(ratio - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "format_row"), [("footprint", footprint.format_row), ("start", try_docs.format_row)]
+)
+def test_tables_of_installations(name: str, format_row: Callable[[Any], str]) -> None:
+    page = (ROOT / "docs/install.md").read_text()
+    lines = json.loads((ROOT / f"results/{name}.json").read_text())
+    assert len(lines) >= 6
+    assert [format_row(line) for line in lines if format_row(line) not in page] == []
+
+
+def test_a_client_is_light() -> None:
+    lines = json.loads((ROOT / "results/footprint.json").read_text())
+    (client,) = [line for line in lines if line["installation"] == "cfedavg[client]"]
+    assert client["disk_mb"] <= 350
+    assert client["import_mb"] <= 150
+
+
+def test_a_first_result_takes_minutes() -> None:
+    """At most 3 of the machine, and 10 of a person who reads 100 words and copies 2 blocks a minute."""
+    for line in json.loads((ROOT / "results/start.json").read_text()):
+        assert line["first_seconds"] <= 180, line["page"]
+        assert line["words"] / 100 + line["blocks"] / 2 <= 10, line["page"]
