@@ -96,7 +96,7 @@ def type_commands(script: Script, folder: Path, environment: Mapping[str, str]) 
     for name, text in script.files.items():
         (folder / name).write_text(text)
     began = time.monotonic()
-    shell = subprocess.Popen(
+    with subprocess.Popen(
         ["bash", "-e", "-c", script.commands],
         cwd=folder,
         env={**environment, "PYTHONUNBUFFERED": "1"},
@@ -105,15 +105,15 @@ def type_commands(script: Script, folder: Path, environment: Mapping[str, str]) 
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    limit = threading.Timer(LIMIT, end_group, [shell.pid])
-    limit.start()
-    try:
-        lines = [(line, time.monotonic() - began) for line in shell.stdout or ()]
-        failed = shell.wait()
-    finally:
-        limit.cancel()
-        end_group(shell.pid)  # what the page left in the background
+    ) as shell:
+        limit = threading.Timer(LIMIT, end_group, [shell.pid])
+        limit.start()
+        try:
+            lines = [(line, time.monotonic() - began) for line in shell.stdout or ()]
+            failed = shell.wait()
+        finally:
+            limit.cancel()
+            end_group(shell.pid)  # what the page left in the background
     printed, seconds = "".join(line for line, _ in lines), time.monotonic() - began
     if failed:
         raise SystemExit(f"{printed}\nexit code {failed}")
