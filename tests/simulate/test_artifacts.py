@@ -132,6 +132,26 @@ def test_kernels_are_described_for_one_client() -> None:
     assert [arg.shape[0] for arg in args if isinstance(arg, Like)] == [1, 1]
 
 
+def test_the_compiler_does_not_write_what_arguments_are_computed_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch 2.11 would, for its log; the text of ResNet-18's step would never end."""
+    import torch._inductor.standalone_compile
+    from torch._inductor.exc import MissingOperatorWithoutDecomp
+
+    class Endless:
+        def __str__(self) -> str:
+            raise AssertionError
+
+    def standalone_compile(*_: Any, **__: Any) -> str:
+        return MissingOperatorWithoutDecomp.operator_str("convolve", [Endless()], {})
+
+    before = MissingOperatorWithoutDecomp.operator_str
+    monkeypatch.setattr(torch._inductor, "standalone_compile", standalone_compile)
+    assert artifacts.compile_step(listed(), []).split() == ["target:", "convolve"]
+    assert MissingOperatorWithoutDecomp.operator_str is before
+
+
 @pytest.fixture
 def process() -> Iterator[compiler.Compiler]:
     started = compiler.Compiler()
