@@ -33,9 +33,9 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "compiling", False)
 
 
-def play(config: Config, task: Task) -> tuple[State, list[dict[str, Any]]]:
+def play(config: Config, task: Task, precision: str = "float64") -> tuple[State, list[dict[str, Any]]]:
     """Three rounds from the start, with evaluation."""
-    config = config.replace(clients=len(task.clients), precision="float64", rounds=ROUNDS)
+    config = config.replace(clients=len(task.clients), precision=precision, rounds=ROUNDS)
     engine = choose_engine(config, Plan(config, task), task)
     state, rows = engine.begin(engine.start()), []
     for _ in range(ROUNDS):
@@ -177,6 +177,20 @@ def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "compiling", True)
     work = {"local_steps": "6,1,2,6,3"}
     agree(images(seeded(MODELS[name])), "batched", "cuda", batch_size=5, eta_local=0.05, **work)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "near"), [("float32", 1e-3), ("bf16", 0.1)])
+def test_compiled_batch_norms(precision: str, near: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 and bf16, batch norms, residuals and ReLUs are kernels of our own: near to the reference."""
+    monkeypatch.setattr(Recorder, "compiling", True)
+    task = images(seeded(MODELS["batch norm"]))
+    config = Config(device="cuda", batch_size=5, local_steps="4", eta_local=0.05, compressor="none")
+    expected, _ = play(config.replace(engine="reference"), task)
+    found, _ = play(config.replace(engine="batched"), task, precision)
+    start = torch.nn.utils.parameters_to_vector(task.model.parameters()).detach().to(expected.x)
+    assert (found.x - expected.x).norm() < near * (expected.x - start).norm()
+    assert (found.b - expected.b).norm() < near * expected.b.norm()
 
 
 RAGGED = [
