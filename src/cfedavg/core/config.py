@@ -238,6 +238,11 @@ class Config:
         "ef", SENT, "error feedback, which remembers what was not sent: ef, ef(decay=0.95), ef21, none",
         is_part=True, server="always",
     )  # fmt: skip
+    guard: str = option(
+        "warn", SENT,
+        "if residuals grow too large: warn says so; adapt also doubles what is sent, until they are bounded",
+        choices=("off", "warn", "adapt"), server="always",
+    )  # fmt: skip
 
     steps_per_second: ClientValues = option(
         None, LINK, "speed of a client: 20, or 5..50, or 3,5,8 per client",

@@ -70,9 +70,12 @@ class Plan:
                 "so no client may round its memory"
             )
 
-    def channel(self, layout: Layout) -> Channel:
-        """Return the channel from the clients to the server, for vectors of this layout."""
-        return Channel(self.compressor, self.feedback, layout)
+    def channel(self, layout: Layout, doublings: int = 0) -> Channel:
+        """Return the channel from the clients to the server, for vectors of this layout.
+
+        `doublings` is how often the guard has doubled the number of coordinates.
+        """
+        return Channel(self.compressor.denser(2**doublings), self.feedback, layout)
 
     def downlink(self, layout: Layout) -> Downlink | None:
         """Return the channel from server to clients; None if the server broadcasts the whole model."""

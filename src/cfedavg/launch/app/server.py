@@ -32,6 +32,7 @@ def main(grid: Grid, context: Context) -> None:
         compressor=config.compressor,
         compressor_down=config.compressor_down,
         feedback=config.feedback,
+        guard=config.guard,
         server_optimiser=config.server_optimiser,
         update="mean" if by_clock else rates.update,
         eta=config.eta if by_clock else rates.eta,

@@ -181,7 +181,7 @@ class BlockEngine(Engine):
         bad = {i for i in range(len(clients)) if not math.isfinite(loss[i])}
         try:
             words = self._keys(t, clients, Purpose.SELECT)
-            made = self.channel.send(g, memory, words, t, shared=self._shared(state))
+            made = self._channel(state).send(g, memory, words, t, shared=self._shared(state))
         except NotFinite as error:
             bad |= set(error.rows)
         if bad:
@@ -194,7 +194,7 @@ class BlockEngine(Engine):
             after: Tensor = made.memory
             if any(lost):
                 rows = torch.tensor(lost, device=self.device)[:, None]
-                after = torch.where(rows, self.channel.feedback.restore(made.memory, made.payload), after)
+                after = torch.where(rows, plan.feedback.restore(made.memory, made.payload), after)
             stays = state.residuals.lives_on(self.device)
             kept = self._kept(t, clients, after, copies=stays)  # else the mover copies rows
         g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
