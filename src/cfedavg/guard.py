@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from cfedavg.compress import Compressor
 from cfedavg.core.run_files import Record
-from cfedavg.feedback import ErrorFeedback, Feedback
+from cfedavg.feedback import Feedback, ResidualFeedback
 
 # In the archived runs of the paper's experiments (paper/cfedavg/results/cells), these values give an alarm in
 # every run with random dropping 0.99 or with signs at p = 1 and 2, and in no other run.
@@ -41,6 +41,7 @@ class Alarm(NamedTuple):
 class Guard:
     """The alarms of a run, found by `watch` from its rows of metrics in order.
 
+    >>> from cfedavg.feedback import ErrorFeedback
     >>> guard = Guard("adapt", ErrorFeedback())
     >>> rows = [{"round": t, "left_norm": 2.0**t, "delta_norm": 1.0} for t in range(9)]
     >>> [guard.watch(row) is not None for row in rows]
@@ -51,7 +52,7 @@ class Guard:
 
     def __init__(self, mode: str, feedback: Feedback) -> None:
         """Start to guard a run; without a residual there is nothing to guard."""
-        self.mode = mode if isinstance(feedback, ErrorFeedback) else "off"
+        self.mode = mode if isinstance(feedback, ResidualFeedback) else "off"
         self.alarms: list[Alarm] = []
         self._norms: list[tuple[float, float]] = []  # of |e| and |g|, of rounds with the present density
         self._first = 0  # the first of these rounds

@@ -112,12 +112,13 @@ class Round:
 
     @property
     def claims(self) -> Claims:
-        """The local steps and examples that clients claim, in the order of `in_order`.
+        """The local steps (or their lengths) and examples that clients claim, in the order of `in_order`.
 
         Claims are capped, so that no single client decides the model.
         """
         taken = self.in_order
-        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
+        steps = [each.divisor or 0.0 for each in taken]
+        samples = [each.samples or 0.0 for each in taken]
         return Claims(steps, samples).cap(self.before)
 
     def make_void(self, why: str) -> None:

@@ -321,19 +321,15 @@ class Session:
         if not any(weights):
             now.make_void("no client has an example, so weighting = 'samples' gives no mean")
             return None
-        optimiser, eta = self.parts.server_optimiser, self.strategy.eta
-        rate = eta(t) if callable(eta) else eta
-        # With `update` "mean", K is the mean number by which clients divided their updates.
-        steps = [each or 1.0 for each in claims.steps] if self.parts.update == "mean" else [1.0]
-        K = sum(steps) / len(steps)
+        rate, scale = self._choose_rate(t, claims.steps, weights)
         with np.errstate(over="ignore", invalid="ignore"):  # the result is checked below
             x, memory = self.strategy.aggregator.step(
                 state.server.x,
                 state.memory,
                 ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True)),
                 everyone=float(len(self.numbers)),
-                eta=optimiser.default_rate(K) if rate is None else float(rate),  # so x stays float32
-                scale=optimiser.scale(K),
+                eta=rate,
+                scale=scale,
                 t=t,
             )
         uncompressed = self.form.average([each.uncompressed for each in taken], weights)
@@ -344,6 +340,21 @@ class Session:
             now.make_void(why)
             return None
         return x, uncompressed, memory
+
+    def _choose_rate(
+        self, t: int, divisors: Sequence[float], weights: Sequence[float]
+    ) -> tuple[float, float]:
+        """Return the server's rate in round t, and the factor of the mean update.
+
+        They make up for the numbers by which clients divided their updates.
+        """
+        optimiser, eta, steps = self.parts.server_optimiser, self.strategy.eta, [d or 1.0 for d in divisors]
+        K = sum(steps) / len(steps) if self.parts.update == "mean" else 1.0
+        scale = optimiser.scale(K)
+        if self.parts.update == "fednova":
+            scale = sum(w * d for w, d in zip(weights, steps, strict=True)) / sum(weights)
+        rate = eta(t) if callable(eta) else eta
+        return optimiser.default_rate(K) if rate is None else float(rate), scale  # float: x stays float32
 
     def _end(self, now: Round) -> None:
         """Set `self.state` to the state after the round. The caller stores it with the rows of metrics."""

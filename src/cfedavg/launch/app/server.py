@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
         feedback=config.feedback,
         guard=config.guard,
         server_optimiser=config.server_optimiser,
-        update="mean" if by_clock else rates.update,
+        update="mean" if by_clock and config.update != "fednova" else rates.update,
         eta=config.eta if by_clock else rates.eta,
         weighting=config.weighting,
         seed=config.seed,

@@ -175,8 +175,7 @@ class BlockEngine(Engine):
         memory.
         """
         plan, t, clients = self.plan, state.t, block.clients
-        K = torch.tensor(block.K, device=self.device)[:, None]
-        g = local_update(block.x_0, block.x_K, K, plan.rates.update)
+        g = local_update(block.x_0, block.x_K, self._divisors(t, block))
         memory, loss = memories(clients), block.loss.tolist()
         bad = {i for i in range(len(clients)) if not math.isfinite(loss[i])}
         try:
@@ -206,6 +205,11 @@ class BlockEngine(Engine):
             for i, client in enumerate(clients)
         ]
         return kept
+
+    def _divisors(self, t: int, block: Trained) -> Tensor | None:
+        """Return the numbers by which clients divide their updates, with shape (n, 1); None: by none."""
+        found = [each for K in block.K if (each := self.plan.divisor(t, K)) is not None]
+        return torch.tensor(found, device=self.device, dtype=self.dtype)[:, None] if found else None
 
     def _deliver(self, t: int, block: Trained, payload: Payload, mine: RankRound) -> None:
         """Add the block's payloads to this rank's round `mine`; count their bytes here or in threads."""

@@ -155,7 +155,7 @@ class Engine(ABC):
         plan, t = self.plan, state.t
         x, memory = plan.aggregator.step(
             state.x, state.memory, payloads, everyone=plan.everyone, eta=plan.rates.eta,
-            scale=plan.rates.scale, t=t,
+            scale=plan.scale(t, arrived), t=t,
         )  # fmt: skip
         if not bool(torch.isfinite(x).all()):
             raise Diverged(t, arrived, "the model made from the updates")
@@ -311,7 +311,7 @@ class ReferenceEngine(Engine):
         x_0 = plan.feedback.start(state.broadcast, memory, shared)
         trained = train_client(plan, self.task, self.vectors, t, x_0, state.b, client)
         (K,), x_K, loss = trained.K, trained.x_K[0], float(trained.loss)
-        g = local_update(x_0, x_K, K, plan.rates.update)
+        g = local_update(x_0, x_K, plan.divisor(t, K))
         made = channel.send(g, memory, plan.key(t, client), t, shared=shared)
         if not math.isfinite(loss):
             raise NotFinite([client])
