@@ -41,7 +41,7 @@ from cfedavg.optimise.server import SERVER_OPTIMISERS
 from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
 from tests.conftest import blobs
-from tests.own_parts import SAPEF, CAFe, Halve, Lookahead, SignDescent
+from tests.own_parts import Halve, Lookahead, Lookout, SignDescent
 
 QUIET = settings(max_examples=100, derandomize=True, database=None)
 PARSERS: dict[str, Callable[[str], Any]] = {
@@ -134,8 +134,8 @@ def test_every_kind_of_part_is_tried() -> None:
 @pytest.mark.parametrize(
     ("field", "part", "text"),
     [
-        ("feedback", SAPEF(alpha=0.7), "tests.own_parts:SAPEF(alpha=0.7)"),
-        ("feedback", CAFe(), "tests.own_parts:CAFe"),
+        ("feedback", Lookout(share=0.7), "tests.own_parts:Lookout(share=0.7)"),
+        ("feedback", Lookout(), "tests.own_parts:Lookout"),
         ("server_optimiser", Lookahead(), "tests.own_parts:Lookahead"),
         ("local_optimiser", Halve() >> SignDescent(), "tests.own_parts:Halve >> tests.own_parts:SignDescent"),
         ("model", linear, "cfedavg.models:linear"),

@@ -17,7 +17,7 @@ docs/compressors.md shows how to write your own selector or quantiser.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, NoReturn
 
@@ -69,6 +69,10 @@ class Selector(Stage):
     def most(self, layout: Layout) -> int:
         """Return the largest number of coordinates that one client can keep."""
         return layout.d
+
+    def denser(self, times: float) -> Selector:
+        """Return the selector that keeps `times` as many coordinates, at most all; self if it cannot."""
+        return self
 
     def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
         """Return the coordinates and values of p that `keep` chooses; raise NotFinite if p has NaN or Inf."""
@@ -157,6 +161,17 @@ class Compressor(Written):
             rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
             lost = lost + rounding - lost * rounding
         return 1 / lost if lost else math.inf
+
+    def denser(self, times: float) -> Compressor:
+        """Return the compressor that sends `times` as many coordinates, at most all of them.
+
+        It is equal to this one if its selector cannot send more.
+
+        >>> from cfedavg.compress import parse
+        >>> str(parse("topk(0.99) >> bf16").denser(4)), str(parse("sign").denser(4))
+        ('topk(0.96) >> bf16', 'none >> sign')
+        """
+        return self if times == 1 else replace(self, selector=self.selector.denser(times))
 
     @property
     def rounds_values(self) -> bool:

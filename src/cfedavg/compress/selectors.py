@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -115,6 +115,14 @@ class TopK(Selector):
     def most(self, layout: Layout) -> int:
         return layout.d if self.comp is None else sum(map(self._k, self._parts(layout)))
 
+    def denser(self, times: float) -> Selector:
+        if self.comp is None:
+            assert self.snr is not None
+            return replace(self, snr=min(self.snr * times, _LARGE))
+        most = 2**53
+        least = 1 if self.least == 1 else min(round(self.least * times), most)
+        return replace(self, comp=_less_dropped(self.comp, times), least=least)
+
 
 @dataclass(frozen=True)
 class RandomDropping(Selector):
@@ -149,6 +157,9 @@ class RandomDropping(Selector):
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else math.inf
 
+    def denser(self, times: float) -> Selector:
+        return replace(self, comp=_less_dropped(self.comp, times))
+
 
 @dataclass(frozen=True)
 class Threshold(Selector):
@@ -171,6 +182,9 @@ class Threshold(Selector):
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.lam**2
+
+    def denser(self, times: float) -> Selector:
+        return replace(self, lam=max(self.lam / times, 1 / _LARGE))
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,9 @@ class Proportional(Selector):
         draws = bits53(keys[:, None], arange(p.shape[1], p))
         return draws < self.probabilities(normalise_rows(abs(p))) * 2.0**53
 
+    def denser(self, times: float) -> Selector:
+        return replace(self, comp=_less_dropped(self.comp, times))
+
     def probabilities(self, magnitude: Array) -> Array:
         """Return the probability of each coordinate, for magnitudes of shape (n, d), a row for each client.
 
@@ -214,6 +231,11 @@ class Proportional(Selector):
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else math.inf
+
+
+def _less_dropped(comp: float, times: float) -> float:
+    """Return the fraction not sent if `times` as many coordinates are sent, to 12 digits."""
+    return max(0.0, round(1 - times * (1 - comp), 12))
 
 
 def _on_cpu(p: Array) -> bool:

@@ -204,8 +204,10 @@ class Config:
         low=0, below=1, federated=False,
     )  # fmt: skip
     update: str = option(
-        "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K_i are equal, else mean",
-        choices=("auto", "sum", "mean"), server="always",
+        "auto", ROUND,
+        "sum: g = x_K - x; mean: g = (x_K - x)/K_i; fednova: (x_K - x)/length of the steps; auto: sum if all "
+        "K_i are equal, else mean",
+        choices=("auto", "sum", "mean", "fednova"), server="always",
     )  # fmt: skip
     server_optimiser: PartText = option(
         "sgd", ROUND, "sgd, momentum(0.9), nesterov, adam, adagrad or yogi; see `cfedavg parts`",
@@ -235,8 +237,13 @@ class Config:
         is_part=True, server="always",
     )  # fmt: skip
     feedback: PartText = option(
-        "ef", SENT, "error feedback, which remembers what was not sent: ef, ef(decay=0.95), ef21, none",
+        "ef", SENT, "error feedback, which remembers what was not sent: ef, sapef(0.5), ef21, cafe, none",
         is_part=True, server="always",
+    )  # fmt: skip
+    guard: str = option(
+        "warn", SENT,
+        "if residuals grow too large: warn says so; adapt also doubles what is sent, until they are bounded",
+        choices=("off", "warn", "adapt"), server="always",
     )  # fmt: skip
 
     steps_per_second: ClientValues = option(

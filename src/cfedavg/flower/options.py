@@ -190,7 +190,7 @@ class Parts:
     compressor_down: Compressor
     feedback: Feedback
     server_optimiser: ServerOptimiser
-    update: str  # "sum" or "mean": line 10 or line 11 of Algorithm 1
+    update: str  # "sum" or "mean", line 10 or line 11 of Algorithm 1, or "fednova"
     seed: int  # of all random draws
 
     @classmethod
@@ -252,15 +252,16 @@ def check_parts(
     odd = " and ".join(f"`{name}`" for name, is_usual in usual.items() if not is_usual)
     samples = any(getattr(policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING)
     _check_rules({
-        "`update` must be 'sum', or 'mean' if clients report local-steps, got 'auto'": parts.update != "auto",
+        "`update` must be 'sum', or 'mean' or 'fednova' if clients report local-steps, got 'auto'":
+            parts.update != "auto",
         f"{odd} must not be given when CFedAvg wraps a strategy, which averages and steps itself. "
         "Remove the options or the strategy.": not (wraps and odd),
         "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg wraps a "
         "strategy, which samples the nodes itself. Remove these fields.": not (wraps and samples),
         f"`update` must be 'sum' when CFedAvg wraps a strategy, got {parts.update!r}":
             not wraps or parts.update == "sum",
-        f"`feedback` must not change the broadcast model in a federation, got {feedback}. "
-        "Use ef, ef21 or none.": not (feedback.broadcasts or feedback.moves_start),
+        f"`feedback` must not broadcast a vector beside the model in a federation, got {feedback}. "
+        "Use ef, sapef, ef21 or none.": not feedback.broadcasts,
         f"`feedback` must keep no memory on the server when CFedAvg wraps a strategy, got {feedback}. "
         "Use ef or none.": not (wraps and feedback.keeps_server_memory),
         f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates that "

@@ -38,6 +38,7 @@ from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_no
 from cfedavg.flower.requests import Dispatcher, make_record
 from cfedavg.flower.rounds import Loads, Round, ServerAge, make_columns
 from cfedavg.flower.wrapped_strategy import WrappedStrategy, name_strategy
+from cfedavg.guard import Guard
 
 EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
 Averaged = tuple[NDArray[np.float32], bytes, ServerMemory]  # x, the uncompressed arrays, the memory
@@ -50,8 +51,8 @@ class CFedAvg(Strategy):
     None, CFedAvg averages with `weighting` "uniform" or "samples", and `server_optimiser` steps with the
     global rate `eta`: a number, or a function of the round (from 0). The default is the optimiser's own rate.
 
-    `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation, as
-    texts or objects. The server tells the clients what they need, so the mod needs no options.
+    `compressor`, `compressor_down`, `feedback`, `guard`, `update`, `server_optimiser`, `seed`: as in a
+    simulation, as texts or objects. The server tells the clients what they need, so the mod needs no options.
     `uncompressed`: patterns for the names of arrays that are sent uncompressed.
 
     With a `compressor_down`, every client keeps a model copy, which can differ from the server's exact
@@ -76,6 +77,7 @@ class CFedAvg(Strategy):
         compressor: str | Written = Config.compressor,
         compressor_down: str | Written = Config.compressor_down,
         feedback: str | Written = "ef",
+        guard: str = Config.guard,
         update: str = "sum",
         server_optimiser: str | Written = "sgd",
         eta: Rate | None = None,
@@ -98,7 +100,12 @@ class CFedAvg(Strategy):
         options.check_start(resume=resume, from_backup=from_backup, out=out)
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         given: dict[str, Any] = {"compressor": compressor, "compressor_down": compressor_down}
-        given |= {"feedback": feedback, "update": update, "server_optimiser": server_optimiser}
+        given |= {
+            "feedback": feedback,
+            "guard": guard,
+            "update": update,
+            "server_optimiser": server_optimiser,
+        }
         given |= {"weighting": weighting, "seed": seed, "participation": float(self.policy.participation)}
         if config is None:  # for a user's own app
             by = f"{APP[:-1]}, averaged by {name_strategy(inner)})" if inner else APP
@@ -203,6 +210,9 @@ class Session:
         self.form, self.result, self.age = folder.form, Result(), ServerAge()
         notes = {who: known.note for who, known in self.state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
+        self.guard = Guard(self.strategy.config.guard, self.parts.feedback)
+        for row in folder.rows:
+            self.guard.watch(row)
         self.residuals = ResidualNorms().add(note.residual2 for note in notes.values())
         nodes, where = OnlineNodes(self.grid, self.numbers), str(folder.out.resolve())
         model = folder.form, folder.replica, folder.federation
@@ -222,6 +232,8 @@ class Session:
             self._do_round()
             row = rounds.describe_row(self.folder.rows[-1])
             log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, row)
+            if sentence := self.guard.report(self.folder.rows[-1], self.parts.compressor):
+                log(WARNING, sentence)
         self.folder.close(self.state)
         self.result.arrays = self._arrays(self.folder.held_model(self.state))
         return self.result
@@ -244,7 +256,8 @@ class Session:
         # The bound is computed from stored state before any request, so a restart finds the same bound.
         bound = bound_norm(state.norms) if bound is None else bound
         arrays, loads = self._arrays(state.server.x), Loads(self.form, self.folder.replica, state)
-        now = Round(state.server.t + 1, arrays, loads, time.monotonic(), bound, state.claims)
+        compressor = self.parts.compressor.denser(2 ** self.guard.doublings(state.server.t))
+        now = Round(state.server.t + 1, arrays, loads, time.monotonic(), bound, compressor, state.claims)
         requests = self._make_requests(now)
         self.dispatcher.collect(now, requests, self.state, self._make_validator(now))
         self._leave_out(now)
@@ -286,7 +299,7 @@ class Session:
         if self.strategy.max_norm != math.inf:  # integers as large as the model's own are allowed
             most = max(options.LARGEST_NORM, self.form.largest(self.state.uncompressed, "iu"))
         by_samples = self.strategy.weighting == "samples"
-        return ReplyValidator(self.form, self.parts.compressor, now.max_norm, most, by_samples)
+        return ReplyValidator(self.form, now.compressor, now.max_norm, most, by_samples)
 
     def _leave_out(self, now: Round) -> None:
         """Reject accepted replies that are much larger than the others, or that `inner` cannot average."""
@@ -308,19 +321,15 @@ class Session:
         if not any(weights):
             now.make_void("no client has an example, so weighting = 'samples' gives no mean")
             return None
-        optimiser, eta = self.parts.server_optimiser, self.strategy.eta
-        rate = eta(t) if callable(eta) else eta
-        # With `update` "mean", K is the mean number by which clients divided their updates.
-        steps = [each or 1.0 for each in claims.steps] if self.parts.update == "mean" else [1.0]
-        K = sum(steps) / len(steps)
+        rate, scale = self._choose_rate(t, claims.steps, weights)
         with np.errstate(over="ignore", invalid="ignore"):  # the result is checked below
             x, memory = self.strategy.aggregator.step(
                 state.server.x,
                 state.memory,
                 ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True)),
                 everyone=float(len(self.numbers)),
-                eta=optimiser.default_rate(K) if rate is None else float(rate),  # so x stays float32
-                scale=optimiser.scale(K),
+                eta=rate,
+                scale=scale,
                 t=t,
             )
         uncompressed = self.form.average([each.uncompressed for each in taken], weights)
@@ -331,6 +340,21 @@ class Session:
             now.make_void(why)
             return None
         return x, uncompressed, memory
+
+    def _choose_rate(
+        self, t: int, divisors: Sequence[float], weights: Sequence[float]
+    ) -> tuple[float, float]:
+        """Return the server's rate in round t, and the factor of the mean update.
+
+        They make up for the numbers by which clients divided their updates.
+        """
+        optimiser, eta, steps = self.parts.server_optimiser, self.strategy.eta, [d or 1.0 for d in divisors]
+        K = sum(steps) / len(steps) if self.parts.update == "mean" else 1.0
+        scale = optimiser.scale(K)
+        if self.parts.update == "fednova":
+            scale = sum(w * d for w, d in zip(weights, steps, strict=True)) / sum(weights)
+        rate = eta(t) if callable(eta) else eta
+        return optimiser.default_rate(K) if rate is None else float(rate), scale  # float: x stays float32
 
     def _end(self, now: Round) -> None:
         """Set `self.state` to the state after the round. The caller stores it with the rows of metrics."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, NoReturn
 
 import torch
@@ -195,6 +195,24 @@ class Prox(GradientChange):
     def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[Tensor]:
         triples = zip(grads, params, start, strict=True)
         return [torch.add(g, p - s, alpha=self.mu) for g, p, s in triples]
+
+
+@lru_cache(256)
+def step_lengths(optimiser: LocalOptimiser, rate: float, most: int) -> tuple[float, ...]:
+    """Return FedNova's normaliser |a|_1 of 1, 2, ... up to `most` local steps.
+
+    This is how far the steps move a parameter if every gradient is 1, in units of `rate`: K for plain SGD;
+    more with momentum, which repeats earlier gradients; less with `prox`, which pulls back.
+
+    >>> step_lengths(SGD(), 0.1, 3), step_lengths(SGD(momentum=0.5), 0.1, 3)
+    ((1.0, 2.0, 3.0), (1.0, 2.5, 4.25))
+    """
+    start = [torch.zeros(1, dtype=torch.float64)]
+    params, state, lengths = list(start), optimiser.init(start), list[float]()
+    for _ in range(most):
+        params, state = optimiser.step(params, [torch.ones_like(start[0])], state, rate, start)
+        lengths.append(float(-params[0] / rate))
+    return tuple(round(length, 12) for length in lengths)
 
 
 def descend(p: Tensor, direction: Tensor, rate: Rate) -> Tensor:

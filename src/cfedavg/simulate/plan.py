@@ -15,7 +15,7 @@ from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import Record, finite
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
-from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser
+from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser, step_lengths
 from cfedavg.schedule import Rates, Steps, resolve_rates
 from cfedavg.simulate.links import draw_speeds
 from cfedavg.task import Task
@@ -70,9 +70,12 @@ class Plan:
                 "so no client may round its memory"
             )
 
-    def channel(self, layout: Layout) -> Channel:
-        """Return the channel from the clients to the server, for vectors of this layout."""
-        return Channel(self.compressor, self.feedback, layout)
+    def channel(self, layout: Layout, doublings: int = 0) -> Channel:
+        """Return the channel from the clients to the server, for vectors of this layout.
+
+        `doublings` is how often the guard has doubled the number of coordinates.
+        """
+        return Channel(self.compressor.denser(2**doublings), self.feedback, layout)
 
     def downlink(self, layout: Layout) -> Downlink | None:
         """Return the channel from server to clients; None if the server broadcasts the whole model."""
@@ -111,6 +114,26 @@ class Plan:
         """Return whether the client's reply in round `t` is lost."""
         rate = self.config.drop_rate
         return bool(rate and uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0] < rate)
+
+    def divisor(self, t: int, K: int) -> float | None:
+        """Return the number by which a client divides its update after K steps in round t; None: by none."""
+        if self.rates.update == "sum":
+            return None
+        return float(K) if self.rates.update == "mean" else self._step_length(t, K)
+
+    def _step_length(self, t: int, K: int) -> float:
+        most = 1 << (K - 1).bit_length()  # so that few different tables are made
+        return step_lengths(self.local_optimiser, self.rates.eta_local(t), most)[K - 1]
+
+    def scale(self, t: int, clients: list[int]) -> float:
+        """Return the factor of the mean update of round t, to which the replies of `clients` arrived.
+
+        With FedNova it is the weighted mean of the numbers by which these clients divided their updates.
+        """
+        total = sum(self.weight(i) for i in clients)
+        if self.rates.update != "fednova" or not total:
+            return self.rates.scale
+        return sum(self.weight(i) * self._step_length(t, self.steps.at(t, i)) for i in clients) / total
 
     def weight(self, client: int) -> float:
         """Return the client's weight in the average."""

@@ -20,6 +20,7 @@ from cfedavg.core.files import check_no_file
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
+from cfedavg.guard import Guard
 from cfedavg.report import check_drawing, import_drawing, write_run_pictures
 from cfedavg.simulate.engines import Partners, RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
@@ -174,6 +175,7 @@ class Loop:
     ) -> None:
         self.config, self.callbacks, self.note = config, callbacks, task.note
         self.plan = Plan(config, task)
+        self.guard = Guard(config.guard, self.plan.feedback)
         self.rows: list[Record] = []
         self._pending: list[Callable[[], Record]] = []  # functions that give the rows not yet written
         self._engines: list[str] = []  # sentences about the engine that are not yet in engine.txt
@@ -215,6 +217,8 @@ class Loop:
                 state = replace(start, residuals=residuals)
                 if folder:
                     state, self.rows = folder.begin(self.config, self.engine.identity, state, resume=resume)
+                    for row in self.rows:
+                        self.guard.watch(row)
                     self._folder, self._done = folder, state.t
                     if state.t < self.config.rounds:
                         self._write_engines()
@@ -256,6 +260,7 @@ class Loop:
         try:
             while state.t < self.config.rounds and not self._stopped:
                 self._done = state.t
+                state = replace(state, doublings=self.guard.doublings(state.t))
                 yield partial(self.engine.request, state)
                 state_next, finish = self.engine.round(state)
                 tested = self._evaluate(state_next)
@@ -314,6 +319,8 @@ class Loop:
             if self._folder:
                 self._folder.append(row)
             self._stopped |= bool(self.callbacks.on_row(row))
+            if sentence := self.guard.report(row, self.plan.compressor):
+                self.callbacks.on_message(sentence)
 
     def _save(self, state: State, *, beside: bool = False) -> None:
         """Save a checkpoint; with `beside`, a thread writes it while the next rounds run."""

@@ -49,6 +49,7 @@ class State:
     # With a compressed broadcast: the clients' model copy, and the record of each client's downloads.
     w: Tensor | None = None
     downloads: Downloads | None = None
+    doublings: int = 0  # how often the guard has doubled what clients send; the rows of metrics tell it
 
     @property
     def broadcast(self) -> Tensor:

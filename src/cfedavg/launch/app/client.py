@@ -11,7 +11,7 @@ from cfedavg.compress import parse
 from cfedavg.core.errors import InputError
 from cfedavg.data.tasks import build_task
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.flower.mod import STEPS, compressed
+from cfedavg.flower.mod import LENGTH, STEPS, compressed
 from cfedavg.launch.app import config_of
 from cfedavg.simulate.local import after, batches, clock, local_steps, reproducible, seed_generators
 from cfedavg.simulate.plan import Plan
@@ -51,6 +51,8 @@ def train(message: Message, context: Context) -> Message:
     metrics = MetricRecord(
         {"train_loss": float(work.loss), STEPS: work.K, "num-examples": len(task.clients[client])}
     )
+    if plan.rates.update == "fednova" and work.K:
+        metrics[LENGTH] = float(plan.divisor(t, work.K) or work.K)
     arrays = ArrayRecord(task.model.state_dict())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 

@@ -175,13 +175,12 @@ class BlockEngine(Engine):
         memory.
         """
         plan, t, clients = self.plan, state.t, block.clients
-        K = torch.tensor(block.K, device=self.device)[:, None]
-        g = local_update(block.x_0, block.x_K, K, plan.rates.update)
+        g = local_update(block.x_0, block.x_K, self._divisors(t, block))
         memory, loss = memories(clients), block.loss.tolist()
         bad = {i for i in range(len(clients)) if not math.isfinite(loss[i])}
         try:
             words = self._keys(t, clients, Purpose.SELECT)
-            made = self.channel.send(g, memory, words, t, shared=self._shared(state))
+            made = self._channel(state).send(g, memory, words, t, shared=self._shared(state))
         except NotFinite as error:
             bad |= set(error.rows)
         if bad:
@@ -194,7 +193,7 @@ class BlockEngine(Engine):
             after: Tensor = made.memory
             if any(lost):
                 rows = torch.tensor(lost, device=self.device)[:, None]
-                after = torch.where(rows, self.channel.feedback.restore(made.memory, made.payload), after)
+                after = torch.where(rows, plan.feedback.restore(made.memory, made.payload), after)
             stays = state.residuals.lives_on(self.device)
             kept = self._kept(t, clients, after, copies=stays)  # else the mover copies rows
         g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
@@ -206,6 +205,11 @@ class BlockEngine(Engine):
             for i, client in enumerate(clients)
         ]
         return kept
+
+    def _divisors(self, t: int, block: Trained) -> Tensor | None:
+        """Return the numbers by which clients divide their updates, with shape (n, 1); None: by none."""
+        found = [each for K in block.K if (each := self.plan.divisor(t, K)) is not None]
+        return torch.tensor(found, device=self.device, dtype=self.dtype)[:, None] if found else None
 
     def _deliver(self, t: int, block: Trained, payload: Payload, mine: RankRound) -> None:
         """Add the block's payloads to this rank's round `mine`; count their bytes here or in threads."""

@@ -172,7 +172,7 @@ class RankCommands:
         with self.ranks.uninterrupted():
             if self._waiting:  # a round was interrupted: receive and drop its results
                 self.collect(None)
-            self.ranks.share((command, state and state.t))
+            self.ranks.share((command, state and (state.t, state.doublings)))
             if command in ("round", "evaluate"):
                 assert state is not None
                 for tensor in _shared_tensors(state):
@@ -201,10 +201,11 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
     """
     residuals = dict[int, Residuals]()
     while True:
-        command, t = ranks.share()
+        command, when = ranks.share()
         if command == "stop":
             ranks.gather(None)
             return state
+        t, doublings = when
         if command == "begin":
             residuals = {t: ranks.scatter()}
         elif command == "residuals":
@@ -214,7 +215,7 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
         else:
             x, b, *feedback = [ranks.share_tensor(tensor.clone()) for tensor in _shared_tensors(state)]
             memory = ServerMemory(feedback[0] if feedback else None)
-            state = State(t, x, b, residuals.get(t, InMemory()), memory=memory)
+            state = State(t, x, b, residuals.get(t, InMemory()), memory=memory, doublings=doublings)
             try:
                 found, after = compute(command, state)
                 if command == "round":

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cfedavg.algorithm import local_update
+from cfedavg.channel import Channel
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, keys
@@ -64,7 +65,7 @@ class Engine(ABC):
         self.layout = self.vectors.layout
         self.identity = self.vectors.identity()  # a checksum of the model, which a checkpoint must match
         self.ledger = Ledger(self.layout, messages, opened=rank > 0)
-        self.channel, self.downlink = plan.channel(self.layout), plan.downlink(self.layout)
+        self.downlink = plan.downlink(self.layout)
         self.buffers_up = BufferChannel(self.vectors.buffer_layout, plan.compressor)
         self.buffers_down = BufferChannel(self.vectors.buffer_layout, plan.compressor_down)
         self._prepare: Callable[[Batch], Batch] = lambda batch: batch  # converts a batch for the model
@@ -108,6 +109,10 @@ class Engine(ABC):
         """Return a copy of the user's model on the CPU, with parameters `x` and buffers `b`."""
         return model_of(self._blank, x, b)
 
+    def _channel(self, state: State) -> Channel:
+        """Return the channel of the round that starts from `state`."""
+        return self.plan.channel(self.layout, state.doublings)
+
     def _setting(self) -> AbstractContextManager[None]:
         return reproducible(self.device, self.plan.config.precision)
 
@@ -150,7 +155,7 @@ class Engine(ABC):
         plan, t = self.plan, state.t
         x, memory = plan.aggregator.step(
             state.x, state.memory, payloads, everyone=plan.everyone, eta=plan.rates.eta,
-            scale=plan.rates.scale, t=t,
+            scale=plan.scale(t, arrived), t=t,
         )  # fmt: skip
         if not bool(torch.isfinite(x).all()):
             raise Diverged(t, arrived, "the model made from the updates")
@@ -301,17 +306,17 @@ class ReferenceEngine(Engine):
 
         If the reply is lost, its payload goes back into the client's memory.
         """
-        plan, t, shared = self.plan, state.t, self._shared(state)
+        plan, t, shared, channel = self.plan, state.t, self._shared(state), self._channel(state)
         memory = state.residuals.get(client, state.x) if plan.feedback.keeps_client_memory else None
         x_0 = plan.feedback.start(state.broadcast, memory, shared)
         trained = train_client(plan, self.task, self.vectors, t, x_0, state.b, client)
         (K,), x_K, loss = trained.K, trained.x_K[0], float(trained.loss)
-        g = local_update(x_0, x_K, K, plan.rates.update)
-        made = self.channel.send(g, memory, plan.key(t, client), t, shared=shared)
+        g = local_update(x_0, x_K, plan.divisor(t, K))
+        made = channel.send(g, memory, plan.key(t, client), t, shared=shared)
         if not math.isfinite(loss):
             raise NotFinite([client])
         lost = plan.lost(t, client)
-        memory_next = self.channel.feedback.restore(made.memory, made.payload) if lost else made.memory
+        memory_next = channel.feedback.restore(made.memory, made.payload) if lost else made.memory
         b_sent = self.buffers_up.transmit(trained.b_K[0])
         up = self.ledger.count(t, client, made.payload) + self.buffers_up.bytes(b_sent)
         sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())
