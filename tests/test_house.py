@@ -13,6 +13,7 @@ SOURCE = Path(cfedavg.__file__).parent
 
 # Each room, and the rooms that it may import. A room may always import itself.
 MAY_IMPORT = {
+    "adapters": {"core"},
     "core": set(),
     "theory": set(),
     "wire": {"core"},
@@ -55,8 +56,8 @@ MAY_USE = {
     "pyarrow": {"data"},
     "rich": {"callbacks", "cli", "data"},
     "torch": {
-        "cli", "core/fingerprint.py", "core/tensors.py", "data", "launch", "models", "optimise/local.py",
-        "simulate", "sweep", "task",
+        "adapters", "cli", "core/fingerprint.py", "core/tensors.py", "data", "launch", "models",
+        "optimise/local.py", "simulate", "sweep", "task",
     },
     "triton": {"simulate"},
     "typer": {"cli"},
