@@ -17,6 +17,7 @@ from cfedavg.compress.compressor import (
     decompress,
     minus,
     plus,
+    rows_of,
     values_of,
 )
 from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Sign
@@ -27,7 +28,7 @@ from cfedavg.core.parts import Registry
 __all__ = [
     "BF16", "EXAMPLES", "FLOATS", "FP32", "QSGD", "QUANTISERS", "SELECTORS", "Compressor", "Everything",
     "IntBlocks", "Proportional", "Quantiser", "RandomDropping", "Selection", "Selector", "Sign", "Stage",
-    "Threshold", "TopK", "client_of_value", "decompress", "minus", "parse", "plus", "values_of",
+    "Threshold", "TopK", "client_of_value", "decompress", "minus", "parse", "plus", "rows_of", "values_of",
 ]  # fmt: skip
 
 SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}

@@ -25,7 +25,7 @@ import numpy as np
 
 from cfedavg.core import arrays
 from cfedavg.core import keys as keyed
-from cfedavg.core.arrays import Array, arange, cast, dtype_of, module_of, place, zeros
+from cfedavg.core.arrays import LARGEST, Array, arange, cast, dtype_of, module_of, place, zeros
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
@@ -33,7 +33,6 @@ from cfedavg.core.parts import Part, Written
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class Stage(Part):
@@ -174,9 +173,21 @@ def values_of(payload: Payload) -> Array:
     values = payload.values
     if isinstance(values, Floats):
         return arrays.from_bf16(values.data) if values.dtype == "bf16" else values.data
-    scales = Blocks(payload.offsets, values.block).spread(values.scales)
+    grid = Blocks(payload.offsets, values.block)
+    if values.per_level:
+        block, levels = grid.spread(arange(grid.total, payload.offsets)), cast(values.levels, "int64")
+        scales = values.scales[block * values.top + abs(levels) - 1]
+        return module_of(levels).where(levels < 0, -scales, scales)
     with np.errstate(over="ignore"):  # the largest float32 number is closer than Inf
-        return (cast(values.levels, "float32") * scales).clip(-LARGEST, LARGEST)
+        return (cast(values.levels, "float32") * grid.spread(values.scales)).clip(-LARGEST, LARGEST)
+
+
+def rows_of(payload: Payload) -> Array:
+    """Return a payload without indices as vectors of shape (n, d); a basis is expanded."""
+    values = values_of(payload)
+    if payload.basis is None:
+        return values.reshape(len(payload), payload.d)
+    return payload.basis.expand(values.reshape(len(payload), payload.basis.count(payload.d)), payload.d)
 
 
 def decompress(payload: Payload) -> Array:
@@ -186,9 +197,9 @@ def decompress(payload: Payload) -> Array:
     >>> decompress(parse("topk(0.5)").compress(np.array([1.0, -2.0]), key=0)).tolist()
     [[0.0, -2.0]]
     """
-    values = values_of(payload)
     if payload.indices is None:
-        return values.reshape(len(payload), payload.d)
+        return rows_of(payload)
+    values = values_of(payload)
     dense = zeros((len(payload), payload.d), values)
     dense[client_of_value(payload.offsets), payload.indices] = values
     return dense
@@ -196,9 +207,9 @@ def decompress(payload: Payload) -> Array:
 
 def plus(p: Array, payload: Payload, sign: int = 1) -> Array:
     """Return p + sign * payload, where p is one client's vector or a block with a row for each client."""
-    values = sign * arrays.cast_like(values_of(payload), p)
     if payload.indices is None:
-        return p + values.reshape(p.shape)
+        return p + sign * arrays.cast_like(rows_of(payload), p).reshape(p.shape)
+    values = sign * arrays.cast_like(values_of(payload), p)
     total = arrays.copy(p)
     at = payload.indices if p.ndim == 1 else payload.indices + payload.d * client_of_value(payload.offsets)
     total.reshape(-1)[at] += values

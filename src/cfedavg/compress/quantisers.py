@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.compress.compressor import LARGEST, Blocks, Quantiser
+from cfedavg.compress.compressor import Blocks, Quantiser
 from cfedavg.compress.numerics import normalise_rows, row_sums
-from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
+from cfedavg.core.arrays import LARGEST_BF16, Array, cast, module_of, sqrt, to_bf16, to_single
 from cfedavg.core.parts import argument
 from cfedavg.core.payload import Floats, Levels
 
@@ -34,7 +34,7 @@ class FP32(Quantiser):
     rounds_values: ClassVar[bool] = False
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
-        return Floats(_single(values), "fp32")
+        return Floats(to_single(values), "fp32")
 
     def gamma(self, n: int) -> float:
         return 2.0**48
@@ -53,7 +53,7 @@ class BF16(Quantiser):
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         # The largest float32 numbers would round to infinity; they become the largest bf16 number instead.
-        return Floats(to_bf16(_single(values).clip(-LARGEST_BF16, LARGEST_BF16)), "bf16")
+        return Floats(to_bf16(to_single(values).clip(-LARGEST_BF16, LARGEST_BF16)), "bf16")
 
     def gamma(self, n: int) -> float:
         return 2.0**16
@@ -86,7 +86,7 @@ class IntBlocks(Quantiser):
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid = Blocks(offsets, self.block)
         exact, xp = cast(values, "float64"), module_of(values)
-        scales = _single(xp.amax(abs(grid.pack(exact)), axis=-1) / self.top)
+        scales = to_single(xp.amax(abs(grid.pack(exact)), axis=-1) / self.top)
         steps = _ratio(exact, grid.spread(cast(scales, "float64")))
         levels = steps.round().clip(-self.top, self.top)
         return Levels(cast(levels, "int8"), scales, self.block, self.top)
@@ -113,7 +113,7 @@ class Sign(Quantiser):
         grid = Blocks(offsets, 0)
         scales = row_sums(grid.pack(abs(cast(values, "float64")))) / grid.counts[grid.counts > 0]
         levels = module_of(values).where(values < 0, -1, 1)
-        return Levels(cast(levels, "int8"), _single(scales), 0, 1)
+        return Levels(cast(levels, "int8"), to_single(scales), 0, 1)
 
     def gamma(self, n: int) -> float:
         return n / (n - 1) if n > 1 else ONE_SCALE
@@ -147,7 +147,7 @@ class QSGD(Quantiser):
         fraction = ratio - xp.floor(ratio)
         beta_s2 = self.s**2 + row_sums(grid.pack(fraction * (1 - fraction)))
         levels = cast(xp.where(values < 0, -levels, levels), "int8" if self.s <= 127 else "int16")
-        return Levels(levels, _single(self.s * norm / beta_s2), self.block, self.s)
+        return Levels(levels, to_single(self.s * norm / beta_s2), self.block, self.s)
 
     def gamma(self, n: int) -> float:
         n = min(n, self.block)
@@ -158,8 +158,3 @@ def _ratio(values: Array, scales: Array) -> Array:
     """Return values / scales, where 0 / 0 gives 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return module_of(values).nan_to_num(values / scales, nan=0.0)
-
-
-def _single(values: Array) -> Array:
-    """Return the values in float32; a value out of range becomes the largest float32 number, not Inf."""
-    return cast(values.clip(-LARGEST, LARGEST) if dtype_of(values) == "float64" else values, "float32")

@@ -18,6 +18,7 @@ from cfedavg.core.kernels import is_plain, kernel
 
 Array = Any  # a numpy.ndarray or a torch.Tensor
 ROWS = 4096  # rows of 8 numbers that are squared at once
+LARGEST = float(np.finfo(np.float32).max)
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 
 
@@ -129,6 +130,11 @@ def extremes(array: Array) -> tuple[float, float]:
         return float(array.min()), float(array.max())
     least, largest = module_of(array).stack(array.aminmax()).tolist()
     return least, largest
+
+
+def to_single(values: Array) -> Array:
+    """Return the values in float32; a value out of range becomes the largest float32 number, not Inf."""
+    return cast(values.clip(-LARGEST, LARGEST) if dtype_of(values) == "float64" else values, "float32")
 
 
 def to_bf16(values: Array) -> Array:
