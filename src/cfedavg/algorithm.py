@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cfedavg.compress import client_of_value, values_of
+from cfedavg.compress import client_of_value, rows_of, values_of
 from cfedavg.core.arrays import Array, add_in_order, cast_like, place, zeros
 from cfedavg.core.payload import Payload
 from cfedavg.feedback import Feedback, Weights
@@ -67,12 +67,12 @@ def average(like: Array, payloads: Iterable[Weighted]) -> tuple[Array, float]:
     """
     total, weight = zeros(like.shape, like), 0.0
     for payload, weights in payloads:
-        values = cast_like(values_of(payload), total)
         shares = cast_like(place(np.array(weights, np.float64), like), total)
         if payload.indices is None:
-            for row, share in zip(values.reshape(len(payload), -1), shares, strict=True):
+            for row, share in zip(cast_like(rows_of(payload), total), shares, strict=True):
                 total += row * share
         else:
+            values = cast_like(values_of(payload), total)
             add_in_order(total, payload.indices, values * shares[client_of_value(payload.offsets)])
         weight += sum(weights)
     return total / weight if weight else total, weight

@@ -94,8 +94,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # What a server can know; it does not see the updates themselves, nor how long a message is in a simulation.
 ALIKE = {
     "round", "train_loss", "coordinates_sent", "model_sizes_sent", "delta_norm2", "delta_norm", "snr_min",
-    "snr_mean", "left_norm", "local_steps_min", "local_steps_mean", "local_steps_max", "clients", "lost", "error_norm2",
-    "error_norm", "simulated_seconds", "test_loss", "test_accuracy", "client_accuracy_mean",
+    "snr_mean", "left_norm", "local_steps_min", "local_steps_mean", "local_steps_max", "clients", "lost",
+    "error_norm2", "error_norm", "simulated_seconds", "test_loss", "test_accuracy", "client_accuracy_mean",
     "client_accuracy_min", "copy_gap_norm2", "downlink_messages", "whole_downloads",
 }  # fmt: skip
 # What differs by the order that goes with every request, by the clock, and what only a simulation measures.
