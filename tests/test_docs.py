@@ -59,11 +59,13 @@ def headings(page: Path) -> set[str]:
 
 def test_every_column_of_a_run_is_explained() -> None:
     config = Config(rounds=1, clients=2, model="linear", local_steps="1", smoothness=1.0)
-    page = (ROOT / "docs/reference/metrics.md").read_text()
-    keys = {
-        key for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for key in re.findall("`(.*?)`", row)
-    }
-    assert set(run(config, draw=False).final) == keys
+    assert set(run(config, draw=False).final) | {"outcomes"} == explained_in("reference/metrics.md")
+
+
+def explained_in(page: str) -> set[str]:
+    """Return the names in the first columns of a page's tables."""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    return {name for row in rows for name in re.findall("`(.*?)`", row)}
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda f: f.stem)

@@ -204,7 +204,7 @@ def _nodes(federations: Sequence[tuple[Run, bytes]]) -> str:
         items = "".join(f"<li>{escape(each)}</li>" for each in reasons)
         why = f"<p>What is not in the model, and why:</p><ul>{items}</ul>" if reasons else ""
         parts += (
-            f'<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
+            f'<figure><div class="card wide">{_image(png, "what became of each request")}</div></figure>'
             f"{_table(lines, [''] * (len(lines) - 1))}{why}"
             '<p class="muted">Age: the rounds since an update of the node went into the model. '
             "Incarnation: how often the node came with a new or an older state.</p>"
