@@ -21,9 +21,11 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "paper/cfedavg").glob("*.md")),
 ]
+README = ROOT / "README.md"
 SNIPPETS = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES
+    if page != README
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 
@@ -34,9 +36,15 @@ def test_python_in_the_docs_runs(code: str, tmp_path: Path) -> None:
     runpy.run_path(str(tmp_path / "snippet.py"))
 
 
-def test_the_readme_needs_10_lines() -> None:
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+def test_the_readme_needs_10_lines_and_says_what_they_send(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(code.splitlines()) <= 10
+    (tmp_path / "snippet.py").write_text(code)
+    made = runpy.run_path(str(tmp_path / "snippet.py"))
+    config = Config(rounds=20, compressor="none", compressor_down="none")
+    found = re.findall(r"([\d.]+) MB in total. Without compression, .* ([\d.]+) MB", README.read_text())
+    for number, result in zip(found[0], (made["result"], run(config, made["task"])), strict=True):
+        assert result.totals.total == pytest.approx(1e6 * float(number), rel=0.01)
 
 
 def test_links_pictures_and_anchors_exist() -> None:
@@ -132,7 +140,7 @@ def test_tables_of_both_directions(name: str) -> None:
 
 def test_the_readme_has_the_totals() -> None:
     """Of its first table: up, down and total, and the accuracy of what clients hold."""
-    readme = (ROOT / "README.md").read_text()
+    readme = README.read_text()
     _, _, accuracy, *_ = both_ways_tables.accuracy_table().splitlines()
     percents = accuracy.split(" | ")[2:4]
     _, _, *sent = both_ways_tables.bytes_table().splitlines()

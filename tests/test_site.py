@@ -123,6 +123,8 @@ def test_a_page_is_read_as_it_is_typed() -> None:
     assert list(script.files) == ["mine.py"]
     assert script.commands.split("\n")[-3:-1] == ["python mine.py", "cfedavg report runs/none runs/small"]
     assert try_docs.read_page(ROOT / "docs/start/flower.md").extras == "[flower]"
+    notebook = try_docs.read_page(try_docs.NOTEBOOK)
+    assert (notebook.extras, notebook.packages) == ("[sim]", ("pandas", "nbconvert", "ipykernel"))
 
 
 @pytest.mark.slow
@@ -133,10 +135,3 @@ def test_start_pages_work_as_written(page: Path, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src")}
     try_docs.type_commands(try_docs.read_page(page), tmp_path / "work", environment)
-
-
-@pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path) -> None:
-    file = ROOT / "examples/notebook.ipynb"
-    python("-m", "nbconvert", "--to", "html", "--execute", file, "--output-dir", tmp_path)
-    assert "image/png" in (tmp_path / "notebook.html").read_text()
