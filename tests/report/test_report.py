@@ -295,6 +295,21 @@ def test_an_x_axis_names_its_quantity(tmp_path: Path, x: str, name: str) -> None
     assert axes.get_xlabel().startswith(name)
 
 
+def test_ticks_of_time_are_round_numbers_of_their_unit(tmp_path: Path) -> None:
+    """The last round ends after 4 minutes and 25 seconds."""
+    groups = group_runs([read_run(make_run(tmp_path / "a", rounds(10, simulated_seconds=26.5)))])
+    axes = new_figure(4, 3).subplots()
+    panel = Panel("", "", (Series("test_accuracy", ""),), "", "time")
+    finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black"))]))
+    low, high = axes.get_xlim()
+    shown = [
+        label.get_text()
+        for tick, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        if low <= tick <= high
+    ]
+    assert shown == ["1", "2", "3", "4"]
+
+
 def test_the_headline_is_the_outcome_in_words(tmp_path: Path) -> None:
     plain = [row(0, test_accuracy=0.976, downlink_bytes=45_000)]
     near = [row(0, test_accuracy=0.971, downlink_bytes=0)]

@@ -265,7 +265,8 @@ def _set_x(axes: Axes, x: str, drawn: Curves) -> None:
     else:
         size, unit = time_unit(high)
         name = f"{_TIME_NAMES[x]} so far ({unit})"
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7, steps=STEPS))
+        ticks = ticker.MaxNLocator(nbins=7, steps=STEPS).tick_values(low / size, high / size)
+        axes.xaxis.set_major_locator(ticker.FixedLocator(size * ticks))
         _format_ticks(axes.xaxis, lambda value: f"{value / size:g}")
     axes.set_xlabel(name, **LABEL)
 
