@@ -162,6 +162,8 @@ def _table_note(rows: Sequence[Row]) -> str:
     notes = ["The metric comes from the last evaluation. Bytes count all clients and rounds, up and down."]
     if any(row.first_download_bytes is not None for row in rows):
         notes.append("First downloads are a part of down: a new client downloads the whole model.")
+    if any(row.time is not None for row in rows):
+        notes.append("Time is simulated; that of a federation is real.")
     if any(len(row.seeds) > 1 for row in rows):
         notes.append("With several seeds: mean ± sample standard deviation; bytes and times are means.")
     bases = {row.against for row in rows}
