@@ -207,10 +207,11 @@ class Loop:
     def _train(self, folder: Folder | None, resume: bool) -> Steps[State]:
         """Run all remaining rounds and return the last state."""
         start = self.engine.start()
-        where = self.config.residuals if self.plan.feedback.keeps_client_memory else "device"
-        each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
+        row = self.engine.row
+        where = self.config.residuals if row.length else "device"
+        each = row.length * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
         path = folder.residuals if folder else None
-        with open_store(where, self.plan.m * each, start.x.device, path) as residuals:
+        with open_store(where, self.plan.m * each, start.x.device, path, row) as residuals:
             try:
                 state = replace(start, residuals=residuals)
                 if folder:
