@@ -161,9 +161,9 @@ def test_c_is_the_mean_of_all_c_i(name: str, seed: int) -> None:
 
 
 def test_clients_use_the_copy_of_c_that_was_broadcast() -> None:
-    """It moves towards c by the compressor of the broadcast, and residuals of bf16 are not lost."""
+    """It moves towards c by the compressor of the broadcast."""
     config = Config(rounds=4, local_steps="2", local_optimiser=SCAFFOLD, compressor="topk(0.5)",
-                    compressor_down="topk(0.9) >> bf16")  # fmt: skip
+                    compressor_down="rd(0.7) >> bf16")  # fmt: skip
     it = reference(config, blobs())
     down = Downlink(it.plan.compressor_down, it.layout)
     state = it.start()
