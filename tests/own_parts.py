@@ -13,7 +13,7 @@ import torch
 
 from cfedavg import Feedback, GradientChange, LocalOptimiser, ServerOptimiser
 from cfedavg.feedback import Weights
-from cfedavg.optimise.local import State, Tensors, descend
+from cfedavg.optimise.local import Fixed, State, Tensors, descend
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SignDescent(LocalOptimiser):
     def init(self, params: Tensors) -> State:
         return {"mean": [torch.ones_like(p) for p in params]}
 
-    def step(self, params: Any, grads: Any, state: State, rate: Any, start: Any) -> Any:
+    def step(self, params: Any, grads: Any, state: State, rate: Any, fixed: Fixed) -> Any:
         mean = [self.beta * m + (1 - self.beta) * g for m, g in zip(state["mean"], grads, strict=True)]
         return [descend(p, m.tanh(), rate) for p, m in zip(params, mean, strict=True)], {"mean": mean}
 
@@ -51,7 +51,7 @@ class SignDescent(LocalOptimiser):
 class Halve(GradientChange):
     """Takes half of each gradient."""
 
-    def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[torch.Tensor]:
+    def change(self, grads: Tensors, params: Tensors, fixed: Fixed) -> list[torch.Tensor]:
         return [g / 2 for g in grads]
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cfedavg.core.layout import Layout
     from cfedavg.core.payload import Payload
     from cfedavg.feedback import EF21, ErrorFeedback, Feedback, NoFeedback
-    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox
+    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox, Scaffold
     from cfedavg.optimise.server import Adagrad, Adam, Momentum, Nesterov, ServerOptimiser, ServerSGD, Yogi
     from cfedavg.schedule import Constant, Corollary1, Corollary2, Corollary3, Decaying, Steps, resolve_rates
     from cfedavg.simulate.result import Result
@@ -61,7 +61,7 @@ _HOME = {
     ),
     "simulate.result": ("Result",),
     "simulate.run": ("run",),
-    "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox"),
+    "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox", "Scaffold"),
     "optimise.server": ("Adagrad", "Adam", "Momentum", "Nesterov", "ServerOptimiser", "ServerSGD", "Yogi"),
     "task": ("Task",),
     "wire": ("WireError", "decode", "encode"),
@@ -73,8 +73,8 @@ __all__ = [
     "Channel", "Clip", "Compressor", "Config", "Constant", "Corollary1", "Corollary2", "Corollary3",
     "Decaying", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError", "IntBlocks",
     "Layout", "LocalOptimiser", "Momentum", "Nesterov", "NoFeedback", "Payload", "Proportional", "Prox",
-    "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser", "ServerSGD", "Sign", "Start",
-    "Steps", "Task", "TensorBoard", "Threshold", "TopK", "Wandb", "WireError", "Yogi", "average",
+    "Quantiser", "RandomDropping", "Result", "Scaffold", "Selector", "ServerOptimiser", "ServerSGD", "Sign",
+    "Start", "Steps", "Task", "TensorBoard", "Threshold", "TopK", "Wandb", "WireError", "Yogi", "average",
     "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
 ]  # fmt: skip
 

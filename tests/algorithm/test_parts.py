@@ -24,6 +24,7 @@ from cfedavg.optimise.local import (
     SGD,
     AdamW,
     Clip,
+    Fixed,
     Prox,
     parse_local_optimiser,
     step_lengths,
@@ -54,6 +55,8 @@ TABLE = [
     Row("local_optimiser", "clip(0.1) >> sgd(momentum=0.9)"),
     Row("local_optimiser", "prox(0.5) >> sgd"),
     Row("local_optimiser", "prox(0.5) >> clip(0.1) >> adamw(weight_decay=0.1)"),
+    Row("local_optimiser", "scaffold >> sgd"),
+    Row("local_optimiser", "prox(0.5) >> scaffold >> sgd(weight_decay=0.01)"),
     Row("local_optimiser", f"{OWN}:Halve >> {OWN}:SignDescent(beta=0.7)"),
     Row("server_optimiser", "sgd"),
     Row("server_optimiser", "momentum(0.8)", "momentum(beta=0.8)"),
@@ -146,7 +149,7 @@ def test_nothing_of_what_goes_in_is_changed(row: Row) -> None:
         start = part.init([tensors[0]])
         given = [x, g, memory, *(each[0].numpy() for each in start.values())]
         before = [each.copy() for each in given]
-        part.step([tensors[0]], [tensors[1]], start, 0.1, [tensors[2]])
+        part.step([tensors[0]], [tensors[1]], start, 0.1, Fixed([tensors[2]], [tensors[2]]))
     assert all(map(np.array_equal, given, before))
 
 
@@ -178,12 +181,12 @@ def steps_of(optimiser: Any, step: Callable[[list[nn.Parameter], int], None], co
     shapes = [(5, 7), (7,), (2, 3, 3)]
     mine: list[Tensor] = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     theirs = [nn.Parameter(p.clone()) for p in mine]
-    start, state = [p.clone() for p in mine], optimiser.init(mine)
+    fixed, state = Fixed([p.clone() for p in mine], []), optimiser.init(mine)
     for k in range(count):
         grads = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
         for p, g in zip(theirs, grads, strict=True):
             p.grad = g.clone()
-        mine, state = optimiser.step(mine, grads, state, 0.1, start)
+        mine, state = optimiser.step(mine, grads, state, 0.1, fixed)
         step(theirs, k)
     return max((a - b).detach().abs().max().item() for a, b in zip(mine, theirs, strict=True))
 
@@ -258,7 +261,7 @@ def test_clip_is_torchs() -> None:
 
 def test_prox_pulls_back_to_the_start() -> None:
     start, p, g = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0]), torch.tensor([0.5, 0.5])
-    ((found,), _) = (Prox(0.25) >> SGD()).step([p], [g], {}, 0.1, [start])
+    ((found,), _) = (Prox(0.25) >> SGD()).step([p], [g], {}, 0.1, Fixed([start], []))
     torch.testing.assert_close(found, p - 0.1 * (g + 0.25 * (p - start)))
 
 
@@ -526,7 +529,7 @@ def test_a_round_without_replies_leaves_the_servers_memory() -> None:
         ("local_optimiser", "clip(0) >> sgd", "c must be a finite number above 0, got 0"),
         ("local_optimiser", "clip(1)", "must end with an optimiser, as in clip\\(1\\) >> sgd"),
         ("local_optimiser", "sgd >> clip(1) >> sgd", "must have one optimiser, as its last part, but sgd is"),
-        ("local_optimiser", "rmsprop", "unknown name 'rmsprop'; there are adamw, clip, prox, sgd"),
+        ("local_optimiser", "rmsprop", "unknown name 'rmsprop'; there are adamw, clip, prox, scaffold, sgd"),
         (
             "local_optimiser",
             "tests.own_parts:Lookout",
@@ -595,6 +598,7 @@ TRAINS: dict[str, dict[str, Any]] = {
     "FedAdam": {"server_optimiser": "adam(tau=0.01)"},
     "FedAvgM": {"server_optimiser": "momentum(0.5)"},
     "FedProx": {"local_optimiser": "prox(0.01) >> sgd"},
+    "SCAFFOLD": {"local_optimiser": "scaffold >> sgd"},
     "local AdamW": {"local_optimiser": "clip(1.0) >> adamw", "eta_local": 0.01},
 }
 

@@ -56,7 +56,7 @@ from cfedavg.federate.server import (
 from cfedavg.feedback import EF21, FEEDBACKS, CAFe, ErrorFeedback, Feedback, NoFeedback, StepAhead
 from tests.copies import REPLICA, ZERO, advance, pack_items, whole_of
 from tests.faults import RATES, Broken, Digits, Rules, World, mass, read, update
-from tests.feedback_faults import FeedbackWorld
+from tests.feedback_faults import ControlWorld, FeedbackWorld
 
 FEW, ALL = 300, 10_000
 
@@ -134,6 +134,11 @@ def feedback_schedules(count: int, feedback: Feedback, tolerance: float) -> int:
         except Broken:
             broken += 1
     return broken
+
+
+def test_control_variates_keep_their_law_under_faults() -> None:
+    for seed in range(FEW):
+        assert ControlWorld(seed).run().applied > 0
 
 
 def test_every_feedback_is_tried() -> None:

@@ -229,16 +229,18 @@ def _feedbacks(d: int) -> Table:
 def _local_optimisers(d: int) -> Table:
     import torch
 
-    from cfedavg.optimise.local import LOCAL_OPTIMISERS, parse_local_optimiser
+    from cfedavg.optimise.local import LOCAL_OPTIMISERS, LONGEST, parse_local_optimiser
 
-    title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
-    table, parameter = _new_table(title, "what it does", "remembers for a round"), torch.zeros(2)
+    rate = f"its rate is {flag('eta_local')}"
+    title = f"{flag('local_optimiser')}: any clip, prox or scaffold >> one optimiser; {rate}"
+    table, parameter = _new_table(title, "what it does", "remembers for a round", "for good"), torch.zeros(2)
     for text in LOCAL_OPTIMISERS.examples():
         optimiser = parse_local_optimiser(text)
         state = optimiser.init([parameter]).values()
         models = sum(each[0].shape == parameter.shape for each in state) + optimiser.needs_start
-        words = _first_line(LOCAL_OPTIMISERS.entries[text.split("(")[0]])
-        table.add_row(text, words, _count(models, "model", " a client"))
+        first = LOCAL_OPTIMISERS.parse_chain(text, longest=LONGEST)[0]
+        lasting = "c_i of each client, c of the server" if optimiser.needs_correction else "nothing"
+        table.add_row(text, _first_line(first), _count(models, "model", " a client"), lasting)
     return table
 
 

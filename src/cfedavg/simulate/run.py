@@ -209,16 +209,17 @@ class Loop:
     def _train(self, folder: Folder | None, resume: bool) -> Steps[State]:
         """Run all remaining rounds and return the last state."""
         start = self.engine.start()
-        where = self.config.residuals if self.plan.feedback.keeps_client_memory else "device"
-        each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
+        row = self.engine.row
+        where = self.config.residuals if row.length else "device"
+        each = row.length * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
         path = folder.residuals if folder else None
-        with open_store(where, self.plan.m * each, start.x.device, path) as residuals:
+        with open_store(where, self.plan.m * each, start.x.device, path, row) as residuals:
             try:
                 state = replace(start, residuals=residuals)
                 if folder:
                     state, self.rows = folder.begin(self.config, self.engine.identity, state, resume=resume)
-                    for row in self.rows:
-                        self.guard.watch(row)
+                    for known in self.rows:
+                        self.guard.watch(known)
                     self._folder, self._done = folder, state.t
                     if state.t < self.config.rounds:
                         self._write_engines()
