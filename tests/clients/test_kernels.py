@@ -15,7 +15,7 @@ from cfedavg.core import arrays, keys, native
 from cfedavg.core.payload import Floats, Levels, Payload
 from cfedavg.federate import replica
 from cfedavg.wire import indices, values
-from cfedavg.wire.indices import Matrices
+from cfedavg.wire.coordinates import Matrices
 from tests.clients import library as lib
 from tests.clients.library import needs_compiler
 from tests.clients.test_messages import draw_layout, draw_payload

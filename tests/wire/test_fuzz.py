@@ -15,7 +15,7 @@ import pytest
 from bench import fuzz
 
 from cfedavg.core import native
-from cfedavg.wire import format, frame, indices, values
+from cfedavg.wire import coordinates, format, frame, values
 from cfedavg.wire.frame import Kind
 
 ROOT = Path(__file__).parents[2]
@@ -89,8 +89,8 @@ def indices_in_another_order(patch: pytest.MonkeyPatch) -> None:
         found[:] = found[::-1].copy()
         return n
 
-    drawn = indices.draw_into
-    patch.setattr(indices, "draw_into", draw)
+    drawn = coordinates.draw_into
+    patch.setattr(coordinates, "draw_into", draw)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from cfedavg import Layout, Payload, WireError, decode, encode
 from cfedavg.core.payload import Floats, Levels, Mask
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.coder import to_bytes
+from cfedavg.wire.coordinates import Matrices
 from cfedavg.wire.frame import SIZE, Coding, Header, Kind, Where
-from cfedavg.wire.indices import Matrices, encode_indices
+from cfedavg.wire.indices import encode_indices
 from cfedavg.wire.values import encode_numbers
 from tests.messages import FLAT, MODEL, forged, payload, sealed, sections
 

@@ -260,13 +260,13 @@ def test_needs_no_torch() -> None:
 
 
 CODE_ALL = """
-from cfedavg.wire import coder, decode, encode, format, indices, sets, values
-from tests.golden_cases import cases, whole_float_cases
+from cfedavg.wire import chunks, coder, coordinates, decode, encode, format, indices, levels, sets, values
+from tests.golden_cases import cases, version_3_cases, whole_float_cases
 
-for _, layout, payload in (*cases(), *whole_float_cases()):
+for _, layout, payload in (*cases(), *whole_float_cases(), *version_3_cases()):
     for code_floats in (False, True):
         decode(encode(payload, layout, code_floats=code_floats), layout=layout)
-for module in (coder, format, indices, sets, values):
+for module in (chunks, coder, coordinates, format, indices, levels, sets, values):
     for name, each in vars(module).items():
         assert not getattr(getattr(each, "stats", None), "cache_misses", {}), f"{name} was compiled anew"
 """
