@@ -44,6 +44,11 @@ class Stage(Part):
     chosen_by: ClassVar[tuple[str, ...]] = ("compressor", "compressor_down")
     rounds_values: ClassVar[bool] = False  # whether the stage changes float32 values that it keeps
 
+    @property
+    def summary(self) -> str:
+        """What the stage does, in a sentence."""
+        return (self.__doc__ or "").strip().split("\n")[0]
+
 
 class Selection(NamedTuple):
     """The coordinates and values that a selector keeps, for a block of clients; fields are as in Payload."""

@@ -91,6 +91,18 @@ class TopK(Selector):
         return super().__str__().replace("comp=", "")
 
     @property
+    def summary(self) -> str:
+        if self.hold is not None:
+            return f"Keeps the fewest coordinates that leave at most {self.hold:g} times the update."
+        if self.chunk is not None:
+            return f"Keeps the {self.k} largest of each {self.chunk:,} coordinates."
+        if self.snr is not None:
+            return f"Keeps the fewest coordinates of largest magnitude with the SNR {self.snr:g}."
+        if self.warmup:
+            return f"Keeps fewer coordinates in each of the first {self.warmup} rounds, then the same share."
+        return super().summary
+
+    @property
     def needs_update(self) -> bool:
         return self.hold is not None
 
