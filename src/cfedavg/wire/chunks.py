@@ -30,7 +30,7 @@ def find_chunk(indices: Array, d: int) -> tuple[int, int] | None:
 
     There must be two chunks or more. Of several s, the smallest is returned.
 
-    >>> find_chunk(np.array([3, 60, 64, 100, 129]), 130), find_chunk(np.array([3, 70, 71]), 130)
+    >>> find_chunk(np.array([3, 60, 64, 100, 128]), 129), find_chunk(np.array([3, 60, 64, 100, 101]), 129)
     ((6, 2), None)
     """
     for s in range(SHORTEST, LONGEST + 1):
@@ -40,8 +40,8 @@ def find_chunk(indices: Array, d: int) -> tuple[int, int] | None:
         n = int(np.searchsorted(indices, 1 << s))
         if not 0 < n < 1 << s or len(indices) != chunks * n + min(n, rest):
             continue
-        whole = (indices[: chunks * n] >> s).reshape(chunks, n)
-        if (whole == np.arange(chunks)[:, None]).all():
+        chunk = indices >> s
+        if (chunk == np.repeat(np.arange(chunks + 1), [n] * chunks + [min(n, rest)])).all():
             return s, n
     return None
 
