@@ -144,7 +144,7 @@ def parts(data_dir: str, cifar_dir: str | None, caches: Path) -> dict[str, Calla
         "LSTM: pfl, 5 processes": lambda: pfl(5, *text),
         "ResNet-18, bf16, no caches": lambda: resnet(cifar_dir, caches, again=False),
         "ResNet-18, bf16, caches of the first": lambda: resnet(cifar_dir, caches, again=True),
-        "plain PyTorch": lambda: peer(data_dir, "plain_round.py", 1, "--rounds", "1"),
+        "plain PyTorch, 1 process": lambda: peer(data_dir, "plain_round.py", 1, "--rounds", "1"),
     }
 
 

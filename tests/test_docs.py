@@ -7,9 +7,10 @@ import re
 import runpy
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench import both_ways_tables
+from bench import both_ways_tables, modules
 
 from cfedavg import run
 from cfedavg.core.config import Config, read_config
@@ -131,6 +132,42 @@ def test_table_of_the_peers_on_a_cpu(name: str) -> None:
     )
     assert f"| {statistics.median(seconds[name]):.2f} |" in row
     assert name.startswith("pfl") or f"{statistics.median(ratios):.2f}" in row
+
+
+def read_lines(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("line", read_lines("results/speed/gpu.jsonl"), ids=lambda line: line["part"])
+def test_tables_of_a_gpu(line: dict[str, Any]) -> None:
+    if "seconds_per_round" in line:
+        seconds = statistics.median(line["seconds_per_round"])
+        cells = [f"{seconds:.3g}", f"{line['steps_per_second']:,.0f}"]
+    else:
+        cells = [
+            f"{line['first_round_seconds']:.1f} s", f"{line['median_seconds']:.3g} s",
+            f"{line['longest_later_seconds']:.3g} s", f"{line['seconds_in_all']:.1f} s",
+        ]  # fmt: skip
+    row = " | ".join([line["part"], *cells])
+    assert f"| {row} |" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "line",
+    read_lines("results/speed/many-h200.jsonl"),
+    ids=lambda line: f"{line['clients']}-{line['residuals']}",
+)
+def test_table_of_many_clients_on_a_gpu(line: dict[str, Any]) -> None:
+    name = "none (no feedback)" if line["residuals"] == "none" else line["residuals"]
+    numbers = [f"{line['seconds_first']:.3f}", f"{line['seconds_second']:.3f}"]
+    numbers += [f"{line['times_without_feedback']:.2f}", f"{line['waiting']:.1%}"]
+    row = f"| {line['clients']:,} | {name} | {' | '.join(numbers)} |"
+    assert row in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_table_of_modules() -> None:
+    rows, *_ = modules.table(read_lines("results/modules.jsonl")).partition("\n\n")
+    assert rows.strip() in (ROOT / "docs" / "engines.md").read_text()
 
 
 @pytest.mark.parametrize("name", both_ways_tables.TABLES)

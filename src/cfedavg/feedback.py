@@ -178,8 +178,8 @@ class StepAhead(ResidualFeedback):
     """
 
     name: ClassVar[str] = "sapef"
-    examples: ClassVar[tuple[str, ...]] = ("sapef(0.5)",)
-    alpha: float = argument("from 0 to 1", lambda alpha: 0 <= alpha <= 1)
+    examples: ClassVar[tuple[str, ...]] = ("sapef", "sapef(alpha=0.9)")
+    alpha: float = argument("from 0 to 1", lambda alpha: 0 <= alpha <= 1, 0.5)
 
     def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
         return x + self.alpha * memory

@@ -69,7 +69,7 @@ TABLE = [
     Row("feedback", "ef(decay=0.9)"),
     Row("feedback", "ef21"),
     Row("feedback", "none"),
-    Row("feedback", "sapef(0.7)"),
+    Row("feedback", "sapef(0.7)", "sapef(alpha=0.7)"),
     Row("feedback", "cafe"),
     Row("feedback", f"{OWN}:Lookout(share=0.3)"),
 ]
