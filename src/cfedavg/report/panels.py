@@ -266,7 +266,7 @@ def _set_x(axes: Axes, x: str, drawn: Curves) -> None:
         size, unit = time_unit(high)
         name = f"{_TIME_NAMES[x]} so far ({unit})"
         ticks = ticker.MaxNLocator(nbins=7, steps=STEPS).tick_values(low / size, high / size)
-        axes.xaxis.set_major_locator(ticker.FixedLocator(size * ticks))
+        axes.xaxis.set_major_locator(ticker.FixedLocator([size * tick for tick in ticks]))
         _format_ticks(axes.xaxis, lambda value: f"{value / size:g}")
     axes.set_xlabel(name, **LABEL)
 
