@@ -5,7 +5,8 @@
 A page's blocks run from top to bottom: a block with a title is saved under it, `sh` is typed into one shell,
 and Python without a title is run. nbconvert executes a notebook. `pip install cfedavg` installs the wheel
 that was just built, with the versions of constraints.txt. It needs a package index. It prints for each page
-how many words and blocks of code it has, and the seconds of the installation and from there to the end.
+how many words and blocks of code it has, and the seconds of the installation, from there to the first result
+of a compressed run, and to the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +34,7 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re
 INSTALL = re.compile(r'^pip install "?cfedavg(\[[a-z,]+\])?"?$', re.MULTILINE)
 INSTALL_NOTEBOOK = re.compile(r'`pip install "cfedavg(\[[a-z,]+\])" ([a-z ]+)`')
 EXECUTE = "python -m nbconvert --to html --execute {0}.ipynb\ngrep --quiet image/png {0}.html\n"
+RESULT = re.compile(r"first downloads|\d bytes up")  # only in lines about compressed runs
 LIMIT = 1200.0  # seconds for a page
 
 
@@ -44,6 +47,14 @@ class Script(NamedTuple):
     packages: tuple[str, ...] = ()
     words: int = 0  # outside of code
     blocks: int = 0  # of code
+
+
+class Typed(NamedTuple):
+    """What a page printed, and the seconds to its first compressed result and to its end."""
+
+    printed: str
+    first_seconds: float
+    seconds: float
 
 
 def read_page(page: Path) -> Script:
@@ -80,28 +91,38 @@ def read_markdown(page: Path) -> Script:
     return Script(files, extras, "".join(commands), words=words, blocks=len(blocks))
 
 
-def type_commands(script: Script, folder: Path, environment: Mapping[str, str]) -> str:
-    """Save the files of a page in a folder, type its commands there, and return what they print."""
+def type_commands(script: Script, folder: Path, environment: Mapping[str, str]) -> Typed:
+    """Save the files of a page in a folder, and type its commands there."""
     for name, text in script.files.items():
         (folder / name).write_text(text)
+    began = time.monotonic()
     shell = subprocess.Popen(
         ["bash", "-e", "-c", script.commands],
         cwd=folder,
-        env=dict(environment),
+        env={**environment, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    limit = threading.Timer(LIMIT, end_group, [shell.pid])
+    limit.start()
     try:
-        printed, _ = shell.communicate(timeout=LIMIT)
+        lines = [(line, time.monotonic() - began) for line in shell.stdout or ()]
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(shell.pid, signal.SIGTERM)  # what the page left in the background
-    if shell.returncode:
+        limit.cancel()
+        end_group(shell.pid)  # what the page left in the background
+    printed, seconds = "".join(line for line, _ in lines), time.monotonic() - began
+    if shell.wait():
         raise SystemExit(f"{printed}\nexit code {shell.returncode}")
-    return printed
+    return Typed(printed, next((at for line, at in lines if RESULT.search(line)), seconds), seconds)
+
+
+def end_group(leader: int) -> None:
+    """End all processes of a group that still run."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
 
 
 def empty_environment(folder: Path) -> dict[str, str]:
@@ -129,21 +150,24 @@ def try_page(page: Path, wheel: Path) -> dict[str, object]:
         environment, script = empty_environment(folder), read_page(page)
         began = time.monotonic()
         install(wheel, script, environment)
-        installed = time.monotonic()
+        installing = time.monotonic() - began
         (folder / "work").mkdir()
-        print(type_commands(script, folder / "work", environment), flush=True)
-        return {
-            "page": str(page.relative_to(ROOT)),
-            "words": script.words,
-            "blocks": script.blocks,
-            "install_seconds": round(installed - began),
-            "seconds": round(time.monotonic() - installed),
-        }
+        typed = type_commands(script, folder / "work", environment)
+    print(typed.printed, flush=True)
+    return {
+        "page": str(page.relative_to(ROOT)),
+        "words": script.words,
+        "blocks": script.blocks,
+        "install_seconds": round(installing),
+        "first_seconds": round(typed.first_seconds),
+        "seconds": round(typed.seconds),
+    }
 
 
 def format_row(line: Mapping[str, object]) -> str:
     """Return a line of the table in docs/install.md."""
-    return "| {page} | {words} | {blocks} | {install_seconds} s | {seconds} s |".format(**line)
+    row = "| `{page}` | {words} | {blocks} | {install_seconds} s | {first_seconds} s | {seconds} s |"
+    return row.format(**line)
 
 
 def main() -> None:
@@ -155,7 +179,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         (wheel,) = build(copy_source(Path(path) / "source"), Path(path) / "dist", "--wheel")
         lines = [try_page(page.resolve(), wheel) for page in options.pages]
-    print("| page | words | blocks | install | the rest |", *map(format_row, lines), sep="\n")
+    print("| page | words | blocks | install | first result | end |", *map(format_row, lines), sep="\n")
     if options.out:
         options.out.write_text(json.dumps(lines, indent=2) + "\n")
 
