@@ -18,8 +18,10 @@ if TYPE_CHECKING:
         FP32,
         QSGD,
         Compressor,
+        Eden,
         Everything,
         IntBlocks,
+        LowRank,
         Proportional,
         Quantiser,
         RandomDropping,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         Sign,
         Threshold,
         TopK,
+        TwoLevels,
         decompress,
         parse,
     )
@@ -48,8 +51,9 @@ _HOME = {
     "callbacks": ("Callback", "Start", "TensorBoard", "Wandb"),
     "channel": ("Channel",),
     "compress": (
-        "BF16", "FP32", "QSGD", "Compressor", "Everything", "IntBlocks", "Proportional", "Quantiser",
-        "RandomDropping", "Selector", "Sign", "Threshold", "TopK", "decompress", "parse",
+        "BF16", "FP32", "QSGD", "Compressor", "Eden", "Everything", "IntBlocks", "LowRank", "Proportional",
+        "Quantiser", "RandomDropping", "Selector", "Sign", "Threshold", "TopK", "TwoLevels", "decompress",
+        "parse",
     ),
     "core.config": ("Config",),
     "core.errors": ("InputError",),
@@ -71,10 +75,11 @@ __version__ = "0.5.0"
 __all__ = [
     "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "Callback",
     "Channel", "Clip", "Compressor", "Config", "Constant", "Corollary1", "Corollary2", "Corollary3",
-    "Decaying", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError", "IntBlocks",
-    "Layout", "LocalOptimiser", "Momentum", "Nesterov", "NoFeedback", "Payload", "Proportional", "Prox",
-    "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser", "ServerSGD", "Sign", "Start",
-    "Steps", "Task", "TensorBoard", "Threshold", "TopK", "Wandb", "WireError", "Yogi", "average",
+    "Decaying", "Eden", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError",
+    "IntBlocks", "Layout", "LocalOptimiser", "LowRank", "Momentum", "Nesterov", "NoFeedback", "Payload",
+    "Proportional", "Prox", "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser",
+    "ServerSGD", "Sign", "Start", "Steps", "Task", "TensorBoard", "Threshold", "TopK", "TwoLevels", "Wandb",
+    "WireError", "Yogi", "average",
     "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
 ]  # fmt: skip
 

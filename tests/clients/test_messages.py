@@ -15,8 +15,7 @@ from bench import fuzz
 from cfedavg import Layout, Payload, WireError
 from cfedavg import decode as python_decode
 from cfedavg import encode as python_encode
-from cfedavg.compress import BF16, decompress, parse
-from cfedavg.compress.compressor import values_of
+from cfedavg.compress import BF16, decompress, parse, values_of
 from cfedavg.compress.numerics import find_largest
 from cfedavg.core import keys
 from cfedavg.core.arrays import norm2, to_bf16

@@ -318,6 +318,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 residuals": {"residual_precision": "bf16", "compressor": "topk(0.9) >> bf16"},
     "batches larger than the data": {"batch_size": 100},
     "one client": {"participation": 0.1},
+    "a rotation and lost replies": {"drop_rate": 0.4, "compressor": "eden(1, unbiased=false)"},
+    "low rank and lost replies": {"drop_rate": 0.4, "compressor": "lowrank(1) >> bf16"},
+    "a bound on what is left": {"compressor": "topk(hold=1.5) >> int2", "feedback": "ef(decay=0.9)"},
 }
 
 
@@ -328,7 +331,10 @@ def test_settings(name: str, engine: str, device: str) -> None:
     agree(blobs(), engine, device, **{"compressor": "topk(0.9)", "batch_size": 8} | SETTINGS[name])
 
 
-DOWN = ["topk(0.9)", "topk(0.8) >> int3(16)", "rd(0.7) >> bf16", "qsgd(4)", "topk(0.8) >> sign", "sign"]
+DOWN = [
+    "topk(0.9)", "topk(0.8) >> int3(16)", "rd(0.7) >> bf16", "qsgd(4)", "topk(0.8) >> sign", "sign",
+    "topk(chunk=8, k=2) >> int2(4)", "lowrank(2)", "eden(2, unbiased=false, block=16)",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -170,6 +170,21 @@ def test_ranks_change_no_bit_without_error_feedback(alone: Alone, tmp_path: Path
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        ("lowrank(2) >> bf16", "eden(2, unbiased=false)"),
+        ("eden(1)", "lowrank(2)"),
+        ("topk(hold=1)", "int2(16)"),
+    ],
+)
+def test_ranks_change_no_bit_in_another_basis(up: str, down: str, alone: Alone, tmp_path: Path) -> None:
+    config = BASE.replace(compressor=up, compressor_down=down, rounds=4)
+    run(config.replace(workers=3), task(), out=tmp_path / "r")
+    assert_same(contents(tmp_path / "r"), alone(config))
+
+
+@pytest.mark.usefixtures("forked")
 def test_ranks_change_no_bit_in_float64() -> None:
     """Where no sum of updates is exact: alpha, for which ranks add up whole updates, may be rounded."""
     config = BASE.replace(precision="float64", compressor="topk(0.8)", participation=1.0, rounds=8)

@@ -190,12 +190,12 @@ def parts(
 def _compressors(d: int) -> Table:
     """Return a table of compressors: the guaranteed SNR (gamma), and the size of a message.
 
-    The size is measured on Gaussian noise of at most 2^20 numbers and scaled to `d` numbers.
+    The size is measured on Gaussian noise of at most 2^20 numbers and scaled to the values of a model of `d`
+    numbers, most of which are one square matrix. It is that of a late round, after any warm-up.
     """
     import torch
 
     from cfedavg.compress import EXAMPLES, parse
-    from cfedavg.core.layout import Layout
     from cfedavg.core.units import format_bytes
     from cfedavg.wire import measure
 
@@ -205,13 +205,25 @@ def _compressors(d: int) -> Table:
     )
     table = _new_table(title, "what it does", "gamma", "bytes of a message, up or down (estimate)")
     p = torch.randn(min(d, 2**20), generator=torch.Generator().manual_seed(0))
+    small, layout = _nearly_square(len(p)), _nearly_square(d)
     for text in EXAMPLES:
         compressor = parse(text)
-        words = "a composition" if ">>" in text else _first_line(compressor.stages[-1])
-        (size,) = measure(compressor.compress(p, 0).numpy(), Layout.flat(len(p)))
-        gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
-        table.add_row(text, words, gamma, format_bytes(size * d / len(p)))
+        words = "a composition" if ">>" in text else compressor.stages[-1].summary
+        (size,) = measure(compressor.compress(p, 0, small, t=2**31).numpy(), small)
+        growth = compressor.selector.most(layout) / compressor.selector.most(small)
+        words_of_size = (
+            "as the bound needs" if compressor.selector.needs_update else format_bytes(size * growth)
+        )
+        table.add_row(text, words, f"{compressor.gamma(layout):.6g}", words_of_size)
     return table
+
+
+def _nearly_square(d: int) -> Layout:
+    """Return the layout of a model of d numbers: a square matrix and a vector."""
+    from cfedavg.core.layout import Layout
+
+    side = math.isqrt(d)
+    return Layout(("matrix", "vector"), ((side, side), (d - side**2,)), ("float32", "float32"))
 
 
 def _feedbacks(d: int) -> Table:

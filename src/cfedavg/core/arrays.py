@@ -48,9 +48,9 @@ def cast_like(array: Array, like: Array) -> Array:
     return cast(array, dtype_of(like))
 
 
-def place(array: np.ndarray, like: Array) -> Array:
-    """Return a NumPy array in the library and on the device of `like`."""
-    if module_of(like) is np:
+def place(array: Array, like: Array) -> Array:
+    """Return a NumPy array in the library and on the device of `like`; return a tensor as it is."""
+    if module_of(like) is np or module_of(array) is not np:
         return array
     return sys.modules["torch"].from_numpy(array).to(like.device)
 
@@ -88,6 +88,16 @@ def sqrt(array: Array) -> Array:
     if module_of(array) is np or array.is_cuda:
         return module_of(array).sqrt(array)
     return place(np.sqrt(array.numpy()), array)
+
+
+def power_below(array: Array) -> Array:
+    """Return the largest power of two that is not above each positive float64 number.
+
+    >>> power_below(np.array([1.0, 7.5, 0.3])).tolist()
+    [1.0, 4.0, 0.25]
+    """
+    xp = module_of(array)
+    return (array.view(xp.int64) & (0x7FF << 52)).view(xp.float64)
 
 
 def sort_rows(array: Array) -> Array:
@@ -147,6 +157,18 @@ def to_bf16(values: Array) -> Array:
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16).view(np.int16)
     return cast(values, "bfloat16").view(module_of(values).int16)
+
+
+def to_bf16_at_random(values: Array, draws: Array) -> Array:
+    """Round float32 numbers up or down to bf16 so that the mean is kept; return bit patterns as int16.
+
+    `draws` holds a random integer from 0 to 2^16 - 1 for each number. It is added to the 16 bits that bf16
+    drops: a carry rounds the number up, with the right probability. A bf16 number stays as it is.
+    """
+    xp = module_of(values)
+    values = values.clip(-LARGEST_BF16, LARGEST_BF16)  # a larger number could be rounded up only to infinity
+    pattern = np.ascontiguousarray(values) if xp is np else values.contiguous()
+    return cast(pattern.view(xp.int32) + cast(draws, "int32") >> 16, "int16")
 
 
 def from_bf16(bits: Array) -> Array:

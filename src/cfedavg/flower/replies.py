@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
-from cfedavg.compress import Compressor, values_of
+from cfedavg.compress import Compressor, sent_values
 from cfedavg.core.arrays import cast, norm2
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Reply
@@ -222,7 +222,7 @@ class ReplyValidator:
     def _check_numbers(self, payload: Payload, uncompressed: bytes) -> float:
         """Return the payload's norm; raise Rejected if a number is too large or not finite."""
         with np.errstate(over="ignore"):
-            values = cast(values_of(payload), "float32")  # as the server adds them: a float64 may overflow
+            values = cast(sent_values(payload), "float32")  # as the server adds them: a float64 may overflow
         if not np.isfinite(values).all() or not self.form.is_finite(uncompressed):
             raise Rejected("not finite", "the update holds NaN or Inf")
         if (norm := math.sqrt(norm2(values))) > self.max_norm:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfedavg.core.arrays import norms2
+from cfedavg.core.arrays import norms2, to_bf16_at_random, to_single
 from cfedavg.core.keys import bits
 from cfedavg.simulate.tables import Norms, Table
 
@@ -207,12 +207,8 @@ def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:
     """Round residuals to bf16, up or down at random so that the mean stays `e`.
 
     `e` is one vector with one key, or a matrix with one key for each row. float64 is rounded to float32
-    first. Rounding to the nearest would lose every update below 2^-9 of the residual. The function adds 16
-    random bits to the 16 bits that bf16 drops. A carry rounds the value up, with the right probability. A
-    value that is already bf16 stays unchanged.
+    first. Rounding to the nearest would lose every update below 2^-9 of the residual.
     """
-    top = torch.finfo(torch.bfloat16).max  # a larger value could be rounded up only to infinity
-    pattern = e.clamp(-top, top).float().contiguous().view(torch.int32)
     draws = bits(keys[..., None], torch.arange(e.shape[-1], device=e.device)) >> 48 & 0xFFFF
-    rounded: Tensor = (pattern + draws.int() >> 16).to(torch.int16)
+    rounded: Tensor = to_bf16_at_random(to_single(e), draws)
     return rounded.view(torch.bfloat16)
