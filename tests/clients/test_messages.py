@@ -322,7 +322,7 @@ def test_bf16_and_norms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "top", "block"), [("int8(256)", 127, 256), ("int2(7)", 1, 7), ("int4(1)", 7, 1)]
+    ("text", "top", "block"), [("int8(256)", 127, 256), ("int3(7)", 3, 7), ("int4(1)", 7, 1)]
 )
 def test_levels(text: str, top: int, block: int) -> None:
     x = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
