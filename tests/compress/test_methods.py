@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfedavg.channel import Channel
-from cfedavg.compress import TwoLevels, decompress, parse, values_of
+from cfedavg.compress import TwoLevels, decompress, parse, selectors, values_of
 from cfedavg.compress.compressor import Selector
 from cfedavg.compress.lowrank import multiply, orthonormal_columns
 from cfedavg.compress.quantisers import two_means
@@ -28,6 +28,7 @@ from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Levels
 from cfedavg.feedback import FEEDBACKS, ErrorFeedback
 from tests.compress.test_compress import naive_top
+from tests.core.test_payload import assert_same
 
 QUIET = settings(max_examples=100, derandomize=True, database=None)
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -351,6 +352,18 @@ def test_a_block_that_would_be_worse_than_nothing_is_not_unbiased() -> None:
     for key in range(30):
         errors.add(round(float(np.square(decompress(parse("eden(1)").compress(x, key))[0] - x).sum()), 5))
     assert errors == {0.0, 3.0}  # of |x|^2 = 4: 0, or 1 - 1/4 from the other factor
+
+
+@pytest.mark.parametrize("spec", ["eden(2)", "eden(4, block=64)", "lowrank(3)", "lowrank(2) >> bf16"])
+def test_tensors_stay_tensors_where_numpy_cannot_read_them(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's tensors take this way: here those of the CPU do, with the same bits as NumPy's arrays."""
+    layout, p = Layout(("v", "w"), ((20,), (30, 25)), ("float32",) * 2), np.float32(gaussian(3, 770))
+    expected = parse(spec).compress(p, np.arange(3), layout)
+    monkeypatch.setattr(selectors, "can_compile", lambda p: False)
+    found = parse(spec).compress(torch.from_numpy(p), torch.arange(3), layout)
+    assert_same(found.numpy(), expected)
 
 
 @pytest.mark.parametrize("spec", ["eden(2)", "lowrank(2)", "topk(chunk=64, k=4)", "topk(0.9) >> int2"])

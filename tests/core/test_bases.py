@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cfedavg.compress import decompress, minus, plus, rows_of, values_of
 from cfedavg.core.arrays import LARGEST
-from cfedavg.core.bases import Factors, Rotation
+from cfedavg.core.bases import Factors, Rotation, _add_and_subtract
 from cfedavg.core.keys import bits53
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Payload
@@ -85,6 +85,12 @@ def test_a_block_of_clients_is_rotated_one_by_one(block: int) -> None:
     together = Rotation(keys, block).rotate(p)
     for i in range(3):
         assert np.array_equal(Rotation(keys[i : i + 1], block).rotate(p[i : i + 1])[0], together[i])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 64, 4096])
+def test_butterflies_of_tensors_are_those_of_arrays(width: int) -> None:
+    rows = vectors(5, width)
+    assert np.array_equal(_add_and_subtract(torch.from_numpy(rows)).numpy(), _add_and_subtract(rows))
 
 
 def test_factors_of_a_layout() -> None:
