@@ -206,8 +206,8 @@ def test_two_levels_by_hand() -> None:
 
 
 def test_zeros_that_fill_a_block_do_not_count() -> None:
-    low, high = two_means(np.array([[4.0, 2.0, 0, 0], [4.0, 2.0, 0, 0]]), np.array([2, 4]))
-    assert (low.tolist(), high.tolist()) == ([2, 0], [4, 3])
+    means = two_means(np.array([[4.0, 2.0, 0, 0], [4.0, 2.0, 0, 0]]), np.array([[2], [4]]))
+    assert means.tolist() == [[2, 4], [0, 3]]
 
 
 @pytest.mark.parametrize("n", [3, 10, 256])

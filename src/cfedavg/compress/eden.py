@@ -11,12 +11,12 @@ import numpy as np
 from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.compressor import Selection, Selector, check_finite
 from cfedavg.compress.numerics import normalise_rows, row_sums
-from cfedavg.compress.selectors import in_memory
+from cfedavg.compress.selectors import in_memory, join
 from cfedavg.core.arrays import Array, arange, cast, module_of, place, sqrt, to_single
 from cfedavg.core.bases import Rotation
 from cfedavg.core.layout import Layout
 from cfedavg.core.parts import argument, check_truth
-from cfedavg.core.payload import Levels
+from cfedavg.core.payload import Levels, blocks
 
 # For 1 to 4 bits, the magnitudes with the least mean squared error for a standard normal number (Lloyd-Max).
 _CENTROIDS = (
@@ -68,19 +68,27 @@ class Eden(Selector):
     def select(self, p: Array, keys: Array, layout: Layout, t: int, g2: Array | None = None) -> Selection:
         check_finite(p)
         vectors, words = in_memory(p, keys)
-        values = Rotation(words, self.block).rotate(vectors)
-        offsets = arange(len(p) + 1, values) * values.shape[1]
-        levels, scales = self._round(values.reshape(-1), Blocks(offsets, self.block))
-        made = Levels(place(levels, p), place(scales, p), self.block, self._top, per_level=True)
-        return Selection(place(offsets, p), None, made, basis=Rotation(keys, self.block))
+        rotation = Rotation(words, self.block)
+        rounded = [
+            self._round(rotation.rotate(vectors[:, start:stop], start))
+            for start, stop in rotation.spans(vectors)
+        ]
+        levels, scales = (join(pieces) for pieces in zip(*rounded, strict=True))
+        made = Levels(levels.reshape(-1), scales.reshape(-1), self.block, self._top, per_level=True)
+        offsets = arange(len(p) + 1, p) * levels.shape[1]
+        return Selection(
+            offsets, None, made.map(lambda array: place(array, p)), basis=Rotation(keys, self.block)
+        )
 
     @property
     def _top(self) -> int:
         return len(_CENTROIDS[self.bits - 1])
 
-    def _round(self, values: Array, grid: Blocks) -> tuple[Array, Array]:
-        """Return the levels of rotated values, and the scales of all levels of each block."""
-        xp, packed = module_of(values), abs(grid.pack(values))
+    def _round(self, values: Array) -> tuple[Array, Array]:
+        """Return the levels of rotated values, of shape (n, count), and the scales of their blocks."""
+        xp, width = module_of(values), values.shape[1]
+        grid = Blocks(arange(len(values) + 1, values) * width, self.block)
+        packed = abs(grid.pack(values.reshape(-1)))
         ratio, n = normalise_rows(packed), grid.lengths()
         norm2 = row_sums(xp.square(ratio))
         rms = sqrt(norm2 / xp.where(n > 0, n, 1))
@@ -92,8 +100,9 @@ class Eden(Selector):
             is_near = (2 * xp.square(dot) >= norm2 * q2) & (dot > 0)
             factor = xp.where(is_near, norm2 / xp.where(dot > 0, dot, 1.0), factor)
         scales = (factor * cast(xp.amax(packed, axis=-1), "float64"))[:, None] * self._centroids(values)
-        levels = grid.unpack(level)
-        return cast(xp.where(values < 0, -levels, levels), "int8"), to_single(scales).reshape(-1)
+        levels = grid.unpack(level).reshape(values.shape)
+        levels = cast(xp.where(values < 0, -levels, levels), "int8")
+        return levels, to_single(scales).reshape(len(values), blocks(width, self.block) * self._top)
 
     def _nearest(self, ratio: Array, rms: Array) -> tuple[Array, Array]:
         """Return the level, from 1, and the magnitude nearest to each number of a block over its rms."""

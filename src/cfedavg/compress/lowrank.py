@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from cfedavg.compress.selectors import in_memory, join
 from cfedavg.core.arrays import (
     Array,
     arange,
+    by_tiles,
     cast,
     dtype_of,
     from_bf16,
@@ -31,7 +33,6 @@ from cfedavg.core.keys import bits, normals
 from cfedavg.core.layout import Layout
 from cfedavg.core.parts import argument
 
-_TILE = 2**16  # the products that are added at once on a CPU; they stay in its cache
 _DEPENDENT = 2.0**-30  # a column that others express up to this share is dropped: what is left is rounding
 
 
@@ -115,15 +116,14 @@ def multiply(A: Array, B: Array) -> Array:
 
     Sums have the order of `row_sums`, so that the products have the same bits on every device.
     """
-    xp, (n, a, b) = module_of(A), A.shape
-    step = max(1, _TILE // b)
-    if xp is np and (n > 1 or a > step):  # in parts that fit into the cache
-        parts = [
-            np.concatenate([multiply(A[c : c + 1, i : i + step], B[c : c + 1]) for i in range(0, a, step)], 1)
-            for c in range(n)
-        ]
-        return np.concatenate(parts)
-    return xp.stack([row_sums(A * B[:, None, :, i]) for i in range(B.shape[2])], -1)
+    if module_of(A) is np and len(A):
+        return np.stack([by_tiles(partial(_multiply, B=V), M) for M, V in zip(A, B, strict=True)])
+    return _multiply(A, B)
+
+
+def _multiply(A: Array, B: Array) -> Array:
+    products = [row_sums(A * B[..., None, :, i]) for i in range(B.shape[-1])]
+    return module_of(A).stack(products, -1)
 
 
 def orthonormal_columns(Y: Array) -> Array:

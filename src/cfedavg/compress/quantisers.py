@@ -16,6 +16,7 @@ from cfedavg.core.arrays import (
     LARGEST_BF16,
     Array,
     arange,
+    by_tiles,
     cast,
     module_of,
     sort_rows,
@@ -133,8 +134,7 @@ class TwoLevels(Quantiser):
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid, xp = Blocks(offsets, self.block), module_of(values)
         magnitude = abs(cast(values, "float64"))
-        low, high = two_means(grid.pack(magnitude), grid.lengths())
-        scales = to_single(xp.stack([low, high], -1))
+        scales = to_single(by_tiles(two_means, grid.pack(magnitude), grid.lengths()[:, None]))
         middle = cast(scales, "float64").sum(-1) / 2
         levels = xp.where(magnitude > grid.spread(middle), 2, 1)
         levels = cast(xp.where(values < 0, -levels, levels), "int8")
@@ -211,13 +211,13 @@ def _ratio(values: Array, scales: Array) -> Array:
         return module_of(values).nan_to_num(values / scales, nan=0.0)
 
 
-def two_means(blocks: Array, lengths: Array) -> tuple[Array, Array]:
+def two_means(blocks: Array, n: Array) -> Array:
     """Return the means of the smaller and the larger magnitudes of each row, for the least squared error.
 
-    Row i holds lengths[i] magnitudes and then zeros. The squared error of a cut is that of the whole row less
+    Row i holds n[i, 0] magnitudes and then zeros. The squared error of a cut is that of the whole row less
     S^2 / n for each of the two groups, where S is the sum of its n magnitudes.
     """
-    xp, place, n = module_of(blocks), arange(blocks.shape[1], blocks), lengths[:, None]
+    xp, place = module_of(blocks), arange(blocks.shape[1], blocks)
     descending = xp.flip(sort_rows(normalise_rows(blocks)), (-1,))  # zeros at the end change no sum
     above = prefix_sums(descending)
     below = (above[:, -1:] - above).clip(min=0)
@@ -226,5 +226,4 @@ def two_means(blocks: Array, lengths: Array) -> tuple[Array, Array]:
     high = row_sums(xp.where(place <= cut, descending, 0.0)) / (cut + 1)[:, 0]
     low = row_sums(xp.where(place > cut, descending, 0.0)) / (n - cut - 1).clip(min=1)[:, 0]
     low = xp.where((cut + 1 < n)[:, 0], low, high)  # one group, such as a single number
-    top = cast(xp.amax(blocks, axis=-1), "float64")
-    return low * top, high * top
+    return xp.stack([low, high], -1) * cast(xp.amax(blocks, axis=-1), "float64")[:, None]

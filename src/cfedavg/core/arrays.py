@@ -8,7 +8,7 @@ not import torch, so a client without torch can use it; whoever passes a tensor 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from cfedavg.core.kernels import is_plain, kernel
 
 Array = Any  # a numpy.ndarray or a torch.Tensor
+TILE = 2**16  # numbers that are computed with at once on a CPU, so that they stay in its cache
 ROWS = 4096  # rows of 8 numbers that are squared at once
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
@@ -132,6 +133,16 @@ def repeat(counts: Array) -> Array:
     if module_of(counts) is np:
         return np.repeat(np.arange(len(counts)), counts)
     return sys.modules["torch"].repeat_interleave(counts)
+
+
+def by_tiles(function: Callable[..., Array], *matrices: Array) -> Array:
+    """Return `function(*matrices)`, which maps rows to rows; NumPy's in parts that stay in a CPU's cache."""
+    n, width = matrices[0].shape[:2]
+    step = max(1, TILE // max(1, width))
+    if module_of(matrices[0]) is not np or n <= step:
+        return function(*matrices)
+    parts = [function(*(each[i : i + step] for each in matrices)) for i in range(0, n, step)]
+    return np.concatenate(parts)
 
 
 def extremes(array: Array) -> tuple[float, float]:

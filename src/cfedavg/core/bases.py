@@ -16,11 +16,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cfedavg.core.arrays import Array, arange, cast, dtype_of, module_of, place, to_single, zeros
+from cfedavg.core.arrays import (
+    TILE,
+    Array,
+    arange,
+    by_tiles,
+    cast,
+    dtype_of,
+    module_of,
+    place,
+    to_numpy,
+    to_single,
+    zeros,
+)
 from cfedavg.core.keys import bits53
 from cfedavg.core.layout import Layout
-
-TILE = 2**17  # the numbers that are rotated at once on a CPU; they stay in its cache
 
 
 @dataclass(frozen=True)
@@ -53,22 +63,39 @@ class Rotation:
         rest = d % self.block
         return d - rest + (1 << (rest - 1).bit_length() if rest else 0)
 
-    def rotate(self, p: Array) -> Array:
-        """Return the values of the vectors p, of shape (n, d), as float64 numbers of shape (n, count(d))."""
+    def spans(self, p: Array) -> list[tuple[int, int]]:
+        """Return where to cut the vectors p, of shape (n, d): into few blocks on a CPU, which caches them."""
         n, d = p.shape
-        values = self._signs(d) * cast(p, "float64")
+        step = self.block * max(1, TILE // (self.block * max(1, n))) if module_of(p) is np else max(1, d)
+        return [(start, min(start + step, d)) for start in range(0, d, step)] or [(0, 0)]
+
+    def rotate(self, p: Array, first: int = 0) -> Array:
+        """Return the values of the vectors p, of shape (n, d), as float64 numbers of shape (n, count(d)).
+
+        The numbers of p are those of the coordinates `first`, first + 1, ..., a multiple of the block.
+        """
+        n, d = p.shape
+        values = self._signs(first, d) * cast(p, "float64")
         if missing := self.count(d) - d:
             values = module_of(p).concatenate([values, zeros((n, missing), values)], -1)
         return self._turn(values, d)
 
     def expand(self, values: Array, d: int) -> Array:
         """Return the vectors of length d that have these values, which are of shape (n, count(d))."""
-        vectors = self._signs(d) * self._turn(cast(values, "float64"), d)[:, :d]
-        return _round_like(vectors, values)
+        if module_of(values) is not np and not values.is_cuda:  # NumPy is faster with strided arrays
+            vectors: Array = self.map(to_numpy).expand(to_numpy(values), d)
+            return place(vectors, values)
+        pieces = [self._expand(values, start, stop - start) for start, stop in self.spans(values[:, :d])]
+        return module_of(values).concatenate(pieces, -1)
 
-    def _signs(self, d: int) -> Array:
-        """Return the signs s, of shape (n, d)."""
-        return 1 - 2 * (bits53(self.keys[:, None], arange(d, self.keys)) & 1)
+    def _expand(self, values: Array, first: int, d: int) -> Array:
+        """Return the d coordinates of the vectors from `first` on."""
+        part = cast(values[:, first : first + self.count(d)], "float64")
+        return _round_like(self._signs(first, d) * self._turn(part, d)[:, :d], values)
+
+    def _signs(self, first: int, d: int) -> Array:
+        """Return the signs s of d coordinates from `first` on, of shape (n, d)."""
+        return 1 - 2 * (bits53(self.keys[:, None], first + arange(d, self.keys)) & 1)
 
     def _turn(self, values: Array, d: int) -> Array:
         """Return H v / sqrt(n) for each block v of the values."""
@@ -168,14 +195,8 @@ def transform(rows: Array) -> Array:
     Each stage puts the sums of neighbours into the first half of a row and their differences into the second.
     log2(n) stages give the Walsh-Hadamard transform, since the shuffles cancel.
     """
-    width = rows.shape[1]
-    if getattr(rows, "is_cuda", False):
-        turned = _add_and_subtract(rows)
-    else:  # a CPU adds strided NumPy arrays many times as fast as torch tensors
-        array, step = np.asarray(rows), max(1, TILE // width)
-        parts = [_add_and_subtract(array[start : start + step]) for start in range(0, len(array), step)]
-        turned = place(np.concatenate(parts), rows) if parts else rows
-    return turned * math.sqrt(1 / width)  # no quotient: a GPU divides by one number in another way
+    # No quotient at the end: a GPU divides by one number in another way.
+    return by_tiles(_add_and_subtract, rows) * math.sqrt(1 / rows.shape[1])
 
 
 def _add_and_subtract(rows: Array) -> Array:
