@@ -29,7 +29,7 @@ from cfedavg.core.arrays import Array, arange, cast, dtype_of, module_of, place,
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
-from cfedavg.core.parts import Part, Written
+from cfedavg.core.parts import Part, Written, describe
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
@@ -40,6 +40,17 @@ class Stage(Part):
     """The base class of selectors and quantisers, the two stages of a compressor."""
 
     chosen_by: ClassVar[tuple[str, ...]] = ("compressor", "compressor_down")
+
+    def __rrshift__(self, before: object) -> NoReturn:  # of a text or a class
+        raise _order_error(before, self)
+
+
+def _order_error(first: object, second: object) -> InputError:
+    """Return the error that `first >> second` is no compressor."""
+    return InputError(
+        "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
+        f"{describe(first)} >> {describe(second)}"
+    )
 
 
 class Selection(NamedTuple):
@@ -97,9 +108,7 @@ class Quantiser(Stage):
         raise NotImplementedError
 
     def __rshift__(self, following: object) -> NoReturn:
-        raise InputError(
-            f"a selector must stand before a quantiser, as in TopK(0.99) >> BF16(), got {self} >> {following}"
-        )
+        raise _order_error(self, following)
 
 
 @dataclass(frozen=True)
@@ -113,10 +122,7 @@ class Compressor(Written):
     def __post_init__(self) -> None:
         is_quantiser = self.quantiser is None or isinstance(self.quantiser, Quantiser)
         if not (isinstance(self.selector, Selector) and is_quantiser):
-            raise InputError(
-                "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
-                f"{self.selector} >> {self.quantiser}"
-            )
+            raise _order_error(self.selector, self.quantiser)
 
     def __str__(self) -> str:
         return " >> ".join(map(str, self.stages))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.parts import Part, Registry, argument, check_truth
+from cfedavg.core.parts import Part, Registry, argument, check_truth, describe
 from cfedavg.optimise.server import share
 
 Tensors = Sequence[Tensor]
@@ -39,6 +39,17 @@ class LocalPart(Part):
 
     chosen_by: ClassVar[tuple[str, ...]] = ("local_optimiser",)
     needs_start: ClassVar[bool] = False  # whether the part uses the parameters at the beginning of the round
+
+    def __rrshift__(self, before: object) -> NoReturn:  # of a text or a class
+        raise _order_error(before, self)
+
+
+def _order_error(first: object, second: object) -> InputError:
+    """Return the error that `first >> second` is no local optimiser."""
+    return InputError(
+        "a local optimiser must be one optimiser, with changes of the gradient before it, as in "
+        f"Clip(1.0) >> SGD(), got {describe(first)} >> {describe(second)}"
+    )
 
 
 class GradientChange(LocalPart):
@@ -67,10 +78,7 @@ class LocalOptimiser(LocalPart):
         raise NotImplementedError
 
     def __rshift__(self, following: object) -> NoReturn:
-        raise InputError(
-            f"an optimiser must be the last part of its chain, as in Clip(1.0) >> SGD(), got {self} >> "
-            f"{following}"
-        )
+        raise _order_error(self, following)
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,7 @@ class Chain(LocalOptimiser):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.before, GradientChange) and isinstance(self.optimiser, LocalOptimiser)):
-            raise InputError(
-                "a local optimiser must be one optimiser, with changes of the gradient before it, as in "
-                f"Clip(1.0) >> SGD(), got {self.before} >> {self.optimiser}"
-            )
+            raise _order_error(self.before, self.optimiser)
 
     def __str__(self) -> str:
         return f"{self.before} >> {self.optimiser}"
