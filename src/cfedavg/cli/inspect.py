@@ -38,7 +38,7 @@ def data(
     """Load a data set, divide it among clients, and plot how many samples (of each class) a client has."""
     from cfedavg.data.columns import Columns
     from cfedavg.data.loading import load_any
-    from cfedavg.data.tasks import check_clients_given, deal
+    from cfedavg.data.tasks import check_given, deal
     from cfedavg.report import plot_partition, plot_sizes
 
     config = Config().replace(**given)
@@ -46,7 +46,7 @@ def data(
     if picture.suffix != ".png":
         raise InputError(f"`out` must be a folder or end in .png, got {out}")
     loaded, owners = load_any(config.dataset, config.data_dir, Columns.of(config))
-    check_clients_given(config, owners)
+    check_given(config, loaded, owners)
     partition = deal(config, loaded, owners)
     sizes, tests = ([len(rows) for rows in part] for part in (partition.train, partition.test))
     classes, title = getattr(loaded, "classes", 0), f"{loaded.name}: who has what"

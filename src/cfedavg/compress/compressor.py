@@ -32,7 +32,7 @@ from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
-from cfedavg.core.parts import Part, Written
+from cfedavg.core.parts import Part, Written, describe
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
@@ -48,6 +48,17 @@ class Stage(Part):
     def summary(self) -> str:
         """What the stage does, in a sentence."""
         return (self.__doc__ or "").strip().split("\n")[0]
+
+    def __rrshift__(self, before: object) -> NoReturn:  # of a text or a class
+        raise _order_error(before, self)
+
+
+def _order_error(first: object, second: object) -> InputError:
+    """Return the error that `first >> second` is no compressor."""
+    return InputError(
+        "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
+        f"{describe(first)} >> {describe(second)}"
+    )
 
 
 class Selection(NamedTuple):
@@ -119,9 +130,7 @@ class Quantiser(Stage):
         raise NotImplementedError
 
     def __rshift__(self, following: object) -> NoReturn:
-        raise InputError(
-            f"a selector must stand before a quantiser, as in TopK(0.99) >> BF16(), got {self} >> {following}"
-        )
+        raise _order_error(self, following)
 
 
 @dataclass(frozen=True)
@@ -135,10 +144,7 @@ class Compressor(Written):
     def __post_init__(self) -> None:
         is_quantiser = self.quantiser is None or isinstance(self.quantiser, Quantiser)
         if not (isinstance(self.selector, Selector) and is_quantiser):
-            raise InputError(
-                "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
-                f"{self.selector} >> {self.quantiser}"
-            )
+            raise _order_error(self.selector, self.quantiser)
         allowed = self.selector.quantisers
         if self.quantiser is not None and allowed is not None and self.quantiser.name not in allowed:
             raise InputError(

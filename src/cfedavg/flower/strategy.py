@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,8 +22,9 @@ from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
-from cfedavg.core.errors import InputError
-from cfedavg.core.files import make_new_folder
+from cfedavg.core.errors import InputError, show
+from cfedavg.core.files import check_no_file, make_new_folder
+from cfedavg.core.names import list_arguments
 from cfedavg.core.parts import Written
 from cfedavg.core.run_files import Record, ResidualNorms
 from cfedavg.federate.replica import ModelReplica, advance
@@ -70,6 +71,13 @@ class CFedAvg(Strategy):
     is an older copy of the federation's folder, and the clients have taken part in later rounds.
     """
 
+    if not TYPE_CHECKING:  # type checkers know the arguments
+
+        def __new__(cls, *values: object, **named: object) -> Self:
+            """Refuse an argument that CFedAvg does not have, in one sentence with a hint."""
+            options.check_names(named, list_arguments(cls) or list(named))
+            return super().__new__(cls)
+
     def __init__(
         self,
         inner: Strategy | None = None,
@@ -95,7 +103,9 @@ class CFedAvg(Strategy):
         self.policy = RoundPolicy() if policy is None else policy
         self.resume, self.from_backup, self.weighting = resume, from_backup, weighting
         if inner is not None and not isinstance(inner, Strategy):
-            raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {inner!r}")
+            raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {show(inner)}")
+        if config is not None and not isinstance(config, Config):
+            raise InputError(f"`config` must be a Config, got {show(config)}")
         options.check_values(self.policy, max_norm, eta, uncompressed)
         options.check_start(resume=resume, from_backup=from_backup, out=out)
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
@@ -138,10 +148,10 @@ class CFedAvg(Strategy):
     ) -> Result:
         """Do all rounds up to `num_rounds`; return the result. `timeout`: a round's deadline in seconds."""
         policy = self.policy.with_deadline(timeout)
+        _check_start(initial_arrays, num_rounds, evaluate_fn)
+        check_no_file(self.out, "`out`")
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         form = self._make_form(arrays)
-        if not isinstance(num_rounds, int) or num_rounds < 1:
-            raise InputError(f"`num_rounds` must be an integer of at least 1, got {num_rounds!r}")
         self.out = self.out if self._has_out else make_new_folder(self.out)
         self.summary()
         fixed = FixedOptions.of(name_strategy(self.inner) if self.inner else None, self.parts)
@@ -166,7 +176,10 @@ class CFedAvg(Strategy):
                 raise InputError(f"`initial_arrays` must be finite, but {name!r} holds NaN or Inf")
             if array.dtype == np.float32 and np.abs(array).max(initial=0) > LARGEST:
                 raise InputError(f"`initial_arrays`: {name!r} must not hold a number above {LARGEST:g}")
-        form = Form.of(arrays, self.uncompressed)
+        try:
+            form = Form.of(arrays, self.uncompressed)
+        except InputError as error:
+            raise InputError(f"`initial_arrays`: {error}") from None
         if form.count_bytes() > 4 * form.layout.d:
             log(WARNING, "most of the model is sent uncompressed: only float32 arrays are compressed")
         return form
@@ -189,6 +202,21 @@ class CFedAvg(Strategy):
         )
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse_wrapping
+
+
+def _check_start(initial_arrays: object, num_rounds: object, evaluate_fn: object) -> None:
+    """Raise InputError if one of these arguments of `CFedAvg.start` is wrong."""
+    if not isinstance(initial_arrays, ArrayRecord):
+        raise InputError(
+            "`initial_arrays` must be an ArrayRecord, such as ArrayRecord(model.state_dict()), "
+            f"got {show(initial_arrays)}"
+        )
+    if not isinstance(num_rounds, int) or isinstance(num_rounds, bool) or num_rounds < 1:
+        raise InputError(f"`num_rounds` must be an integer of at least 1, got {show(num_rounds)}")
+    if evaluate_fn is not None and not callable(evaluate_fn):
+        raise InputError(
+            f"`evaluate_fn` must be a function of the round and the arrays, got {show(evaluate_fn)}"
+        )
 
 
 @dataclass
@@ -248,6 +276,8 @@ class Session:
         found = self.evaluate_fn(server_round, self._arrays(self.folder.held_model(self.state)))
         if found is None:
             return {}
+        if not isinstance(found, MetricRecord):
+            raise InputError(f"`evaluate_fn` must return a MetricRecord or None, got {show(found)}")
         self.result.evaluate_metrics_serverapp[server_round] = found
         return make_columns(found, "test_", "client_")
 
@@ -353,8 +383,7 @@ class Session:
         scale = optimiser.scale(K)
         if self.parts.update == "fednova":
             scale = sum(w * d for w, d in zip(weights, steps, strict=True)) / sum(weights)
-        rate = eta(t) if callable(eta) else eta
-        return optimiser.default_rate(K) if rate is None else float(rate), scale  # float: x stays float32
+        return optimiser.default_rate(K) if eta is None else options.choose_rate(eta, t), scale
 
     def _end(self, now: Round) -> None:
         """Set `self.state` to the state after the round. The caller stores it with the rows of metrics."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cfedavg.core.errors import InputError
-from cfedavg.core.parts import Part, Registry, argument, check_truth
+from cfedavg.core.parts import Part, Registry, argument, check_truth, describe
 from cfedavg.optimise.server import share
 
 Tensors = Sequence[Tensor]
@@ -64,6 +64,17 @@ class LocalPart(Part):
     # Whether the part uses c - c_i; clients and server then keep control variates, see `cfedavg.control`.
     needs_correction: ClassVar[bool] = False
 
+    def __rrshift__(self, before: object) -> NoReturn:  # of a text or a class
+        raise _order_error(before, self)
+
+
+def _order_error(first: object, second: object) -> InputError:
+    """Return the error that `first >> second` is no local optimiser."""
+    return InputError(
+        "a local optimiser must be one optimiser, with changes of the gradient before it, as in "
+        f"Clip(1.0) >> SGD(), got {describe(first)} >> {describe(second)}"
+    )
+
 
 class GradientChange(LocalPart):
     """The base class of parts that change gradients before the optimiser; a subclass defines `change`."""
@@ -94,10 +105,7 @@ class LocalOptimiser(LocalPart):
         raise NotImplementedError
 
     def __rshift__(self, following: object) -> NoReturn:
-        raise InputError(
-            f"an optimiser must be the last part of its chain, as in Clip(1.0) >> SGD(), got {self} >> "
-            f"{following}"
-        )
+        raise _order_error(self, following)
 
 
 @dataclass(frozen=True)
@@ -109,10 +117,7 @@ class Chain(LocalOptimiser):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.before, GradientChange) and isinstance(self.optimiser, LocalOptimiser)):
-            raise InputError(
-                "a local optimiser must be one optimiser, with changes of the gradient before it, as in "
-                f"Clip(1.0) >> SGD(), got {self.before} >> {self.optimiser}"
-            )
+            raise _order_error(self.before, self.optimiser)
 
     def __str__(self) -> str:
         return f"{self.before} >> {self.optimiser}"

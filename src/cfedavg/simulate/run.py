@@ -15,7 +15,7 @@ from cfedavg.callbacks import Callback, CallbackList, Start
 from cfedavg.callbacks.callback import check_callbacks
 from cfedavg.callbacks.notebook import in_notebook
 from cfedavg.core.config import Config
-from cfedavg.core.errors import Diverged, InputError
+from cfedavg.core.errors import Diverged, InputError, show
 from cfedavg.core.files import check_no_file
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.core.run_files import Record
@@ -65,12 +65,12 @@ def run(
     >>> len(result.rows), result.final["clients"]
     (2, 4)
     """
-    _check_arguments(config, task, out, resume)
+    _check_arguments(config, task, out, resume, messages)
     if out is not None and draw:
         check_drawing()
     check_callbacks(callbacks)
     if progress not in (None, True, False):
-        raise InputError(f"run: `progress` must be True, False or None, got {progress!r:.40}")
+        raise InputError(f"run: `progress` must be True, False or None, got {show(progress)}")
     own = task is not None
     config, task = _prepare(config, task)
     messages = Path(messages) if messages else None
@@ -147,14 +147,19 @@ def run_beside(
         return (yield from loop.steps(folder, resume=resume))
 
 
-def _check_arguments(config: object, task: object, out: object, resume: bool) -> None:
+def _check_arguments(
+    config: object, task: object, out: object, resume: object, messages: object = None
+) -> None:
     if not isinstance(config, Config):
         hint = ": write Config(**...)" if isinstance(config, dict) else ""
         raise InputError(f"run: `config` must be a Config, got {type(config).__name__}{hint}")
     if task is not None and not isinstance(task, Task):
         raise InputError(f"run: `task` must be a Task, got {type(task).__name__}")
-    if out is not None and not isinstance(out, str | Path):
-        raise InputError(f"run: `out` must be the path of a folder, got {type(out).__name__}")
+    for name, folder in (("out", out), ("messages", messages)):
+        if folder is not None and not isinstance(folder, str | Path):
+            raise InputError(f"run: `{name}` must be the path of a folder, got {show(folder)}")
+    if not isinstance(resume, bool):
+        raise InputError(f"run: `resume` must be True or False, got {show(resume)}")
     if resume and out is None:
         raise InputError("run: `resume` needs `out`, the folder of the run to continue")
     if config.deadline is not None and config.steps_per_second is None:  # a federation measures time
