@@ -13,6 +13,7 @@ import numpy as np
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Channel
+from cfedavg.compress import Everything
 from cfedavg.control import ControlVariates
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Payload
@@ -30,10 +31,12 @@ _ITEM = np.dtype([("index", "<i8"), ("value", "<f8")])
 class Picking:
     """A compressor that sends some coordinates, by chance."""
 
+    selector = Everything()
+
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def compress(self, p: np.ndarray, key: int, layout: Layout, t: int) -> Payload:
+    def compress(self, p: np.ndarray, key: int, layout: Layout, t: int, g2: object = None) -> Payload:
         indices = np.array(sorted(self.world.chance.sample(range(D), KEPT)))
         return Payload(D, np.array([0, KEPT]), indices, Floats(p[indices], "fp64"))
 
