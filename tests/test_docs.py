@@ -188,9 +188,13 @@ def test_the_readme_has_the_totals() -> None:
 
 
 def test_tables_of_the_parts() -> None:
-    """Every number of both tables is one that was measured, by its row."""
+    """Every number of the three tables is one that was measured, by its row."""
     page = (ROOT / "docs" / "parts.md").read_text()
-    lines = [json.loads(line) for line in (ROOT / "results/parts/h200.jsonl").read_text().splitlines()]
+    files = [(ROOT / f"results/parts/{name}.jsonl").read_text() for name in ("h200", "drift")]
+    lines = [json.loads(line) for file in files for line in file.splitlines()]
+    for line in lines[-6:]:
+        sent = f"{line['uplink_mb']:.2f} | {line['downlink_mb']:.2f}"
+        assert f"| `{line['change']['local_optimiser']}` | {sent} |" in page
     known = {" | ".join(f"{mean:.2f}" for mean in line["mean"].values()) for line in lines}
     for line in lines:
         for t, mean in line["mean"].items():
@@ -198,7 +202,7 @@ def test_tables_of_the_parts() -> None:
     cells = [json.loads(line) for line in (ROOT / "results/parts/cpu.jsonl").read_text().splitlines()]
     known |= {" | ".join(f"{value:.2f}" for value in cell["accuracy"].values()) for cell in cells}
     rows = [row for row in page.splitlines() if re.search(r"\d\d\.\d\d \|$", row)]
-    assert len(rows) == 20
+    assert len(rows) == 26
     assert [row for row in rows if not any(row.endswith(f"| {numbers} |") for numbers in known)] == []
 
 
