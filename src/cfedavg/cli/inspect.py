@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -203,7 +204,7 @@ def _compressors(d: int) -> Table:
         f"{flag('compressor')} (up) and {flag('compressor_down')}: selector >> quantiser, for d = {d:,}; "
         "E|C(p) - p|² <= |p|²/gamma"
     )
-    table = _new_table(title, "what it does", "gamma", "bytes of a message, up or down (estimate)")
+    table = _new_table(title, "what it does", "gamma", "message (estimate)")
     p = torch.randn(min(d, 2**20), generator=torch.Generator().manual_seed(0))
     small, layout = _nearly_square(len(p)), _nearly_square(d)
     for text in EXAMPLES:
@@ -284,7 +285,7 @@ def _count(n: int, noun: str, whose: str = "") -> str:
 
 def _new_table(title: str, *columns: str) -> Table:
     """Return an empty table; its first column `write` is for the text that names a part."""
-    return Table(Column("write", no_wrap=True), *columns, title=title)
+    return Table(Column("write", max_width=24), *columns, title=title, box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _first_line(thing: Any) -> str:
