@@ -297,6 +297,16 @@ def test_names_that_others_use(name: str, words: str) -> None:
             Config.from_toml(f"{name} = 1")
 
 
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "model"])
+def test_a_wrong_object_is_shown_a_right_one(name: str) -> None:
+    with pytest.raises(
+        InputError, match=rf"^`{name}` must be text or an object, such as '.*' or \w+\("
+    ) as raised:
+        Config(**{name: 5})
+    text = str(raised.value).split("'")[1]
+    parse_parts(Config(**{name: text}))
+
+
 def test_a_dict_in_place_of_fields() -> None:
     with pytest.raises(InputError, match=r"^Config takes named fields, as in Config\(rounds=5\), got {"):
         Config({"rounds": 3})  # type: ignore[misc]

@@ -214,9 +214,12 @@ class FederationFolder:
                 f"resume: {self.out / METRICS} does not hold rounds 0 to {t - 1}, which the state needs; "
                 "put the original file back, or start another federation"
             )
-        found = _sum_rows(rows)
-        for name in rows:
-            if found[name] != state.checksums.get(name):
+        for name, each in rows.items():
+            try:
+                found = checksum_rows(each)
+            except RecursionError:  # lists nested so deep that they can be read but not written
+                found = None
+            if found is None or found != state.checksums.get(name):
                 raise InputError(
                     f"resume: {self.out / name} was changed after the state was written; "
                     "put the original file back, or start another federation"
