@@ -309,7 +309,7 @@ def test_sets_of_error_feedback_cost_less(run: str, share: float, length: int) -
 
 
 def test_chunks_of_a_transformer() -> None:
-    """What a client of a small GPT sends in rounds 2, 5 and 10, with 2-bit values: at most 8.7 bits a value."""
+    """A client of a small GPT sends 2-bit values in rounds 2, 5 and 10: at most 8.7 bits each."""
     layout = Layout.from_text((RECORDED / "gpt" / "layout.json").read_text())
     files = sorted((RECORDED / "gpt").glob("*.cfa"))
     assert len(files) == 3
