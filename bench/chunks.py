@@ -14,17 +14,21 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+import statistics
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as parquet
 import torch
-from bench.wire import MEMORY, entropy, measure
+from bench.wire import MEMORY, TURNS, entropy
 from rich.console import Console
 from rich.table import Table
 
@@ -153,19 +157,27 @@ def part_rows(name: str, update: Update) -> Iterator[list[str]]:
 
 
 def speeds(update: Update) -> dict[str, list[float]]:
-    """Return what encoding and decoding take, in ns per value and in memcpys of the dense vector."""
+    """Return what encoding and decoding take, in ns per value and in memcpys of the dense vector.
+
+    These are medians of processor time, in turns, which other work on the machine hardly changes.
+    """
     layout, p = update.layout, torch.from_numpy(update.p)
-    vectors = [p.clone() for _ in range(math.ceil(MEMORY / (4 * layout.d)))]
+    vectors = cycle([p.clone() for _ in range(math.ceil(MEMORY / (4 * layout.d)))])
     chunks = parse(f"{SELECTOR} >> int2(1024)").compress(p, 1, layout).numpy()
     k, target = chunks.counts()[0], torch.empty_like(p)
+    work: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(next(vectors))}
     plain = parse(f"topk({1 - k / layout.d!r}) >> bf16").compress(p, 1, layout).numpy()
-    work: dict[str, Any] = {"copy": (target.copy_, vectors)}
     for name, payload in (("chunks >> int2", chunks), ("topk >> bf16", plain)):
-        message = encode(payload, layout)
-        work[f"encode {name}"] = (lambda payload: encode(payload, layout), [payload])
-        work[f"decode {name}"] = (lambda message: decode(message, layout=layout), [message])
-    times = measure(work)
-    return {name: [1e9 * t / k, t / times["copy"]] for name, t in times.items() if name != "copy"}
+        work[f"encode {name}"] = partial(encode, payload, layout)
+        work[f"decode {name}"] = partial(decode, encode(payload, layout), layout=layout)
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(TURNS):
+        for name, call in work.items():
+            began = time.process_time()
+            call()
+            times[name].append(time.process_time() - began)
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    return {name: [1e9 * t / k, t / middle["copy"]] for name, t in middle.items() if name != "copy"}
 
 
 def keep(update: Update, folder: Path) -> None:

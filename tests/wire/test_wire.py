@@ -308,6 +308,20 @@ def test_sets_of_error_feedback_cost_less(run: str, share: float, length: int) -
     assert np.mean([len(message) for message in messages]) <= length
 
 
+def test_chunks_of_a_transformer() -> None:
+    """A client of a small GPT sends 2-bit values in rounds 2, 5 and 10: at most 8.7 bits each."""
+    layout = Layout.from_text((RECORDED / "gpt" / "layout.json").read_text())
+    files = sorted((RECORDED / "gpt").glob("*.cfa"))
+    assert len(files) == 3
+    for file in files:
+        message = file.read_bytes()
+        header, payload = read_header(message), decode(message, layout=layout)
+        assert encode(payload, layout, round=header.round) == message
+        assert (header.where, header.kind) == (Where.CHUNKED, Kind.PER_LEVEL)
+        assert 8 * len(message) / header.k <= 8.7
+        assert 8 * header.index_bytes / header.k < 0.96 * entropy_bound(4096, 64)
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     """The coders run without the interpreter's lock."""
     clients = list(block("topk(0.9) >> bf16", NET).clients()) * 20
