@@ -57,7 +57,7 @@ coverage: install  ## what `make test` runs of each room, processes included; ht
 docs: install  ## the pages as a site in site/, from docs/ and the code; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-try-docs: install  ## type README and start pages into empty environments, with the wheel; says how long each takes
+try-docs: install  ## README, start pages and notebook in empty environments, with the wheel; says how long each takes
 	$(BIN)/python -m scripts.try_docs
 
 lint: install

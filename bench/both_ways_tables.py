@@ -282,7 +282,7 @@ TABLES = {
 def draw(path: Path) -> None:
     """Accuracy over total bytes of the ways to send less, p = 2, seed 0."""
     from cfedavg.report import Group, Run
-    from cfedavg.report.figures import draw_panel
+    from cfedavg.report.figures import as_png, make_figure
     from cfedavg.report.panels import choose_panels
 
     cells, groups = read("totals"), []
@@ -298,7 +298,7 @@ def draw(path: Path) -> None:
         ]
         groups.append(Group(label, (Run(path, Config(**cell.options), rows, label),)))
     (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "metric-total"]
-    path.write_bytes(draw_panel(panel, groups))
+    path.write_bytes(as_png(make_figure([panel], groups, columns=1, width=8.0, height=2.7)))
 
 
 def main() -> None:

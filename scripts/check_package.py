@@ -3,7 +3,8 @@
 The wheel is built twice, from the repository and from the sdist, with a C compiler; both must be equal. Each
 version of Python gets the wheel as a light client, then with numba, and never torch. All modules import that
 can, and every message has the same bytes, made by the C library, by plain Python and by numba. Packages come
-from the configured index, in the versions of constraints.txt. A Python that is not on the PATH is left out.
+from the configured index, in the versions of constraints.txt. A Python that neither the PATH nor pyenv has is
+left out.
 """
 
 from __future__ import annotations
@@ -90,18 +91,20 @@ def build_with_compiler(folder: Path) -> Path:
 
 
 def find_python(version: str) -> str | None:
-    """Return the command of a version of Python; None if there is none that starts."""
+    """Return the path of a version of Python; None if there is none that starts."""
     name = shutil.which(f"python{version}")
-    if name is None or subprocess.run([name, "-c", ""], capture_output=True).returncode:
+    if name is None:
         return None
-    return name
+    command = [name, "-c", "import sys; print(sys.executable)"]
+    chosen = os.environ | {"PYENV_VERSION": version}  # pyenv starts the versions that this names
+    return subprocess.run(command, env=chosen, capture_output=True, text=True).stdout.strip() or None
 
 
 def check(wheel: Path, folder: Path, version: str) -> set[str]:
     """Try the wheel with a version of Python; return the hashes of the messages, which should be one."""
     python = find_python(version)
     if python is None:
-        print(f"Python {version}: skipped, since there is no python{version} on the PATH", flush=True)
+        print(f"Python {version}: skipped, since no python{version} starts", flush=True)
         return set()
     environment, hashes = Environment(folder / version, python), set()
     for extras, ways in WAYS.items():

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from cfedavg.core.errors import InputError
     from cfedavg.core.layout import Layout
     from cfedavg.core.payload import Payload
-    from cfedavg.feedback import EF21, ErrorFeedback, Feedback, NoFeedback
-    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox
+    from cfedavg.feedback import EF21, CAFe, ErrorFeedback, Feedback, NoFeedback, StepAhead
+    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox, Scaffold
     from cfedavg.optimise.server import Adagrad, Adam, Momentum, Nesterov, ServerOptimiser, ServerSGD, Yogi
     from cfedavg.schedule import Constant, Corollary1, Corollary2, Corollary3, Decaying, Steps, resolve_rates
     from cfedavg.simulate.result import Result
@@ -57,7 +57,7 @@ _HOME = {
     ),
     "core.config": ("Config",),
     "core.errors": ("InputError",),
-    "feedback": ("EF21", "ErrorFeedback", "Feedback", "NoFeedback"),
+    "feedback": ("EF21", "CAFe", "ErrorFeedback", "Feedback", "NoFeedback", "StepAhead"),
     "core.layout": ("Layout",),
     "core.payload": ("Payload",),
     "schedule": (
@@ -65,7 +65,7 @@ _HOME = {
     ),
     "simulate.result": ("Result",),
     "simulate.run": ("run",),
-    "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox"),
+    "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox", "Scaffold"),
     "optimise.server": ("Adagrad", "Adam", "Momentum", "Nesterov", "ServerOptimiser", "ServerSGD", "Yogi"),
     "task": ("Task",),
     "wire": ("WireError", "decode", "encode"),
@@ -73,14 +73,14 @@ _HOME = {
 
 __version__ = "0.5.0"
 __all__ = [
-    "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "Callback",
+    "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "CAFe", "Callback",
     "Channel", "Clip", "Compressor", "Config", "Constant", "Corollary1", "Corollary2", "Corollary3",
     "Decaying", "Eden", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError",
     "IntBlocks", "Layout", "LocalOptimiser", "LowRank", "Momentum", "Nesterov", "NoFeedback", "Payload",
-    "Proportional", "Prox", "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser",
-    "ServerSGD", "Sign", "Start", "Steps", "Task", "TensorBoard", "Threshold", "TopK", "TwoLevels", "Wandb",
-    "WireError", "Yogi", "average",
-    "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
+    "Proportional", "Prox", "Quantiser", "RandomDropping", "Result", "Scaffold", "Selector",
+    "ServerOptimiser", "ServerSGD", "Sign", "Start", "StepAhead", "Steps", "Task", "TensorBoard",
+    "Threshold", "TopK", "TwoLevels", "Wandb", "WireError", "Yogi", "average", "decode", "decompress",
+    "encode", "local_update", "parse", "resolve_rates", "run",
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ docs/compressors.md shows how to write your own selector or quantiser.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, NoReturn
 
 import numpy as np
@@ -32,7 +32,7 @@ from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
-from cfedavg.core.parts import Part, Written
+from cfedavg.core.parts import Part, Written, describe
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
@@ -48,6 +48,17 @@ class Stage(Part):
     def summary(self) -> str:
         """What the stage does, in a sentence."""
         return (self.__doc__ or "").strip().split("\n")[0]
+
+    def __rrshift__(self, before: object) -> NoReturn:  # of a text or a class
+        raise _order_error(before, self)
+
+
+def _order_error(first: object, second: object) -> InputError:
+    """Return the error that `first >> second` is no compressor."""
+    return InputError(
+        "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
+        f"{describe(first)} >> {describe(second)}"
+    )
 
 
 class Selection(NamedTuple):
@@ -86,6 +97,10 @@ class Selector(Stage):
         """Return the largest number of values that one client can send."""
         return layout.d
 
+    def denser(self, times: float) -> Selector:
+        """Return the selector that sends `times` as many values, at most all; self if it cannot."""
+        return self
+
     def select(self, p: Array, keys: Array, layout: Layout, t: int, g2: Array | None = None) -> Selection:
         """Return the coordinates and values of p that `keep` chooses; raise NotFinite if p has NaN or Inf.
 
@@ -115,9 +130,7 @@ class Quantiser(Stage):
         raise NotImplementedError
 
     def __rshift__(self, following: object) -> NoReturn:
-        raise InputError(
-            f"a selector must stand before a quantiser, as in TopK(0.99) >> BF16(), got {self} >> {following}"
-        )
+        raise _order_error(self, following)
 
 
 @dataclass(frozen=True)
@@ -131,10 +144,7 @@ class Compressor(Written):
     def __post_init__(self) -> None:
         is_quantiser = self.quantiser is None or isinstance(self.quantiser, Quantiser)
         if not (isinstance(self.selector, Selector) and is_quantiser):
-            raise InputError(
-                "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
-                f"{self.selector} >> {self.quantiser}"
-            )
+            raise _order_error(self.selector, self.quantiser)
         allowed = self.selector.quantisers
         if self.quantiser is not None and allowed is not None and self.quantiser.name not in allowed:
             raise InputError(
@@ -187,6 +197,17 @@ class Compressor(Written):
             rounding = 1 / self.quantiser.gamma(self.selector.most(layout))
             lost = lost + rounding - lost * rounding
         return 1 / lost if lost else math.inf
+
+    def denser(self, times: float) -> Compressor:
+        """Return the compressor that sends `times` as many coordinates, at most all of them.
+
+        It is equal to this one if its selector cannot send more.
+
+        >>> from cfedavg.compress import parse
+        >>> str(parse("topk(0.99) >> bf16").denser(4)), str(parse("sign").denser(4))
+        ('topk(0.96) >> bf16', 'none >> sign')
+        """
+        return self if times == 1 else replace(self, selector=self.selector.denser(times))
 
     @property
     def rounds_values(self) -> bool:

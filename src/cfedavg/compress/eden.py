@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -120,6 +120,9 @@ class Eden(Selector):
         widest = max(high - low for low, high in pairwise(magnitudes)) / 2
         best = 2.0 if self.bits == 1 else 1 / (widest**2 + 3 / (16 * magnitudes[-1] ** 2))
         return best / 2 if self.unbiased else best
+
+    def denser(self, times: float) -> Selector:
+        return replace(self, bits=min(round(self.bits * times), 4))
 
     def most(self, layout: Layout) -> int:
         return Rotation(np.zeros(0, np.int64), self.block).count(layout.d)

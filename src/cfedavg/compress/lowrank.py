@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -76,6 +76,9 @@ class LowRank(Selector):
         pairs = zip(basis.shapes, basis.ranks(), strict=True)
         kept = [r / min(shape) * (1 - 3 * math.sqrt(r) / 128) for shape, r in pairs if r]
         return 1 / (1 - min(kept)) if kept else math.inf
+
+    def denser(self, times: float) -> Selector:
+        return replace(self, rank=min(round(self.rank * times), 256))
 
     def most(self, layout: Layout) -> int:
         return Factors.of(layout, self.rank).count(layout.d)

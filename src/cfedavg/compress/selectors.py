@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -72,6 +72,9 @@ class RandomDropping(Selector):
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else math.inf
 
+    def denser(self, times: float) -> Selector:
+        return replace(self, comp=less_dropped(self.comp, times))
+
 
 @dataclass(frozen=True)
 class Threshold(Selector):
@@ -94,6 +97,9 @@ class Threshold(Selector):
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.lam**2
+
+    def denser(self, times: float) -> Selector:
+        return replace(self, lam=max(self.lam / times, 1 / LARGE))
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,9 @@ class Proportional(Selector):
         draws = bits53(keys[:, None], arange(p.shape[1], p))
         return draws < self.probabilities(normalise_rows(abs(p))) * 2.0**53
 
+    def denser(self, times: float) -> Selector:
+        return replace(self, comp=less_dropped(self.comp, times))
+
     def probabilities(self, magnitude: Array) -> Array:
         """Return the probability of each coordinate, for magnitudes of shape (n, d), a row for each client.
 
@@ -137,6 +146,11 @@ class Proportional(Selector):
 
     def gamma(self, layout: Layout) -> float:
         return 1 / self.comp if self.comp else math.inf
+
+
+def less_dropped(comp: float, times: float) -> float:
+    """Return the fraction not sent if `times` as many coordinates are sent, to 12 digits."""
+    return max(0.0, round(1 - times * (1 - comp), 12))
 
 
 def can_compile(p: Array) -> bool:

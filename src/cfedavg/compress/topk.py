@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from cfedavg.compress.compressor import Selection, Selector, check_finite, select_where
 from cfedavg.compress.numerics import find_largest, normalise_rows, pick, prefix_sums, squared_norms
-from cfedavg.compress.selectors import LARGE, can_compile, fraction, join, rows_in_memory, select_found
+from cfedavg.compress.selectors import (
+    LARGE,
+    can_compile,
+    fraction,
+    join,
+    less_dropped,
+    rows_in_memory,
+    select_found,
+)
 from cfedavg.core import arrays
 from cfedavg.core.arrays import Array, cast, module_of
 from cfedavg.core.errors import InputError, NotFinite
@@ -128,6 +136,16 @@ class TopK(Selector):
         if bad := [i for i, of_row in enumerate(found) if not all(finite for _, _, finite in of_row)]:
             raise NotFinite(bad)
         return select_found(p, [join([start + indices for start, indices, _ in of_row]) for of_row in found])
+
+    def denser(self, times: float) -> Selector:
+        if self.snr is not None:
+            return replace(self, snr=min(self.snr * times, LARGE))
+        if self.hold is not None:
+            return replace(self, hold=self.hold / times)
+        if self.chunk is not None and self.k is not None:
+            return replace(self, k=min(round(self.k * times), self.chunk - 1))
+        least = 1 if self.least == 1 else min(round(self.least * times), 2**53)
+        return replace(self, comp=less_dropped(self.comp or 0, times), least=least)
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
         if self.hold is not None:

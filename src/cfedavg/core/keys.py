@@ -50,6 +50,8 @@ class Purpose(IntEnum):
     BROADCAST = 15
     LINK = 16
     WAIT = 17
+    CONTROL = 18
+    CONTROL_BROADCAST = 19
 
 
 def signed(word: int) -> int:

@@ -128,6 +128,7 @@ class FederationFolder:
                 server = restore_backup(state.server, new_generation(state.server), digest)
                 state = replace(state, server=server)
         self._read = self._read_rows(state)  # by file: the rows that `open` writes
+        self.rows = self._read[METRICS]
         return state
 
     @property
@@ -162,7 +163,6 @@ class FederationFolder:
 
         Call this before any request is sent.
         """
-        self.rows = self._read[METRICS]
         for name, rows in self._read.items():
             write_atomic(self.out / name, "".join(map(format_row, rows)).encode())
         del self._read

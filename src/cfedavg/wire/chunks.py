@@ -30,7 +30,7 @@ def find_chunk(indices: Array, d: int) -> tuple[int, int] | None:
 
     There must be two chunks or more. Of several s, the smallest is returned.
 
-    >>> find_chunk(np.array([3, 60, 64, 100, 129]), 130), find_chunk(np.array([3, 70, 71]), 130)
+    >>> find_chunk(np.array([3, 60, 64, 100, 128]), 129), find_chunk(np.array([3, 60, 64, 100, 101]), 129)
     ((6, 2), None)
     """
     for s in range(SHORTEST, LONGEST + 1):
@@ -40,8 +40,8 @@ def find_chunk(indices: Array, d: int) -> tuple[int, int] | None:
         n = int(np.searchsorted(indices, 1 << s))
         if not 0 < n < 1 << s or len(indices) != chunks * n + min(n, rest):
             continue
-        whole = (indices[: chunks * n] >> s).reshape(chunks, n)
-        if (whole == np.arange(chunks)[:, None]).all():
+        chunk = indices >> s
+        if (chunk == np.repeat(np.arange(chunks + 1), [n] * chunks + [min(n, rest)])).all():
             return s, n
     return None
 
@@ -139,10 +139,14 @@ def first_context(left: Int, room: Int, size: Int) -> Int:
 
 
 @helper
-def renew_weights(before: Array, sent: Array) -> None:
-    """Set the sums of the weights from the number of coordinates that each column has sent."""
+def renew_weights(before: Array, sent: Array, due: Int) -> Int:
+    """Set the sums of the weights from the number of coordinates that each column has sent, after `due` rows.
+
+    Return after how many rows the next renewal is due.
+    """
     for c in range(len(sent)):
         before[c + 1] = before[c] + WEIGHT + sent[c]
+    return 2 * due if due < RENEWAL else due + RENEWAL
 
 
 @helper
@@ -153,14 +157,52 @@ def new_weights(rows: Int, width: Int) -> tuple[Array, Array]:
     """
     sent = integers(width if rows > 1 else 0, 0)
     before = integers(width + 1 if rows > 1 else 0, 0)
-    renew_weights(before, sent)
+    renew_weights(before, sent, 1)
     return before, sent
 
 
 @helper
-def next_renewal(due: Int) -> Int:
-    """Return after how many rows the weights are renewed once more, after they were at `due` rows."""
-    return 2 * due if due < RENEWAL else due + RENEWAL
+def start_piece(at: Int, end: Int, left: Int, room: Int, d: Int, s: Int, n: Int) -> tuple[Int, Int, Int]:
+    """Return what the chunk has still to send and its room from `at` on, and the size of the piece at `at`.
+
+    The row ends at `end`. If the chunk before has no room left, a new one starts.
+    """
+    if room == 0:
+        room = min(1 << s, d - at)
+        left = min(n, room)
+    return left, room, min(end - at, room)
+
+
+@helper
+def put_count(
+    words: Array, coder: Coder, contexts: Array, left: Int, room: Int, size: Int, count: Int
+) -> Coder:
+    """Encode how many coordinates a piece of `size` sends, of `left` that its chunk has for `room`."""
+    first = first_context(left, room, size)
+    for i in range(max(left - (room - size), 0), min(left, size, count + 1)):
+        coder = rc.put_bit(words, coder, contexts, first + min(i, COUNTS - 1), 1 if i == count else 0)
+    return coder
+
+
+@helper
+def take_count(
+    words: Array, coder: Coder, contexts: Array, left: Int, room: Int, size: Int
+) -> tuple[Int, Coder]:
+    """Decode a count that `put_count` encoded; return the count and the next `coder`."""
+    first, most = first_context(left, room, size), min(left, size)
+    count, found = max(left - (room - size), 0), 0
+    while count < most and not found:
+        found, coder = rc.take_bit(words, coder, contexts, first + min(count, COUNTS - 1))
+        count += 1 - found
+    return count, coder
+
+
+@helper
+def count_sent(sent: Array, positions: Array, start: Int) -> None:
+    """Count the sent coordinates of each column of the row that begins at `start`."""
+    if len(sent):
+        for i in range(len(positions)):
+            sent[positions[i] - start] += 1
 
 
 @kernel
@@ -179,27 +221,17 @@ def encode_chunks(words: Array, indices: Array, d: Int, shapes: Array, s: Int, n
         for row in range(shape[0]):
             start, end = at, at + width
             while at < end:
-                if room == 0:
-                    room = min(1 << s, d - at)
-                    left = min(n, room)
-                size = min(end - at, room)
+                left, room, size = start_piece(at, end, left, room, d, s, n)
                 b = a
                 while b < len(indices) and indices[b] < at + size:
                     b += 1
-                context = first_context(left, room, size)
-                for i in range(max(left - (room - size), 0), min(left, size)):
-                    which = context + min(i, COUNTS - 1)
-                    coder = rc.put_bit(words, coder, contexts, which, 1 if i == b - a else 0)
-                    if i == b - a:
-                        break
+                coder = put_count(words, coder, contexts, left, room, size, b - a)
                 first = at - start
                 coder = put_positions(words, coder, before, indices[a:b], start, first, first + size)
-                for i in range(a, b if len(sent) else a):
-                    sent[indices[i] - start] += 1
+                count_sent(sent, indices[a:b], start)
                 at, left, room, a = at + size, left - (b - a), room - size, b
             if row + 1 == due:
-                renew_weights(before, sent)
-                due = next_renewal(due)
+                due = renew_weights(before, sent, due)
     return rc.finish(words, coder)
 
 
@@ -211,9 +243,8 @@ def decode_chunks(words: Array, indices: Array, d: Int, shapes: Array) -> tuple[
     """
     s, coder = rc.take_number(words, rc.start_decoding(words), LENGTH)
     n, coder = rc.take_number(words, coder, s)
-    if s < SHORTEST or s > LONGEST or n == 0:
-        return OTHER_NUMBER, coder[0]
-    if (d >> s) * n + min(n, d & ((1 << s) - 1)) != len(indices):
+    is_known = SHORTEST <= s <= LONGEST and n > 0
+    if not is_known or (d >> s) * n + min(n, d & ((1 << s) - 1)) != len(indices):
         return OTHER_NUMBER, coder[0]
     contexts = integers(CLASSES * COUNTS, rc.EVEN)
     at, left, room, a = 0, 0, 0, 0
@@ -223,24 +254,14 @@ def decode_chunks(words: Array, indices: Array, d: Int, shapes: Array) -> tuple[
         for row in range(shape[0]):
             start, end = at, at + width
             while at < end:
-                if room == 0:
-                    room = min(1 << s, d - at)
-                    left = min(n, room)
-                size = min(end - at, room)
-                context = first_context(left, room, size)
-                count, most, found = max(left - (room - size), 0), min(left, size), 0
-                while count < most and not found:
-                    which = context + min(count, COUNTS - 1)
-                    found, coder = rc.take_bit(words, coder, contexts, which)
-                    count += 1 - found
-                first, b = at - start, a + count
-                fault, coder = take_positions(words, coder, before, indices[a:b], start, first, first + size)
+                left, room, size = start_piece(at, end, left, room, d, s, n)
+                count, coder = take_count(words, coder, contexts, left, room, size)
+                piece, first = indices[a : a + count], at - start
+                fault, coder = take_positions(words, coder, before, piece, start, first, first + size)
                 if fault:
                     return fault, coder[0]
-                for i in range(a, b if len(sent) else a):
-                    sent[indices[i] - start] += 1
-                at, left, room, a = at + size, left - count, room - size, b
+                count_sent(sent, piece, start)
+                at, left, room, a = at + size, left - count, room - size, a + count
             if row + 1 == due:
-                renew_weights(before, sent)
-                due = next_renewal(due)
+                due = renew_weights(before, sent, due)
     return FINE, coder[0]

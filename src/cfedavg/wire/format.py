@@ -164,7 +164,7 @@ def decode(
     `kmax` is the largest number of values that is accepted (default: as many as a vector of the layout has).
     One byte of a message can hold up to 11,354 values, so a short message can need much memory: give `kmax`
     if you know it. A message with more values is refused before memory is allocated for them. `max_bytes` is
-    the longest message that is accepted (default: longer than any payload of this layout needs). If `client`
+    the longest message that is accepted (default: longer than any useful payload of this layout). If `client`
     or `sequence` is given, the message's header must hold the same number.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
