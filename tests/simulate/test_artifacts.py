@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from cfedavg.optimise.local import SGD
+from cfedavg.optimise.local import SGD, Fixed
 from cfedavg.simulate.vectorised import artifacts, compiler
 from cfedavg.simulate.vectorised.artifacts import (
     Compilation,
@@ -170,7 +170,7 @@ def test_the_compiler_can_view_what_a_recurrent_network_gives(kind: Any, both: b
         return (y.flatten(0, 1) @ torch.ones(y.shape[-1])).square().mean()
 
     parameters = [p.detach().expand(m, *p.shape).clone() for p in model.parameters()]
-    stack = Stack(parameters, {}, [], [], torch.zeros(m))
+    stack = Stack(parameters, {}, Fixed([], []), [], torch.zeros(m))
     inputs = _Inputs(stack, (torch.randn(m, 4, 5, 6),), None, None, torch.ones(m))
     recorder = Recorder(Step(model, loss, SGD()), torch.device("cpu"), print)
     found = lift_constants(recorder._trace(inputs))
