@@ -32,8 +32,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from cfedavg.core.bases import Rotation
 from cfedavg.core.layout import Layout
-from cfedavg.core.payload import Floats, Payload, blocks
+from cfedavg.core.payload import Floats, Payload
 from cfedavg.wire import WireError, decode, encode
 from cfedavg.wire.frame import CHECKSUM, SIZE
 
@@ -52,7 +53,7 @@ NUMBERS = [(8, 8), (16, 8), (24, 8), (32, 8), (40, 8), (48, 4)]
 LENGTHS = [(52, 8), (60, 8), (68, 8)]
 # k and the bytes are what the decoders go by, so they have more turns.
 FIELDS = [*BYTES, *BYTES, *NUMBERS, (24, 8), (24, 8), *LENGTHS]
-KEEP, BLOCK, TOP = (8, 8), (0, 4), (4, 2)  # in the sections
+KEEP, BLOCK, TOP, RANK, SIZE_OF_BLOCK = (8, 8), (0, 4), (4, 2), (0, 4), (8, 4)  # in the sections
 EXTREMES = [0, 1, 2, 127, 255, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 NUMBER = re.compile(r"\d+")
 
@@ -172,8 +173,8 @@ def header_field(dice: Dice, parts: Parts, corpus: Corpus) -> None:
 
 
 def copied_field(dice: Dice, parts: Parts, corpus: Corpus) -> None:
-    """The block or the top of levels, the keep of a mask; one and the other in what is not what it seems."""
-    part, place = dice.one_of(((3, BLOCK), (3, TOP), (1, KEEP)))
+    """The block or the top of levels, the keep of a mask, a basis; often in what is not what it seems."""
+    part, place = dice.one_of(((3, BLOCK), (3, TOP), (1, KEEP), (1, RANK), (1, SIZE_OF_BLOCK)))
     change(dice, parts[part], place)
 
 
@@ -237,7 +238,10 @@ def check(message: bytes, layout: Layout) -> str:
 def check_laws(payload: Payload) -> None:
     """Raises Broken unless the payload is one that a compressor could have made."""
     d, k, indices, values = payload.d, int(payload.offsets[1]), payload.indices, payload.values
-    if indices is None:
+    if payload.basis is not None:
+        if k != payload.basis.count(d) or indices is not None:
+            raise Broken(f"k = {k} in a basis of {payload.basis.count(d)} coordinates")
+    elif indices is None:
         if k != d:
             raise Broken(f"all coordinates, but k = {k} and d = {d}")
     elif len(indices) != k:
@@ -253,12 +257,14 @@ def check_laws(payload: Payload) -> None:
         if not finite.all():
             raise Broken("a value that is not finite")
         return
-    if len(values.levels) != k or len(values.scales) != blocks(k, values.block):
+    if len(values.levels) != k or len(values.scales) != values.count_scales(k):
         raise Broken(f"{len(values.levels)} levels and {len(values.scales)} scales for k = {k}")
     if values.top > np.iinfo(values.levels.dtype).max:
         raise Broken(f"top = {values.top} for levels of {values.levels.dtype}")
     if k and max(-int(values.levels.min()), int(values.levels.max())) > values.top:
         raise Broken(f"a level above top = {values.top}")
+    if values.per_level and not values.levels.all():
+        raise Broken("a level 0 without a scale")
     if not np.isfinite(values.scales).all():
         raise Broken("a scale that is not finite")
 
@@ -268,12 +274,17 @@ def contents(payload: Payload) -> list[object]:
     indices, mask, values = payload.indices, payload.mask, payload.values
     found = [payload.d, payload.offsets.tobytes(), indices if indices is None else indices.tobytes()]
     found += [mask and (mask.keys.tobytes(), mask.keep)]
+    if isinstance(payload.basis, Rotation):
+        found += [payload.basis.keys.tobytes(), payload.basis.block]
+    else:
+        found += [payload.basis]
     if isinstance(values, Floats):
         return [*found, values.dtype, values.data.dtype, values.data.tobytes()]
     return [
         *found,
         values.block,
         values.top,
+        values.per_level,
         values.levels.dtype,
         values.levels.tobytes(),
         values.scales.tobytes(),

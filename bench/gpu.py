@@ -6,13 +6,16 @@
 DIR holds MNIST as parquet files. A part whose line is in the file already is left out, so the parts can be
 measured in several calls on one machine. `start` and `again` run the command from nothing to the report: the
 first with empty caches (the data set, compiled steps, torch's and Triton's own), the second with the caches
-of the first. The other parts are warm after their first round.
+of the first. ResNet-18 begins with empty caches, too. It trains on random images of the shape of CIFAR-10, if
+--cifar-dir does not name a folder with CIFAR-10 as parquet files. All parts are warm after their first round.
+A part that fails says so and is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import io
 import json
 import os
 import statistics
@@ -31,25 +34,54 @@ MNIST = {"dataset": "mnist", "clients": 100, "model": "cnn", "local_epochs": 10,
 Line = dict[str, Any]
 
 
+class Failed(Exception):
+    """Raised if a program of a part fails."""
+
+
 def last_line(command: list[str], **more: str) -> Line:
     """Run a program and return the line of JSON that it prints last."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | more)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+        raise Failed(f"{' '.join(command)}\n{done.stderr[-2000:]}")
     line: Line = json.loads(done.stdout.strip().splitlines()[-1])
     return line
 
 
-def command(caches: Path, data_dir: str, rounds: int) -> Line:
-    """Time `cfedavg run` from the start of Python to the report, and its rounds."""
+def places(caches: Path) -> dict[str, str]:
+    """Return the environment variables of a program that keeps its caches in a folder."""
     names = ("CFEDAVG_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR")
-    places = {name: str(caches / name.lower()) for name in names}
-    fields = MNIST | {"data_dir": data_dir, "rounds": rounds, "precision": "bf16", "device": "cuda"}
+    return {name: str(caches / name.lower()) for name in names}
+
+
+def draw_images(folder: Path) -> str:
+    """Write random images of the shape of CIFAR-10 as parquet files to a folder; return its name."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for split, n in (("train", 50_000), ("test", 10_000)):
+        images = []
+        for pixels in random.integers(256, size=(n, 32, 32, 3), dtype=np.uint8):
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "PNG", compress_level=0)
+            images.append({"bytes": file.getvalue(), "path": None})
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        columns = {"img": pa.array(images, kind), "label": random.integers(10, size=n)}
+        pq.write_table(pa.table(columns), folder / f"{split}-00000.parquet")
+    return str(folder)
+
+
+def command(caches: Path, data_dir: str, rounds: int, **more: str) -> Line:
+    """Time `cfedavg run` from the start of Python to the report, and its rounds."""
+    fields = MNIST | {"data_dir": data_dir, "rounds": rounds, "precision": "bf16", "device": "cuda"} | more
     options = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
     with tempfile.TemporaryDirectory() as out:
         began = time.perf_counter()
         program = [sys.executable, "-c", COMMAND, "run", "--iid", *options, "--out", f"{out}/run"]
-        subprocess.run(program, check=True, stdout=subprocess.DEVNULL, env=os.environ | places)
+        subprocess.run(program, check=True, stdout=subprocess.DEVNULL, env=os.environ | places(caches))
         whole = time.perf_counter() - began
         rows = [json.loads(line) for line in Path(out, "run/metrics.jsonl").read_text().splitlines()]
     seconds = [row["seconds"] for row in rows]
@@ -60,11 +92,11 @@ def command(caches: Path, data_dir: str, rounds: int) -> Line:
     }  # fmt: skip
 
 
-def rounds(data_dir: str, **options: object) -> Line:
+def rounds(data_dir: str, caches: Path | None = None, **options: object) -> Line:
     """Time rounds of a configuration (bench/round.py)."""
     fields = MNIST | {"data_dir": data_dir, "iid": "true", "device": "cuda", "rounds": 21} | options
     words = [f"{name}={value}" for name, value in fields.items()]
-    return last_line([sys.executable, str(HERE / "round.py"), *words])
+    return last_line([sys.executable, str(HERE / "round.py"), *words], **(places(caches) if caches else {}))
 
 
 def peer(data_dir: str, script: str, processes: int, *words: str) -> Line:
@@ -75,6 +107,19 @@ def peer(data_dir: str, script: str, processes: int, *words: str) -> Line:
     return line | {"seconds_in_all": round(time.perf_counter() - began, 2)}
 
 
+def resnet(cifar_dir: str | None, caches: Path, *, again: bool) -> Line:
+    """Time the command on ResNet-18 with empty caches or, `again`, rounds with the caches of the first."""
+    fields = {"dataset": "cifar10", "model": "resnet18"}
+    directions = {"compressor": "topk(0.99)", "compressor_down": "none"}
+    folder = caches / "images"
+    data_dir = cifar_dir or (str(folder) if folder.exists() else draw_images(folder))
+    if again:
+        line = rounds(data_dir, caches / "resnet", **fields, **directions, precision="bf16", rounds=4)
+    else:
+        line = command(caches / "resnet", data_dir, 6, **fields, **directions)
+    return line | {"images": "CIFAR-10" if cifar_dir else "random"}
+
+
 def lstm(engine: str, precision: str) -> Line:
     """Time our rounds of the peers' LSTM: 50 clients, 10 local steps each."""
     words = ["--model", "lstm", "--clients", "50", "--epochs", "1", "--rounds", "5", "--device", "cuda"]
@@ -82,11 +127,10 @@ def lstm(engine: str, precision: str) -> Line:
     return last_line(program, ENGINE=engine, PRECISION=precision)
 
 
-def parts(data_dir: str, caches: Path) -> dict[str, Callable[[], Line]]:
+def parts(data_dir: str, cifar_dir: str | None, caches: Path) -> dict[str, Callable[[], Line]]:
     """All parts, by name; the most important first."""
     pfl, ours = partial(peer, data_dir, "pfl_round.py"), partial(rounds, data_dir)
     text = ("--model", "lstm", "--clients", "50", "--epochs", "1", "--rounds", "3")
-    resnet = {"dataset": "cifar10", "model": "resnet18", "rounds": 6}
     return {
         "start: 100 rounds, no caches": lambda: command(caches, data_dir, 100),
         "again: 10 rounds, caches of the first": lambda: command(caches, data_dir, 10),
@@ -98,10 +142,9 @@ def parts(data_dir: str, caches: Path) -> dict[str, Callable[[], Line]]:
         "LSTM: cfedavg, sequential, float32": lambda: lstm("sequential", "float32"),
         "LSTM: pfl, 1 process": lambda: pfl(1, *text),
         "LSTM: pfl, 5 processes": lambda: pfl(5, *text),
-        "ResNet-18, bf16": lambda: ours(
-            **resnet, precision="bf16", compressor="topk(0.99)", compressor_down="none"
-        ),
-        "plain PyTorch": lambda: peer(data_dir, "plain_round.py", 1, "--rounds", "1"),
+        "ResNet-18, bf16, no caches": lambda: resnet(cifar_dir, caches, again=False),
+        "ResNet-18, bf16, caches of the first": lambda: resnet(cifar_dir, caches, again=True),
+        "plain PyTorch, 1 process": lambda: peer(data_dir, "plain_round.py", 1, "--rounds", "1"),
     }
 
 
@@ -110,6 +153,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--cifar-dir", help="CIFAR-10 as parquet files; without it, random images")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu.jsonl"))
     parser.add_argument("--only", default="*", help="parts of these names; * stands for anything")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no part after so many minutes")
@@ -119,10 +163,14 @@ def main() -> None:
     done = {json.loads(line)["part"] for line in before}
     until = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory() as caches:
-        for name, measure in parts(given.data_dir, Path(caches)).items():
+        for name, measure in parts(given.data_dir, given.cifar_dir, Path(caches)).items():
             if name in done or not fnmatch.fnmatch(name, given.only) or time.monotonic() > until:
                 continue
-            line = json.dumps({"part": name} | measure())
+            try:
+                line = json.dumps({"part": name} | measure())
+            except (Failed, subprocess.CalledProcessError) as error:
+                print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+                continue
             with given.out.open("a") as file:
                 file.write(line + "\n")
             print(line, flush=True)

@@ -1,6 +1,7 @@
 """How the cost of a round grows: with the clients that exist, with those of a round, with K and with d.
 
-    python bench/growth.py --out docs/images/growth.png
+    python bench/growth.py > results/speed/growth.json
+    python bench/growth.py --draw results/speed/growth.json --out docs/images/growth.png
 
 One process, one thread; clients of 60 samples each that share one data set, so that 10,000 of them cost
 nothing to make. Every point is the median of several rounds after a warm-up; points are taken in turns.
@@ -10,18 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from rich.console import Console
 from rich.progress import track
 from torch import nn
 
 from cfedavg import Config, Task
+from cfedavg.report import BLUE, style_axes
 from cfedavg.simulate.engines import choose_engine
 from cfedavg.simulate.plan import Plan
 
@@ -75,37 +80,50 @@ def curves(device: str) -> dict[str, dict[Any, Rounds]]:
     }
 
 
+def measure(device: str) -> dict[str, dict[Any, float]]:
+    """Return the median seconds of a round, for each value of what grows."""
+    work = curves(device)
+    seconds: dict[str, dict[Any, list[float]]] = {
+        name: {at: [] for at in each} for name, each in work.items()
+    }
+    for _ in track(range(REPEATS + 1), "measuring", console=Console(stderr=True)):
+        for name, each in work.items():
+            for at, one in each.items():
+                began = time.perf_counter()
+                one()
+                seconds[name][at].append(time.perf_counter() - began)
+    return {
+        name: {at: statistics.median(times[1:]) for at, times in each.items()}
+        for name, each in seconds.items()
+    }
+
+
+def draw(found: dict[str, dict[Any, float]], out: Path) -> None:
+    """Draw a panel for each thing that grows, two in a row."""
+    rows = math.ceil(len(found) / 2)
+    figure = Figure(figsize=(7.5, 2.5 * rows), layout="constrained")
+    for place, (name, points) in enumerate(found.items(), 1):
+        axes = figure.add_subplot(rows, 2, place)
+        style_axes(axes)
+        axes.loglog(list(map(int, points)), list(points.values()), "o-", color=BLUE)
+        axes.set(xlabel=name, ylabel="seconds a round", ylim=(0.005, 2))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    figure.savefig(out, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/growth.png"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="draw what was printed before instead")
     given = parser.parse_args()
-    work = curves(given.device)
-    seconds: dict[str, dict[Any, list[float]]] = {
-        name: {at: [] for at in each} for name, each in work.items()
-    }
-    for _ in track(range(REPEATS + 1), "measuring"):
-        for name, each in work.items():
-            for at, one in each.items():
-                began = time.perf_counter()
-                one()
-                seconds[name][at].append(time.perf_counter() - began)
-    found = {
-        name: {at: statistics.median(times[1:]) for at, times in each.items()}
-        for name, each in seconds.items()
-    }
-    print(json.dumps(found, indent=1))
-    figure, panels = plt.subplots(1, len(found), figsize=(3.2 * len(found), 3), layout="constrained")
-    for axes, (name, points) in zip(panels, found.items(), strict=True):
-        draw = axes.semilogx if "exist" in name else axes.loglog
-        draw(list(points), list(points.values()), "o-", color="#3366aa")
-        axes.set(xlabel=name, ylabel="seconds a round")
-        if "exist" in name:
-            axes.set_ylim(0, 1.5 * max(points.values()))
-        axes.grid(alpha=0.3, which="both")
-    figure.savefig(given.out, dpi=150)
+    found = json.loads(given.draw.read_text()) if given.draw else measure(given.device)
+    if not given.draw:
+        print(json.dumps(found, indent=1))
+    draw(found, given.out)
 
 
 if __name__ == "__main__":

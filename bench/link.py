@@ -3,6 +3,10 @@
     python bench/link.py --out results/links/fp32.json
     python bench/link.py --out results/links/nb-iot.json --link nb-iot \\
         --compressor "topk(0.92) >> bf16" --compressor-down "topk(0.915) >> bf16"
+    python bench/link.py --out results/links/classes.json \\
+        --link "1x up=600kbit, down=600kbit, rtt=200ms; 1x 4g"
+    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE=250000 python bench/link.py --out results/links/long-download.json \\
+        --times 2 --link "up=640kbit, down=200kbit, rtt=100ms"
 
 A federation of SuperNodes on this machine trains, and after each round the relays change. First, and between
 the rounds on the link, come rounds without a limit, which say what a round takes here without its transfer,
@@ -10,7 +14,8 @@ and rounds with a round trip of one second, which say how many round trips a rou
 `simulated_seconds` of the same run with `--link "LINK, wait=..."`, where `wait` is made of these two and of
 the bytes that are no messages of ours. So `wait` is measured here and now, and the transfer is predicted.
 
-Keep each message below 30 s in each direction: docs/links.md says what Flower did with longer ones.
+Keep each message below 30 s, as far as Flower does not send it in chunks: docs/links.md says what it did with
+longer ones.
 """
 
 from __future__ import annotations

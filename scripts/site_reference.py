@@ -13,10 +13,10 @@ import cfedavg
 from cfedavg.cli.commands import app
 from cfedavg.core.config import FIELD_TYPES, OPTIONS, Config, Option
 
-# Packages whose `__all__` is a part of the public interface, beside that of cfedavg itself.
 CONFIG_METHODS = ("replace", "to_toml", "from_toml", "from_dict")
 FIRST = ("core.config", "simulate.run", "simulate.result", "task")  # what a reader looks for comes first
-PACKAGES = ("flower", "compress", "wire", "data", "sweep")
+# Packages whose `__all__` is a part of the public interface, beside that of cfedavg itself.
+PACKAGES = ("flower", "compress", "wire", "data", "sweep", "report")
 
 
 def options_page() -> str:
@@ -30,7 +30,7 @@ def options_page() -> str:
     for name, known in OPTIONS.items():
         if known.group != group:
             group = known.group
-            lines += ["", f"## {group}", "", "| field | default | |", "|---|---|---|"]
+            lines += ["", f"## {group}", "", "| field | default | meaning |", "|---|---|---|"]
         lines.append(option_row(name, known))
     return "\n".join(lines) + "\n"
 
@@ -83,7 +83,7 @@ def command_lines(name: str, command: Any) -> list[str]:
     lines = [f"## `cfedavg {name}`", inspect.cleandoc(command.help or "")]
     if own:
         rows = [f"| `{parameter_text(p)}` | {default_text(p)} | {cell(p.help or '')} |" for p in own]
-        lines += ["\n".join(["| option | default | |", "|---|---|---|", *rows])]
+        lines += ["\n".join(["| option | default | meaning |", "|---|---|---|", *rows])]
     if len(fields) == len(OPTIONS):
         lines += ["It also takes every [option](options.md)."]
     elif fields:
@@ -126,9 +126,15 @@ def packages_page() -> str:
         module = importlib.import_module(f"cfedavg.{package}")
         lines += [f"## `cfedavg.{package}`", (inspect.getdoc(module) or "").splitlines()[0]]
         names = [name for name in module.__all__ if name not in cfedavg.__all__]
-        found = [getattr(module, name) for name in names]
-        lines += [directive(value) for value in found if inspect.isclass(value) or inspect.isfunction(value)]
+        values = [name for name in names if not documented(getattr(module, name))]
+        lines += [f"Constants and types: {', '.join(map(code, values))}."] if values else []
+        lines += [directive(getattr(module, name)) for name in names if name not in values]
     return "\n\n".join(lines) + "\n"
+
+
+def documented(value: Any) -> bool:
+    """Return whether a public value has a docstring of its own: whether it is a class or a function."""
+    return inspect.isclass(value) or inspect.isfunction(value)
 
 
 def directive(value: Any) -> str:
@@ -136,9 +142,8 @@ def directive(value: Any) -> str:
     line = f"::: {value.__module__}.{value.__qualname__}"
     if value is not Config:
         return line
-    hidden = (
-        f"{line}\n    options:\n      members: []\n      show_signature: false"  # it is the page of options
-    )
+    options = ["members: []", "separate_signature: false", "show_signature: false"]
+    hidden = "\n      ".join([f"{line}\n    options:", *options])
     methods = [f"{line}.{name}\n    options:\n      heading_level: 4" for name in CONFIG_METHODS]
     return "\n\n".join([hidden, "Its fields are the [options](options.md).", *methods])
 

@@ -13,12 +13,14 @@ import numpy as np
 
 from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Channel
+from cfedavg.compress import Everything
+from cfedavg.control import ControlVariates
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.federate.client import Client
 from cfedavg.federate.protocol import Request
 from cfedavg.federate.server import Server
-from cfedavg.feedback import Feedback, LawTerms
+from cfedavg.feedback import EF21, Feedback, LawTerms
 from cfedavg.optimise.server import ServerSGD
 from tests.faults import CLIENTS, KEPT, RATES, Broken, D, Fate, Model, World
 
@@ -29,10 +31,12 @@ _ITEM = np.dtype([("index", "<i8"), ("value", "<f8")])
 class Picking:
     """A compressor that sends some coordinates, by chance."""
 
+    selector = Everything()
+
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def compress(self, p: np.ndarray, key: int, layout: Layout, t: int) -> Payload:
+    def compress(self, p: np.ndarray, key: int, layout: Layout, t: int, g2: object = None) -> Payload:
         indices = np.array(sorted(self.world.chance.sample(range(D), KEPT)))
         return Payload(D, np.array([0, KEPT]), indices, Floats(p[indices], "fp64"))
 
@@ -128,6 +132,34 @@ class FeedbackWorld(World):
             applied = sum(self.disk.x.sums.values())
             if abs(self.disk.x.memory.feedback - applied).max() > 1e-9:
                 raise Broken(f"seed {self.seed}, round {self.now}: the server")
+
+
+class ControlSender(Sender):
+    """The way of a client's c_i to the server; an update g is the gradient of its only local step."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, EF21())
+        self.world = world
+        self.control = ControlVariates(Picking(world), Layout.flat(D))  # type: ignore[arg-type]
+
+    def send(self, g: np.ndarray, memory: np.ndarray, request: Request) -> tuple[bytes, np.ndarray]:
+        c, x_0 = self.world.server.x.memory.feedback / CLIENTS, np.zeros(D)
+        x_K = x_0 - (g + c - memory)
+        made = self.control.send(memory, c, x_0, x_K, K=1, eta_L=1.0, key=0, t=request.t)
+        if (made.p + memory != g).any():
+            raise Broken(f"seed {self.world.seed}: the target is not the gradient")
+        return pack(made.payload), made.memory
+
+
+class ControlWorld(FeedbackWorld):
+    """A FeedbackWorld in which clients send control variates, and c must stay their mean."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, EF21())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sender = ControlSender(self)
 
 
 @dataclass(frozen=True)

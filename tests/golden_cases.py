@@ -1,6 +1,6 @@
 """The payloads behind the files in tests/golden: made of keyed integers, so the same everywhere.
 
-`cases` has those of version 1, `whole_float_cases` those of version 2.
+`cases` has those of version 1, `whole_float_cases` those of version 2, `version_3_cases` those of version 3.
 
 `python -m tests.golden_cases` writes the files that are missing. A file that is there stays as it is: other
 bytes for the same payload need a new version of the format, and new files.
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cfedavg.core import keys
+from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
 from cfedavg.wire import encode
@@ -67,6 +68,24 @@ def levels(top: int, block: int, k: int) -> Levels:
     return Levels(signed.astype(np.int8 if top < 128 else np.int16), scales, block, top)
 
 
+def per_level(top: int, block: int, k: int) -> Levels:
+    """Levels of which large ones stand beside large ones, with signs that change in runs."""
+    tall = draw("tall", k // 40 + 1, 2).repeat(40)[:k]
+    magnitudes = 1 + (draw("level", k, 2 * top) + tall * top) * top // (3 * top)
+    turned = (draw("runs", k // 30 + 1, 2).repeat(30)[:k] + (draw("turned", k, 5) == 0)) % 2
+    scales = (0x3F800000 + draw("scale", blocks(k, block) * top, 1 << 20)).astype(np.uint32).view(np.float32)
+    return Levels(np.where(turned, -magnitudes, magnitudes).astype(np.int8), scales, block, top, True)
+
+
+def in_chunks(layout: Layout, chunk: int, n: int) -> np.ndarray:
+    """Return n indices of each chunk, which crowd in some rows and columns."""
+    crowd = np.zeros(layout.d, np.int64)
+    crowd[uneven(layout)] = 60
+    scores = crowd + draw("score", layout.d, 100)
+    parts = [np.argsort(-scores[at : at + chunk], kind="stable")[:n] + at for at in range(0, layout.d, chunk)]
+    return np.sort(np.concatenate(parts))
+
+
 def signs(k: int) -> Levels:
     scale = np.full(min(k, 1), 0.25, np.float32)
     return Levels((1 - 2 * draw("sign", k, 2)).astype(np.int8), scale, 0, 1)
@@ -116,6 +135,46 @@ def whole_float_cases() -> Iterator[tuple[str, Layout, Payload]]:
         yield f"one-all-{dtype}", Layout.flat(1), whole(minus_zero)  # its coded section is empty
 
 
+def version_3_cases() -> Iterator[tuple[str, Layout, Payload]]:
+    """Name, layout and payload of every golden message of version 3."""
+    key, keep = -987654321987654321, 2**53 // 7
+    for net, layout in (("flat", FLAT), ("net", NET)):
+        drawn = keys.draw_coordinates(key, keep, layout.d)
+        mask, listed = Mask(np.array([key]), keep), uneven(layout) if layout is NET else np.arange(3, 500, 7)
+        turned, factors = Rotation(np.array([key]), 256), Factors.of(layout, 2)
+        for where, indices, drawn_by in (
+            ("all", None, None),
+            ("drawn", drawn, mask),
+            ("listed", listed, None),
+        ):
+            k = layout.d if indices is None else len(indices)
+            for kind, values in kinds_per_level(k).items():
+                offsets = np.array([0, k])
+                yield f"{net}-{where}-{kind}", layout, Payload(layout.d, offsets, indices, values, drawn_by)
+        indices = in_chunks(layout, 64, 5)
+        for kind, values in every_kind(len(indices)).items():
+            offsets = np.array([0, len(indices)])
+            yield f"{net}-chunked-{kind}", layout, Payload(layout.d, offsets, indices, values)
+        for where, basis in (("rotated", turned), ("factored", factors)):
+            k = basis.count(layout.d)
+            for kind, values in every_kind(k).items():
+                offsets = np.array([0, k])
+                yield f"{net}-{where}-{kind}", layout, Payload(layout.d, offsets, None, values, None, basis)
+    nothing = Payload(NET.d, np.array([0, 0]), np.empty(0, np.int64), per_level(2, 64, 0))
+    yield "net-nothing-two", NET, nothing
+
+
+def kinds_per_level(k: int) -> dict[str, Floats | Levels]:
+    """Return levels with 1, 2 and 8 magnitudes, each with a scale of its own."""
+    return {"one": per_level(1, 256, k), "two": per_level(2, 64, k), "eight": per_level(8, 0, k)}
+
+
+def every_kind(k: int) -> dict[str, Floats | Levels]:
+    """Return k values of every kind."""
+    found: dict[str, Floats | Levels] = {dtype: floats(dtype, k) for dtype in ("fp32", "fp64", "bf16")}
+    return found | {"int8": levels(127, 64, k), "qsgd500": levels(500, 256, k), "two": per_level(2, 64, k)}
+
+
 def whole(values: Floats) -> Payload:
     """All coordinates of a vector."""
     d = len(values.data)
@@ -146,3 +205,4 @@ def write_missing(version: int, cases: Iterator[tuple[str, Layout, Payload]]) ->
 if __name__ == "__main__":
     write_missing(1, cases())
     write_missing(2, whole_float_cases())
+    write_missing(3, version_3_cases())

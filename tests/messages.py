@@ -13,6 +13,7 @@ import torch
 from cfedavg import Layout, Payload, encode, parse
 from cfedavg.wire import read_header
 from cfedavg.wire.frame import CHECKSUM, SIZE
+from tests.golden_cases import version_3_cases
 
 SHAPES = ((6, 5, 3, 3), (6,), (20, 30), (20,), (7, 20), (7,), ())
 MODEL = Layout(tuple("abcdefg"), SHAPES, ("float32",) * len(SHAPES))
@@ -41,7 +42,9 @@ def payload(selector: str, quantiser: str = "fp32", layout: Layout = MODEL, zero
 
 
 def good_messages(client: int = 0, sequence: int = 0) -> Iterator[tuple[Layout, bytes]]:
-    """Every selector with every quantiser; some of a larger model; some that send nothing; coded models."""
+    """Every selector with every quantiser; some of a larger model; some that send nothing; coded models; and
+    the golden messages of version 3.
+    """
     cases = [(s, q, layout, False) for layout in (MODEL, FLAT) for s in SELECTORS for q in QUANTISERS]
     cases += [("topk(0.9)", q, WIDE, False) for q in QUANTISERS[1:4]]
     cases += [("threshold(0.5)", q, layout, True) for layout in (MODEL, FLAT) for q in QUANTISERS]
@@ -51,6 +54,8 @@ def good_messages(client: int = 0, sequence: int = 0) -> Iterator[tuple[Layout, 
     for layout, quantiser in product((MODEL, FLAT), ("fp64", "fp32")):
         sent = payload("none", quantiser, layout)
         yield layout, encode(sent, layout, client=client, sequence=sequence, code_floats=True)
+    for _, layout, sent in version_3_cases():
+        yield layout, encode(sent, layout, client=client, sequence=sequence)
 
 
 def sections(message: bytes) -> tuple[bytes, bytes, bytes]:

@@ -1,7 +1,7 @@
 """Parts of a user's own, one of each kind, in a module that is not the package's.
 
-CAFe and SA-PEF show that the functions of a feedback carry more than those that are registered: a memory of
-the server that is broadcast and no memory of the clients, and clients that begin ahead of the model.
+Lookout uses what few feedbacks need: a memory of the server that is broadcast, and clients that begin their
+local steps elsewhere than at the model.
 """
 
 from __future__ import annotations
@@ -12,35 +12,25 @@ from typing import Any, ClassVar
 import torch
 
 from cfedavg import Feedback, GradientChange, LocalOptimiser, ServerOptimiser
-from cfedavg.feedback import ErrorFeedback, Weights
-from cfedavg.optimise.local import State, Tensors, descend
+from cfedavg.feedback import Weights
+from cfedavg.optimise.local import Fixed, State, Tensors, descend
 
 
 @dataclass(frozen=True)
-class CAFe(Feedback):
-    """Clients send how their update differs from the last mean update, which the broadcast carries."""
+class Lookout(Feedback):
+    """Clients begin at x plus a share of the last update of the model, which the broadcast carries."""
 
     law: ClassVar[str] = "nothing is remembered of a client"
+    share: float = 0.5
 
-    def outgoing(self, g: Any, memory: Any, shared: Any) -> Any:
-        return g - shared
+    def start(self, x: Any, memory: Any, shared: Any) -> Any:
+        return x + self.share * shared
 
     def receive(self, mean_sent: Any, memory: Any, weights: Weights) -> tuple[Any, Any]:
-        delta = memory + mean_sent
-        return delta, delta
+        return mean_sent, mean_sent
 
     def broadcast(self, memory: Any) -> Any:
         return memory
-
-
-@dataclass(frozen=True)
-class SAPEF(ErrorFeedback):
-    """Clients begin at x + alpha e, a share of what they still owe ahead of the model."""
-
-    alpha: float = 0.5
-
-    def start(self, x: Any, memory: Any, shared: Any) -> Any:
-        return x + self.alpha * memory
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class SignDescent(LocalOptimiser):
     def init(self, params: Tensors) -> State:
         return {"mean": [torch.ones_like(p) for p in params]}
 
-    def step(self, params: Any, grads: Any, state: State, rate: Any, start: Any) -> Any:
+    def step(self, params: Any, grads: Any, state: State, rate: Any, fixed: Fixed) -> Any:
         mean = [self.beta * m + (1 - self.beta) * g for m, g in zip(state["mean"], grads, strict=True)]
         return [descend(p, m.tanh(), rate) for p, m in zip(params, mean, strict=True)], {"mean": mean}
 
@@ -61,7 +51,7 @@ class SignDescent(LocalOptimiser):
 class Halve(GradientChange):
     """Takes half of each gradient."""
 
-    def change(self, grads: Tensors, params: Tensors, start: Tensors) -> list[torch.Tensor]:
+    def change(self, grads: Tensors, params: Tensors, fixed: Fixed) -> list[torch.Tensor]:
         return [g / 2 for g in grads]
 
 

@@ -14,17 +14,19 @@ import math
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-ALL, DRAWN, LISTED = range(3)  # where
-FP32, FP64, BF16, LEVELS8, LEVELS16 = range(5)  # kind
+ALL, DRAWN, LISTED, ROTATED, FACTORED, CHUNKED = range(6)  # where
+FP32, FP64, BF16, LEVELS8, LEVELS16, PER_LEVEL = range(6)  # kind
 PLAIN, CODED = range(2)  # coding
 
 HEADER = struct.Struct("<4s4B5QI3Q")
 VALUES_A_BYTE = 11_354
 MASK64 = 2**64 - 1
-HIGHEST = {FP32: 0x7F7F, FP64: 0x7FEF, BF16: 0x7F7F, LEVELS8: 2**7 - 1, LEVELS16: 2**15 - 1}  # magnitudes
+HIGHEST = {  # magnitudes
+    FP32: 0x7F7F, FP64: 0x7FEF, BF16: 0x7F7F, LEVELS8: 2**7 - 1, LEVELS16: 2**15 - 1, PER_LEVEL: 2**7 - 1
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Message:
     scales: list[int] = field(default_factory=list)  # bit patterns of fp32
     block: int | None = None
     top: int | None = None
+    size: int | None = None  # of a rotated block
+    rank: int | None = None  # of factors
     by_tensor: bool | None = None  # listed coordinates: tensor by tensor, or all in one set
     modes: list[int] = field(default_factory=list)  # which bands each tensor that says so has, 0 to 3
 
@@ -85,11 +89,19 @@ def decode(
     check_sections(header, data)
     places, coded, copied = sections(header, data)
     message = Message(header, [])
-    read_coordinates(message, places, tensors)
+    if header.where in (ROTATED, FACTORED):
+        read_basis(message, places, shapes)
+        tensors = [Tensor(0, 1, 1, header.k)]  # all values are in one row
+    else:
+        read_coordinates(message, places, tensors)
     if header.coding == CODED:
-        if header.kind in (LEVELS8, LEVELS16):
+        if header.kind >= LEVELS8:
             read_scales(message, copied)
-        heads = read_heads(message, coded, tensors)
+        heads = (
+            read_levels(message, coded, tensors)
+            if header.kind == PER_LEVEL
+            else read_heads(message, coded, tensors)
+        )
         message.values = join(header.kind, heads, copied)
     else:
         message.values = split_numbers(copied, {FP32: 4, FP64: 8}[header.kind])
@@ -105,12 +117,13 @@ def read_header(data: bytes) -> Header:
     *fields, first, second, third = HEADER.unpack_from(data)
     header = Header(*fields, (first, second, third))
     require(header.magic == b"CFAV", "not a message: wrong magic")
-    require(header.version in (1, 2), "unknown version")
-    require(header.where <= LISTED, "unknown where")
-    require(header.kind <= LEVELS16, "unknown kind")
+    require(header.version in (1, 2, 3), "unknown version")
+    require(header.where <= (CHUNKED if header.version == 3 else LISTED), "unknown where")
+    require(header.kind <= (PER_LEVEL if header.version == 3 else LEVELS16), "unknown kind")
     require(header.coding <= CODED, "unknown coding")
     whole_floats = header.where == ALL and header.kind in (FP32, FP64)
     version = 2 if whole_floats and header.coding == CODED else 1
+    version = 3 if header.where >= ROTATED or header.kind == PER_LEVEL else version
     require(header.version == version, "the version does not go with where, kind and coding")
     return header
 
@@ -118,7 +131,7 @@ def read_header(data: bytes) -> Header:
 def check_model(header: Header, schema: int, d: int) -> None:
     require(header.schema == schema, "the schema is that of another model")
     require(header.d == d, "d is that of another model")
-    require(header.k <= d, "k exceeds d")
+    require(header.k <= (2 * d if header.where == ROTATED else d), "k exceeds d")
     require(header.where != ALL or header.k == d, "all coordinates, but k is not d")
     may_be_plain = header.where == ALL and header.kind in (FP32, FP64)
     require(header.coding == CODED or may_be_plain, "the coding does not go with where and kind")
@@ -127,10 +140,8 @@ def check_model(header: Header, schema: int, d: int) -> None:
 def check_sections(header: Header, data: bytes) -> None:
     places, coded, copied = header.lengths
     require(HEADER.size + places + coded + copied + 4 == len(data), "the section lengths do not add up")
-    if header.where == ALL:
-        require(places == 0, "section 1 must be empty")
-    if header.where == DRAWN:
-        require(places == 16, "section 1 must have 16 bytes")
+    lengths = {ALL: 0, DRAWN: 16, ROTATED: 12, FACTORED: 4}
+    require(places == lengths.get(header.where, places), "section 1 has a wrong length")
     if header.coding == PLAIN:
         require(coded == 0, "section 2 must be empty")
     else:
@@ -142,16 +153,16 @@ def check_sections(header: Header, data: bytes) -> None:
 
 def copied_length(header: Header, section: bytes) -> int:
     """How long section 3 must be."""
-    if header.kind in (LEVELS8, LEVELS16):
+    if header.kind >= LEVELS8:
         require(len(section) >= 6, "section 3 is too short")
-        block = int.from_bytes(section[:4], "little")
-        return 6 + 4 * number_of_scales(header.k, block)
+        block, top = struct.unpack_from("<IH", section)
+        return 6 + 4 * number_of_blocks(header.k, block) * (top if header.kind == PER_LEVEL else 1)
     if header.coding == PLAIN:
         return header.k * {FP32: 4, FP64: 8}[header.kind]
     return header.k * {FP32: 2, FP64: 6, BF16: 0}[header.kind]
 
 
-def number_of_scales(k: int, block: int) -> int:
+def number_of_blocks(k: int, block: int) -> int:
     if block == 0:
         return min(k, 1)
     return -(-k // block)
@@ -321,7 +332,8 @@ def read_coordinates(message: Message, section: bytes, tensors: list[Tensor]) ->
         message.indices = [j for j in range(message.header.d) if bits53(message.key, j) < message.keep]
     else:
         stream = Stream(section)
-        message.indices = read_listed(stream, message, tensors)
+        read = read_chunks if message.header.where == CHUNKED else read_listed
+        message.indices = read(stream, message, tensors)
         stream.end()
     require(len(message.indices) == message.header.k, "not k coordinates")
 
@@ -439,6 +451,120 @@ def uniform_counts(size: int, n: int, step: int) -> list[int]:
     return [*counts, max(left >> 30, 1)]
 
 
+def read_chunks(stream: Stream, message: Message, tensors: list[Tensor]) -> list[int]:
+    """Coordinates of which each chunk sends n."""
+    d = message.header.d
+    s = stream.number(5)
+    n = stream.number(s)
+    require(6 <= s <= 16 and n > 0, "a chunk of a wrong length, or one that sends nothing")
+    chunks, rest = divmod(d, 2**s)
+    require(chunks * n + min(n, rest) == message.header.k, "not k coordinates")
+    counts = contexts(19 * 32)
+    indices: list[int] = []
+    at = room = left = 0
+    for tensor in tensors:
+        width = tensor.columns * tensor.group
+        sums = [2 * place for place in range(width + 1)]
+        sent = [0] * width
+        for row in range(tensor.rows):
+            start = at
+            while at < start + width:
+                if room == 0:
+                    room = min(2**s, d - at)
+                    left = min(n, room)
+                size = min(start + width - at, room)
+                count = read_count(stream, counts, left, room, size)
+                first = at - start
+                for place in read_places(stream, sums, first, first + size, count):
+                    indices.append(start + place)
+                    sent[place] += 1
+                at, left, room = at + size, left - count, room - size
+            if row + 1 in (1, 2, 4, 8) or (row + 1) % 16 == 0:
+                sums = [0]
+                for already in sent:
+                    sums.append(sums[-1] + 2 + already)
+    return indices
+
+
+def read_count(stream: Stream, counts: list[Context], left: int, room: int, size: int) -> int:
+    """How many coordinates of a piece are sent."""
+    row = 32 * min((4 * left * size // room).bit_length(), 18)
+    high = min(left, size)
+    for i in range(max(left - (room - size), 0), high):
+        if stream.bit(counts[row + min(i, 31)]):
+            return i
+    return high
+
+
+def read_places(stream: Stream, sums: list[int], first: int, stop: int, count: int) -> list[int]:
+    """The places of a piece that are sent, counted from the start of the row."""
+    places = []
+    for j in range(count, 0, -1):
+        place = first if stop - first == j else read_place(stream, sums, first, stop, j)
+        require(place + j <= stop, "a position that leaves no place for the others")
+        places.append(place)
+        first = place + 1
+    return places
+
+
+def read_place(stream: Stream, sums: list[int], first: int, stop: int, j: int) -> int:
+    scale = 2**50 // (sums[stop] - sums[first])
+
+    def edge(y: int) -> int:
+        if y == first:
+            return 0
+        share, power, left = (sums[stop] - sums[y]) * scale >> 26, 2**24, j
+        while left > 0:
+            if left % 2 == 1:
+                power = power * share >> 24
+            share = share * share >> 24
+            left >>= 1
+        return y - first + ((2**24 - (stop - first)) * (2**24 - power) >> 24)
+
+    unit = stream.span >> 24
+    share = min(stream.code // unit, 2**24 - 1)
+    place = max(y for y in range(first, stop) if edge(y) <= share)
+    stream.narrow(unit * edge(place), unit * (edge(place + 1) - edge(place)))
+    return place
+
+
+# Section 1: bases
+
+
+def read_basis(message: Message, section: bytes, shapes: Sequence[Sequence[int]]) -> None:
+    header = message.header
+    if header.where == ROTATED:
+        message.key, message.size = struct.unpack("<qI", section)
+        require(message.size.bit_count() == 1, "the size of a block is no power of two")
+        count = sum(n for _, n in rotated_blocks(header.d, message.size))
+    else:
+        (message.rank,) = struct.unpack("<I", section)
+        require(message.rank >= 1, "a rank of 0")
+        count = sum(length for *_, length in factors(shapes, message.rank))
+    require(header.k == count, "k is not the number of coordinates of the basis")
+
+
+def rotated_blocks(d: int, size: int) -> list[tuple[int, int]]:
+    """The numbers of the vector in each block, and its length with zeros."""
+    blocks = [(size, size)] * (d // size)
+    if rest := d % size:
+        blocks.append((rest, 1 << (rest - 1).bit_length()))
+    return blocks
+
+
+def factors(shapes: Sequence[Sequence[int]], rank: int) -> list[tuple[int, int, int, int]]:
+    """Rows, columns, rank and number of values of each tensor; rank 0 for one that is sent as it is."""
+    found = []
+    for shape in shapes:
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 0 else (1, 1)
+        own = min(rank, rows, columns)
+        if len(shape) >= 2 and (rows + columns) * own < rows * columns:
+            found.append((rows, columns, own, (rows + columns) * own))
+        else:
+            found.append((rows, columns, 0, rows * columns))
+    return found
+
+
 # Sections 2 and 3: values
 
 
@@ -448,7 +574,7 @@ def read_heads(message: Message, section: bytes, tensors: list[Tensor]) -> list[
     if k == 0:
         require(not section, "section 2 must be empty")
         return []
-    levels = message.header.kind in (LEVELS8, LEVELS16)
+    levels = message.header.kind >= LEVELS8
     highest = HIGHEST[message.header.kind]
     if message.top is not None:
         highest = min(highest, message.top)
@@ -474,27 +600,81 @@ def read_heads(message: Message, section: bytes, tensors: list[Tensor]) -> list[
     return heads
 
 
-def row_contexts(indices: Sequence[int], tensors: list[Tensor]) -> list[Context]:
-    """For every coordinate the context of the row in which it lies."""
+def read_levels(message: Message, section: bytes, tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Sign and magnitude of every level with a scale of its own."""
+    k, top = message.header.k, message.top
+    if k == 0:
+        require(not section, "section 2 must be empty")
+        return []
+    assert top is not None
+    stream = Stream(section)
+    bits = (top - 1).bit_length()
+    magnitudes, differences = contexts(8 * 2**bits), contexts(17)
+    signs: dict[tuple[int, int], Context] = {}
+    votes: dict[tuple[str, int, int], int] = {}
+    mean, lead, heads = 32768, 0, []
+    for number, row, column in lines(message.indices if message.indices is not None else range(k), tensors):
+        node = 1
+        for _ in range(bits):
+            node = 2 * node + stream.bit(magnitudes[(mean >> 13) * 2**bits + node])
+        magnitude = node - 2**bits + 1
+        require(magnitude <= top, "a value exceeds top")
+        mean += ((magnitude - 1) * (65535 // max(top - 1, 1)) >> 3) - (mean >> 3)
+        R, C = votes.get(("row", number, row), 0), votes.get(("column", number, column), 0)
+        which = expected = 0
+        if R != 0 and C != 0:
+            which, expected = abs(R).bit_length() + abs(C).bit_length(), int((R < 0) != (C < 0))
+        of_row, of_votes = signs.setdefault((number, row), Context()), differences[which]
+        p, q = of_votes.p, of_row.p
+        if lead > 0:
+            sign = stream.bit(of_row)
+            of_votes.learn(sign ^ expected)
+        else:
+            sign = stream.bit(of_votes) ^ expected
+            of_row.learn(sign)
+        u = 65536 - p if sign ^ expected else p
+        v = 65536 - q if sign else q
+        lead += (u * u >> 16) - (v * v >> 16)
+        s = -1 if sign else 1
+        if R == C == 0:
+            R_next, C_next = s, 1
+        else:
+            R_next, C_next = clip(R + s * clip(C, 8), 255), clip(C + s * clip(R, 8), 255)
+        votes["row", number, row], votes["column", number, column] = R_next, C_next
+        heads.append((sign, magnitude))
+    stream.end()
+    return heads
+
+
+def clip(number: int, most: int) -> int:
+    return max(-most, min(number, most))
+
+
+def lines(indices: Sequence[int], tensors: list[Tensor]) -> Iterator[tuple[int, int, int]]:
+    """For every coordinate the number of its tensor, its row and its column."""
     starts = [tensor.start for tensor in tensors]
-    rows = [contexts(tensor.rows) for tensor in tensors]
-    found = []
     for index in indices:
         number = bisect_right(starts, index) - 1
-        tensor = tensors[number]
-        found.append(rows[number][(index - tensor.start) // (tensor.columns * tensor.group)])
-    return found
+        place = (index - starts[number]) // tensors[number].group
+        yield number, *divmod(place, tensors[number].columns)
+
+
+def row_contexts(indices: Sequence[int], tensors: list[Tensor]) -> list[Context]:
+    """For every coordinate the context of the row in which it lies."""
+    rows = [contexts(tensor.rows) for tensor in tensors]
+    return [rows[number][row] for number, row, _ in lines(indices, tensors)]
 
 
 def read_scales(message: Message, section: bytes) -> None:
     message.block, message.top = struct.unpack_from("<IH", section)
     message.scales = split_numbers(section[6:], 4)
     require(all(finite(scale, FP32) for scale in message.scales), "a scale is not finite")
+    require(message.header.kind != PER_LEVEL or 1 <= message.top <= 127, "top is not from 1 to 127")
 
 
 def join(kind: int, heads: list[tuple[int, int]], section: bytes) -> list[int]:
     """The values from their signs and magnitudes, and for floats their lower bytes, which are copied."""
-    if kind in (LEVELS8, LEVELS16):
+    if kind >= LEVELS8:
         return [-magnitude if sign else magnitude for sign, magnitude in heads]
     upper = [sign << 15 | magnitude for sign, magnitude in heads]
     if kind == BF16:

@@ -1,7 +1,8 @@
-"""Wrong inputs, ten or more through each of Python, the command, TOML and Flower: one sentence each."""
+"""Wrong inputs, many through each of Python, the command, TOML and Flower: one sentence each."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.serverapp.strategy import FedAvg
 
 from cfedavg import (
@@ -19,13 +21,15 @@ from cfedavg import (
     Config,
     Corollary1,
     InputError,
+    Task,
     TensorBoard,
     TopK,
+    parse,
     run,
 )
 from cfedavg.flower import CFedAvg, RoundPolicy
 from tests.conftest import Command, blobs
-from tests.grid import Adding, Federation
+from tests.grid import MODEL, Adding, Federation, LocalGrid, record
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -70,6 +74,27 @@ PYTHON: dict[str, tuple[str, Callable[[], Any]]] = {
     "a tracker without a folder": ("`folder`", lambda: run(SMALL, blobs(), callbacks=[TensorBoard()])),
     "a name as task": ("`task` must be a Task", lambda: run(Config(), "mnist", out="r")),
     "a number as progress": ("`progress`", lambda: run(Config(), blobs(), out="r", progress=2)),
+    "a table": ("`local_steps`", lambda: Config(local_steps=np.ones((2, 3), int))),
+    "an optimiser of torch": (
+        "SGD(momentum=0.9)",
+        lambda: Config(local_optimiser=torch.optim.SGD([torch.ones(1)], 0.1)),
+    ),
+    "no field at all": ("`nonsense`", lambda: Config(nonsense=1)),
+    "a path as TOML": ("TOML", lambda: Config.from_toml(Path("c.toml"))),
+    "a number as key": ("unknown key 1", lambda: Config.from_dict({1: 2})),
+    "a peer's name in a part": ("'rate'", lambda: Adam(lr=0.1)),
+    "a rate in a local optimiser": ("`eta_local`", lambda: SGD(lr=0.1)),
+    "no such argument": ("'ratio'; known are comp", lambda: TopK(ratio=0.01)),
+    "a text before >>": ("got 'topk(0.9)' >> bf16", lambda: "topk(0.9)" >> BF16()),
+    "a text behind >>": ("got topk(0.9) >> 'bf16'", lambda: TopK(0.9) >> "bf16"),
+    "a class before >>": ("SGD()", lambda: Clip >> SGD()),
+    "a number to parse": ("`compressor` must be text", lambda: parse(3)),
+    "a number as messages": ("`messages`", lambda: run(SMALL, blobs(), messages=3)),
+    "a text as resume": ("`resume`", lambda: run(SMALL, blobs(), out="r", resume="no")),
+    "a number as tracker's folder": ("`folder`", lambda: TensorBoard(3)),
+    "a peer's name of the loss": ("'loss'", lambda: Task(blobs().model, blobs().clients, criterion=max)),
+    "a class as loss": ("Task.loss", lambda: dataclasses.replace(blobs(), loss=torch.nn.MSELoss)),
+    "a text's option for images": ("`tokens`", lambda: run(SMALL.replace(tokens="bytes"), out="r")),
 }
 
 COMMAND: dict[str, tuple[str, list[str]]] = {
@@ -81,14 +106,33 @@ COMMAND: dict[str, tuple[str, list[str]]] = {
     "no such tracker": ("--track", ["run", "--track", "mlflow"]),
     "too small": ("--eta-local", ["run", "--eta-local", "1e-999"]),
     "no such device": ("--device", ["run", "--device", "cuda:99"]),
-    "an unknown field": ("--rounds", ["sweep", "--vary", "num_rounds=5|10"]),
+    "an unknown field": ("'rounds'", ["sweep", "--vary", "num_rounds=5|10"]),
+    "a field that is none": ("'nonsense'", ["sweep", "--vary", "nonsense=5|10"]),
+    "what is no field": ("--out", ["sweep", "--vary", "out=a|b"]),
     "no field": ("--vary", ["sweep", "--vary", "topk(0.9)|none"]),
     "a picture of another kind": ("--out", ["data", "--out", "who.gif"]),
     "no run": ("nowhere", ["report", "nowhere"]),
+    "no such option": ("--help", ["run", "--nonsense", "3"]),
+    "one dash": ("two dashes", ["run", "-rounds", "3"]),
+    "an option of another command": ("`cfedavg data`", ["data", "--rounds", "5"]),
+    "an option of a simulation": ("`cfedavg federate up`", ["federate", "up", "--engine", "batched"]),
+    "clients of a federation": ("--nodes", ["federate", "up", "--clients", "5"]),
+    "a column of a federation": ("`cfedavg federate up`", ["federate", "up", "--client-column", "role"]),
+    "an option of before": ("--out", ["data", "--picture", "x.png"]),
+    "a value of its own": ("argument: true", ["run", "--iid", "true"]),
+    "no such command": ("sweep, report", ["train"]),
+    "a rate of another part": ("--eta-local", ["run", "--local-optimiser", "sgd(lr=0.1)"]),
+    "a text's option": ("--sequence-length", ["data", "--sequence-length", "30"]),
 }
 
 TOML: dict[str, tuple[str, str]] = {
-    "a peer's name": ("--local-epochs", "epochs = 5"),
+    "a peer's name": ("'local_epochs'", "epochs = 5"),
+    "an option's name": ("'eta_local'", "eta-local = 0.1"),
+    "no key": ("'nonsense'", "nonsense = 5"),
+    "a heading": ("[data]", "[data]\nclients = 5"),
+    "what is no key": ("--out", 'out = "r"'),
+    "an old option": ("--link", 'uplink = "fast"'),
+    "a feedback as truth": ("ErrorFeedback()", "feedback = false"),
     "a table": ("--compressor", "[compressor]\ncomp = 0.99"),
     "a list of texts": ("--compressor-down", 'compressor_down = ["topk(0.9)", "bf16"]'),
     "a number as text": ("--dirichlet", 'dirichlet = "0.3"'),
@@ -107,6 +151,11 @@ def start(tmp: str = "f", **model: Any) -> Any:
     return Federation(Path(tmp), Adding().app, 2, model).start(1)
 
 
+def start_with(**how: Any) -> Any:
+    how = {"initial_arrays": record(MODEL)} | how
+    return CFedAvg(out="f").start(LocalGrid([]), **how)
+
+
 FLOWER: dict[str, tuple[str, Callable[[], Any]]] = {
     "a class of Flower's": ("`inner`", lambda: CFedAvg(FedAvg)),
     "a part of another kind": ("`feedback`", lambda: CFedAvg(feedback=TopK(0.9))),
@@ -119,12 +168,32 @@ FLOWER: dict[str, tuple[str, Callable[[], Any]]] = {
     "percent": ("`quorum`", lambda: RoundPolicy(quorum=50)),
     "a policy's number": ("`policy`", lambda: CFedAvg(policy={"quorum": 0.5})),
     "one pattern": ("`uncompressed`", lambda: CFedAvg(uncompressed="bn.*")),
+    "a share of Flower's": ("RoundPolicy(participation=...)", lambda: CFedAvg(fraction_train=0.5)),
+    "nodes of Flower's": ("RoundPolicy(min_nodes=...)", lambda: CFedAvg(min_available_nodes=5)),
+    "a policy's peer": ("'participation'", lambda: RoundPolicy(fraction_train=0.5)),
+    "no such option": ("'compressor'", lambda: CFedAvg(compresor="topk(0.9)")),
+    "a dict as config": ("`config`", lambda: CFedAvg(config={"rounds": 3})),
+    "a truth as norm": ("`max_norm`", lambda: CFedAvg(max_norm=True)),
+    "no patterns": ("`uncompressed`", lambda: CFedAvg(uncompressed=None)),
+    "a pattern of numbers": ("`uncompressed`", lambda: CFedAvg(uncompressed=[3])),
+    "a dict as model": ("`initial_arrays`", lambda: start_with(initial_arrays={"w": np.ones(3)})),
+    "a module as model": ("`initial_arrays`", lambda: start_with(initial_arrays=torch.nn.Linear(2, 2))),
+    "whole numbers as model": ("`initial_arrays`", lambda: start(w=np.arange(3))),
+    "a truth as rounds": ("`num_rounds`", lambda: start_with(num_rounds=True)),
+    "no function": ("`evaluate_fn`", lambda: start_with(evaluate_fn=3)),
     "a model of NaN": ("`initial_arrays`", lambda: start(w=np.array([np.nan], np.float32))),
 }
 
 
+RETURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a rate below 0": ("`eta` must return", {"eta": lambda t: -1.0}),
+    "a rate as text": ("`eta` must return", {"eta": lambda t: "1"}),
+    "a metric without a name": ("`evaluate_fn` must return", {"evaluate_fn": lambda t, arrays: 0.5}),
+}
+
+
 def ids(table: dict[str, Any]) -> Any:
-    assert len(table) >= 10
+    assert len(table) >= 3
     return pytest.mark.parametrize("case", table.values(), ids=table)
 
 
@@ -138,6 +207,14 @@ def test_bad_input_in_python_is_one_sentence(case: tuple[str, Callable[[], Any]]
         act()
     check_sentence(str(raised.value), name)
     assert not held()
+
+
+@ids(RETURNS)
+def test_a_function_that_returns_nonsense(case: tuple[str, dict[str, Any]]) -> None:
+    name, options = case
+    with pytest.raises(InputError) as raised:
+        Federation(Path("f"), Adding().app, 2).start(1, **options)
+    check_sentence(str(raised.value), name)
 
 
 @ids(COMMAND)

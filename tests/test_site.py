@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import typer
-from scripts import site_hook, try_docs
+from scripts import site_hook, site_reference, try_docs
 
 import cfedavg
 from cfedavg.cli.commands import app
@@ -47,10 +48,21 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert [name for name in OPTIONS if f'id="{name}"' not in options] == []
     names = (tmp_path / "reference/python.html").read_text()
     assert [name for name in cfedavg.__all__ if f".{name}" not in names] == []
+    packages = (tmp_path / "reference/packages.html").read_text()
+    for package in site_reference.PACKAGES:
+        public = {*importlib.import_module(f"cfedavg.{package}").__all__} - {*cfedavg.__all__}
+        assert [name for name in public if f".{name}" not in packages and f">{name}<" not in packages] == []
     commands = (tmp_path / "reference/commands.html").read_text()
     assert [name for name in ("cfedavg run", "--round-timeout", "#eta_local") if name not in commands] == []
     assert (tmp_path / "source/src/cfedavg/algorithm.py.html").exists()
     assert (tmp_path / "images/both-ways.png").exists()
+
+
+def test_options_and_quantities_stay_on_one_line() -> None:
+    page = "<p><code>run --link 4g</code>: 3 MB in 2 s</p><pre>--link 3 MB</pre>"
+    option = '<span class="whole">--link</span>'
+    wanted = f"<p><code>run {option} 4g</code>: 3&nbsp;MB in 2&nbsp;s</p><pre>--link 3 MB</pre>"
+    assert site_hook.on_page_content(page) == wanted
 
 
 def test_links_that_leave_the_docs_are_rewritten() -> None:

@@ -8,7 +8,7 @@
  * also where size_t has 32 bits and cannot hold the length. */
 static inline void *allocate(uint64_t n, size_t size)
 {
-    return n < SIZE_MAX / 2 ? calloc((size_t)n + 1, size) : NULL;
+    return n < (uint64_t)PTRDIFF_MAX / size ? calloc((size_t)n + 1, size) : NULL;
 }
 
 #endif

@@ -21,10 +21,13 @@
 extern "C" {
 #endif
 
-/* How a message says which coordinates it sends. */
-enum { CFEDAVG_ALL, CFEDAVG_DRAWN, CFEDAVG_LISTED };
-/* The number format of values: floats, or integer levels with scales. bf16 numbers are bits in uint16_t. */
-enum { CFEDAVG_FP32, CFEDAVG_FP64, CFEDAVG_BF16, CFEDAVG_INT8, CFEDAVG_INT16 };
+/* Which coordinates a payload sends: all, drawn from a key, or listed; or its values are coordinates in another
+ * basis: those of the rotated vector, or factors of matrices. CHUNKED stands in headers only, for listed coordinates
+ * of which each chunk sends equally many. */
+enum { CFEDAVG_ALL, CFEDAVG_DRAWN, CFEDAVG_LISTED, CFEDAVG_ROTATED, CFEDAVG_FACTORED, CFEDAVG_CHUNKED };
+/* The number format of values: floats, or integer levels with scales. bf16 numbers are bits in uint16_t. PER_LEVEL
+ * values are levels in int8_t, with a scale for each magnitude. */
+enum { CFEDAVG_FP32, CFEDAVG_FP64, CFEDAVG_BF16, CFEDAVG_INT8, CFEDAVG_INT16, CFEDAVG_PER_LEVEL };
 /* The kinds of broadcasts. */
 enum { CFEDAVG_CHAIN, CFEDAVG_CHANGES, CFEDAVG_WHOLE };
 
@@ -45,6 +48,7 @@ enum {
     CFEDAVG_UNKNOWN_CODING,
     CFEDAVG_NEEDS_VERSION_2,
     CFEDAVG_NEEDS_VERSION_1,
+    CFEDAVG_NEEDS_NO_VERSION_3,
     CFEDAVG_OTHER_CLIENT,
     CFEDAVG_OTHER_SEQUENCE,
     CFEDAVG_OTHER_MODEL,
@@ -62,10 +66,14 @@ enum {
     CFEDAVG_INDEX_NUMBER,
     CFEDAVG_INDICES_END_EARLY,
     CFEDAVG_INDICES_HAVE_MORE,
+    CFEDAVG_WRONG_ROTATION,
+    CFEDAVG_WRONG_RANK,
+    CFEDAVG_OTHER_BASIS,
     CFEDAVG_WRONG_TOP,
     CFEDAVG_SCALE_NOT_FINITE,
     CFEDAVG_VALUE_NOT_FINITE,
     CFEDAVG_LEVEL_TOO_LARGE,
+    CFEDAVG_LEVEL_ZERO,
     CFEDAVG_VALUES_END_EARLY,
     CFEDAVG_VALUES_HAVE_MORE,
     /* An envelope that is refused. */
@@ -106,15 +114,20 @@ CFEDAVG_API uint64_t cfedavg_schema(const cfedavg_layout *layout); /* the hash i
 /* ---- Messages ---- */
 
 /* What one client sends of a vector of d numbers. Value j of k levels is level[j] * scales[j / block]; with
- * block = 0 there is one scale for all (none if k is 0), else k / block scales, rounded up. */
+ * block = 0 there is one scale for all (none if k is 0), else k / block scales, rounded up. With CFEDAVG_PER_LEVEL,
+ * each block has `top` scales; value j has the sign of its level, and for magnitude m the scale
+ * scales[(j / block) * top + m - 1]. */
 typedef struct {
     uint64_t d;
-    uint64_t k;       /* how many coordinates are sent */
-    int where;        /* CFEDAVG_ALL, _DRAWN or _LISTED */
+    uint64_t k;       /* how many values are sent */
+    int where;        /* CFEDAVG_ALL, _DRAWN, _LISTED, _ROTATED or _FACTORED */
     int kind;         /* CFEDAVG_FP32 ... */
-    int64_t *indices; /* k increasing coordinates; NULL with CFEDAVG_ALL */
-    int64_t key;      /* with CFEDAVG_DRAWN, which coordinates `cfedavg_draw` returns for key and keep */
+    int64_t *indices; /* with CFEDAVG_DRAWN and _LISTED: k increasing coordinates; else NULL */
+    int64_t key;      /* with CFEDAVG_DRAWN, which coordinates `cfedavg_draw` returns for key and keep; with
+                       * CFEDAVG_ROTATED, which signs: see docs/wire.md */
     uint64_t keep;
+    uint32_t rotated; /* with CFEDAVG_ROTATED: how many numbers are rotated together, a power of two */
+    uint32_t rank;    /* with CFEDAVG_FACTORED: of the factors, at least 1 */
     void *values;  /* k of float, double, uint16_t, int8_t or int16_t */
     float *scales; /* for levels only */
     uint32_t block;
@@ -129,7 +142,7 @@ typedef struct {
 
 typedef struct {
     int version;
-    int where;
+    int where; /* CFEDAVG_ALL ... _CHUNKED */
     int kind;
     int coding; /* 0 plain, 1 coded */
     uint64_t schema;
@@ -141,8 +154,8 @@ typedef struct {
 
 /* What a receiver accepts; 0 in the first two fields is the default. */
 typedef struct {
-    uint64_t max_bytes;  /* of a message; default: 16 d + 65536, more than any payload needs */
-    uint64_t max_values; /* k; default: d. A short message may hold many values: give it if it is known. */
+    uint64_t max_bytes;  /* of a message; default: 16 d + 65536, more than any useful payload needs */
+    uint64_t max_values; /* k; default: d (2 d if rotated). A short message may hold many values: give it if you can. */
     int knows_sender;    /* whether client and sequence of the message must be the next two */
     uint64_t client;
     uint64_t sequence;
@@ -158,6 +171,16 @@ CFEDAVG_API int cfedavg_encode(const cfedavg_layout *layout, const cfedavg_paylo
 CFEDAVG_API int cfedavg_decode(const uint8_t *data, size_t length, const cfedavg_layout *layout,
                                const cfedavg_limits *limits, cfedavg_payload *payload, cfedavg_header *header);
 CFEDAVG_API void cfedavg_free_payload(cfedavg_payload *payload);
+
+/* Return the number of values that a vector of the layout has in a basis: k of a payload with CFEDAVG_ROTATED or
+ * CFEDAVG_FACTORED and these numbers. For any other `where`, return d. */
+CFEDAVG_API uint64_t cfedavg_count(const cfedavg_layout *layout, int where, uint32_t rotated, uint32_t rank);
+
+/* Make the vector of d numbers whose coordinates in another basis a payload holds, as a payload of all coordinates
+ * with the values in fp32, or in fp64 if the payload has fp64 values. `cfedavg_free_payload` frees it. All receivers
+ * get the same bits. */
+CFEDAVG_API int cfedavg_expand(const cfedavg_layout *layout, const cfedavg_payload *payload,
+                               cfedavg_payload *expanded);
 
 /* Read a header alone. */
 CFEDAVG_API int cfedavg_read_header(const uint8_t *data, size_t length, cfedavg_header *header);
@@ -190,11 +213,12 @@ CFEDAVG_API void cfedavg_to_levels(const float *values, uint64_t n, uint32_t blo
 
 /* Add a message's payload to a model copy w of d numbers: of floats, or of bf16 bits. All copies of a version must be
  * bitwise equal: docs/envelope.md gives the operations. The payload must be one that `cfedavg_decode` returned for
- * the layout of w. */
+ * the layout of w; give one with another basis to `cfedavg_expand` first. */
 CFEDAVG_API void cfedavg_receive(float *w, const cfedavg_payload *payload);
 CFEDAVG_API void cfedavg_receive_bf16(uint16_t *w, const cfedavg_payload *payload);
 
-/* Return value i of a payload as a float: a level times its scale, clipped to the largest float. */
+/* Return value i of a payload as a float: a level times its scale (or the scale of its magnitude), clipped to the
+ * largest float. */
 CFEDAVG_API float cfedavg_value(const cfedavg_payload *payload, uint64_t i);
 
 /* Return the sum of squares in double precision, with the same bits on every machine. */

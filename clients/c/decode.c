@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "allocate.h"
+#include "bases.h"
 #include "frame.h"
 #include "kernels.h"
 #include "layout.h"
@@ -53,7 +54,8 @@ static int read_key(Section section, cfedavg_payload *payload)
     return CFEDAVG_OK;
 }
 
-static int read_list(Section section, const cfedavg_layout *layout, cfedavg_payload *payload)
+/* Read the section of a list; `where` is that of the header. */
+static int read_list(Section section, int where, const cfedavg_layout *layout, cfedavg_payload *payload)
 {
     static const int FAULTS[] = {CFEDAVG_OK, CFEDAVG_INDEX_BEYOND, CFEDAVG_INDEX_NUMBER, CFEDAVG_NO_MEMORY};
     int64_t length, read = 0;
@@ -61,8 +63,8 @@ static int read_list(Section section, const cfedavg_layout *layout, cfedavg_payl
     int fault = NO_MEMORY;
 
     if (words) {
-        fault = cfedavg_decode_indices(words, length, payload->indices, (int64_t)payload->k, layout->d,
-                                       layout->shapes, layout->tensors, &read);
+        fault = (where == CFEDAVG_CHUNKED ? cfedavg_decode_chunks : cfedavg_decode_indices)(
+            words, length, payload->indices, (int64_t)payload->k, layout->d, layout->shapes, layout->tensors, &read);
     }
     free(words);
     if (fault) {
@@ -71,16 +73,32 @@ static int read_list(Section section, const cfedavg_layout *layout, cfedavg_payl
     return check_end(section, read, CFEDAVG_INDICES_END_EARLY, CFEDAVG_INDICES_HAVE_MORE);
 }
 
-static int read_coordinates(Section section, const cfedavg_layout *layout, cfedavg_payload *payload)
+static int read_basis(Section section, const cfedavg_layout *layout, cfedavg_payload *payload)
+{
+    if (payload->where == CFEDAVG_ROTATED) {
+        uint64_t key = get_bytes(section.bytes, 8);
+
+        memcpy(&payload->key, &key, sizeof key);
+        payload->rotated = (uint32_t)get_bytes(section.bytes + 8, 4);
+    } else {
+        payload->rank = (uint32_t)get_bytes(section.bytes, 4);
+    }
+    return check_basis(layout, payload);
+}
+
+static int read_coordinates(Section section, int where, const cfedavg_layout *layout, cfedavg_payload *payload)
 {
     if (payload->where == CFEDAVG_ALL) {
         return CFEDAVG_OK;
+    }
+    if (is_basis(payload->where)) {
+        return read_basis(section, layout, payload);
     }
     payload->indices = allocate(payload->k, sizeof *payload->indices);
     if (!payload->indices) {
         return CFEDAVG_NO_MEMORY;
     }
-    return payload->where == CFEDAVG_DRAWN ? read_key(section, payload) : read_list(section, layout, payload);
+    return payload->where == CFEDAVG_DRAWN ? read_key(section, payload) : read_list(section, where, layout, payload);
 }
 
 /* Decode section 2 into `numbers`: signs and magnitudes. */
@@ -89,14 +107,19 @@ static int read_numbers(Section section, const cfedavg_layout *layout, const cfe
 {
     int64_t length, read = NO_ROOM;
     uint32_t *words;
+    ValueRows rows;
 
     if (payload->k == 0) {
         return CFEDAVG_OK;
     }
+    make_rows_of(&rows, layout, payload);
     words = words_of(section, &length);
-    if (words) {
-        read = cfedavg_decode_numbers(words, length, numbers, (int64_t)payload->k, payload->indices,
-                                      layout->row_ends, layout->rows, is_float(payload->kind), largest);
+    if (words && payload->kind == CFEDAVG_PER_LEVEL) {
+        read = cfedavg_decode_levels(words, length, numbers, (int64_t)payload->k, payload->indices, rows.shapes,
+                                     rows.tensors, largest);
+    } else if (words) {
+        read = cfedavg_decode_numbers(words, length, numbers, (int64_t)payload->k, payload->indices, rows.ends,
+                                      rows.n, is_float(payload->kind), largest);
     }
     free(words);
     if (read == NO_ROOM) {
@@ -123,7 +146,7 @@ static void store(cfedavg_payload *payload, uint64_t i, uint64_t bits)
         int level = (int)(bits & (SIGN - 1));
 
         level = bits & SIGN ? -level : level;
-        if (payload->kind == CFEDAVG_INT8) {
+        if (payload->kind != CFEDAVG_INT16) {
             ((int8_t *)payload->values)[i] = (int8_t)level;
         } else {
             ((int16_t *)payload->values)[i] = (int16_t)level;
@@ -152,10 +175,10 @@ static int read_scales(Section copied, cfedavg_payload *payload)
 
     payload->block = (uint32_t)get_bytes(copied.bytes, 4);
     payload->top = (uint16_t)get_bytes(copied.bytes + 4, 2);
-    if (payload->top > largest_of(payload->kind)) {
+    if (!top_fits(payload->kind, payload->top)) {
         return CFEDAVG_WRONG_TOP;
     }
-    n = count_scales(payload->k, payload->block);
+    n = count_scales(payload->kind, payload->k, payload->block, payload->top);
     payload->scales = allocate(n, sizeof *payload->scales);
     if (!payload->scales) {
         return CFEDAVG_NO_MEMORY;
@@ -218,7 +241,7 @@ static int read_sections(const uint8_t *data, const cfedavg_header *header, cons
         sections[i].length = (size_t)header->lengths[i];
         at += header->lengths[i];
     }
-    error = read_coordinates(sections[0], layout, payload);
+    error = read_coordinates(sections[0], header->where, layout, payload);
     return error ? error : read_values(sections[1], sections[2], header->coding, layout, payload);
 }
 
@@ -242,7 +265,7 @@ int cfedavg_decode(const uint8_t *data, size_t length, const cfedavg_layout *lay
     }
     made.d = d;
     made.k = found.k;
-    made.where = found.where;
+    made.where = found.where == CFEDAVG_CHUNKED ? CFEDAVG_LISTED : found.where;
     made.kind = found.kind;
     error = read_sections(data, &found, layout, &made);
     if (error) {

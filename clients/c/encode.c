@@ -3,6 +3,8 @@
 #include <string.h>
 
 #include "allocate.h"
+#include "bases.h"
+#include "chunks.h"
 #include "frame.h"
 #include "kernels.h"
 #include "layout.h"
@@ -17,6 +19,7 @@ typedef struct {
 typedef struct {
     const cfedavg_layout *layout;
     const cfedavg_payload *payload;
+    int where;    /* as the header says it */
     Coded places; /* with CFEDAVG_LISTED */
     Coded values; /* with coding CODED */
     int coding;
@@ -42,6 +45,7 @@ static uint16_t number_at(const cfedavg_payload *payload, uint64_t i, uint64_t *
     case CFEDAVG_BF16:
         return ((const uint16_t *)payload->values)[i];
     case CFEDAVG_INT8:
+    case CFEDAVG_PER_LEVEL:
         level = ((const int8_t *)payload->values)[i];
         break;
     default:
@@ -52,9 +56,9 @@ static uint16_t number_at(const cfedavg_payload *payload, uint64_t i, uint64_t *
 
 static int check_levels(const cfedavg_payload *payload)
 {
-    uint64_t scales = count_scales(payload->k, payload->block);
+    uint64_t scales = count_scales(payload->kind, payload->k, payload->block, payload->top);
 
-    if (payload->top > largest_of(payload->kind)) {
+    if (!top_fits(payload->kind, payload->top)) {
         return CFEDAVG_WRONG_TOP;
     }
     for (uint64_t i = 0; i < scales; i++) {
@@ -63,11 +67,14 @@ static int check_levels(const cfedavg_payload *payload)
         }
     }
     for (uint64_t i = 0; i < payload->k; i++) {
-        int level = payload->kind == CFEDAVG_INT8 ? ((const int8_t *)payload->values)[i]
-                                                  : ((const int16_t *)payload->values)[i];
+        int level = payload->kind != CFEDAVG_INT16 ? ((const int8_t *)payload->values)[i]
+                                                   : ((const int16_t *)payload->values)[i];
 
         if (level > payload->top || level < -(int)payload->top) {
             return CFEDAVG_LEVEL_TOO_LARGE;
+        }
+        if (level == 0 && payload->kind == CFEDAVG_PER_LEVEL) {
+            return CFEDAVG_LEVEL_ZERO;
         }
     }
     return CFEDAVG_OK;
@@ -86,16 +93,23 @@ static int check_floats(const cfedavg_payload *payload)
     return CFEDAVG_OK;
 }
 
-static int check_payload(const cfedavg_payload *payload, uint64_t d)
+static int check_payload(const cfedavg_payload *payload, const cfedavg_layout *layout)
 {
-    if (payload->where < CFEDAVG_ALL || payload->where > CFEDAVG_LISTED || payload->kind < CFEDAVG_FP32 ||
-        payload->kind > CFEDAVG_INT16 || payload->keep > MOST_KEEP) {
+    uint64_t d = (uint64_t)layout->d;
+    int basis = is_basis(payload->where), error;
+
+    if (payload->where < CFEDAVG_ALL || payload->where > CFEDAVG_FACTORED || payload->kind < CFEDAVG_FP32 ||
+        payload->kind > CFEDAVG_PER_LEVEL || payload->keep > MOST_KEEP) {
         return CFEDAVG_BAD_ARGUMENT;
     }
-    if (payload->d != d || payload->k > d || (payload->where == CFEDAVG_ALL && payload->k != d)) {
+    error = basis ? check_basis(layout, payload) : CFEDAVG_OK;
+    if (error) {
+        return error;
+    }
+    if (payload->d != d || (payload->k > d && !basis) || (payload->where == CFEDAVG_ALL && payload->k != d)) {
         return CFEDAVG_OTHER_LENGTH;
     }
-    if (payload->where != CFEDAVG_ALL &&
+    if (payload->where != CFEDAVG_ALL && !basis &&
         !cfedavg_are_increasing(payload->indices, (int64_t)payload->k, (int64_t)d)) {
         return CFEDAVG_NOT_INCREASING;
     }
@@ -130,10 +144,55 @@ static int bit_length(uint64_t number)
     return bits;
 }
 
+/* Keep the coded places if they are shorter than those that the message has; `n` is the number of their words. */
+static int keep_places(Message *message, uint32_t *words, int64_t n, int64_t room, int where)
+{
+    size_t length;
+
+    if (n < 0 || n > room) {
+        free(words);
+        return CFEDAVG_NO_MEMORY;
+    }
+    length = trimmed(words, n);
+    if (message->places.words && length >= message->places.length) {
+        free(words);
+        return CFEDAVG_OK;
+    }
+    free(message->places.words);
+    message->places.words = words;
+    message->places.length = length;
+    message->where = where;
+    return CFEDAVG_OK;
+}
+
+/* Code the places by chunks, if each sends equally many. */
+static int code_chunks(Message *message)
+{
+    const cfedavg_layout *layout = message->layout;
+    const int64_t *indices = message->payload->indices;
+    int64_t k = (int64_t)message->payload->k, n, room;
+    int s = find_chunk(indices, k, layout->d, &n);
+    uint32_t *words;
+
+    if (!s) {
+        return CFEDAVG_OK;
+    }
+    /* A position takes at most 25 bits, and each bit of a count 11: one for each piece and each coordinate. */
+    room = (36 * k + 11 * (layout->rows + (layout->d >> s) + 1)) / 32 + 64;
+    words = allocate((uint64_t)room, sizeof(uint32_t));
+    if (!words) {
+        return CFEDAVG_NO_MEMORY;
+    }
+    n = cfedavg_encode_chunks(words, room, indices, k, layout->d, layout->shapes, layout->tensors, s, n);
+    return keep_places(message, words, n, room, CFEDAVG_CHUNKED);
+}
+
 static int code_places(Message *message)
 {
     const cfedavg_layout *layout = message->layout;
     int64_t k = (int64_t)message->payload->k, room, lines = 0, n;
+    uint32_t *words;
+    int error;
 
     /* A gap takes at most a symbol of 16 bits, on average a quarter of a symbol more, and the mean gap's bits. */
     room = k * (24 + bit_length((uint64_t)(layout->d / (k ? k : 1)))) / 32;
@@ -141,38 +200,42 @@ static int code_places(Message *message)
         lines += layout->shapes[3 * tensor] + layout->shapes[3 * tensor + 1];
     }
     room += 512 * layout->tensors + 2 * lines + 64;
-    message->places.words = allocate((uint64_t)room, sizeof(uint32_t));
-    if (!message->places.words) {
+    words = allocate((uint64_t)room, sizeof(uint32_t));
+    if (!words) {
         return CFEDAVG_NO_MEMORY;
     }
-    n = cfedavg_encode_indices(message->places.words, room, message->payload->indices, k, layout->d,
-                               layout->shapes, layout->tensors);
-    if (n < 0 || n > room) {
-        return CFEDAVG_NO_MEMORY;
-    }
-    message->places.length = trimmed(message->places.words, n);
-    return CFEDAVG_OK;
+    n = cfedavg_encode_indices(words, room, message->payload->indices, k, layout->d, layout->shapes,
+                               layout->tensors);
+    error = keep_places(message, words, n, room, CFEDAVG_LISTED);
+    return error ? error : code_chunks(message);
 }
 
 static int code_numbers(Message *message, uint16_t *numbers)
 {
     const cfedavg_payload *payload = message->payload;
-    const cfedavg_layout *layout = message->layout;
-    /* A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign. */
-    int64_t room = (int64_t)payload->k * 5 / 4 + 64, n;
+    ValueRows rows;
+    const int64_t *indices = payload->where == CFEDAVG_ALL ? NULL : payload->indices;
+    /* A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign. A level with a scale
+     * for each magnitude takes up to 8 times 11. */
+    int64_t k = (int64_t)payload->k, room = (payload->kind == CFEDAVG_PER_LEVEL ? 3 * k : k * 5 / 4) + 64, n;
 
     for (uint64_t i = 0; i < payload->k; i++) {
         uint64_t lower;
 
         numbers[i] = number_at(payload, i, &lower);
     }
+    make_rows_of(&rows, message->layout, payload);
     message->values.words = allocate((uint64_t)room, sizeof(uint32_t));
     if (!message->values.words) {
         return CFEDAVG_NO_MEMORY;
     }
-    n = cfedavg_encode_numbers(message->values.words, room, numbers, (int64_t)payload->k,
-                               payload->where == CFEDAVG_ALL ? NULL : payload->indices, layout->row_ends,
-                               layout->rows, is_float(payload->kind), SIGN - 1);
+    if (payload->kind == CFEDAVG_PER_LEVEL) {
+        n = cfedavg_encode_levels(message->values.words, room, numbers, k, indices, rows.shapes, rows.tensors,
+                                  payload->top);
+    } else {
+        n = cfedavg_encode_numbers(message->values.words, room, numbers, k, indices, rows.ends, rows.n,
+                                   is_float(payload->kind), SIGN - 1);
+    }
     if (n < 0 || n > room) {
         return CFEDAVG_NO_MEMORY;
     }
@@ -205,7 +268,7 @@ static int code_values(Message *message, int code_floats)
 static size_t write_copied(uint8_t *to, const Message *message)
 {
     const cfedavg_payload *payload = message->payload;
-    uint64_t scales = count_scales(payload->k, payload->block);
+    uint64_t scales = count_scales(payload->kind, payload->k, payload->block, payload->top);
     int size = size_of(payload->kind) - (message->coding == CODED ? 2 : 0);
 
     if (!to) {
@@ -230,13 +293,33 @@ static size_t write_copied(uint8_t *to, const Message *message)
     return SCALES + 4 * (size_t)scales;
 }
 
+/* Write a section 1 of fixed length, which holds a key or a basis; return its length, 0 for any other. */
+static size_t write_fixed(uint8_t *to, const cfedavg_payload *payload)
+{
+    if (payload->where == CFEDAVG_FACTORED) {
+        put_bytes(to, payload->rank, 4);
+        return RANK;
+    }
+    if (payload->where != CFEDAVG_DRAWN && payload->where != CFEDAVG_ROTATED) {
+        return 0;
+    }
+    put_bytes(to, (uint64_t)payload->key, 8);
+    if (payload->where == CFEDAVG_DRAWN) {
+        put_bytes(to + 8, payload->keep, 8);
+        return KEY_AND_KEEP;
+    }
+    put_bytes(to + 8, payload->rotated, 4);
+    return KEY_AND_SIZE;
+}
+
 static int write_message(const Message *message, const cfedavg_sender *sender, uint8_t **data, size_t *length)
 {
     const cfedavg_payload *payload = message->payload;
-    size_t places = payload->where == CFEDAVG_DRAWN ? KEY_AND_KEEP : message->places.length;
+    uint8_t basis[KEY_AND_KEEP];
+    size_t fixed = write_fixed(basis, payload), places = fixed ? fixed : message->places.length;
     size_t coded = message->values.length, copied = write_copied(NULL, message);
     size_t size = LEAST + places + coded + copied;
-    cfedavg_header header = {0, payload->where, payload->kind, message->coding, message->layout->schema,
+    cfedavg_header header = {0, message->where, payload->kind, message->coding, message->layout->schema,
                              payload->d, payload->k, *sender, {places, coded, copied}};
     uint8_t *made = malloc(size), *at;
 
@@ -245,12 +328,8 @@ static int write_message(const Message *message, const cfedavg_sender *sender, u
     }
     at = made + HEADER;
     write_header(made, &header);
-    if (payload->where == CFEDAVG_DRAWN) {
-        put_bytes(at, (uint64_t)payload->key, 8);
-        put_bytes(at + 8, payload->keep, 8);
-    } else {
-        write_coded(at, &message->places);
-    }
+    memcpy(at, basis, fixed);
+    write_coded(at, &message->places);
     write_coded(at + places, &message->values);
     write_copied(at + places + coded, message);
     put_bytes(made + size - CHECKSUM, crc32_of(0, made, size - CHECKSUM), CHECKSUM);
@@ -262,8 +341,8 @@ static int write_message(const Message *message, const cfedavg_sender *sender, u
 int cfedavg_encode(const cfedavg_layout *layout, const cfedavg_payload *payload, const cfedavg_sender *sender,
                    int code_floats, uint8_t **message, size_t *length)
 {
-    Message parts = {layout, payload, {NULL, 0}, {NULL, 0}, CODED};
-    int error = check_payload(payload, (uint64_t)layout->d);
+    Message parts = {layout, payload, payload->where, {NULL, 0}, {NULL, 0}, CODED};
+    int error = check_payload(payload, layout);
 
     if (!error) {
         error = code_values(&parts, code_floats);

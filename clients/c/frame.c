@@ -6,6 +6,9 @@ static const uint8_t MAGIC[4] = {'C', 'F', 'A', 'V'};
 
 static int version_of(int where, int kind, int coding)
 {
+    if (where >= CFEDAVG_ROTATED || kind == CFEDAVG_PER_LEVEL) {
+        return 3;
+    }
     return coding == CODED && may_be_plain(where, kind) ? 2 : 1;
 }
 
@@ -48,20 +51,22 @@ int cfedavg_read_header(const uint8_t *data, size_t length, cfedavg_header *head
     for (int i = 0; i < 3; i++) {
         found.lengths[i] = get_bytes(data + 52 + 8 * i, 8);
     }
-    if (found.version != 1 && found.version != 2) {
+    if (found.version < 1 || found.version > 3) {
         return CFEDAVG_UNKNOWN_VERSION;
     }
-    if (found.where > CFEDAVG_LISTED) {
+    if (found.where > (found.version == 3 ? CFEDAVG_CHUNKED : CFEDAVG_LISTED)) {
         return CFEDAVG_UNKNOWN_WHERE;
     }
-    if (found.kind > CFEDAVG_INT16) {
+    if (found.kind > (found.version == 3 ? CFEDAVG_PER_LEVEL : CFEDAVG_INT16)) {
         return CFEDAVG_UNKNOWN_KIND;
     }
     if (found.coding > CODED) {
         return CFEDAVG_UNKNOWN_CODING;
     }
     if (found.version != version_of(found.where, found.kind, found.coding)) {
-        return found.version == 1 ? CFEDAVG_NEEDS_VERSION_2 : CFEDAVG_NEEDS_VERSION_1;
+        return found.version == 1   ? CFEDAVG_NEEDS_VERSION_2
+               : found.version == 2 ? CFEDAVG_NEEDS_VERSION_1
+                                    : CFEDAVG_NEEDS_NO_VERSION_3;
     }
     *header = found;
     return CFEDAVG_OK;
@@ -73,7 +78,7 @@ static int check_model(const cfedavg_header *header, uint64_t schema, uint64_t d
     if (header->schema != schema || header->d != d) {
         return CFEDAVG_OTHER_MODEL;
     }
-    if (header->k > d || header->k > most) {
+    if (header->k > (header->where == CFEDAVG_ROTATED ? 2 * d : d) || (most && header->k > most)) {
         return CFEDAVG_TOO_MANY_VALUES;
     }
     if (header->where == CFEDAVG_ALL && header->k != d) {
@@ -109,17 +114,18 @@ static uint64_t copied_length(const cfedavg_header *header, const uint8_t *copie
     if (header->lengths[2] < SCALES) {
         return SCALES;
     }
-    return SCALES + 4 * count_scales(header->k, get_bytes(copied, 4));
+    return SCALES + 4 * count_scales(header->kind, header->k, get_bytes(copied, 4), get_bytes(copied + 4, 2));
 }
 
 /* Check 5: the length of each section fits the number of values. */
 static int check_lengths(const cfedavg_header *header, const uint8_t *data)
 {
+    static const uint64_t LENGTHS[] = {0, KEY_AND_KEEP, 0, KEY_AND_SIZE, RANK, 0};
     uint64_t places = header->lengths[0], coded = header->lengths[1];
-    uint64_t needed = header->where == CFEDAVG_DRAWN ? KEY_AND_KEEP : 0;
     uint64_t values = header->coding == CODED ? header->k : 0;
+    int is_coded = header->where == CFEDAVG_LISTED || header->where == CFEDAVG_CHUNKED;
 
-    if (header->where != CFEDAVG_LISTED && places != needed) {
+    if (!is_coded && places != LENGTHS[header->where]) {
         return CFEDAVG_COORDINATES_LENGTH;
     }
     if (header->lengths[2] != copied_length(header, data + HEADER + places + coded)) {
@@ -143,7 +149,7 @@ int check_frame(const cfedavg_header *header, const uint8_t *data, size_t length
     if (limits->knows_sender && header->sender.sequence != limits->sequence) {
         return CFEDAVG_OTHER_SEQUENCE;
     }
-    error = check_model(header, schema, d, limits->max_values ? limits->max_values : d);
+    error = check_model(header, schema, d, limits->max_values);
     if (error) {
         return error;
     }

@@ -9,12 +9,19 @@
 #define CHECKSUM 4
 #define LEAST (HEADER + CHECKSUM) /* bytes of a message whose sections are empty */
 #define KEY_AND_KEEP 16
+#define KEY_AND_SIZE 12 /* of a rotation */
+#define RANK 4
 #define SCALES 6 /* bytes of `block` and `top`, which precede the scales */
 #define VALUES_PER_BYTE 11354
 #define MOST_KEEP ((uint64_t)1 << 53)
 #define SIGN 0x8000 /* in a coded number; the magnitude is below */
 
 enum { PLAIN, CODED };
+
+static inline int is_basis(int where)
+{
+    return where == CFEDAVG_ROTATED || where == CFEDAVG_FACTORED;
+}
 
 static inline int is_float(int kind)
 {
@@ -24,7 +31,7 @@ static inline int is_float(int kind)
 /* Return the bytes of a value. */
 static inline int size_of(int kind)
 {
-    static const int SIZES[] = {4, 8, 2, 1, 2};
+    static const int SIZES[] = {4, 8, 2, 1, 2, 1};
 
     return SIZES[kind];
 }
@@ -32,7 +39,7 @@ static inline int size_of(int kind)
 /* Return the upper 16 bits of the largest finite float, or the largest level. */
 static inline int64_t largest_of(int kind)
 {
-    static const int64_t LARGEST[] = {0x7F7F, 0x7FEF, 0x7F7F, 127, 32767};
+    static const int64_t LARGEST[] = {0x7F7F, 0x7FEF, 0x7F7F, 127, 32767, 127};
 
     return LARGEST[kind];
 }
@@ -43,10 +50,20 @@ static inline int may_be_plain(int where, int kind)
     return where == CFEDAVG_ALL && (kind == CFEDAVG_FP32 || kind == CFEDAVG_FP64);
 }
 
-/* Return how many scales k levels have. */
-static inline uint64_t count_scales(uint64_t k, uint64_t block)
+/* Return how many scales k levels have. k is at most 2^57. */
+static inline uint64_t count_scales(int kind, uint64_t k, uint64_t block, uint64_t top)
 {
-    return block ? k / block + (k % block != 0) : k != 0;
+    uint64_t blocks = block ? k / block + (k % block != 0) : k != 0, most = UINT64_MAX / 8;
+
+    if (kind != CFEDAVG_PER_LEVEL) {
+        return blocks;
+    }
+    return top && blocks > most / top ? most : blocks * top; /* `most` fits no message */
+}
+
+static inline int top_fits(int kind, uint64_t top)
+{
+    return top <= (uint64_t)largest_of(kind) && (kind != CFEDAVG_PER_LEVEL || top > 0);
 }
 
 /* Return whether the bits of an fp32 number are those of a finite number. */

@@ -10,7 +10,7 @@
 
 #include "cfedavg.h"
 
-#define KERNELS 1 /* rises when a function below changes its arguments or its result */
+#define KERNELS 2 /* rises when a function below changes its arguments or its result */
 #define NO_ROOM (-1)
 #define MOST_CELLS ((int64_t)1 << 56) /* of a vector; sums of positions stay in 64 bits */
 
@@ -25,6 +25,11 @@ CFEDAVG_API int64_t cfedavg_encode_indices(uint32_t *words, int64_t room, const 
 /* Return FINE or a fault of sets.h; *read is the number of words that were read. */
 CFEDAVG_API int cfedavg_decode_indices(const uint32_t *words, int64_t length, int64_t *indices, int64_t n,
                                        int64_t d, const int64_t *shapes, int64_t tensors, int64_t *read);
+/* The same for coordinates of which each chunk of 2^s sends `of_chunk`. */
+CFEDAVG_API int64_t cfedavg_encode_chunks(uint32_t *words, int64_t room, const int64_t *indices, int64_t n, int64_t d,
+                                          const int64_t *shapes, int64_t tensors, int64_t s, int64_t of_chunk);
+CFEDAVG_API int cfedavg_decode_chunks(const uint32_t *words, int64_t length, int64_t *indices, int64_t n, int64_t d,
+                                      const int64_t *shapes, int64_t tensors, int64_t *read);
 CFEDAVG_API int cfedavg_are_increasing(const int64_t *indices, int64_t n, int64_t d);
 CFEDAVG_API void cfedavg_list_ones(const uint64_t *bits, int64_t n, int64_t *found, int64_t room);
 
@@ -36,6 +41,14 @@ CFEDAVG_API int64_t cfedavg_encode_numbers(uint32_t *words, int64_t room, const 
 CFEDAVG_API int64_t cfedavg_decode_numbers(const uint32_t *words, int64_t length, uint16_t *numbers, int64_t n,
                                            const int64_t *indices, const int64_t *row_ends, int64_t rows,
                                            int zero_has_sign, int64_t largest);
+
+/* The same for levels from 1 to `top`, which is at most 127. */
+CFEDAVG_API int64_t cfedavg_encode_levels(uint32_t *words, int64_t room, const uint16_t *numbers, int64_t n,
+                                          const int64_t *indices, const int64_t *shapes, int64_t tensors,
+                                          int64_t top);
+CFEDAVG_API int64_t cfedavg_decode_levels(const uint32_t *words, int64_t length, uint16_t *numbers, int64_t n,
+                                          const int64_t *indices, const int64_t *shapes, int64_t tensors,
+                                          int64_t top);
 
 /* `size` is that of a value in bytes: 4 or 8. */
 CFEDAVG_API int64_t cfedavg_find_bound(const void *bits, int size, int64_t d, int64_t k, int64_t stride,

@@ -58,7 +58,9 @@ int64_t cfedavg_add(float *w, const int64_t *at, int64_t n, const void *numbers,
 
 float cfedavg_value(const cfedavg_payload *payload, uint64_t i)
 {
+    uint64_t block = payload->block ? i / payload->block : 0;
     float scale;
+    int level;
 
     switch (payload->kind) {
     case CFEDAVG_FP32:
@@ -67,8 +69,12 @@ float cfedavg_value(const cfedavg_payload *payload, uint64_t i)
         return (float)((const double *)payload->values)[i];
     case CFEDAVG_BF16:
         return cfedavg_from_bf16(((const uint16_t *)payload->values)[i]);
+    case CFEDAVG_PER_LEVEL:
+        level = ((const int8_t *)payload->values)[i];
+        scale = payload->scales[block * payload->top + (uint64_t)(level < 0 ? -level : level) - 1];
+        return level < 0 ? -scale : scale;
     default:
-        scale = payload->scales[payload->block ? i / payload->block : 0];
+        scale = payload->scales[block];
         return clamp(number_at(payload->values, payload->kind == CFEDAVG_INT8 ? NUMBERS_INT8 : NUMBERS_INT16,
                                (int64_t)i) * scale, TOP);
     }

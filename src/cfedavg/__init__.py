@@ -18,8 +18,10 @@ if TYPE_CHECKING:
         FP32,
         QSGD,
         Compressor,
+        Eden,
         Everything,
         IntBlocks,
+        LowRank,
         Proportional,
         Quantiser,
         RandomDropping,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         Sign,
         Threshold,
         TopK,
+        TwoLevels,
         decompress,
         parse,
     )
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     from cfedavg.core.errors import InputError
     from cfedavg.core.layout import Layout
     from cfedavg.core.payload import Payload
-    from cfedavg.feedback import EF21, ErrorFeedback, Feedback, NoFeedback
-    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox
+    from cfedavg.feedback import EF21, CAFe, ErrorFeedback, Feedback, NoFeedback, StepAhead
+    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox, Scaffold
     from cfedavg.optimise.server import Adagrad, Adam, Momentum, Nesterov, ServerOptimiser, ServerSGD, Yogi
     from cfedavg.schedule import Constant, Corollary1, Corollary2, Corollary3, Decaying, Steps, resolve_rates
     from cfedavg.simulate.result import Result
@@ -48,12 +51,13 @@ _HOME = {
     "callbacks": ("Callback", "Start", "TensorBoard", "Wandb"),
     "channel": ("Channel",),
     "compress": (
-        "BF16", "FP32", "QSGD", "Compressor", "Everything", "IntBlocks", "Proportional", "Quantiser",
-        "RandomDropping", "Selector", "Sign", "Threshold", "TopK", "decompress", "parse",
+        "BF16", "FP32", "QSGD", "Compressor", "Eden", "Everything", "IntBlocks", "LowRank", "Proportional",
+        "Quantiser", "RandomDropping", "Selector", "Sign", "Threshold", "TopK", "TwoLevels", "decompress",
+        "parse",
     ),
     "core.config": ("Config",),
     "core.errors": ("InputError",),
-    "feedback": ("EF21", "ErrorFeedback", "Feedback", "NoFeedback"),
+    "feedback": ("EF21", "CAFe", "ErrorFeedback", "Feedback", "NoFeedback", "StepAhead"),
     "core.layout": ("Layout",),
     "core.payload": ("Payload",),
     "schedule": (
@@ -61,7 +65,7 @@ _HOME = {
     ),
     "simulate.result": ("Result",),
     "simulate.run": ("run",),
-    "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox"),
+    "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox", "Scaffold"),
     "optimise.server": ("Adagrad", "Adam", "Momentum", "Nesterov", "ServerOptimiser", "ServerSGD", "Yogi"),
     "task": ("Task",),
     "wire": ("WireError", "decode", "encode"),
@@ -69,13 +73,14 @@ _HOME = {
 
 __version__ = "0.5.0"
 __all__ = [
-    "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "Callback",
+    "BF16", "EF21", "FP32", "QSGD", "SGD", "Adagrad", "Adam", "AdamW", "Aggregator", "CAFe", "Callback",
     "Channel", "Clip", "Compressor", "Config", "Constant", "Corollary1", "Corollary2", "Corollary3",
-    "Decaying", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError", "IntBlocks",
-    "Layout", "LocalOptimiser", "Momentum", "Nesterov", "NoFeedback", "Payload", "Proportional", "Prox",
-    "Quantiser", "RandomDropping", "Result", "Selector", "ServerOptimiser", "ServerSGD", "Sign", "Start",
-    "Steps", "Task", "TensorBoard", "Threshold", "TopK", "Wandb", "WireError", "Yogi", "average",
-    "decode", "decompress", "encode", "local_update", "parse", "resolve_rates", "run",
+    "Decaying", "Eden", "ErrorFeedback", "Everything", "Feedback", "GradientChange", "InputError",
+    "IntBlocks", "Layout", "LocalOptimiser", "LowRank", "Momentum", "Nesterov", "NoFeedback", "Payload",
+    "Proportional", "Prox", "Quantiser", "RandomDropping", "Result", "Scaffold", "Selector",
+    "ServerOptimiser", "ServerSGD", "Sign", "Start", "StepAhead", "Steps", "Task", "TensorBoard",
+    "Threshold", "TopK", "TwoLevels", "Wandb", "WireError", "Yogi", "average", "decode", "decompress",
+    "encode", "local_update", "parse", "resolve_rates", "run",
 ]  # fmt: skip
 
 

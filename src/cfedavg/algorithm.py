@@ -22,7 +22,7 @@ One round of two clients, in which C sends one of two numbers:
     >>> server = Aggregator(ErrorFeedback(), ServerSGD())
     >>> x, e = np.zeros(2), np.zeros((2, 2))  # the model, and a residual for each client
     >>> x_K = np.array([[2.0, 4.0], [6.0, 0.0]])  # the model of each client after its local steps
-    >>> sent = channel.send(local_update(x, x_K, K=1, update="sum"), e, key=np.arange(2))
+    >>> sent = channel.send(local_update(x, x_K, None), e, key=np.arange(2))
     >>> x_next, _ = server.step(x, server.init(x), [(sent.payload, [1.0, 1.0])], everyone=2.0, eta=1.0)
     >>> x_next.tolist(), sent.memory.tolist()
     ([3.0, 2.0], [[2.0, 0.0], [0.0, 0.0]])
@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cfedavg.compress import client_of_value, values_of
+from cfedavg.compress import client_of_value, rows_of, values_of
 from cfedavg.core.arrays import Array, add_in_order, cast_like, place, zeros
 from cfedavg.core.payload import Payload
 from cfedavg.feedback import Feedback, Weights
@@ -47,14 +47,15 @@ from cfedavg.optimise import ServerOptimiser
 Weighted = tuple[Payload, Sequence[float]]  # the payload of a block of clients, and a weight for each client
 
 
-def local_update(x: Array, x_K: Array, K: int | Array, update: str) -> Array:
-    """Return a client's update g: x_K - x if `update` is "sum" (line 10), else (x_K - x) / K (line 11).
+def local_update(x: Array, x_K: Array, divisor: float | Array | None) -> Array:
+    """Return a client's update g: x_K - x (line 10), or (x_K - x) / divisor (line 11).
 
-    x is the broadcast model, a vector of length d. x_K is the client's model after K local steps. For a
-    block of n clients, x_K has shape (n, d) and K has shape (n, 1).
+    x is the broadcast model, a vector of length d. x_K is the client's model after K local steps; in line 11
+    the divisor is K, and FedNova divides by the length of the steps. For a block of n clients, x_K has shape
+    (n, d) and the divisor shape (n, 1).
     """
     with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses NaN and Inf
-        return x_K - x if update == "sum" else (x_K - x) / K
+        return x_K - x if divisor is None else (x_K - x) / divisor
 
 
 def average(like: Array, payloads: Iterable[Weighted]) -> tuple[Array, float]:
@@ -66,12 +67,12 @@ def average(like: Array, payloads: Iterable[Weighted]) -> tuple[Array, float]:
     """
     total, weight = zeros(like.shape, like), 0.0
     for payload, weights in payloads:
-        values = cast_like(values_of(payload), total)
         shares = cast_like(place(np.array(weights, np.float64), like), total)
         if payload.indices is None:
-            for row, share in zip(values.reshape(len(payload), -1), shares, strict=True):
+            for row, share in zip(cast_like(rows_of(payload), total), shares, strict=True):
                 total += row * share
         else:
+            values = cast_like(values_of(payload), total)
             add_in_order(total, payload.indices, values * shares[client_of_value(payload.offsets)])
         weight += sum(weights)
     return total / weight if weight else total, weight

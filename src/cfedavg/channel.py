@@ -19,11 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from cfedavg.compress import FLOATS, Compressor, Everything, minus, plus, values_of
+from cfedavg.compress import FLOATS, Compressor, Everything, minus, plus, sent_values, values_of
+from cfedavg.compress.numerics import squared_norms
 from cfedavg.core.arrays import Array, arange, cast, cast_like, copy, dtype_of, norm2, round_to_bf16, to_bf16
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Payload
@@ -82,23 +84,26 @@ class Channel:
         """
         with np.errstate(over="ignore", invalid="ignore"):  # the compressor refuses NaN and Inf
             p = cast_like(self.feedback.outgoing(g, memory, shared), g)
-        payload = self.compressor.compress(p, key, self.layout, t)
+        g2 = squared_norms(g.reshape(-1, g.shape[-1])) if self.compressor.selector.needs_update else None
+        compress = partial(self.compressor.compress, key=key, layout=self.layout, t=t, g2=g2)
+        payload = compress(p)
         if max_norm < math.inf:
-            payload = self._limit(p, payload, key, t, max_norm)
+            payload = _limit(p, payload, compress, max_norm)
         left = minus(p, payload)
         memory_next = self.feedback.remember(left, payload, memory)
         return Outgoing(p, payload, left, memory_next if memory_next is None else cast_like(memory_next, g))
 
-    def _limit(self, p: Array, payload: Payload, key: int | Array, t: int, max_norm: float) -> Payload:
-        """Return `payload`, or the payload of a fraction of p if the norm of `payload` exceeds `max_norm`."""
-        sent, share = math.sqrt(norm2(values_of(payload))), 1.0
-        if sent > SPIKE * max_norm:
-            raise TooLarge(f"the payload's norm {sent:.3g} exceeds {SPIKE} times `max_norm` {max_norm:.4g}")
-        while sent > max_norm:
-            share *= 0.99 * max_norm / sent
-            payload = self.compressor.compress(share * p, key, self.layout, t)
-            sent = math.sqrt(norm2(values_of(payload)))
-        return payload
+
+def _limit(p: Array, payload: Payload, compress: Callable[[Array], Payload], max_norm: float) -> Payload:
+    """Return `payload`, or the payload of a fraction of p if the norm of `payload` exceeds `max_norm`."""
+    sent, share = math.sqrt(norm2(sent_values(payload))), 1.0
+    if sent > SPIKE * max_norm:
+        raise TooLarge(f"the payload's norm {sent:.3g} exceeds {SPIKE} times `max_norm` {max_norm:.4g}")
+    while sent > max_norm:
+        share *= 0.99 * max_norm / sent
+        payload = compress(share * p)
+        sent = math.sqrt(norm2(sent_values(payload)))
+    return payload
 
 
 class Copies:

@@ -125,8 +125,26 @@ class NoFeedback(Feedback):
         return terms.memory
 
 
+class ResidualFeedback(Feedback):
+    """The base class of feedbacks with a residual: clients add what they have not sent to the next update."""
+
+    law: ClassVar[str] = "updates = applied + pending + residual, bitwise"
+
+    def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
+        return g + memory
+
+    def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
+        return left
+
+    def restore(self, memory: Array, sent: Payload) -> Array:
+        return plus(memory, sent)
+
+    def imbalance(self, terms: LawTerms) -> Array:
+        return terms.computed - terms.applied - terms.pending - terms.forgone - terms.memory
+
+
 @dataclass(frozen=True)
-class ErrorFeedback(Feedback):
+class ErrorFeedback(ResidualFeedback):
     """Keeps what was not sent in a residual and adds it to the next update; `decay` shrinks the residual.
 
     The client adds its residual e to its update g, compresses p = g + e to C(p), and keeps
@@ -139,20 +157,65 @@ class ErrorFeedback(Feedback):
     law: ClassVar[str] = "updates = applied + pending + residual + forgone, bitwise for decay = 1"
     decay: float = argument("above 0 and at most 1", lambda decay: 0 < decay <= 1, 1.0)
 
-    def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
-        return g + memory
-
     def remember(self, left: Array, sent: Payload, memory: Array) -> Array:
         return left if self.decay == 1 else self.decay * left
-
-    def restore(self, memory: Array, sent: Payload) -> Array:
-        return plus(memory, sent)
 
     def forgone(self, left: Array) -> Array:
         return (1 - self.decay) * left
 
+
+@dataclass(frozen=True)
+class StepAhead(ResidualFeedback):
+    """Error feedback whose clients begin their local steps at x + alpha * e: SA-PEF (Redie et al., 2026).
+
+    So gradients are taken nearer to where the model will be once the residual e has arrived. The client sends
+    C((x_K - x) + (1 - alpha) * e): the way from the model x holds the share alpha * e already. This is
+    C(g + e) for the update g = x_K - (x + alpha * e). alpha = 0 is `ef`.
+
+    >>> import numpy as np
+    >>> StepAhead(0.5).start(np.array([1.0, 1.0]), np.array([2.0, 0.0]), None).tolist()
+    [2.0, 1.0]
+    """
+
+    name: ClassVar[str] = "sapef"
+    examples: ClassVar[tuple[str, ...]] = ("sapef", "sapef(alpha=0.9)")
+    alpha: float = argument("from 0 to 1", lambda alpha: 0 <= alpha <= 1, 0.5)
+
+    def start(self, x: Array, memory: Array, shared: Array | None) -> Array:
+        return x + self.alpha * memory
+
+
+@dataclass(frozen=True)
+class CAFe(Feedback):
+    """Sends how a client's update differs from the last mean update, which the server broadcasts.
+
+    The client compresses p = g - u, where u is the update that the server applied in the last round, and the
+    server applies u_next = u + mean of C(p). Clients remember nothing, so this suits clients without a disk.
+    What the compressor drops is gone. (CAFe; Ortega et al., 2024.)
+
+    >>> import numpy as np
+    >>> CAFe().outgoing(np.array([3.0, 1.0]), None, np.array([2.0, 2.0])).tolist()
+    [1.0, -1.0]
+    """
+
+    name: ClassVar[str] = "cafe"
+    law: ClassVar[str] = "nothing is remembered of a client; the server's update is u + mean of C(g - u)"
+
+    def outgoing(self, g: Array, memory: Array, shared: Array | None) -> Array:
+        return g if shared is None else g - shared
+
+    def forgone(self, left: Array) -> Array:
+        return left
+
+    def receive(self, mean_sent: Array, memory: Array | None, weights: Weights) -> tuple[Array, Array | None]:
+        delta = mean_sent if memory is None else memory + mean_sent
+        return delta, delta
+
+    def broadcast(self, memory: Array | None) -> Array | None:
+        return memory
+
     def imbalance(self, terms: LawTerms) -> Array:
-        return terms.computed - terms.applied - terms.pending - terms.forgone - terms.memory
+        return terms.memory
 
 
 @dataclass(frozen=True)
@@ -199,5 +262,5 @@ class EF21(Feedback):
         return terms.memory - terms.applied - terms.pending
 
 
-_ALL = (ErrorFeedback, EF21, NoFeedback)
+_ALL = (ErrorFeedback, StepAhead, EF21, CAFe, NoFeedback)
 FEEDBACKS: Registry[Feedback] = Registry("feedback", Feedback, {each.name: each for each in _ALL})

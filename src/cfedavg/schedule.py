@@ -207,8 +207,8 @@ class Steps:
 class Rates:
     """The learning rates of a run: a schedule of local rates with its setting, and the server's rate eta.
 
-    `update` is "sum" or "mean": line 10 or 11 of Algorithm 1. The server multiplies the mean update by
-    `scale` before the step of its optimiser.
+    `update` is "sum" or "mean", line 10 or 11 of Algorithm 1, or "fednova". The server multiplies the mean
+    update by `scale` before the step of its optimiser.
     """
 
     schedule: Schedule
@@ -249,6 +249,11 @@ def resolve_rates(config: Config, steps: Steps, clients_per_round: int) -> Rates
             f"`server_optimiser` must be sgd, since `schedule` {config.schedule} sets the rate of sgd, "
             f"got {optimiser}"
         )
-    K = 1.0 if update == "sum" else steps.mean
+    if update == "fednova" and config.smoothness is not None:
+        raise InputError(
+            "`smoothness` must not be given with `update` fednova: the paper's rate conditions are for the "
+            "updates sum and mean"
+        )
+    K = steps.mean if update == "mean" else 1.0
     eta = config.eta or schedule.eta(setting) or optimiser.default_rate(K)
     return Rates(schedule, setting, update, eta, optimiser.scale(K))

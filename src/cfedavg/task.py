@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from cfedavg.core.arrays import dtype_of
 from cfedavg.core.errors import InputError, NotFinite, summarise_error
 from cfedavg.core.fingerprint import fingerprint_data, fingerprint_model
+from cfedavg.core.names import NamedArguments
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -80,7 +81,7 @@ def absolute_error(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(NamedArguments):
     """A learning task: the model, the data of each client, the test data, the loss and the metric.
 
     `clients` holds one data set per client, and `test` one for the evaluation. A data set is tensors of equal
@@ -114,7 +115,7 @@ class Task:
     def __post_init__(self) -> None:
         _check_model(self.model)
         for name, function in (("loss", self.loss), ("metric", self.metric)):
-            if not callable(function):
+            if not callable(function) or isinstance(function, type):
                 raise InputError(f"Task.{name} must be a function of (model, batch), got {_kind(function)}")
         object.__setattr__(self, "clients", _read_clients(self.clients))
         if self.test is not None:

@@ -19,13 +19,21 @@ from cfedavg import run as run_and_draw
 from cfedavg.algorithm import ServerMemory
 from cfedavg.core.layout import Layout
 from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback, Weights
-from cfedavg.optimise.local import LOCAL_OPTIMISERS, SGD, AdamW, Clip, Prox, parse_local_optimiser
+from cfedavg.optimise.local import (
+    LOCAL_OPTIMISERS,
+    SGD,
+    AdamW,
+    Clip,
+    Fixed,
+    Prox,
+    parse_local_optimiser,
+    step_lengths,
+)
 from cfedavg.optimise.server import SERVER_OPTIMISERS, Adam, ServerOptimiser, ServerSGD
 from cfedavg.simulate.plan import Plan
 from tests.algorithm.test_algorithm import engine as reference
 from tests.algorithm.test_algorithm import states
 from tests.conftest import blobs, quadratic
-from tests.own_parts import CAFe
 from tests.simulate.test_engines import DEVICES, ENGINES, agree
 from tests.simulate.test_workers import assert_same, contents, forked, task  # noqa: F401 - forked is a fixture
 
@@ -47,6 +55,8 @@ TABLE = [
     Row("local_optimiser", "clip(0.1) >> sgd(momentum=0.9)"),
     Row("local_optimiser", "prox(0.5) >> sgd"),
     Row("local_optimiser", "prox(0.5) >> clip(0.1) >> adamw(weight_decay=0.1)"),
+    Row("local_optimiser", "scaffold >> sgd"),
+    Row("local_optimiser", "prox(0.5) >> scaffold >> sgd(weight_decay=0.01)"),
     Row("local_optimiser", f"{OWN}:Halve >> {OWN}:SignDescent(beta=0.7)"),
     Row("server_optimiser", "sgd"),
     Row("server_optimiser", "momentum(0.8)", "momentum(beta=0.8)"),
@@ -59,8 +69,9 @@ TABLE = [
     Row("feedback", "ef(decay=0.9)"),
     Row("feedback", "ef21"),
     Row("feedback", "none"),
-    Row("feedback", f"{OWN}:CAFe"),
-    Row("feedback", f"{OWN}:SAPEF(alpha=0.7)"),
+    Row("feedback", "sapef(0.7)", "sapef(alpha=0.7)"),
+    Row("feedback", "cafe"),
+    Row("feedback", f"{OWN}:Lookout(share=0.3)"),
 ]
 PARSERS: dict[str, Callable[[str], Any]] = {
     "local_optimiser": parse_local_optimiser,
@@ -138,7 +149,7 @@ def test_nothing_of_what_goes_in_is_changed(row: Row) -> None:
         start = part.init([tensors[0]])
         given = [x, g, memory, *(each[0].numpy() for each in start.values())]
         before = [each.copy() for each in given]
-        part.step([tensors[0]], [tensors[1]], start, 0.1, [tensors[2]])
+        part.step([tensors[0]], [tensors[1]], start, 0.1, Fixed([tensors[2]], [tensors[2]]))
     assert all(map(np.array_equal, given, before))
 
 
@@ -170,12 +181,12 @@ def steps_of(optimiser: Any, step: Callable[[list[nn.Parameter], int], None], co
     shapes = [(5, 7), (7,), (2, 3, 3)]
     mine: list[Tensor] = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     theirs = [nn.Parameter(p.clone()) for p in mine]
-    start, state = [p.clone() for p in mine], optimiser.init(mine)
+    fixed, state = Fixed([p.clone() for p in mine], []), optimiser.init(mine)
     for k in range(count):
         grads = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
         for p, g in zip(theirs, grads, strict=True):
             p.grad = g.clone()
-        mine, state = optimiser.step(mine, grads, state, 0.1, start)
+        mine, state = optimiser.step(mine, grads, state, 0.1, fixed)
         step(theirs, k)
     return max((a - b).detach().abs().max().item() for a, b in zip(mine, theirs, strict=True))
 
@@ -250,7 +261,7 @@ def test_clip_is_torchs() -> None:
 
 def test_prox_pulls_back_to_the_start() -> None:
     start, p, g = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0]), torch.tensor([0.5, 0.5])
-    ((found,), _) = (Prox(0.25) >> SGD()).step([p], [g], {}, 0.1, [start])
+    ((found,), _) = (Prox(0.25) >> SGD()).step([p], [g], {}, 0.1, Fixed([start], []))
     torch.testing.assert_close(found, p - 0.1 * (g + 0.25 * (p - start)))
 
 
@@ -318,26 +329,82 @@ def test_what_a_feedback_shares_is_counted() -> None:
     """CAFe's broadcast is twice as long as that of the model alone."""
     down = {
         text: run(Config(rounds=1, feedback=text, compressor_down="none"), blobs()).final["downlink_bytes"]
-        for text in ("none", f"{OWN}:CAFe")
+        for text in ("none", "cafe")
     }
-    assert down[f"{OWN}:CAFe"] == 2 * down["none"]
+    assert down["cafe"] == 2 * down["none"]
 
 
 def test_cafe_without_compression_is_fedavg() -> None:
     for text in ("none", "topk(0.5)"):
         plain, cafe = (
             states(Config(rounds=4, local_steps="2", feedback=feedback, compressor=text, precision="float64"),
-                   blobs())[-1].x for feedback in ("none", f"{OWN}:CAFe")
+                   blobs())[-1].x for feedback in ("none", "cafe")
         )  # fmt: skip
         assert torch.allclose(plain, cafe, rtol=1e-12, atol=1e-14) == (text == "none")
-    assert CAFe().broadcast(3) == 3
+
+
+def test_cafe_by_hand() -> None:
+    """Two clients, centres (8, 0) and (0, 4), rate 1/2, one step: g is half of the way to the centre."""
+    config = Config(rounds=2, local_steps="1", eta_local=0.5, compressor="topk(0.5)", batch_size=1,
+                    compressor_down="none", feedback="cafe")  # fmt: skip
+    _, first, second = states(config, quadratic(torch.tensor([[8.0, 0.0], [0.0, 4.0]])))
+    # g = (4, 0) and (0, 2); the server has u = 0 and applies their mean.
+    assert first.x.tolist() == first.memory.feedback.tolist() == [2, 1]
+    # From (2, 1): g = (3, -1/2) and (-1, 3/2), less u: (1, -3/2) and (-3, 1/2), of which -3/2 and -3 travel.
+    assert second.memory.feedback.tolist() == [2 - 1.5, 1 - 0.75]
+    assert second.x.tolist() == [2.5, 1.25]
+
+
+FEDNOVA: Any = {"rounds": 1, "batch_size": 1, "compressor": "none", "compressor_down": "none",
+                "precision": "float64", "update": "fednova"}  # fmt: skip
+
+
+def test_fednova_by_hand() -> None:
+    """Centres 8 and 4 from x = 0, rate 1/2, 1 and 2 steps: x_K = 4 and 3, a = 1 and 2."""
+    config = Config(local_steps="1,2", eta_local=0.5, **FEDNOVA)
+    _, state = states(config, quadratic(torch.tensor([[8.0], [4.0]])))
+    # tau_eff is the mean of 1 and 2, and the normalised updates are 4 / 1 and 3 / 2.
+    assert state.x.tolist() == [1.5 * (4 + 1.5) / 2]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.01])
+@pytest.mark.parametrize("K", [1, 2, 7, 40])
+def test_step_lengths_are_those_of_fednova(K: int, rate: float) -> None:
+    """Wang et al. (2020): |a|_1 with momentum rho, and with a proximal term mu."""
+    rho, mu = 0.9, 0.5
+    momentum = (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)
+    proximal = (1 - (1 - rate * mu) ** K) / (rate * mu)
+    for optimiser, length in (
+        (SGD(), K), (SGD(momentum=rho), momentum), (Prox(mu) >> SGD(), proximal),
+    ):  # fmt: skip
+        assert step_lengths(optimiser, rate, 64)[K - 1] == pytest.approx(length, rel=1e-9)
+
+
+def test_fednova_is_right_where_averaging_is_not() -> None:
+    """Clients with 2 and 20 steps: FedAvg stops near the second centre, FedNova at the mean of both."""
+    centres = torch.tensor([[0.0], [1.0]])
+    found = {}
+    for update in ("sum", "mean", "fednova"):
+        for optimiser in ("sgd", "sgd(momentum=0.5)"):
+            config = Config(local_steps="2,20", eta_local=0.002, local_optimiser=optimiser,
+                            **FEDNOVA | {"rounds": 400, "update": update})  # fmt: skip
+            found[update, optimiser] = float(states(config, quadratic(centres))[-1].x)
+    assert found["sum", "sgd"] > 0.85
+    assert found["fednova", "sgd"] == pytest.approx(0.5, abs=0.02)
+    assert found["fednova", "sgd(momentum=0.5)"] == pytest.approx(0.5, abs=0.03)
+    assert found["mean", "sgd(momentum=0.5)"] > 0.58
+
+
+def test_fednova_has_no_rate_conditions() -> None:
+    with pytest.raises(InputError, match="`smoothness` must not be given with `update` fednova"):
+        Plan(Config(update="fednova", smoothness=1.0), blobs())
 
 
 def test_a_start_ahead_is_where_the_update_is_measured_from() -> None:
     """With alpha = 1 and one local step on a quadratic, g is the gradient at x + e."""
     centres = torch.tensor([[8.0, 4.0]])
     config = Config(rounds=2, local_steps="1", eta_local=0.5, compressor="topk(0.5)", batch_size=1,
-                    feedback=f"{OWN}:SAPEF(alpha=1.0)")  # fmt: skip
+                    feedback="sapef(1.0)")  # fmt: skip
     _, first, second = states(config, quadratic(centres))
     assert (first.x.tolist(), first.residuals.vectors[0].tolist()) == ([4, 0], [0, 2])
     # From (4, 2): g = (2, 1), p = (2, 3), of which 3 is sent.
@@ -462,8 +529,12 @@ def test_a_round_without_replies_leaves_the_servers_memory() -> None:
         ("local_optimiser", "clip(0) >> sgd", "c must be a finite number above 0, got 0"),
         ("local_optimiser", "clip(1)", "must end with an optimiser, as in clip\\(1\\) >> sgd"),
         ("local_optimiser", "sgd >> clip(1) >> sgd", "must have one optimiser, as its last part, but sgd is"),
-        ("local_optimiser", "rmsprop", "unknown name 'rmsprop'; there are adamw, clip, prox, sgd"),
-        ("local_optimiser", "tests.own_parts:CAFe", "must be a subclass of cfedavg.optimise.local.LocalPart"),
+        ("local_optimiser", "rmsprop", "unknown name 'rmsprop'; there are adamw, clip, prox, scaffold, sgd"),
+        (
+            "local_optimiser",
+            "tests.own_parts:Lookout",
+            "must be a subclass of cfedavg.optimise.local.LocalPart",
+        ),
         ("local_optimiser", " >> ".join(["clip(1)"] * 8 + ["sgd"]), "must have at most 8 names"),
         ("server_optimiser", "momentum(-1)", "beta must be from 0 to below 1, got -1"),
         ("server_optimiser", "adam(tau=0)", "tau must be from 1e-30 to 1e30, got 0"),
@@ -527,6 +598,7 @@ TRAINS: dict[str, dict[str, Any]] = {
     "FedAdam": {"server_optimiser": "adam(tau=0.01)"},
     "FedAvgM": {"server_optimiser": "momentum(0.5)"},
     "FedProx": {"local_optimiser": "prox(0.01) >> sgd"},
+    "SCAFFOLD": {"local_optimiser": "scaffold >> sgd"},
     "local AdamW": {"local_optimiser": "clip(1.0) >> adamw", "eta_local": 0.01},
 }
 

@@ -121,7 +121,7 @@ def test_line_and_global_rate(options: dict[str, object], update: str, eta: floa
         ({"schedule": "decaying(a=0)"}, "a must be a finite number above 0, got 0"),
         ({"schedule": "decaying(a=1e999)"}, "a must be a finite number above 0, got inf"),
         ({"schedule": "cosine"}, "unknown name 'cosine'; there are constant, corollary1"),
-        ({"schedule": "decaying(b=1)"}, "wrong arguments"),
+        ({"schedule": "decaying(b=1)"}, "no argument 'b'; known are a"),
         ({"deadline": 0.1, "steps_per_second": "1"}, "`deadline` must give at least one client time"),
     ],
 )

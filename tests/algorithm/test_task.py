@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "run(dict)": (lambda: run({"rounds": 2}), "`config` must be a Config, got dict: write Config"),
     "run(task)": (lambda: run(task()), "`config` must be a Config, got Task"),
     "a model for a task": (lambda: run(SHORT, nn.Linear(4, 3)), "`task` must be a Task, got Linear"),
-    "a number for out": (lambda: run(SHORT, task(), out=3), "`out` must be the path of a folder, got int"),
+    "a number for out": (lambda: run(SHORT, task(), out=3), "`out` must be the path of a folder, got 3"),
     "resume without out": (lambda: run(SHORT, task(), resume=True), "`resume` needs `out`"),
     # The model
     "a class": (made(model=nn.Linear), "Task.model must be a .*, got the class Linear; call it and give"),
@@ -88,7 +88,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a model on meta": (made(model=nn.Linear(4, 3, device="meta")), "Task.model .* the meta device"),
     "a model of another shape": (
         trained(model=nn.Linear(5, 3)),
-        r"Task.loss fails on a batch of Task.clients\[0\]",
+        r"Task.loss\(model, batch\) fails on a batch of Task.clients\[0\]",
     ),
     # The clients' data
     "no clients": (made(clients=[]), "Task.clients is empty"),
@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "as labels for the default loss, cross_entropy, got float32",
     ),
     "labels of int32": (trained(clients=[(X, Y.int())]), "as labels .* got int32"),
-    "labels as a column": (trained(clients=[(X, Y[:, None])]), "Task.loss fails on a batch"),
+    "labels as a column": (trained(clients=[(X, Y[:, None])]), r"Task.loss\(model, batch\) fails on"),
     "one client's labels": (
         trained(clients=[PAIR, PAIR, (X, Y + 7)]),
         r"Task.loss fails on a batch of client 2 \(IndexError",
@@ -139,8 +139,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss without gradient": (trained(loss=detached), "must return a number with a gradient"),
     "a loss of nothing": (trained(loss=constant), "depends on no trainable parameter"),
     "a loss that is no function": (made(loss="mse"), r"Task.loss must be a function of \(model, batch"),
-    "a loss of torch": (trained(loss=nn.CrossEntropyLoss()), "Task.loss fails on a batch"),
-    "a loss of one argument": (trained(loss=lambda model: 0), r"Task.loss fails .*TypeError"),
+    "a class as loss": (made(loss=nn.CrossEntropyLoss), "must be a function .* got the class CrossEntropyLo"),
+    "a loss of torch": (trained(loss=nn.CrossEntropyLoss()), r"Task.loss\(model, batch\) fails on a batch"),
+    "a loss of one argument": (trained(loss=lambda model: 0), r"Task.loss\(model, batch\) fails .*TypeError"),
     "a loss that is a number": (
         trained(loss=lambda m, b: cross_entropy(m, b).item()),
         r"Task.loss must .* type float",

@@ -96,6 +96,33 @@ def test_a_plain_line_fits_into_80_columns() -> None:
     assert len(line) <= 80 >= len(total)
 
 
+def test_plain_lines_of_several_runs_fit_into_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    board = Board(console)
+    name = "topk0.97-least-10000-int3256-server-optimiseradam0.001-beta1-0.95-seed{}"
+    with board.show(name.format(0), 10) as one, board.show(name.format(1), 10) as two:
+        one.on_row(row(9))
+        two.on_row(row(9))
+    lines = [line for line in text_of(console).splitlines() if "round" in line]
+    assert [line.split(": ")[0][-6:] for line in lines] == ["-seed0", "-seed1"]
+    assert all(len(line) <= 80 and "accuracy 97.53%" in line for line in lines)
+
+
+def test_a_metric_of_ones_own_is_shown() -> None:
+    """The loss of the training until there is a test, then the last test."""
+    console = terminal()
+    board = Board(console)
+    with board.show("training", 9) as display:
+        for values, shown in (
+            ({"train_loss": 2.5}, "train loss 2.5"),
+            ({"train_loss": 2.0, "test_loss": 1.0, "test_mse": 0.1234}, "mse 0.123"),
+            ({"train_loss": 1.5}, "mse 0.123"),
+        ):
+            display.on_row(row(0) | {"test_accuracy": None} | values)
+            assert display._metric == shown
+    assert "mse 0.123" in text_of(console)
+
+
 def test_a_short_run_shows_nothing_and_a_long_one_all() -> None:
     for console in terminal(), Console(file=io.StringIO(), width=80):
         board = Board(console, silent=3600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from cfedavg import Layout, Payload
-from cfedavg.core.payload import Floats, Levels, Mask, blocks
+from cfedavg.core.bases import Factors, Rotation
+from cfedavg.core.payload import Floats, Levels, Mask
 from cfedavg.wire.format import where_of
 from cfedavg.wire.frame import DTYPES, Kind, Where
 from cfedavg.wire.values import kind_of
@@ -32,7 +34,8 @@ class Tensor(c.Structure):
 class CPayload(c.Structure):
     _fields_ = [
         ("d", U64), ("k", U64), ("where", INT), ("kind", INT), ("indices", POINTER), ("key", I64),
-        ("keep", U64), ("values", POINTER), ("scales", POINTER), ("block", c.c_uint32), ("top", c.c_uint16),
+        ("keep", U64), ("rotated", c.c_uint32), ("rank", c.c_uint32), ("values", POINTER),
+        ("scales", POINTER), ("block", c.c_uint32), ("top", c.c_uint16),
     ]  # fmt: skip
 
 
@@ -88,7 +91,8 @@ def library() -> Any:
     make("library")
     found = c.CDLL(str(path()))
     found.cfedavg_explain.restype = c.c_char_p
-    for name in ("schema", "length", "digest", "first_version", "next_version", "bits53", "draw", "listed"):
+    for name in ("schema", "length", "digest", "first_version", "next_version", "bits53", "draw", "listed",
+                 "count"):  # fmt: skip
         getattr(found, f"cfedavg_{name}").restype = U64
     found.cfedavg_key.restype, found.cfedavg_norm2.restype = I64, c.c_double
     found.cfedavg_check_reply.restype, found.cfedavg_to_bf16.restype = c.c_uint32, c.c_uint16
@@ -130,13 +134,17 @@ def to_c(payload: Payload) -> tuple[CPayload, list[np.ndarray]]:
         made.indices = arrays[-1].ctypes.data
     if mask is not None:
         made.key, made.keep = int(mask.keys[0]), mask.keep
+    if isinstance(payload.basis, Rotation):
+        made.key, made.rotated = int(payload.basis.keys[0]), payload.basis.block
+    if isinstance(payload.basis, Factors):
+        made.rank = payload.basis.rank
     if isinstance(values, Levels):
         arrays.append(np.ascontiguousarray(values.scales, np.float32))
         made.scales, made.block, made.top = arrays[-1].ctypes.data, values.block, values.top
     return made, arrays
 
 
-def from_c(made: CPayload) -> Payload:
+def from_c(made: CPayload, layout: Layout) -> Payload:
     """Return C's payload as one of the package."""
     kind, k = Kind(made.kind), made.k
 
@@ -147,12 +155,16 @@ def from_c(made: CPayload) -> Payload:
     data = array(made.values, DTYPES[kind], k)
     values: Floats | Levels = Floats(data, kind.name.lower())
     if not kind.is_float:
-        scales = array(made.scales, np.float32, blocks(k, made.block))
-        values = Levels(data, scales, made.block, made.top)
+        values = Levels(data, data[:0], made.block, made.top, per_level=kind is Kind.PER_LEVEL)
+        values = replace(values, scales=array(made.scales, np.float32, values.count_scales(k)))
     where = Where(made.where)
-    indices = None if where is Where.ALL else array(made.indices, np.int64, k)
+    indices = array(made.indices, np.int64, k) if where in (Where.DRAWN, Where.LISTED) else None
     mask = Mask(np.array([made.key]), made.keep) if where is Where.DRAWN else None
-    return Payload(made.d, np.array([0, k]), indices, values, mask)
+    bases = {
+        Where.ROTATED: Rotation(np.array([made.key]), made.rotated),
+        Where.FACTORED: Factors.of(layout, made.rank),
+    }
+    return Payload(made.d, np.array([0, k]), indices, values, mask, bases.get(where))
 
 
 def encode(payload: Payload, layout: Layout, client: int = 0, sequence: int = 0, round: int = 0,
@@ -185,14 +197,25 @@ def try_to_decode(message: bytes, layout: Layout, **limits: int) -> tuple[int, P
     made, bounds = CPayload(), Limits(**limits)
     arguments = make_layout(layout), c.byref(bounds), c.byref(made), None
     code: int = library().cfedavg_decode(message, SIZE(len(message)), *arguments)
-    payload = from_c(made) if code == 0 else None
+    payload = from_c(made, layout) if code == 0 else None
     library().cfedavg_free_payload(c.byref(made))
     return code, payload
 
 
+def expand(payload: Payload, layout: Layout) -> Payload:
+    """Return the payload of all coordinates that the C library makes of one with a basis."""
+    given, _arrays = to_c(payload)
+    made = CPayload()
+    check(library().cfedavg_expand(make_layout(layout), c.byref(given), c.byref(made)))
+    expanded = from_c(made, layout)
+    library().cfedavg_free_payload(c.byref(made))
+    return expanded
+
+
 def receive(w: np.ndarray, message: bytes, layout: Layout) -> np.ndarray:
     """Return a model copy, of float32 numbers or of bf16 bits in int16, plus a message."""
-    made, _arrays = to_c(decode(message, layout))
+    payload = decode(message, layout)
+    made, _arrays = to_c(payload if payload.basis is None else expand(payload, layout))
     w_next = w.copy()
     add = library().cfedavg_receive_bf16 if w.dtype == np.int16 else library().cfedavg_receive
     add(w_next.ctypes.data_as(POINTER), c.byref(made))

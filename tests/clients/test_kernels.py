@@ -14,8 +14,8 @@ from cfedavg.compress import numerics
 from cfedavg.core import arrays, keys, native
 from cfedavg.core.payload import Floats, Levels, Payload
 from cfedavg.federate import replica
-from cfedavg.wire import indices, values
-from cfedavg.wire.indices import Matrices
+from cfedavg.wire import chunks, indices, levels, values
+from cfedavg.wire.coordinates import Matrices
 from tests.clients import library as lib
 from tests.clients.library import needs_compiler
 from tests.clients.test_messages import draw_layout, draw_payload
@@ -25,7 +25,9 @@ Kernel = Callable[..., Any]
 # The kernels that Python code calls, by the module that defines them.
 MODULES: dict[Any, tuple[str, ...]] = {
     indices: ("encode_indices", "decode_indices", "are_increasing", "list_ones"),
+    chunks: ("encode_chunks", "decode_chunks"),
     values: ("encode_numbers", "decode_numbers"),
+    levels: ("encode_levels", "decode_levels"),
     numerics: ("find_bound", "collect", "pick"),
     arrays: ("_squares",),
     keys: ("_draw",),
@@ -137,6 +139,67 @@ def test_coders_of_numbers(both: Both) -> None:
             kernel(noise, empty.copy(), at, ends, signed, 300) for kernel in both(values, "decode_numbers")
         ]
         assert results[0] == results[1]
+
+
+def test_coders_of_chunks(both: Both) -> None:
+    rng = np.random.default_rng(26)
+    for _ in range(150):
+        layout, s = draw_layout(rng), int(rng.integers(6, 9))
+        n, shapes = int(rng.integers(1, 2**s)), Matrices.of(layout).shapes
+        scores = np.repeat(rng.random(layout.d // 3 + 1) ** 4, 3)[: layout.d] * rng.random(layout.d)
+        starts = range(0, layout.d, 1 << s)
+        parts = [np.sort(np.argsort(scores[at : at + (1 << s)])[-n:]) + at for at in starts]
+        at = np.concatenate([np.empty(0, np.int64), *parts])
+        words = np.zeros(2 * len(at) + layout.d + 200, np.uint32)
+        count, (words, *_) = same(both, chunks, "encode_chunks", words, at, layout.d, shapes, s, n)
+        empty = np.zeros(len(at), np.int64)
+        (fault, read), (_, found, _) = same(
+            both, chunks, "decode_chunks", words[:count], empty, layout.d, shapes
+        )
+        assert (fault, read) == (0, count)
+        assert (found == at).all()
+        for _ in range(3):  # the right numbers, and then words that nobody has encoded
+            noise = rng.integers(0, 2**32, rng.integers(1, 20)).astype(np.uint32)
+            noise[0] = s << 27 | n << 27 - s | noise[0] & ((1 << 27 - s) - 1)
+            outcomes = [
+                kernel(noise, empty.copy(), layout.d, shapes) for kernel in both(chunks, "decode_chunks")
+            ]
+            assert outcomes[0] == outcomes[1]
+
+
+def test_chunks_of_forged_numbers(both: Both) -> None:
+    shapes, d = np.array([[1, 1, 200]]), 200
+    for s, n, k in ((5, 3, 18), (17, 3, 3), (31, 1, 1), (6, 0, 0), (6, 3, 12), (6, 3, 13)):
+        words = np.array([s << 27 | n << 27 - s if s < 27 else s << 27, 0, 0], np.uint32)
+        (fault, _), _ = same(both, chunks, "decode_chunks", words, np.zeros(k, np.int64), d, shapes)
+        assert fault == (0 if (s, k) == (6, 12) else 2)
+
+
+def test_coders_of_levels(both: Both) -> None:
+    rng = np.random.default_rng(27)
+    shapes = np.array([[5, 4, 3], [1, 1, 40], [40, 10, 1]])
+    for _ in range(100):
+        at = np.flatnonzero(rng.random(500) < rng.choice([0.02, 0.5, 1.1]))
+        top = int(rng.choice([1, 2, 3, 8, 127]))
+        signs = np.outer(rng.integers(0, 2, 50), rng.integers(0, 2, 10)).reshape(-1)[at]
+        numbers = 1 + rng.integers(0, top, len(at)) // rng.integers(1, 4)
+        numbers = (numbers + (signs ^ (rng.random(len(at)) < 0.1)) * 2**15).astype(np.uint16)
+        at = at if len(at) < 500 else values.EVERYWHERE
+        words = np.zeros(2000, np.uint32)
+        n, (words, *_) = same(both, levels, "encode_levels", words, numbers, at, shapes, top)
+        empty = np.zeros_like(numbers)
+        read, (_, found, *_) = same(both, levels, "decode_levels", words[:n], empty, at, shapes, top)
+        assert read == n
+        assert (found == numbers).all()
+        noise = rng.integers(0, 2**32, 30).astype(np.uint32)
+        results = [kernel(noise, empty.copy(), at, shapes, top) for kernel in both(levels, "decode_levels")]
+        assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("numbers", [[3, 5], [3, 0], [0x8000, 1]])
+def test_levels_out_of_range(both: Both, numbers: list[int]) -> None:
+    given = np.zeros(100, np.uint32), np.array(numbers, np.uint16), np.arange(2), np.array([[1, 1, 9]]), 4
+    assert same(both, levels, "encode_levels", *given)[0] == 0
 
 
 def test_numbers_that_are_too_large(both: Both) -> None:

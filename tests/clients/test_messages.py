@@ -15,16 +15,17 @@ from bench import fuzz
 from cfedavg import Layout, Payload, WireError
 from cfedavg import decode as python_decode
 from cfedavg import encode as python_encode
-from cfedavg.compress import BF16, parse
-from cfedavg.compress.compressor import values_of
+from cfedavg.compress import BF16, decompress, parse, values_of
 from cfedavg.compress.numerics import find_largest
 from cfedavg.core import keys
 from cfedavg.core.arrays import norm2, to_bf16
+from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.payload import Floats, Levels, Mask, blocks
+from cfedavg.wire.format import where_of
 from tests.clients import library as lib
 from tests.clients.library import needs_compiler
 from tests.core.test_payload import assert_same
-from tests.golden_cases import FOLDER, cases, message, whole_float_cases
+from tests.golden_cases import FOLDER, cases, message, version_3_cases, whole_float_cases
 
 pytestmark = needs_compiler
 
@@ -32,18 +33,21 @@ pytestmark = needs_compiler
 SENTENCES = [
     "the message must have at most", "not a message", "the message is of version", "the header says where",
     "the header says kind", "the header says coding", r"CODED .* need version 2", "version 2 is for",
+    "version 3 is for",
     "the message is of client", "the message has sequence number", "the message is for another model",
     "the message must hold at most", "a message of all coordinates must hold", r".* must be CODED, got PLAIN",
     "the message is cut short", "the message is too long", "the section of the indices must have",
     "the section of copied values must have", "the section of coded values has", "the checksum does not fit",
     "the key of the message", "an index lies beyond", "the message lists", "the section of the indices ends",
-    "the section of the indices has extra", "`top` must be", "a scale is", "a value is", "a level exceeds",
+    "the section of the indices has extra", "`block` of a rotation", "`rank` of factors",
+    "the basis of the message has", "`top` must be", "a scale is", "a value is", "a level exceeds",
+    "a level is 0",
     "the section of the values ends", "the section of the values has extra",
 ]  # fmt: skip
 
 
 def test_golden_messages() -> None:
-    for version, found in ((1, cases()), (2, whole_float_cases())):
+    for version, found in ((1, cases()), (2, whole_float_cases()), (3, version_3_cases())):
         for name, layout, payload in found:
             pinned = (FOLDER / f"v{version}-{name}.cfa").read_bytes()
             sender = {"client": 2**40 + 3, "sequence": 77}
@@ -62,7 +66,7 @@ def draw_layout(rng: np.random.Generator) -> Layout:
 
 
 def draw_values(rng: np.random.Generator, k: int) -> Floats | Levels:
-    kind = rng.integers(5)
+    kind = rng.integers(6)
     spread = rng.choice([0.0, 1e-3, 1.0, 10.0])
     numbers = (rng.standard_normal(k) * np.exp(spread * rng.standard_normal(k))).astype(np.float32)
     numbers[rng.random(k) < 0.1] *= 0
@@ -70,25 +74,39 @@ def draw_values(rng: np.random.Generator, k: int) -> Floats | Levels:
         return Floats(numbers.astype(("float32", "float64")[kind]), ("fp32", "fp64")[kind])
     if kind == 2:
         return Floats(to_bf16(numbers), "bf16")
-    top, block = (
-        int(rng.choice([0, 1, 7, 127] if kind == 3 else [500, 32767])),
-        int(rng.choice([0, 1, 7, 256])),
-    )
+    tops = {3: [0, 1, 7, 127], 4: [500, 32767], 5: [1, 2, 5, 8, 127]}[int(kind)]
+    top, block = int(rng.choice(tops)), int(rng.choice([0, 1, 7, 256]))
+    if kind == 5:
+        block = block if top < 3 else 256  # by default a receiver takes no more than 16 bytes a coordinate
+        magnitudes = 1 + rng.integers(0, top, k) // np.repeat(rng.integers(1, 4, k // 20 + 1), 20)[:k]
+        signs = np.repeat(rng.choice([-1, 1], k // 5 + 1), 5)[:k] * np.where(rng.random(k) < 0.2, -1, 1)
+        scales = rng.standard_normal(blocks(k, block) * top).astype(np.float32)
+        return Levels((magnitudes * signs).astype(np.int8), scales, block, top, per_level=True)
     levels = rng.integers(-top, top + 1, k).astype(np.int8 if kind == 3 else np.int16)
     return Levels(levels, rng.standard_normal(blocks(k, block)).astype(np.float32), block, top)
 
 
 def draw_payload(rng: np.random.Generator, layout: Layout) -> Payload:
     """Return a payload whose coordinates crowd in some places, as those of an update do."""
-    where, d = rng.integers(3), layout.d
+    where, d = rng.integers(6), layout.d
     if where == 0:
         return Payload(d, np.array([0, d]), None, draw_values(rng, d))
+    if where in (3, 4):
+        basis: Rotation | Factors = Factors.of(layout, int(rng.integers(1, 4)))
+        if where == 3:
+            basis = Rotation(rng.integers(-(2**63), 2**63 - 1, 1), 2 ** int(rng.integers(0, 12)))
+        k = basis.count(d)
+        return Payload(d, np.array([0, k]), None, draw_values(rng, k), basis=basis)
     mask, share = None, rng.choice([0.0, 0.01, 0.1, 0.5, 1.0])
+    crowd = np.repeat(rng.random(d // 5 + 1), 5)[:d] ** rng.choice([0.0, 1.0, 5.0])
     if where == 1:
         mask = Mask(np.array([int(rng.integers(-(2**63), 2**63 - 1))]), int(share * 2**53))
         indices = keys.draw_coordinates(int(mask.keys[0]), mask.keep, d)
+    elif where == 5:
+        chunk, n, scores = 2 ** int(rng.integers(6, 9)), int(rng.integers(1, 20)), crowd * rng.random(d)
+        parts = [np.argsort(scores[at : at + chunk])[-n:] + at for at in range(0, d, chunk)]
+        indices = np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
     else:
-        crowd = np.repeat(rng.random(d // 5 + 1), 5)[:d] ** rng.choice([0.0, 1.0, 5.0])
         indices = np.flatnonzero(rng.random(d) < share * crowd)
     return Payload(d, np.array([0, len(indices)]), indices, draw_values(rng, len(indices)), mask)
 
@@ -101,6 +119,13 @@ def compare(rng: np.random.Generator) -> None:
     assert lib.encode(payload, layout, **sender, code_floats=coded) == expected
     assert_same(lib.decode(expected, layout), payload)
     assert int(lib.library().cfedavg_schema(lib.make_layout(layout))) == layout.schema_hash
+    basis = payload.basis
+    turned, rank = getattr(basis, "block", 0), getattr(basis, "rank", 0)
+    count = lib.library().cfedavg_count(lib.make_layout(layout), int(where_of(payload)), turned, rank)
+    assert count == (basis.count(layout.d) if basis else layout.d)
+    if basis:
+        vector = lib.expand(payload, layout)
+        assert decompress(vector).tobytes() == decompress(payload).tobytes()
 
 
 def test_random_payloads_have_the_same_bytes() -> None:
@@ -208,6 +233,11 @@ def test_what_a_receiver_accepts() -> None:
         ("level", "a level exceeds"),
         ("top", "`top` exceeds"),
         ("scale", "a scale is not"),
+        ("zero", "a level is 0"),
+        ("no top", "`top` exceeds"),
+        ("rank", "the rank of factors"),
+        ("block", "the length of rotated blocks"),
+        ("basis", "the basis of the message"),
     ],
 )
 def test_payloads_that_cannot_be_encoded(fault: str, words: str) -> None:
@@ -218,8 +248,13 @@ def test_payloads_that_cannot_be_encoded(fault: str, words: str) -> None:
     levels = Levels(
         np.array([-6 if fault == "level" else 1, 2], np.int8), np.array([scale], np.float32), 0, top
     )
-    values = levels if fault in ("level", "top", "scale") else floats
-    payload = Payload(11 if fault == "length" else 10, np.array([0, 2]), np.array(indices), values)
+    if fault in ("zero", "no top"):
+        levels = Levels(np.array([1, 0], np.int8), np.ones(5, np.float32), 0, 5 * (fault == "zero"), True)
+    values = floats if fault in ("order", "beyond", "nan", "length", "rank", "block", "basis") else levels
+    bases = {"rank": Factors.of(Layout.flat(10), 0), "block": Rotation(np.array([1]), 3)}
+    basis = bases.get(fault, Rotation(np.array([1]), 4) if fault == "basis" else None)
+    at = np.array(indices) if basis is None else None
+    payload = Payload(11 if fault == "length" else 10, np.array([0, 2]), at, values, basis=basis)
     with pytest.raises(lib.Refused, match=words):
         lib.encode(payload, Layout.flat(10))
 
@@ -287,7 +322,7 @@ def test_bf16_and_norms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "top", "block"), [("int8(256)", 127, 256), ("int2(7)", 1, 7), ("int4(1)", 7, 1)]
+    ("text", "top", "block"), [("int8(256)", 127, 256), ("int3(7)", 3, 7), ("int4(1)", 7, 1)]
 )
 def test_levels(text: str, top: int, block: int) -> None:
     x = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
@@ -305,7 +340,7 @@ def test_levels(text: str, top: int, block: int) -> None:
 def test_values_of_a_payload() -> None:
     rng = np.random.default_rng(8)
     for _ in range(30):
-        payload = draw_payload(rng, Layout.flat(50))
+        payload = draw_payload(rng, Layout.flat(200))
         made, _arrays = lib.to_c(payload)
         found = [lib.library().cfedavg_value(c.byref(made), lib.U64(i)) for i in range(made.k)]
         assert np.array(found, np.float32).tobytes() == values_of(payload).astype(np.float32).tobytes()

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cfedavg.channel import Channel
 from cfedavg.compress import (
     BF16,
     EXAMPLES,
@@ -26,8 +27,10 @@ from cfedavg.compress import (
     QUANTISERS,
     SELECTORS,
     Compressor,
+    Eden,
     Everything,
     IntBlocks,
+    LowRank,
     Proportional,
     Quantiser,
     RandomDropping,
@@ -35,13 +38,15 @@ from cfedavg.compress import (
     Sign,
     Threshold,
     TopK,
+    TwoLevels,
     decompress,
     minus,
     parse,
     plus,
+    sent_values,
     values_of,
 )
-from cfedavg.compress.compressor import Blocks
+from cfedavg.compress.blocks import Blocks
 from cfedavg.compress.numerics import prefix_sums, row_sums
 from cfedavg.core import keys as keyed
 from cfedavg.core.arrays import arange, from_bf16, module_of, to_bf16
@@ -49,6 +54,7 @@ from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Payload
+from cfedavg.feedback import ErrorFeedback
 from tests.core.test_payload import assert_same
 
 
@@ -74,6 +80,11 @@ SELECT = [
     Row("topk(0.9, least=7)", paired=True),
     Row("topk(0.9, per_tensor=true, least=3)"),
     Row("topk(snr=2, per_tensor=true)"),
+    Row("topk(0.9, warmup=3)"),
+    Row("topk(chunk=8, k=2)", paired=True),
+    Row("topk(chunk=7, k=3)"),
+    Row("topk(chunk=4096, k=64)"),
+    Row("topk(hold=0.5)"),
     Row("rd(0)", random=True),
     Row("rd(0.5)", random=True, paired=True),
     Row("rd(0.9)", random=True),
@@ -90,6 +101,7 @@ QUANTISE = [
     Row("fp32", paired=True),
     Row("bf16", paired=True),
     Row("int2", paired=True),
+    Row("int2(7)"),
     Row("int3(7)"),
     Row("int4(16)"),
     Row("int5"),
@@ -104,13 +116,21 @@ QUANTISE = [
     Row("qsgd(300, block=8)", random=True),
     Row("qsgd(32767)", random=True),
 ]
+BASES = [
+    Row("lowrank(1)", random=True),
+    Row("lowrank(3)", random=True),
+    Row("lowrank(1) >> fp32", random=True),
+    Row("lowrank(2) >> bf16", random=True),
+    *(Row(f"eden({bits}{which})", random=True) for bits in range(1, 5) for which in ("", ", unbiased=false")),
+    Row("eden(2, block=8)", random=True),
+]
 PAIRS = [
     Row(f"{s.spec} >> {q.spec}", s.random or q.random)
     for s in SELECT
     for q in QUANTISE
     if s.paired and q.paired
 ]
-TABLE = SELECT + QUANTISE + PAIRS
+TABLE = SELECT + QUANTISE + BASES + PAIRS
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.spec)
 every_quantiser = pytest.mark.parametrize("spec", [row.spec for row in QUANTISE])
@@ -122,7 +142,7 @@ D = 32
 
 
 def test_every_compressor_has_a_row() -> None:
-    names = {row.spec.split("(")[0] for row in SELECT + QUANTISE}
+    names = {row.spec.split("(")[0] for row in SELECT + QUANTISE + BASES}
     assert names == SELECTORS.keys() | QUANTISERS.keys()
     assert {parse(text).selector.name for text in EXAMPLES} == SELECTORS.keys()
 
@@ -134,8 +154,13 @@ def keys_of(n: int) -> Tensor:
 
 
 def layout_of(d: int) -> Layout:
-    """Two tensors with an empty one between them."""
-    return Layout(("a", "empty", "b"), ((d // 2,), (0, 3), (d - d // 2,)), ("float32",) * 3)
+    """Two tensors with an empty one between them, as near to square as their sizes allow."""
+    return Layout(("a", "empty", "b"), (square(d // 2), (0, 3), square(d - d // 2)), ("float32",) * 3)
+
+
+def square(n: int) -> tuple[int, int]:
+    rows = max((r for r in range(1, math.isqrt(n) + 1) if n % r == 0), default=1)
+    return rows, n // rows
 
 
 def signs(rng: np.random.Generator, d: int) -> np.ndarray:
@@ -184,8 +209,9 @@ def excess(mean: float, draws: int) -> float:
     """How far an average of `draws` relative errors X may lie above their mean, but for FAILURE.
 
     One draw's X = |C(p) - p|^2 / |p|^2 satisfies E exp(lX) <= exp((e^l - 1) EX), as if it were Poisson:
+    - If X lies in [0, 1], since e^(lx) <= 1 + (e^l - 1) x there. So it does for lowrank and eden, alone.
     - Random selectors and QSGD decide each coordinate by itself, so X is a sum of independent terms, each
-      in [0, 1], and e^(ly) <= 1 + (e^l - 1) y there. For a dropped coordinate the term is p_j^2 / |p|^2.
+      in [0, 1]. For a dropped coordinate the term is p_j^2 / |p|^2.
       For QSGD a value of a block of norm N is off by at most N/(s beta) + (1 - 1/beta) |v| <= N.
     - Together X = a + (1 - a) Y with a what the selector drops; the exponential is convex in a, so a may be
       taken to be 0 or 1, and (1 - a) e^(bx) + a (1 + x) <= e^((a + (1 - a) b) x) for a, b in [0, 1], x >= 0.
@@ -202,10 +228,14 @@ def rounding(payload: Payload) -> tuple[float, float]:
     smallest spacing, 2^-133 or 2^-149. (float32 vectors are exact in fp32.)
     A level times a scale is rounded twice, the scale and the product, by 2^-24 each; what is sent is no
     longer than |p| + |C(p) - p| <= 2|p|, so this is less than 2^-22 |p|. A scale near or below the smallest
-    normal number is off by up to 2^-150, which the level multiplies.
+    normal number is off by up to 2^-150, which the level multiplies, unless each level has its scale. A
+    vector that is computed from coordinates in another basis is rounded once more, factors also before.
     """
+    if payload.basis is not None:
+        is_bf16 = isinstance(payload.values, Floats) and payload.values.dtype == "bf16"
+        return 2.0**-22, 2.0**-133 if is_bf16 else 2.0**-149
     if isinstance(payload.values, Levels):
-        return 2.0**-22, payload.values.top * 2.0**-150
+        return 2.0**-22, (1 if payload.values.per_level else payload.values.top) * 2.0**-150
     return 0.0, {"bf16": 2.0**-134, "fp32": 2.0**-150, "fp64": 0.0}[payload.values.dtype]
 
 
@@ -240,7 +270,7 @@ def test_definition_1_for_any_vector(row: Row, p: Tensor) -> None:
 def test_several_blocks_of_several_tensors() -> None:
     """More values than a default block of 256, and a last block that is not full."""
     p = torch.cat([vector("gaussian", 500), 100 * vector("heavy-tailed", 177)])
-    assert [row.spec for row in SELECT + QUANTISE if not satisfies_definition_1(row, p)] == []
+    assert [row.spec for row in SELECT + QUANTISE + BASES if not satisfies_definition_1(row, p)] == []
 
 
 @pytest.mark.parametrize(
@@ -250,10 +280,12 @@ def test_several_blocks_of_several_tensors() -> None:
         ("topk(0.5, per_tensor=true)", torch.ones(8)),
         ("topk(snr=4)", torch.ones(8)),
         ("sign", torch.eye(8)[3]),
-        ("int2", torch.tensor([1, *[0.5] * 7])),
+        ("topk(chunk=4, k=1)", torch.ones(12)),
+        ("eden(1)", torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])),
+        ("eden(1, unbiased=false)", torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])),
         ("int4", torch.tensor([7, *[0.5] * 7])),
         ("int8(4)", torch.tensor([127, 0.5, 0.5, 0.5, -127, -0.5, 0.5, 0.5])),
-        ("topk(0.5) >> int2", torch.tensor([1.0, *[0.5] * 3, *[0.5] * 4])),
+        ("topk(0.5) >> int3", torch.tensor([3.0, *[0.5] * 3, *[0.5] * 4])),
         ("topk(0.5) >> sign", torch.ones(4)),
     ],
 )
@@ -263,8 +295,8 @@ def test_gamma_is_reached(spec: str, p: Tensor) -> None:
     lost = (decompress(compressor.compress(p, 0, layout_of(len(p)))) - p).square().sum() / p.square().sum()
     if spec == "topk(0.5) >> sign":  # all alike, so that the signs lose nothing of what is kept
         assert lost.item() == 0.5
-    elif spec == "topk(0.5) >> int2":  # 4 halves dropped, 3 of those kept rounded to 0
-        assert lost.item() == pytest.approx(1.75 / 2.75, rel=1e-6)
+    elif spec == "topk(0.5) >> int3":  # 4 halves dropped, 3 of those kept rounded to 0
+        assert lost.item() == pytest.approx(1.75 / 10.75, rel=1e-6)
     else:
         assert lost.item() == pytest.approx(1 / compressor.gamma(layout_of(len(p))), rel=1e-6)
 
@@ -291,6 +323,19 @@ def test_gamma_of_random_selectors_is_reached(name: str, comp: float) -> None:
         ("topk(0.999, least=20)", 100 / 80),
         ("topk(0.999, least=1000)", math.inf),
         ("topk(0.6, per_tensor=true)", 50 / 30),
+        ("topk(0.75, warmup=9)", 100 / 75),
+        ("topk(chunk=30, k=3)", 30 / 27),
+        ("topk(chunk=4096, k=64)", 100 / 36),
+        ("topk(chunk=4096, k=100)", math.inf),
+        ("topk(hold=5)", 1),
+        ("lowrank(1)", 1 / (1 - 1 / 5 * (1 - 3 / 128))),
+        ("lowrank(2) >> bf16", 1 / (1 - 2 / 5 * (1 - 3 * 2**0.5 / 128) * (1 - 2**-16))),
+        ("lowrank(256)", math.inf),
+        ("eden(1)", 1),
+        ("eden(1, unbiased=false)", 2),
+        ("eden(4, unbiased=false)", 1 / (((2.73258957 - 2.06901723) / 2) ** 2 + 3 / 16 / 2.73258957**2)),
+        ("int2", 1 + 4 / math.log(399 / 3)),
+        ("int2(2)", 2**46),
         ("topk(snr=1.05)", 1.05),
         ("rd(0.8)", 1.25),
         ("proportional(0.8)", 1.25),
@@ -549,7 +594,7 @@ def test_bf16_of_the_largest_numbers_is_finite() -> None:
     )
 
 
-@pytest.mark.parametrize("spec", [row.spec for row in QUANTISE if row.spec.startswith("int")])
+@pytest.mark.parametrize("spec", [row.spec for row in QUANTISE if row.spec[:4] in ("int3", "int4", "int8")])
 def test_integers_stay_in_range_and_are_stable(spec: str) -> None:
     for family in WIDE:
         if "denormal" in family:  # there a scale has few bits, and rounding it moves the levels
@@ -643,7 +688,7 @@ def test_nothing_finite_becomes_infinite(spec: str, scale: float) -> None:
 
 
 def test_quantisers_need_a_sane_width() -> None:
-    for make in (lambda: IntBlocks(1), lambda: IntBlocks(9), lambda: IntBlocks(8, 0), lambda: QSGD(0)):
+    for make in (lambda: IntBlocks(2), lambda: IntBlocks(9), lambda: IntBlocks(8, 0), lambda: QSGD(0)):
         with pytest.raises(InputError):
             make()
 
@@ -667,6 +712,19 @@ def assert_block_is_one_by_one(row: Row, p: Tensor) -> None:
 
 
 @every_row
+def test_error_feedback_keeps_exactly_what_was_not_sent(row: Row) -> None:
+    """Line 15: the residual is p - C(p), number by number, and C(p) and the residual add up to p."""
+    small = [family for family in WIDE if family not in ("huge", "largest", "mixed magnitudes")]
+    channel, e = Channel(parse(row.spec), ErrorFeedback(), layout_of(300)), block(300, *small[::-1]) / 3
+    made = channel.send(block(300, *small), e, keys_of(len(e)), t=1)
+    dense = decompress(made.payload)
+    assert torch.equal(made.memory, made.p - dense)
+    assert torch.equal(made.left, minus(made.p, made.payload))
+    again, size = plus(made.left, made.payload), made.left.abs() + made.p.abs()
+    assert ((again.double() - made.p.double()).abs() <= 2.0**-23 * size.double()).all()
+
+
+@every_row
 def test_a_block_is_one_client_after_the_other(row: Row) -> None:
     assert_block_is_one_by_one(row, block(300))
     assert_block_is_one_by_one(row, block(300, "zero", "gaussian", "sparse").double() / 3)
@@ -675,8 +733,9 @@ def test_a_block_is_one_client_after_the_other(row: Row) -> None:
 @every_row
 def test_a_block_of_one_number_or_no_client(row: Row) -> None:
     assert_block_is_one_by_one(row, torch.tensor([[1.5], [0.0], [-2.0]]))
-    empty = parse(row.spec).compress(torch.zeros(0, 7), keys_of(0))
-    assert decompress(empty).shape == (0, 7)
+    for layout in (None, layout_of(8)):
+        empty = parse(row.spec).compress(torch.zeros(0, 8), keys_of(0), layout)
+        assert decompress(empty).shape == (0, 8)
 
 
 def nearly_halfway(seed: int, d: int) -> Tensor:
@@ -752,7 +811,7 @@ def test_decompress_and_values_agree(row: Row) -> None:
     for one, whole in zip(ones, dense, strict=True):
         assert torch.equal(decompress(one)[0], whole)
         again = torch.zeros_like(whole)
-        again[slice(None) if one.indices is None else one.indices] = values_of(one)
+        again[slice(None) if one.indices is None else one.indices] = sent_values(one)
         assert torch.equal(again, whole)
         assert one.indices is None or (one.indices.diff() > 0).all()  # in increasing order, none twice
 
@@ -819,6 +878,12 @@ def test_a_text_is_read_back(spec: str) -> None:
         ("rd(0.9) >> sign", RandomDropping(0.9) >> Sign()),
         ("threshold(lam=0.5) >> int4", Threshold(0.5) >> IntBlocks(4)),
         ("proportional(0.5)>>qsgd(s=16, block=8)", Proportional(0.5) >> QSGD(16, 8)),
+        ("topk(0.99, warmup=10)", Compressor(TopK(0.99, warmup=10))),
+        ("topk(chunk=4096, k=64) >> int2", TopK(chunk=4096, k=64) >> TwoLevels()),
+        ("topk(hold=5)", Compressor(TopK(hold=5))),
+        ("int2(64)", Everything() >> TwoLevels(64)),
+        ("lowrank(2) >> bf16", LowRank(2) >> BF16()),
+        ("eden(1, unbiased=false)", Compressor(Eden(1, unbiased=False))),
         ("fp32", Everything() >> FP32()),
         ("none >> fp32()", Everything() >> FP32()),
     ],
@@ -858,7 +923,7 @@ def test_least_changes_k_and_nothing_else(d: int, least: int, comp: float) -> No
 BAD_STAGES = [
     "what(1)", "topk", "topk()", "topk(1)", "topk(1.0)", "topk(-0.1)", "topk(1.5)", "topk('x')",
     "topk(comp='x')", "topk(0.9, snr=2)", "topk(snr=0.5)", "topk(snr='x')", "topk(snr=1e999)",
-    "topk(0.9, None, true, 4, 5)", "topk(0.9, per_tensor='false')", "topk(0.9, per_tensors=true)",
+    "topk(0.9, None, true, 4, 5, 6, 7, 8, 9)", "topk(0.9, per_tensor='false')", "topk(0.9, per_tensors=true)",
     "topk(__import__('os'))", "topk(os.getcwd())", "topk(0.9", "topk 0.9)", "topk(0.9))", "topk(0.9)(0.5)",
     "topk(comp=0.9, comp=0.5)", "topk(*[0.9])", "rd", "rd(1)", "rd(-1)", "rd(None)", "threshold(0)",
     "threshold(1)", "threshold('x')", "proportional(1)", "none(1)", "fp32(1)", "bf16(3)", "sign(2)",
@@ -868,11 +933,18 @@ BAD_STAGES = [
     "qsgd(1, true)", "int8(true)", "threshold(1e-320)", f"topk(snr={10**400})", "topk(true)",
     "topk(0.9, least=0)", "topk(0.9, least=-3)", "topk(0.9, least=2.5)", "topk(0.9, least=true)",
     "topk(0.9, least='x')", "topk(0.9, least=None)", f"topk(0.9, least={2**53 + 1})", "topk(least=5)",
-    "topk(snr=2, least=5)",
+    "topk(snr=2, least=5)", "topk(chunk=9)", "topk(k=9)", "topk(0.9, k=9)", "topk(0.9, chunk=9)",
+    "topk(chunk=9, k=9)", "topk(chunk=1, k=0)", "topk(chunk=9, k=0)", "topk(chunk=9.0, k=1)",
+    "topk(0.9, hold=5)", "topk(hold=-1)", "topk(hold=5, least=3)", "topk(hold=5, per_tensor=true)",
+    "topk(chunk=9, k=1, per_tensor=true)", "topk(snr=2, warmup=3)", "topk(0.9, warmup=-1)",
+    "topk(0.9, warmup=1.5)", "int2(0)", "int2(8, 2)", "lowrank", "lowrank(0)", "lowrank(257)", "lowrank(1.5)",
+    "eden", "eden(0)", "eden(5)", "eden(1, 0)", "eden(1, block=3)", "eden(1, block=0)", "eden(1, true, 8, 9)",
+    "eden(true)",
 ]  # fmt: skip
 BAD_ORDERS = [
     "bf16 >> topk(0.9)", "bf16 >> sign", "topk(0.9) >> topk(0.9)", "topk(0.9) >> none",
-    "topk(0.9) >> bf16 >> sign", "topk(0.9) > bf16", "topk(0.9) bf16",
+    "topk(0.9) >> bf16 >> sign", "topk(0.9) > bf16", "topk(0.9) bf16", "lowrank(1) >> int8",
+    "lowrank(1) >> sign", "eden(1) >> bf16", "topk(0.9) >> eden(1)", "topk(0.9) >> lowrank(1)",
 ]  # fmt: skip
 
 
@@ -1012,7 +1084,8 @@ def test_cuda_rounds_sums_the_same(spec: str) -> None:
 def arrays_of(payload: Payload) -> list[Any]:
     values = payload.values
     parts = [values.data] if isinstance(values, Floats) else [values.levels, values.scales]
-    return [payload.offsets, payload.indices, *parts, *([payload.mask.keys] if payload.mask else [])]
+    keys = [part.keys for part in (payload.mask, payload.basis) if hasattr(part, "keys")]
+    return [payload.offsets, payload.indices, *parts, *keys]
 
 
 @every_row

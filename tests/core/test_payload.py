@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
 
 
@@ -18,6 +19,8 @@ def parts(payload: Payload) -> dict[str, Any]:
     found: dict[str, Any] = {"offsets": payload.offsets, "indices": payload.indices, "d": payload.d}
     found |= {f"values.{k}": v for k, v in vars(payload.values).items()} | {"type": type(payload.values)}
     found |= {f"mask.{k}": v for k, v in vars(payload.mask).items()} if payload.mask else {"mask": None}
+    found |= {f"basis.{k}": v for k, v in vars(payload.basis).items()} if payload.basis else {}
+    found["basis"] = type(payload.basis)
     return {k: (v.dtype, v.shape, v.tobytes()) if hasattr(v, "tobytes") else v for k, v in found.items()}
 
 
@@ -100,6 +103,33 @@ def test_dense_clients_carry_no_indices(library: str) -> None:
     assert first.indices is None
     assert second.values.data.tolist() == [3, 4]  # type: ignore[union-attr]
     assert second.values.dtype == "bf16"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_clients_take_the_scales_of_their_own_levels(library: str) -> None:
+    """Counts 3, 0 and 2 in blocks of 2: 2 + 0 + 1 blocks, with 2 scales each."""
+    made = levels(library, 2)
+    assert isinstance(made.values, Levels)
+    scales = array([1, 2, 3, 4, 5, 6], "float32", library)
+    values = replace(made.values, levels=made.values.levels // 3, scales=scales, top=2, per_level=True)
+    clients = list(replace(made, values=values).clients())
+    assert [one.values.scales.tolist() for one in clients] == [[1, 2, 3, 4], [], [5, 6]]  # type: ignore[union-attr]
+    assert all(one.values.per_level for one in clients)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_clients_take_their_own_keys_of_a_rotation(library: str) -> None:
+    values = Floats(array([1, 2, 3, 4], "float32", library), "fp32")
+    basis = Rotation(array([7, -8], "int64", library), 4)
+    payload = Payload(2, array([0, 2, 4], "int64", library), None, values, basis=basis)
+    first, second = payload.clients()
+    for one, key, sent in ((first, 7, [1, 2]), (second, -8, [3, 4])):
+        basis = Rotation(array([key], "int64", library), 4)
+        floats = Floats(array(sent, "float32", library), "fp32")
+        assert_same(one, Payload(2, array([0, 2], "int64", library), None, floats, basis=basis))
+    assert isinstance(payload.numpy().basis.keys, np.ndarray)  # type: ignore[union-attr]
+    factors = Factors(1, ((2, 0),))
+    assert all(one.basis == factors for one in replace(payload, basis=factors).numpy().clients())
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,14 @@ from cfedavg import (
     LocalOptimiser,
     ServerSGD,
     Steps,
+    Task,
     TopK,
     parse,
     resolve_rates,
 )
 from cfedavg.compress import QUANTISERS, SELECTORS
 from cfedavg.core.config import OPTIONS, PARTS
-from cfedavg.core.names import OTHER_NAMES
+from cfedavg.core.names import OTHER_NAMES, list_arguments
 from cfedavg.data.splits import SPLITTERS
 from cfedavg.feedback import FEEDBACKS
 from cfedavg.models import linear
@@ -41,7 +42,7 @@ from cfedavg.optimise.server import SERVER_OPTIMISERS
 from cfedavg.schedule import SCHEDULES
 from cfedavg.simulate.plan import parse_parts
 from tests.conftest import blobs
-from tests.own_parts import SAPEF, CAFe, Halve, Lookahead, SignDescent
+from tests.own_parts import Halve, Lookahead, Lookout, SignDescent
 
 QUIET = settings(max_examples=100, derandomize=True, database=None)
 PARSERS: dict[str, Callable[[str], Any]] = {
@@ -134,8 +135,8 @@ def test_every_kind_of_part_is_tried() -> None:
 @pytest.mark.parametrize(
     ("field", "part", "text"),
     [
-        ("feedback", SAPEF(alpha=0.7), "tests.own_parts:SAPEF(alpha=0.7)"),
-        ("feedback", CAFe(), "tests.own_parts:CAFe"),
+        ("feedback", Lookout(share=0.7), "tests.own_parts:Lookout(share=0.7)"),
+        ("feedback", Lookout(), "tests.own_parts:Lookout"),
         ("server_optimiser", Lookahead(), "tests.own_parts:Lookahead"),
         ("local_optimiser", Halve() >> SignDescent(), "tests.own_parts:Halve >> tests.own_parts:SignDescent"),
         ("model", linear, "cfedavg.models:linear"),
@@ -183,12 +184,12 @@ def local() -> Feedback:
         (
             "compressor",
             None,
-            "`compressor` must be text or an object of a part, such as TopK(0.99), got None",
+            "`compressor` must be text or an object, such as 'topk(0.99)' or TopK(0.99), got None",
         ),
         (
             "compressor",
             0.99,
-            "`compressor` must be text or an object of a part, such as TopK(0.99), got 0.99",
+            "`compressor` must be text or an object, such as 'topk(0.99)' or TopK(0.99), got 0.99",
         ),
         (
             "feedback",
@@ -278,8 +279,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("num_clients", "write `clients`"),
         ("roundz", "write `rounds`"),
         ("momentum", "write `local_optimiser`"),
-        ("out", "give it to run(config, out=...)"),
-        ("x", "known are batch_size, "),
+        ("out", "give `out` to the run, as in run(config, out=...)"),
+        ("callbacks", "give it to run(config, callbacks=...)"),
+        ("track", "give `track` to the run, as in run(config, callbacks=[...])"),
+        ("x", "`cfedavg run --help` lists the fields"),
     ],
 )
 def test_names_that_others_use(name: str, words: str) -> None:
@@ -288,8 +291,20 @@ def test_names_that_others_use(name: str, words: str) -> None:
     with pytest.raises(InputError, match=re.escape(words)):
         Config().replace(**{name: 1})
     if name != "momentum":  # a file is told how to translate its value
-        with pytest.raises(InputError, match=rf"key '{name}'; {re.escape(words.split('; ')[-1])}"):
+        advice = words.split("; ")[-1]
+        advice = advice.replace("`", "'") if advice.startswith("write") else advice  # a key, not an option
+        with pytest.raises(InputError, match=rf"key '{name}'; {re.escape(advice)}"):
             Config.from_toml(f"{name} = 1")
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "model"])
+def test_a_wrong_object_is_shown_a_right_one(name: str) -> None:
+    with pytest.raises(
+        InputError, match=rf"^`{name}` must be text or an object, such as '.*' or \w+\("
+    ) as raised:
+        Config(**{name: 5})
+    text = str(raised.value).split("'")[1]
+    parse_parts(Config(**{name: text}))
 
 
 def test_a_dict_in_place_of_fields() -> None:
@@ -299,6 +314,7 @@ def test_a_dict_in_place_of_fields() -> None:
 
 def test_other_names_are_of_fields_and_no_fields() -> None:
     every = [other for others in OTHER_NAMES.values() for other in others]
-    assert OTHER_NAMES.keys() <= {*OPTIONS, "out", "track"}
-    assert len(set(every)) == len(every)
-    assert not {*every} & OPTIONS.keys()
+    arguments = {*list_arguments(Task), *list_arguments(Adam), "min_nodes"}
+    assert OTHER_NAMES.keys() <= {*OPTIONS, *arguments, "out", "track", "nodes"}
+    assert all(len(set(others)) == len(others) for others in OTHER_NAMES.values())
+    assert {*every} & OPTIONS.keys() == {"clients", "eta"}  # of federate up: nodes; of Adam: rate

@@ -323,6 +323,42 @@ def test_one_sentence_says_what_is_wrong(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(found.value)
 
 
+ROW = "1,b,yes\n2,a,no\n" * 4
+BAD_CSV: dict[str, tuple[bytes, dict[str, Any], str]] = {
+    "a label is missing": (f"x,who,label\n{ROW}3,b,\n".encode(), {}, "rows without a value of 'label'"),
+    "a client is missing": (
+        f"x,who,label\n{ROW}3,,yes\n".encode(), {"client_column": "who"}, "has 1 rows without a value of who",
+    ),
+    "other encoding": (f"x,who,label\n{ROW}3,Zürich,yes\n".encode("latin-1"), {}, "'who' of .* not in UTF-8"),
+    "a name twice": (f"x,x,label\n{ROW}".encode(), {}, "several columns named 'x'"),
+    "many columns": (
+        ",".join([*(f"x{i}" for i in range(300)), "z\n"]).encode() * 2,
+        {}, "it has x0, x1, .* and 289 more$",
+    ),
+    "another name": (f"x,who,label\n{ROW}".encode(), {"dataset": "mnist"}, "images for mnist, got a t"),
+    "a text's option": (f"x,who,label\n{ROW}".encode(), {"tokens": "bytes"}, "`tokens` is for texts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CSV)
+def test_one_sentence_says_what_is_wrong_in_a_csv_file(name: str, tmp_path: Path) -> None:
+    data, options, words = BAD_CSV[name]
+    (tmp_path / "rows.csv").write_bytes(data)
+    iid = "client_column" not in options
+    with pytest.raises(InputError, match=words) as found:
+        build_task(Config(data_dir=tmp_path / "rows.csv", iid=iid, **options))
+    assert "\n" not in str(found.value)
+    assert len(str(found.value)) < 300 + len(str(tmp_path))
+
+
+def test_an_empty_text_of_a_csv_file_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("word,label\na,0\n,1\nb,1\n")
+    (tmp_path / "test.csv").write_text("word,label\n,0\n")
+    data = table_of(tmp_path)
+    assert data.train.inputs.tolist() == [[1, 0], [0, 0], [0, 1]]
+    assert data.test.inputs.tolist() == [[0, 0]]
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text('a,b\n"1,2\n3\n')
     (tmp_path / "test.csv").write_text("a,b\n1,2\n")

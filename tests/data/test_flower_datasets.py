@@ -13,7 +13,8 @@ from PIL import Image
 
 from cfedavg import Config, InputError, Task, run
 from cfedavg.data import from_dataset, from_flwr
-from cfedavg.data.splits import FlowerDirichlet
+from cfedavg.data.partition import log_dirichlet
+from cfedavg.data.splits import _FIRST, _STREAMS, FlowerDirichlet
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # read when the package is imported
 datasets = pytest.importorskip("datasets")
@@ -103,6 +104,24 @@ def test_one_sentence_says_what_is_wrong() -> None:
         from_flwr(few, inputs="a")
     with pytest.raises(InputError, match="`dataset` must be a Dataset of the package datasets, got list"):
         from_dataset([1])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("balanced", [False, True])
+def test_our_dirichlet_split_is_theirs_with_the_same_draws(balanced: bool) -> None:
+    m, classes, tries = 4, 3, 0
+    labels = np.repeat(np.arange(classes), [80, 60, 60])
+    for seed in range(12):
+        tables = (log_dirichlet(m, classes, 0.4, seed, _FIRST + _STREAMS * i) for i in range(10))
+        shares = iter([row for table in tables for row in np.exp(table)])
+        partitioner = partitioners.DirichletPartitioner(m, "label", 0.4, 10, balanced, shuffle=False)
+        partitioner._rng = SimpleNamespace(dirichlet=lambda alpha, shares=shares: next(shares))
+        partitioner.dataset = datasets.Dataset.from_dict({"label": labels})
+        parts = [partitioner.load_partition(i)["label"][:] for i in range(m)]
+        theirs = np.stack([np.bincount(part, minlength=classes) for part in parts])
+        assert np.array_equal(theirs, FlowerDirichlet(0.4, 10, balanced).counts(np.bincount(labels), m, seed))
+        tries += 10 - sum(1 for _ in shares) // classes
+    assert tries > 12  # some draws gave a client too few samples, and were repeated
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
-from cfedavg.data.splits import SPLITTERS, FlowerDirichlet, NiidClasses, NiidQuantity, Split
+from cfedavg.data.splits import SPLITTERS, FlowerDirichlet, NiidClasses, NiidDirichlet, NiidQuantity, Split
 from cfedavg.data.tasks import build_task
 from tests.data.test_data import check_disjoint, labels_of, same
 
@@ -56,12 +56,24 @@ def test_shares_of_a_class_follow_the_definition() -> None:
 def test_balanced_clients_take_no_more_once_they_are_full() -> None:
     sizes, m = np.full(20, 50), 5
     for seed in range(20):
-        balanced = FlowerDirichlet(0.3, balanced=True).counts(sizes, m, seed)
+        balanced = NiidDirichlet(0.3).counts(sizes, m, seed)
         before = np.cumsum(balanced, axis=1) - balanced
         assert not (balanced * (before >= sizes.sum() / m)).any()
     assert str(SPLITTERS.parse("niid_dirichlet(0.3)")) == "niid_dirichlet(0.3)"
-    same_rule = SPLITTERS.parse("niid_dirichlet(0.3)").counts(sizes, m, 3)
-    assert np.array_equal(same_rule, FlowerDirichlet(0.3, balanced=True).counts(sizes, m, 3))
+
+
+@pytest.mark.parametrize(
+    ("split", "first"),
+    [(NiidDirichlet(0.3), [50, 0, 0]), (FlowerDirichlet(0.3, balanced=True), [50, 10, 0])],
+)
+def test_a_client_with_just_the_mean(
+    split: FlowerDirichlet, first: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is full in NIID-Bench; in Flower, a client is full with more than the mean."""
+    shares = np.log([[1, 1e-99], [0.4, 0.6], [0.4, 0.6]])
+    monkeypatch.setattr("cfedavg.data.splits.log_dirichlet", lambda *_: shares)
+    sizes = np.array([50, 25, 25])
+    assert split.counts(sizes, 2, 0).tolist() == [first, (sizes - first).tolist()]
 
 
 def test_sizes_of_quantity_skew() -> None:

@@ -53,10 +53,10 @@ from cfedavg.federate.server import (
     make_request,
     restore_backup,
 )
-from cfedavg.feedback import EF21, FEEDBACKS, ErrorFeedback, Feedback, NoFeedback
+from cfedavg.feedback import EF21, FEEDBACKS, CAFe, ErrorFeedback, Feedback, NoFeedback, StepAhead
 from tests.copies import REPLICA, ZERO, advance, pack_items, whole_of
 from tests.faults import RATES, Broken, Digits, Rules, World, mass, read, update
-from tests.feedback_faults import FeedbackWorld
+from tests.feedback_faults import ControlWorld, FeedbackWorld
 
 FEW, ALL = 300, 10_000
 
@@ -118,7 +118,9 @@ def test_losses_delays_doubles_and_kills_cost_no_whole_model(monkeypatch: pytest
 LAWS: dict[str, tuple[Feedback, float]] = {
     "ef": (ErrorFeedback(), 0.0),
     "ef(decay)": (ErrorFeedback(decay=0.95), 1e-9),  # of sums below 1e5 in float64
+    "sapef": (StepAhead(0.5), 0.0),
     "ef21": (EF21(), 0.0),
+    "cafe": (CAFe(), 0.0),
     "none": (NoFeedback(), 0.0),
 }
 
@@ -132,6 +134,11 @@ def feedback_schedules(count: int, feedback: Feedback, tolerance: float) -> int:
         except Broken:
             broken += 1
     return broken
+
+
+def test_control_variates_keep_their_law_under_faults() -> None:
+    for seed in range(FEW):
+        assert ControlWorld(seed).run().applied > 0
 
 
 def test_every_feedback_is_tried() -> None:

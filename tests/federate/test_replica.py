@@ -23,6 +23,7 @@ from tests.test_without_torch import LIGHT, run_without
 DOWN = (
     "topk(0.97)", "topk(0.5)", "rd(0.9)", "topk(0.9) >> bf16", "topk(0.97, least=4) >> int3(256)",
     "rd(0.9) >> int8(64)", "topk(0.8, per_tensor=true) >> int4(16)", "int4(64)", "qsgd(4)", "bf16",
+    "topk(chunk=16, k=2) >> int2(8)", "lowrank(1)", "lowrank(2) >> bf16", "eden(2, unbiased=false, block=64)",
 )  # fmt: skip
 QUIET = settings(max_examples=80, derandomize=True, database=None)
 Vector = np.ndarray[Any, Any]
@@ -47,7 +48,7 @@ class Trajectory(NamedTuple):
 
 def travel(text: str, seed: int, d: int, rounds: int) -> Trajectory:
     """A model: some of its numbers change in each round, by little or by much."""
-    layout = Layout(("a", "b"), ((d // 2,), (d - d // 2,)), ("float32", "float32"))
+    layout = Layout(("a", "b"), ((d // 8, 4), (d - d // 8 * 4,)), ("float32", "float32"))
     downlink = make_downlink(parse(text), layout)
     assert downlink is not None
     draw = np.random.default_rng(seed)

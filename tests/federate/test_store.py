@@ -1052,7 +1052,10 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 # --- the uplink -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compressor", ["none", "topk(0.9)", "rd(0.7)", "topk(0.5) >> bf16", "qsgd(16)"])
+@pytest.mark.parametrize(
+    "compressor",
+    ["none", "topk(0.9)", "rd(0.7)", "topk(0.5) >> bf16", "qsgd(16)", "topk(0.5) >> int2(8)"],
+)
 def test_what_is_sent_and_what_is_left_make_up_the_whole(compressor: str) -> None:
     p, zero = np.random.default_rng(1).standard_normal(D).astype(np.float32), np.zeros(D, np.float32)
     uplink, request = wire(3, compressor), Request(Stamp(7, 2), 5, None)

@@ -182,7 +182,7 @@ def test_bad_options(options: dict[str, Any], sentence: str) -> None:
 @pytest.mark.parametrize("name", ["participation", "over_selection", "min_nodes", "quorum"])
 def test_the_policy_is_one_object(name: str) -> None:
     """Its numbers are no options of the strategy."""
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+    with pytest.raises(InputError, match=rf"no argument '{name}'; write policy=RoundPolicy\({name}=\.\.\.\)"):
         CFedAvg(**{name: 1})  # type: ignore[arg-type]
 
 

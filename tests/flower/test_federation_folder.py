@@ -38,6 +38,7 @@ from tests.grid import (
     timeless,
 )
 from tests.simulate.test_bad_files import NO_FILE, mutated, put, text
+from tests.test_docs import explained_in
 
 pytestmark = pytest.mark.usefixtures("without_waiting")
 
@@ -47,6 +48,13 @@ NO_NAME = {
     "a path": text(b"../x"),
     "zeros": text(b"\0" * 32),
 }
+
+
+def test_every_column_is_explained(tmp_path: Path) -> None:
+    it = Federation(tmp_path, Adding().app)
+    it.start(1, compressor_down="bf16")
+    assert {*it.rows[0]} - explained_in("reference/metrics.md") == set()
+    assert {*it.of_nodes[0]} - explained_in("flower.md") == set()
 
 
 # The client's disk

@@ -173,7 +173,7 @@ def spiking() -> Adding:
 
 
 def test_a_client_that_heeds_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Channel, "_limit", lambda self, p, payload, *_: payload)
+    monkeypatch.setattr("cfedavg.channel._limit", lambda p, payload, *_: payload)
     it = compared(tmp_path, spiking(), 2)
     assert it.outcomes[1] == {"replied": 3, "too large": 1}
     assert re.search(r"the payload's norm is .*, max_norm is 100", it.of_nodes[5]["why"])
@@ -554,7 +554,7 @@ def test_one_bad_node_costs_its_own_reply(
 ) -> None:
     """In every round from the first: the model, and all that is remembered, is that of the other nodes."""
     app, poison = POISON[name]
-    monkeypatch.setattr(Channel, "_limit", lambda self, p, payload, *_: payload)
+    monkeypatch.setattr("cfedavg.channel._limit", lambda p, payload, *_: payload)
     states = []
     for bad in (True, False):
         it = Federation(tmp_path / str(bad), app.app if bad else Adding().app, 4)

@@ -65,6 +65,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "keyed masks": {"compressor": "rd(0.9)"},
     "bf16": {"compressor": "topk(0.95) >> bf16", "model": "mlp"},
     "random rounding": {"compressor": "qsgd(16)"},
+    "in chunks": {
+        "compressor": "topk(chunk=4096, k=64) >> int2",
+        "compressor_down": "topk(chunk=64, k=8) >> int2(64)",
+    },
+    "a warm-up": {"compressor": "topk(0.99, warmup=2)"},
+    "a bound": {"compressor": "topk(hold=1.5)", "compressor_down": "none", "rounds": 4},
+    "low rank": {"compressor": "lowrank(2) >> bf16", "compressor_down": "lowrank(8)", "model": "mlp"},
+    "a rotation": {"compressor": "eden(1, unbiased=false)", "compressor_down": "eden(4, unbiased=false)"},
     "by tensor": {"compressor": "topk(0.99, per_tensor=true) >> int4(64)", "model": "mlp"},
     "without feedback": {"feedback": "none"},
     "K by chance": {"local_steps": "5..9"},
@@ -78,6 +86,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a server of one's own": {"server_optimiser": "tests.own_parts:Lookahead"},
     "decay": {"feedback": "ef(decay=0.9)"},
     "ef21": {"feedback": "ef21", "rounds": 4},
+    "step ahead": {"feedback": "sapef(0.5)", "rounds": 4},
+    "FedNova": {"update": "fednova", "local_steps": "1,2,3,4", "local_optimiser": "sgd(momentum=0.9)"},
+    "FedNova by samples": {
+        "update": "fednova",
+        "weighting": "samples",
+        "dirichlet": 0.5,
+        "local_steps": "2..5",
+    },
     "ef21, half of them": {"feedback": "ef21", "clients": 6, "participation": 0.5, "rounds": 4},
     "by samples": {"weighting": "samples", "dirichlet": 0.5, "schedule": "decaying(2)"},
     "batch norm": {"model": "tests.flower.test_strategy:with_norm"},
@@ -86,8 +102,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # What a server can know; it does not see the updates themselves, nor how long a message is in a simulation.
 ALIKE = {
     "round", "train_loss", "coordinates_sent", "model_sizes_sent", "delta_norm2", "delta_norm", "snr_min",
-    "snr_mean", "local_steps_min", "local_steps_mean", "local_steps_max", "clients", "lost", "error_norm2",
-    "error_norm", "simulated_seconds", "test_loss", "test_accuracy", "client_accuracy_mean",
+    "snr_mean", "left_norm", "local_steps_min", "local_steps_mean", "local_steps_max", "clients", "lost",
+    "error_norm2", "error_norm", "simulated_seconds", "test_loss", "test_accuracy", "client_accuracy_mean",
     "client_accuracy_min", "copy_gap_norm2", "downlink_messages", "whole_downloads",
 }  # fmt: skip
 # What differs by the order that goes with every request, by the clock, and what only a simulation measures.

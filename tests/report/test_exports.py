@@ -105,8 +105,8 @@ def test_the_time_to_a_goal_that_all_reach(groups: list[Group]) -> None:
         ({"formats": ["pdf", "jpg"]}, "`formats` must be png, pdf, svg or csv, got 'jpg'"),
         ({"width": 0.5}, "`width` must be from 2 to 12 inches, got 0.5"),
         ({"width": float("nan")}, "`width` must be from 2 to 12 inches, got nan"),
-        ({"over": "bytes"}, "`over` must be rounds, total_bytes or simulated_seconds, got 'bytes'"),
-        ({"over": "simulated_seconds"}, "`over` is simulated_seconds, which no round of these runs has"),
+        ({"over": "bytes"}, "`over` must be rounds, total_bytes or time, got 'bytes'"),
+        ({"over": "time"}, "`over` is time, which no round of these runs has"),
     ],
 )
 def test_bad_figures(tmp_path: Path, arguments: dict[str, object], sentence: str) -> None:

@@ -170,7 +170,7 @@ def test_seeds_are_one_group_with_mean_and_deviation(tmp_path: Path) -> None:
     assert line.final.std == pytest.approx(0.05)  # sqrt((0.0025 + 0.0025 + 0) / 2)
     assert line.final.n == 3
     assert (line.uplink_bytes, line.downlink_bytes, line.total_bytes) == (2000, 8000, 10_000)
-    assert (line.first_download_bytes, line.simulated_seconds) == (None, 4)
+    assert (line.first_download_bytes, line.time) == (None, 4)
     assert line.rounds == (2, 2)
     (text,) = tabulate([line])[1:]
     assert "85.0 ± 5.0%" in text
@@ -262,7 +262,7 @@ def test_totals_of_both_directions(tmp_path: Path) -> None:
     assert (plain.total_bytes, plain.first_download_bytes, signs.ratio) == (10_000, None, 1)
     assert tabulate([plain, signs]) == [
         ["run", "test accuracy", "total", "vs. baseline", "up", "down", "first downloads", "rounds", "best",
-         "simulated time", "time to 28%", "seeds"],
+         "time", "time to 28%", "seeds"],
         ["none", "28.0%", "10 kB", "baseline", "2 kB", "8 kB", "–", "2", "28.0%", "4 s", "4 s", "n = 1 (0)"],
         ["sign", "28.0%", "10 kB", "the same", "2 kB", "400 B", "300 B", "2", "28.0%", "4 s", "4 s",
          "n = 1 (0)"],
@@ -281,7 +281,11 @@ def test_bytes_have_a_log_axis_where_runs_differ_much(tmp_path: Path, most: int,
 
 @pytest.mark.parametrize(
     ("x", "name"),
-    [("uplink_bytes", "bytes that all clients have sent so far"), ("simulated_seconds", "simulated time")],
+    [
+        ("uplink_bytes", "bytes that all clients have sent so far"),
+        ("simulated_seconds", "simulated time so far (s)"),
+        ("time", "time so far (s)"),
+    ],
 )
 def test_an_x_axis_names_its_quantity(tmp_path: Path, x: str, name: str) -> None:
     groups = group_runs([read_run(make_run(tmp_path / "a", rounds(3)))])
@@ -289,6 +293,21 @@ def test_an_x_axis_names_its_quantity(tmp_path: Path, x: str, name: str) -> None
     panel = Panel("", "", (Series("test_accuracy", ""),), "", x)
     finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black"))]))
     assert axes.get_xlabel().startswith(name)
+
+
+def test_ticks_of_time_are_round_numbers_of_their_unit(tmp_path: Path) -> None:
+    """The last round ends after 4 minutes and 25 seconds."""
+    groups = group_runs([read_run(make_run(tmp_path / "a", rounds(10, simulated_seconds=26.5)))])
+    axes = new_figure(4, 3).subplots()
+    panel = Panel("", "", (Series("test_accuracy", ""),), "", "time")
+    finish_axes(axes, panel, draw_lines(axes, panel, [(groups[0], Pen("black"))]))
+    low, high = axes.get_xlim()
+    shown = [
+        label.get_text()
+        for tick, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        if low <= tick <= high
+    ]
+    assert shown == ["1", "2", "3", "4"]
 
 
 def test_the_headline_is_the_outcome_in_words(tmp_path: Path) -> None:
@@ -607,6 +626,22 @@ def test_reasons_are_not_too_many() -> None:
     away = [node_row(t, n, "lost", why="it is offline") for n in range(100) for t in range(1 + (n == 7))]
     names = "node7 2 times, node0, node1, node2, node3, node4 and 94 more nodes"
     assert list_reasons(away) == [f"rounds 1 to 2: lost (it is offline), {names}"]
+
+
+def test_a_federation_has_the_time_that_it_took(tmp_path: Path) -> None:
+    """A round takes 0.5 real seconds, and 2 simulated ones: both lines are in one panel."""
+    nodes = [node_row(t, 0) for t in range(4)]
+    real = make_federation(tmp_path / "real", nodes)
+    simulated = make_run(tmp_path / "simulated", rounds(4))
+    groups = group_runs([read_run(real), read_run(simulated)])
+    (panel,) = [panel for panel in choose_panels(groups, "test_accuracy") if panel.name == "metric-time"]
+    assert [list(make_curve(group, panel.x, "test_accuracy").x) for group in groups] == [
+        [0.5, 1, 1.5, 2], [2, 4, 6, 8],
+    ]  # fmt: skip
+    assert [(row.time, row.seconds_to_goal) for row in summary([read_run(real)])] == [(2, 2)]
+    report = write_report([real], tmp_path / "out")
+    assert {"metric-time.png", "report.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert "that of a federation is real" in read_page(report.page)[0]
 
 
 def test_rows_of_nodes_are_in_order(tmp_path: Path) -> None:

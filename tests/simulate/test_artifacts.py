@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
+from cfedavg.optimise.local import SGD, Fixed
 from cfedavg.simulate.vectorised import artifacts, compiler
 from cfedavg.simulate.vectorised.artifacts import (
     Compilation,
@@ -22,6 +24,8 @@ from cfedavg.simulate.vectorised.artifacts import (
     rows_to_graph,
 )
 from cfedavg.simulate.vectorised.convolution import IMAGES, from_stored
+from cfedavg.simulate.vectorised.recorder import Recorder, _Inputs
+from cfedavg.simulate.vectorised.step import Stack, Step
 
 FROZEN = torch.tensor([1.0, 2.0, 3.0])
 
@@ -130,6 +134,48 @@ def test_kernels_are_described_for_one_client() -> None:
     [(name, args)] = artifacts.find_kernels(lift_constants(graph))  # the two calls are alike
     assert name == "convolve"
     assert [arg.shape[0] for arg in args if isinstance(arg, Like)] == [1, 1]
+
+
+def test_the_compiler_does_not_write_what_arguments_are_computed_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch 2.11 would, for its log; the text of ResNet-18's step would never end."""
+    import torch._inductor.standalone_compile
+    from torch._inductor.exc import MissingOperatorWithoutDecomp
+
+    class Endless:
+        def __str__(self) -> str:
+            raise AssertionError
+
+    def standalone_compile(*_: Any, **__: Any) -> str:
+        return MissingOperatorWithoutDecomp.operator_str("convolve", [Endless()], {})
+
+    before = MissingOperatorWithoutDecomp.operator_str
+    monkeypatch.setattr(torch._inductor, "standalone_compile", standalone_compile)
+    assert artifacts.compile_step(listed(), []).split() == ["target:", "convolve"]
+    assert MissingOperatorWithoutDecomp.operator_str is before
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("both", [False, True])
+def test_the_compiler_can_view_what_a_recurrent_network_gives(kind: Any, both: bool) -> None:
+    """Operators that the compiler takes apart must give the strides that are listed."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    m = 3
+    model = nn.Sequential(kind(6, 6, 2, batch_first=True, bidirectional=both))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        y = model(batch[0])[0]
+        return (y.flatten(0, 1) @ torch.ones(y.shape[-1])).square().mean()
+
+    parameters = [p.detach().expand(m, *p.shape).clone() for p in model.parameters()]
+    stack = Stack(parameters, {}, Fixed([], []), [], torch.zeros(m))
+    inputs = _Inputs(stack, (torch.randn(m, 4, 5, 6),), None, None, torch.ones(m))
+    recorder = Recorder(Step(model, loss, SGD()), torch.device("cpu"), print)
+    found = lift_constants(recorder._trace(inputs))
+    compiled = make_fx(found.graph, decomposition_table=select_decomp_table(), tracing_mode="fake")
+    compiled(*tree_leaves(stack), *inputs.given, *found.constants)
 
 
 @pytest.fixture

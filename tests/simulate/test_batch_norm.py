@@ -162,7 +162,24 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {  # and whe
 @pytest.mark.parametrize("name", AFTER)
 def test_relu_is_fused_where_nothing_changed(name: str, path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss, the gradients and the running statistics of each client are torch's in any case."""
-    after, fused = AFTER[name]
+    check_fused(*AFTER[name], 1e-5 if path else 1e-11, monkeypatch)  # the operators compute in float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", AFTER)
+def test_relu_is_fused_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fused(*AFTER[name], 1e-4, monkeypatch, "cuda", torch.float32)
+
+
+def check_fused(
+    after: Callable[[Tensor, Tensor], Tensor],
+    fused: bool,
+    exact: float,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Compare the clients of a vmap on `device` in `dtype` with each of them alone on the CPU in float64."""
     calls = []
     forward = BatchNorm.forward
     monkeypatch.setattr(BatchNorm, "forward", lambda *args: (calls.append(args[-1]), forward(*args))[1])
@@ -173,22 +190,25 @@ def test_relu_is_fused_where_nothing_changed(name: str, path: bool, monkeypatch:
         y = functional_call(model, {**parameters, **buffers}, x)
         return (y * target).square().sum(), buffers
 
-    def values(buffers: Tensors, x: Tensor, target: Tensor) -> Any:
-        parameters = {key: p.detach() for key, p in model.named_parameters()}
+    def values(parameters: Tensors, buffers: Tensors, x: Tensor, target: Tensor) -> Any:
         return grad_and_value(objective, has_aux=True)(parameters, buffers, x, target)
 
+    def moved(tensors: Tensors) -> Tensors:
+        return {k: t.to(device, dtype if t.is_floating_point() else None) for k, t in tensors.items()}
+
+    parameters = {key: p.detach() for key, p in model.named_parameters()}
     own = [{key: buffer.clone() for key, buffer in model.named_buffers()} for _ in x]
-    stacked = {key: torch.stack([each[key] for each in own]) for key in own[0]}
+    stacked = moved({key: torch.stack([each[key] for each in own]) for key in own[0]})
     with Replacements():
-        grads, (losses, buffers) = vmap(values)(stacked, x, target)
+        batch = (each.to(device, dtype) for each in (x, target))
+        grads, (losses, buffers) = vmap(partial(values, moved(parameters)))(stacked, *batch)
     assert (True in calls) == fused
-    exact = 1e-5 if path else 1e-11  # the operators compute in float32
     for i in range(len(x)):
-        expected, (loss, after_it) = values(own[i], x[i], target[i])
-        torch.testing.assert_close(losses[i], loss, rtol=exact, atol=0)
+        expected, (loss, after_it) = values(parameters, own[i], x[i], target[i])
+        torch.testing.assert_close(losses[i].cpu().to(loss), loss, rtol=exact, atol=0)
         for key, value in {**expected, **after_it}.items():
-            found = grads[key] if key in grads else buffers[key]
-            torch.testing.assert_close(found[i], value, rtol=10 * exact, atol=10 * exact)
+            found = (grads[key] if key in grads else buffers[key])[i].cpu().to(value)
+            torch.testing.assert_close(found, value, rtol=10 * exact, atol=10 * exact)
 
 
 @pytest.mark.gpu

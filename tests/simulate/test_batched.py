@@ -30,7 +30,7 @@ from cfedavg import Config, InputError, Task
 from cfedavg import run as run_and_draw
 from cfedavg.channel import Channel
 from cfedavg.core.keys import Purpose, key, keys, signed
-from cfedavg.optimise.local import SGD
+from cfedavg.optimise.local import SGD, Fixed
 from cfedavg.simulate import engines
 from cfedavg.simulate.engines import blocks, choose_engine
 from cfedavg.simulate.engines.batched import Batched
@@ -665,7 +665,7 @@ def stacked(model: nn.Module, n: int, *, momentum: bool = False) -> Stack:
     parameters = [torch.stack([p.detach()] * n) for p in model.parameters() if p.requires_grad]
     buffers = [torch.stack([b] * n) for b in model.buffers()]
     state = {"momentum": [torch.zeros_like(p) for p in parameters]}
-    return Stack(parameters, state if momentum else {}, [], buffers, torch.zeros(n, dtype=DOUBLE))
+    return Stack(parameters, state if momentum else {}, Fixed([], []), buffers, torch.zeros(n, dtype=DOUBLE))
 
 
 SIZES = [  # m, N, C, CO, size, kernel, stride, padding, dilation

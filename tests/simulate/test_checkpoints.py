@@ -74,6 +74,19 @@ def test_resume_is_bitwise(
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
 
 
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [("lowrank(2) >> bf16", "eden(2, unbiased=false)"), ("topk(0.9, warmup=6) >> int2", "lowrank(2)")],
+)
+def test_resume_is_bitwise_in_another_basis(up: str, down: str, tmp_path: Path) -> None:
+    config = BASE.replace(checkpoint_every=2, compressor=up, compressor_down=down)
+    run(config, blobs(), out=tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(config, blobs(), out=tmp_path / "broken", callbacks=[Stop(3, Killed)])
+    run(config, blobs(), out=tmp_path / "broken", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
 def test_residuals_on_disk_are_saved_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = BASE.replace(residuals="disk")
     run(config, blobs(), out=tmp_path / "whole")

@@ -15,16 +15,18 @@ from torch.nn import functional as F
 from cfedavg import Config, Task
 from cfedavg.compress import EXAMPLES
 from cfedavg.core.errors import Diverged
+from cfedavg.simulate.downloads import Downloads
 from cfedavg.simulate.engines import choose_engine
 from cfedavg.simulate.engines.traffic import CountingThreads
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.state import State
+from cfedavg.simulate.state import Control, State
 from cfedavg.simulate.vectorised.recorder import Recorder
 from tests.conftest import blobs, half_square, quadratic
 
 ROUNDS = 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ENGINES = ["sequential", "batched"]
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +35,9 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "compiling", False)
 
 
-def play(config: Config, task: Task) -> tuple[State, list[dict[str, Any]]]:
+def play(config: Config, task: Task, precision: str = "float64") -> tuple[State, list[dict[str, Any]]]:
     """Three rounds from the start, with evaluation."""
-    config = config.replace(clients=len(task.clients), precision="float64", rounds=ROUNDS)
+    config = config.replace(clients=len(task.clients), precision=precision, rounds=ROUNDS)
     engine = choose_engine(config, Plan(config, task), task)
     state, rows = engine.begin(engine.start()), []
     for _ in range(ROUNDS):
@@ -50,16 +52,16 @@ def agree(task: Task, engine: str, device: str, **options: Any) -> None:
     config = Config(device=device, **options)
     expected, rows = play(config.replace(engine="reference"), task)
     found, mine = play(config.replace(engine=engine), task)
-    close = {"rtol": 1e-9, "atol": 1e-12}
-    torch.testing.assert_close(found.x, expected.x, **close)
-    torch.testing.assert_close(found.b, expected.b, **close)
-    torch.testing.assert_close(found.memory.vectors(), expected.memory.vectors(), **close)
-    torch.testing.assert_close(found.broadcast, expected.broadcast, **close)
-    assert_same_downloads(found, expected)
+    torch.testing.assert_close(found.x, expected.x, **CLOSE)
+    torch.testing.assert_close(found.b, expected.b, **CLOSE)
+    torch.testing.assert_close(found.memory.vectors(), expected.memory.vectors(), **CLOSE)
+    torch.testing.assert_close(found.broadcast, expected.broadcast, **CLOSE)
+    assert_same_downloads(found.downloads, expected.downloads)
+    assert_same_control(found.control, expected.control)
     assert sorted(found.residuals.norms2) == sorted(expected.residuals.norms2)
     for client in expected.residuals.norms2:
-        e = (state.residuals.get(client, state.x) for state in (found, expected))
-        torch.testing.assert_close(*e, **close)
+        kept = (each.residuals.stored(client, each.residuals.shape(each.x)) for each in (found, expected))
+        torch.testing.assert_close(*kept, **CLOSE)
     for row, reference in zip(mine, rows, strict=True):
         assert row.keys() == reference.keys()
         for name, value in reference.items():
@@ -67,13 +69,20 @@ def agree(task: Task, engine: str, device: str, **options: Any) -> None:
             assert row[name] == close_to, name
 
 
-def assert_same_downloads(found: State, expected: State) -> None:
+def assert_same_downloads(found: Downloads | None, expected: Downloads | None) -> None:
     """The server of each engine knows the same of its clients' copies."""
-    assert (found.downloads is None) == (expected.downloads is None)
-    if found.downloads and expected.downloads:
-        assert found.downloads.changed.tolist() == expected.downloads.changed.tolist()
-        assert found.downloads.lengths == expected.downloads.lengths
-        assert found.downloads.held == expected.downloads.held
+    assert (found is None) == (expected is None)
+    if found and expected:
+        assert found.changed.tolist() == expected.changed.tolist()
+        assert found.lengths == expected.lengths
+        assert found.held == expected.held
+
+
+def assert_same_control(found: Control | None, expected: Control | None) -> None:
+    assert (found is None) == (expected is None)
+    if found and expected:
+        torch.testing.assert_close((found.c, found.total), (expected.c, expected.total), **CLOSE)
+        assert_same_downloads(found.downloads, expected.downloads)
 
 
 def slack(name: str, reference: dict[str, Any]) -> float:
@@ -177,6 +186,20 @@ def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "compiling", True)
     work = {"local_steps": "6,1,2,6,3"}
     agree(images(seeded(MODELS[name])), "batched", "cuda", batch_size=5, eta_local=0.05, **work)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "near"), [("float32", 1e-3), ("bf16", 0.1)])
+def test_compiled_batch_norms(precision: str, near: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 and bf16, batch norms, residuals and ReLUs are kernels of our own: near to the reference."""
+    monkeypatch.setattr(Recorder, "compiling", True)
+    task = images(seeded(MODELS["batch norm"]))
+    config = Config(device="cuda", batch_size=5, local_steps="4", eta_local=0.05, compressor="none")
+    expected, _ = play(config.replace(engine="reference"), task)
+    found, _ = play(config.replace(engine="batched"), task, precision)
+    start = torch.nn.utils.parameters_to_vector(task.model.parameters()).detach().to(expected.x)
+    assert (found.x - expected.x).norm() < near * (expected.x - start).norm()
+    assert (found.b - expected.b).norm() < near * expected.b.norm()
 
 
 RAGGED = [
@@ -318,6 +341,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 residuals": {"residual_precision": "bf16", "compressor": "topk(0.9) >> bf16"},
     "batches larger than the data": {"batch_size": 100},
     "one client": {"participation": 0.1},
+    "control variates": {"local_optimiser": "scaffold >> sgd", "participation": 0.5, "drop_rate": 0.3},
+    "control variates without residuals": {
+        "local_optimiser": "scaffold >> sgd",
+        "feedback": "none",
+        "compressor": "none",
+        "weighting": "samples",
+        "local_steps": "1..5",
+        "schedule": "decaying",
+        "compressor_down": "topk(0.8) >> bf16",
+    },
+    "a rotation and lost replies": {"drop_rate": 0.4, "compressor": "eden(1, unbiased=false)"},
+    "low rank and lost replies": {"drop_rate": 0.4, "compressor": "lowrank(1) >> bf16"},
+    "a bound on what is left": {"compressor": "topk(hold=1.5) >> int2", "feedback": "ef(decay=0.9)"},
 }
 
 
@@ -328,7 +364,10 @@ def test_settings(name: str, engine: str, device: str) -> None:
     agree(blobs(), engine, device, **{"compressor": "topk(0.9)", "batch_size": 8} | SETTINGS[name])
 
 
-DOWN = ["topk(0.9)", "topk(0.8) >> int3(16)", "rd(0.7) >> bf16", "qsgd(4)", "topk(0.8) >> sign", "sign"]
+DOWN = [
+    "topk(0.9)", "topk(0.8) >> int3(16)", "rd(0.7) >> bf16", "qsgd(4)", "topk(0.8) >> sign", "sign",
+    "topk(chunk=8, k=2) >> int2(4)", "lowrank(2)", "eden(2, unbiased=false, block=16)",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

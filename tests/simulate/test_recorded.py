@@ -127,7 +127,15 @@ def recorded(
 
 def round_of(trainer: Any, vectors: Vectors, t: int, clients: list[int]) -> list[Trained]:
     x, b = vectors.read()
-    return list(trainer.train(Request(trainer.plan, trainer.task, t, lambda clients: x, b, clients)))
+    where = trainer.plan, trainer.task, t
+    return list(
+        trainer.train(Request(*where, lambda clients: x, b, clients, lambda some: corrections(x, some)))
+    )
+
+
+def corrections(x: Tensor, clients: list[int]) -> Tensor:
+    """c - c_i of some clients; optimisers without control variates do not use it."""
+    return torch.stack([0.1 * (client + 1) * x for client in clients])
 
 
 def assert_same_bits(found: list[Trained], expected: list[Trained]) -> None:
@@ -149,7 +157,9 @@ def assert_like_train_client(
     with reproducible(CPU):
         for t in range(2):
             found = round_of(trainer, vectors, t, list(clients))
-            assert_same_bits(found, [train_client(plan, task, plain, t, x, b, i, prepare) for i in clients])
+            each = corrections(x, [*clients])
+            expected = [train_client(plan, task, plain, t, x, b, i, prepare, each[i]) for i in clients]
+            assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("name", [*MODULES, *RANDOM])
@@ -158,7 +168,8 @@ def test_a_step_in_place_has_the_bits_of_the_step(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimiser", ["sgd(momentum=0.9, nesterov=true)", "clip(0.5) >> adamw(0.1)", "prox(0.5) >> sgd"]
+    "optimiser",
+    ["sgd(momentum=0.9, nesterov=true)", "clip(0.5) >> adamw(0.1)", "prox(0.5) >> sgd", "scaffold >> sgd"],
 )
 @pytest.mark.parametrize("precision", ["float32", "float64", "bf16"])
 def test_any_optimiser_and_precision(optimiser: str, precision: str) -> None:

@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from cfedavg import Config, InputError, Task
+from cfedavg import Config, InputError, Task, TopK
 from cfedavg import run as run_and_draw
 from cfedavg.callbacks import Callback
 from cfedavg.cli import main
@@ -166,6 +166,21 @@ def test_more_ranks_than_clients(alone: Alone, tmp_path: Path) -> None:
 def test_ranks_change_no_bit_without_error_feedback(alone: Alone, tmp_path: Path) -> None:
     config = BASE.replace(feedback="none", eval_every=4, checkpoint_every=0, update="sum")
     run(config.replace(workers=2), task(), out=tmp_path / "r")
+    assert_same(contents(tmp_path / "r"), alone(config))
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        ("lowrank(2) >> bf16", "eden(2, unbiased=false)"),
+        ("eden(1)", "lowrank(2)"),
+        ("topk(hold=1)", "int2(16)"),
+    ],
+)
+def test_ranks_change_no_bit_in_another_basis(up: str, down: str, alone: Alone, tmp_path: Path) -> None:
+    config = BASE.replace(compressor=up, compressor_down=down, rounds=4)
+    run(config.replace(workers=3), task(), out=tmp_path / "r")
     assert_same(contents(tmp_path / "r"), alone(config))
 
 
@@ -492,6 +507,45 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "rounds 2\n"), done.stderr
 
 
+SCRIPT = """
+from dataclasses import dataclass
+
+import cfedavg
+from cfedavg import BF16, Config, Selector
+
+
+@dataclass(frozen=True)
+class Every(Selector):
+    n: int = 2
+
+    def keep(self, p, keys, layout, t):
+        keep = p != p
+        keep[:, t % self.n :: self.n] = True
+        return keep
+
+    def gamma(self, layout):
+        return 1.0
+
+
+if __name__ == "__main__":
+    config = Config(compressor=Every(4) >> BF16(), model="linear", clients=4, rounds=2, engine="sequential")
+    alone, shared = (cfedavg.run(config.replace(workers=n)).rows[1] for n in (1, 2))
+    print(alone["test_loss"] == shared["test_loss"])
+"""
+
+
+def test_a_compressor_of_the_script_itself(tmp_path: Path) -> None:
+    """Workers import the script; what is typed cannot be imported."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=2 * LIMIT)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    command = [sys.executable, "-c", SCRIPT]  # as in a notebook, without a file
+    typed = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT)
+    assert "another process cannot read the task or the configuration" in typed.stderr
+    assert "no attribute 'Every'): define" in typed.stderr
+
+
 def test_one_run_after_another() -> None:
     """The first ends with an error; connections and settings of it are gone when the next one starts."""
     with pytest.raises(Diverged):
@@ -612,6 +666,7 @@ NUMBERS: dict[str, tuple[dict[str, Any], Callable[[], Task], bool, int, float, i
     "as asked for": ({"workers": 5}, blobs, True, 2, 0.0, 5),
     "one, as asked for": ({"workers": 1}, wide, False, 4, 9.0, 1),
     "a task from Python": ({}, wide, True, 4, 9.0, 1),
+    "a class of the script": ({"compressor": "__main__:Every(0.5)"}, wide, False, 4, 9.0, 1),
     "a long run": ({}, wide, False, 4, 9.0, 4),
     "a short run": ({}, wide, False, 4, 1e-6, 1),
     "one core": ({}, wide, False, 1, 9.0, 1),
@@ -629,6 +684,7 @@ def test_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options, make, own, cores, seconds, expected = NUMBERS[name]
     monkeypatch.setattr("cfedavg.simulate.workers.os.sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(workers, "_seconds_a_step", lambda config, task: seconds)
+    monkeypatch.setattr(sys.modules["__main__"], "Every", TopK, raising=False)
     it = make()
     config = Config(**{"engine": "sequential", "device": "cpu", "clients": len(it.clients)} | options)
     assert workers.choose_size(config, Plan(config, it), it, own=own) == expected

@@ -17,8 +17,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"line": [{"label": "a"}]}, "name must be letters, digits, dots and dashes, got None"),
     "no label": ({"line": [{"name": "a"}]}, "the \\[\\[line\\]\\] a: label must be text, got None"),
     "twice": ({"line": [LINE, LINE]}, "cells must have different names, got embedded-a-seed0 twice"),
-    "field": ({"line": [LINE | {"k": 1}]}, "the \\[\\[line\\]\\] a has an unknown key 'k'; known are batch"),
-    "base": ({"line": [LINE], "base": {"colour": 1}}, "base has an unknown key 'colour'; known are batch"),
+    "field": ({"line": [LINE | {"k": 1}]}, "the \\[\\[line\\]\\] a has an unknown key 'k'; `cfedavg run -"),
+    "base": ({"line": [LINE], "base": {"colour": 1}}, "base has an unknown key 'colour'; `cfedavg run -"),
     "value": ({"line": [LINE | {"rounds": 0}]}, "`rounds` must be 1 or more, got 0"),
     "compressor": ({"line": [LINE | {"compressor": "zip"}]}, "compressor.*zip"),
     "schedule": ({"line": [LINE | {"schedule": "falling"}]}, "schedule.*falling"),
@@ -86,7 +86,7 @@ def test_bad_vary(text: str) -> None:
         Grid.from_table("sweep", {}, vary=[text])
     with pytest.raises(InputError, match="`vary` must name seed once, got seed twice"):
         Grid.from_table("sweep", {}, vary=["seed=0|1", "seed=2|3"])
-    with pytest.raises(InputError, match=r"^`vary`: 'compress' is not a field; write `compressor`$"):
+    with pytest.raises(InputError, match=r"^`vary`: 'compress' is not a field; write 'compressor'$"):
         Grid.from_table("sweep", {}, vary=["compressor,compress=none"])
 
 

@@ -445,6 +445,15 @@ def test_bad_input(words: list[str], sentence: str, mine: str, tmp_path: Path) -
     assert not list(tmp_path.glob("out/*.*"))
 
 
+def test_the_command_of_a_sweep_without_a_file_also_draws_it(tmp_path: Path) -> None:
+    """Its --rounds are those of the cells, which are drawn as whole runs."""
+    words = ["--model", "linear", "--clients", "2", "--rounds", "2", "--vary", "eta=0.5|1"]
+    assert invoked(*words, "--out", str(tmp_path)).exit_code == 0
+    found = invoked(*words, "--draw", "--format", "svg", "--out", str(tmp_path))
+    assert found.exit_code == 0, found.exception
+    assert "the first 2 of" not in (tmp_path / "sweep.svg").read_text()
+
+
 def test_draw_needs_a_folder(mine: str) -> None:
     assert "--draw needs --out" in str(invoked(mine, "--draw").exception)
 

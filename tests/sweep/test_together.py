@@ -149,9 +149,12 @@ def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(math.prod(shape), classes))
 
 
-@pytest.mark.parametrize(("model", "optimiser"), [("normed", "sgd(momentum=0.5)"), ("thin", "adamw(0.1)")])
+@pytest.mark.parametrize(
+    ("model", "optimiser"),
+    [("normed", "sgd(momentum=0.5)"), ("thin", "adamw(0.1)"), ("thin", "scaffold >> sgd")],
+)
 def test_buffers_and_states_of_optimisers(model: str, optimiser: str, tmp_path: Path) -> None:
-    """Each run has buffers of its own; moments and FedProx's start begin anew for each client."""
+    """Each run has buffers and control variates of its own; moments and starts begin anew for each client."""
     lines = {name: DIFFERENT[name] for name in ("plain", "ragged", "few")}
     grid = grid_of(lines, model=f"{HERE}:{model}", local_optimiser=f"prox(0.1) >> {optimiser}", rounds=2)
     for together in (1, 3):

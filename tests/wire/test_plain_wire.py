@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfedavg import Layout, decode, encode, parse
-from cfedavg.core.payload import Floats, Levels, Mask, Payload
-from tests import plain_wire
-from tests.golden_cases import FOLDER, cases, whole_float_cases
+from cfedavg.compress import decompress
+from cfedavg.core.bases import Factors, Rotation
+from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
+from tests import golden_cases, plain_bases, plain_wire
+from tests.golden_cases import FOLDER, cases, version_3_cases, whole_float_cases
 from tests.plain_wire import Message
 
 FLAT = Layout.flat(600)
@@ -89,17 +91,22 @@ def read(data: bytes, layout: Layout) -> Message:
 
 
 def assert_says(message: Message, payload: Payload) -> None:
-    header, values, mask = message.header, payload.values, payload.mask
+    header, values, mask, basis = message.header, payload.values, payload.mask, payload.basis
     assert (header.d, [header.k]) == (payload.d, payload.counts())
     assert message.indices == (None if payload.indices is None else payload.indices.tolist())
-    assert header.where == (0 if payload.indices is None else 1 if mask else 2)
-    assert (message.key, message.keep) == ((int(mask.keys[0]), mask.keep) if mask else (None, None))
+    where = {0} if payload.indices is None else {1} if mask else {2, 5}
+    assert header.where in ({Rotation: {3}, Factors: {4}}[type(basis)] if basis else where)
+    key = (int(mask.keys[0]), mask.keep) if mask else (None, None)
+    turned = (int(basis.keys[0]), None) if isinstance(basis, Rotation) else key
+    assert (message.key, message.keep) == turned
+    assert message.size == (basis.block if isinstance(basis, Rotation) else None)
+    assert message.rank == (basis.rank if isinstance(basis, Factors) else None)
     if isinstance(values, Floats):
         assert header.kind == ["fp32", "fp64", "bf16"].index(values.dtype)
         assert message.values == bits(values.data)
         assert (message.scales, message.block, message.top) == ([], None, None)
     else:
-        assert header.kind == {1: 3, 2: 4}[values.levels.itemsize]
+        assert header.kind == (5 if values.per_level else {1: 3, 2: 4}[values.levels.itemsize])
         assert message.values == values.levels.tolist()
         assert message.scales == bits(values.scales)
         assert (message.block, message.top) == (values.block, values.top)
@@ -233,6 +240,113 @@ def test_keys(key: int, keep: int) -> None:
     round_trip(Payload(600, np.array([0, k]), indices, values, Mask(np.array([key]), keep)), FLAT)
 
 
+# Version 3
+
+
+def assert_expands(message: Message, payload: Payload, layout: Layout) -> None:
+    """Both make the same vector of the values, bit for bit."""
+    found, expected = np.array(plain_bases.expand(message, layout.shapes)), decompress(payload)[0]
+    assert found.astype(expected.dtype).tobytes() == expected.tobytes()
+
+
+def scaled(rng: np.random.Generator, k: int, top: int, block: int) -> Levels:
+    """Return levels with a scale for each magnitude; some have the signs of an outer product."""
+    spread = np.repeat(rng.integers(0, 2, k // 30 + 1), 30)[:k] * rng.integers(0, top, k)
+    levels = np.clip(1 + spread + (rng.random(k) < 0.2), 1, top) * rng.choice([-1, 1], k)
+    scales = rng.standard_normal(blocks(k, block) * top).astype(np.float32)
+    return Levels(levels.astype(np.int8), scales, block, top, per_level=True)
+
+
+@pytest.mark.parametrize("top", [1, 2, 3, 4, 8, 100, 127])
+def test_levels_with_scales_of_their_own(top: int) -> None:
+    rng = np.random.default_rng(top)
+    for layout in (FLAT, NET, WIDE):
+        for share, block in ((0.02, 0), (0.3, 1), (0.9, 7), (1.1, 256)):
+            at = np.flatnonzero(rng.random(layout.d) < share)
+            values, where = scaled(rng, len(at), top, block), at if share < 1 else None
+            round_trip(Payload(layout.d, np.array([0, len(at)]), where, values), layout)
+
+
+def test_signs_of_an_outer_product() -> None:
+    """Votes of rows and columns, up to their limits, and signs that turn on the way."""
+    signs = np.outer(np.sign(np.sin(np.arange(1, 41) ** 2)), np.sign(np.cos(np.arange(40) ** 2)))
+    for turned in (0, 700, 1600):
+        vector = np.append(signs.reshape(-1), -np.ones(200))
+        vector[turned : turned + 400] *= -1
+        values = Levels(vector.astype(np.int8), np.ones(1, np.float32), 0, 1, per_level=True)
+        message = round_trip(Payload(1800, np.array([0, 1800]), None, values), WIDE)
+        assert 8 * message.header.lengths[1] < 0.5 * 1800
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
+    """A layout, and the same number of indices in each chunk, crowded or not."""
+    shapes = draw(st.lists(st.lists(st.integers(1, 20), max_size=4).map(tuple), min_size=1, max_size=4))
+    shapes.append((draw(st.integers(64, 300)),))
+    layout = Layout(("t",) * len(shapes), tuple(shapes), ("float32",) * len(shapes))
+    chunk, power = 2 ** draw(st.integers(6, 8)), draw(st.sampled_from([0.0, 1.0, 8.0]))
+    n, rng = draw(st.integers(1, chunk - 1)), np.random.default_rng(draw(st.integers(0, 2**32)))
+    scores = np.repeat(rng.random(layout.d // 7 + 1) ** power, 7)[: layout.d] * rng.random(layout.d)
+    parts = [np.argsort(scores[at : at + chunk])[-n:] + at for at in range(0, layout.d, chunk)]
+    return layout, np.sort(np.concatenate(parts))
+
+
+@given(chunked(), st.integers(0, 2**32 - 1))
+@settings(max_examples=150)
+def test_any_chunks(found: tuple[Layout, np.ndarray], seed: int) -> None:
+    layout, indices = found
+    values = scaled(np.random.default_rng(seed), len(indices), 2, 64)
+    round_trip(Payload(layout.d, np.array([0, len(indices)]), indices, values), layout)
+
+
+@pytest.mark.parametrize("n", [4, 16, 40])
+@pytest.mark.parametrize(
+    "layout", [NET, Layout.flat(20_000), Layout(("a", "b"), ((300, 40), (9, 1000)), ("f",) * 2)]
+)
+def test_chunks_of_an_update(layout: Layout, n: int) -> None:
+    """Coordinates in chunks take fewer bytes so, and are found again."""
+    p = abs(uneven(layout, rows=0.7, columns=0.7).numpy())
+    parts = [np.argsort(p[at : at + 256])[-n:] + at for at in range(0, layout.d, 256)]
+    indices = np.sort(np.concatenate(parts))
+    message = round_trip(listed(layout.d, indices, np.full(len(indices), 0x3F80)), layout)
+    assert (message.header.where, message.header.version) == (5, 3)
+
+
+@pytest.mark.parametrize("d", [1, 2, 63, 64, 65, 600])
+@pytest.mark.parametrize("size", [1, 2, 64, 4096])
+def test_rotations(d: int, size: int) -> None:
+    basis, layout, rng = Rotation(np.array([5 - 2**63]), size), Layout.flat(d), np.random.default_rng(d)
+    k = basis.count(d)
+    offsets, numbers = np.array([0, k]), rng.standard_normal(k) * 10.0 ** rng.integers(-44, 38)
+    for values in (
+        Floats(numbers.astype(np.float32), "fp32"),
+        Floats(numbers, "fp64"),
+        scaled(rng, k, 4, size),
+    ):
+        payload = Payload(d, offsets, None, values, basis=basis)
+        assert_expands(round_trip(payload, layout), payload, layout)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 100, 2**32 - 1])
+@pytest.mark.parametrize("layout", [FLAT, NET, WIDE], ids=["flat", "net", "wide"])
+def test_factors(rank: int, layout: Layout) -> None:
+    basis, rng = Factors.of(layout, rank), np.random.default_rng(rank)
+    k = basis.count(layout.d)
+    offsets, numbers = np.array([0, k]), rng.standard_normal(k) * 10.0 ** rng.integers(-30, 38)
+    bf16 = Floats(
+        (rng.standard_normal(k).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.int16),
+        "bf16",
+    )
+    for values in (
+        Floats(numbers.astype(np.float32), "fp32"),
+        Floats(numbers, "fp64"),
+        bf16,
+        scaled(rng, k, 2, 0),
+    ):
+        payload = Payload(layout.d, offsets, None, values, basis=basis)
+        assert_expands(round_trip(payload, layout), payload, layout)
+
+
 BF16 = st.integers(0, 0xFFFF).filter(lambda pattern: pattern & 0x7F80 != 0x7F80)
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=4).map(tuple)
 
@@ -274,6 +388,7 @@ def test_coded_floats_of_all_coordinates(vector: str, layout: Layout, dtype: tor
 
 GOLDEN = [pytest.param(f"v1-{name}", *case, id=f"v1-{name}") for name, *case in cases()]
 GOLDEN += [pytest.param(f"v2-{name}", *case, id=f"v2-{name}") for name, *case in whole_float_cases()]
+GOLDEN += [pytest.param(f"v3-{name}", *case, id=f"v3-{name}") for name, *case in version_3_cases()]
 
 
 @pytest.mark.parametrize(("name", "layout", "payload"), GOLDEN)
@@ -282,6 +397,8 @@ def test_golden(name: str, layout: Layout, payload: Payload) -> None:
     assert_says(message, payload)
     header = message.header
     assert (header.client, header.sequence, header.round) == (2**40 + 3, 77, 12)
+    if payload.basis is not None:
+        assert_expands(message, payload, layout)
 
 
 def with_checksum(data: bytes) -> bytes:
@@ -333,7 +450,7 @@ def test_refuses_more_than_was_coded() -> None:
 def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     """Return a message with bytes of its coded sections changed, removed or added."""
     lengths = [int.from_bytes(data[at : at + 8], "little") for at in (52, 60)]
-    which = int(rng.integers(2)) if data[5] == 2 else 1  # a key is not coded
+    which = int(rng.integers(2)) if data[5] in (2, 5) else 1  # a key is not coded
     start, end = (76, 76 + lengths[0]) if which == 0 else (76 + lengths[0], 76 + sum(lengths))
     section = bytearray(data[start:end])
     what = rng.integers(4)
@@ -369,3 +486,24 @@ def test_agrees_on_damaged_messages(text: str) -> None:
         else:
             assert_says(read(other, NET), payload)
     assert 0 < refused < 60
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["net-chunked-two", "net-chunked-bf16", "net-listed-eight", "net-rotated-two", "net-factored-fp32"],
+)
+def test_agrees_on_damaged_messages_of_version_3(name: str) -> None:
+    rng = np.random.default_rng(1)
+    layout, data = golden_cases.NET, (FOLDER / f"v3-{name}.cfa").read_bytes()
+    refused = 0
+    for _ in range(150):
+        other = damaged(data, rng)
+        try:
+            payload = decode(other, layout=layout)
+        except ValueError:
+            refused += 1
+            with pytest.raises(ValueError):  # noqa: PT011
+                read(other, layout)
+        else:
+            assert_says(read(other, layout), payload)
+    assert 0 < refused < 150

@@ -17,8 +17,9 @@ from cfedavg import Layout, Payload, WireError, decode, encode
 from cfedavg.core.payload import Floats, Levels, Mask
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.coder import to_bytes
+from cfedavg.wire.coordinates import Matrices
 from cfedavg.wire.frame import SIZE, Coding, Header, Kind, Where
-from cfedavg.wire.indices import Matrices, encode_indices
+from cfedavg.wire.indices import encode_indices
 from cfedavg.wire.values import encode_numbers
 from tests.messages import FLAT, MODEL, forged, payload, sealed, sections
 
@@ -82,20 +83,43 @@ def test_not_a_message() -> None:
             read_header(data)
 
 
-@pytest.mark.parametrize("version", [0, 3, 255])
+@pytest.mark.parametrize("version", [0, 4, 255])
 def test_another_version(version: int) -> None:
-    with refused(f"the message is of version {version}, but this program reads only 1 and 2"):
+    with refused(f"the message is of version {version}, but this program reads only 1 to 3"):
         decode(with_bytes(message(), 4, bytes([version])), layout=FLAT)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "most"), [("where", 3, 2), ("kind", 5, 4), ("coding", 2, 1), ("kind", 255, 4)]
+    ("name", "value", "most"),
+    [("where", 3, 2), ("where", 5, 2), ("kind", 5, 4), ("coding", 2, 1), ("kind", 255, 4)],
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_unknown_in_the_header(name: str, value: int, most: int, version: int) -> None:
     data = with_bytes(forged(message(), **{name: value}), 4, bytes([version]))
     with refused(f"the header says {name} = {value}, but version {version} has only 0 to {most}"):
         decode(data, layout=FLAT)
+
+
+@pytest.mark.parametrize(("name", "value", "most"), [("where", 6, 5), ("kind", 6, 5), ("coding", 2, 1)])
+def test_unknown_in_the_header_of_version_3(name: str, value: int, most: int) -> None:
+    data = with_bytes(forged(message(), **{name: value}), 4, b"\3")
+    with refused(f"the header says {name} = {value}, but version 3 has only 0 to {most}"):
+        decode(data, layout=FLAT)
+
+
+@pytest.mark.parametrize(
+    ("selector", "quantiser", "what"),
+    [
+        ("none", "fp32", "PLAIN FP32 values of ALL coordinates"),
+        ("none", "int8(256)", "CODED INT8 values of ALL coordinates"),
+        ("topk(0.9)", "bf16", "CODED BF16 values of LISTED coordinates"),
+        ("rd(0.9)", "qsgd(500)", "CODED INT16 values of DRAWN coordinates"),
+    ],
+)
+def test_version_3_is_for_what_the_others_cannot_say(selector: str, quantiser: str, what: str) -> None:
+    rule = "version 3 is for PER_LEVEL values, or for ROTATED, FACTORED or CHUNKED coordinates"
+    with refused(f"{rule}, not for {what}"):
+        decode(with_bytes(message(selector, quantiser), 4, b"\3"), layout=FLAT)
 
 
 @pytest.mark.parametrize("quantiser", ["fp32", "fp64"])
@@ -454,6 +478,7 @@ HUGE = Layout.flat(2**27)
 RANDOM = np.random.default_rng(0).bytes(1000)
 EVERY = struct.pack("<qQ", 1, 2**53)
 SCALE = struct.pack("<IHf", 0, 1, 1.0)
+MANY, TURNED = struct.pack("<IHf", 1, 127, 1.0), struct.pack("<qI", 1, 2**20)
 COPIED = "the section of copied values must have {1} bytes for k = 134217728, got {0}"
 CODED = "the section of coded values has {} bytes, which does not fit 134217728 values"
 
@@ -470,6 +495,11 @@ CODED = "the section of coded values has {} bytes, which does not fit 134217728 
         (Where.ALL, Kind.INT8, Coding.CODED, (b"", RANDOM, SCALE), CODED.format(1000)),
         (Where.ALL, Kind.FP32, Coding.CODED, (b"", RANDOM, b""), COPIED.format(0, 2**28)),
         (Where.ALL, Kind.FP64, Coding.CODED, (b"", b"", RANDOM), COPIED.format(1000, 6 * 2**27)),
+        (Where.ALL, Kind.PER_LEVEL, Coding.CODED, (b"", RANDOM, SCALE), CODED.format(1000)),
+        (Where.CHUNKED, Kind.BF16, Coding.CODED, (RANDOM, RANDOM, b""), CODED.format(1000)),
+        (Where.ROTATED, Kind.PER_LEVEL, Coding.CODED, (TURNED, RANDOM, SCALE), CODED.format(1000)),
+        (Where.FACTORED, Kind.BF16, Coding.CODED, (bytes(4), RANDOM, b""), CODED.format(1000)),
+        (Where.LISTED, Kind.PER_LEVEL, Coding.CODED, (b"", b"", MANY), COPIED.format(10, 6 + 508 * 2**27)),
     ],
 )  # fmt: skip
 def test_a_bomb_allocates_nothing(

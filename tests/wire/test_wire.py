@@ -22,7 +22,16 @@ from cfedavg.core.keys import draw_coordinates, draw_into
 from cfedavg.core.payload import Floats, Payload
 from cfedavg.models import cnn
 from cfedavg.wire import measure, read_header
-from cfedavg.wire.frame import Coding, entropy_bound, header_rows, section_rows
+from cfedavg.wire.chunks import find_chunk
+from cfedavg.wire.frame import (
+    Coding,
+    Kind,
+    Where,
+    entropy_bound,
+    header_rows,
+    section_rows,
+    tensor_rows,
+)  # fmt: skip
 from tests.core.test_payload import assert_same
 
 FLAT = Layout.flat(2000)
@@ -71,6 +80,64 @@ def sets(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
     draws = np.random.default_rng(draw(st.integers(0, 2**32)))
     kept = np.repeat(draws.random(layout.d // run + 1) < chance, run)[: layout.d]
     return layout, np.flatnonzero(kept)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 3])
+def test_coordinates_that_are_nearly_in_chunks(moved: int) -> None:
+    """Ten in each of 31 chunks, the last of which has 30 coordinates; then some in the chunk before."""
+    layout = Layout(("a", "b"), ((60, 30), (150,)), ("float32",) * 2)
+    indices = np.flatnonzero(np.arange(layout.d) % 64 < 10)
+    indices[-moved or len(indices) :] = np.arange(1900, 1900 + moved)
+    indices = np.sort(indices)
+    assert find_chunk(indices, layout.d) == (None if moved else (6, 10))
+    ones = Floats(np.ones(len(indices), np.float32), "fp32")
+    payload = Payload(layout.d, np.array([0, len(indices)]), indices, ones)
+    message = encode(payload, layout)
+    assert read_header(message).where is (Where.LISTED if moved else Where.CHUNKED)
+    assert_same(decode(message, layout=layout), payload)
+
+
+@pytest.mark.parametrize("d", [127, 128, 129, 191, 192, 4096, 5000])
+def test_chunks_are_found(d: int) -> None:
+    """The shortest chunk of which two fit, whatever the last one holds."""
+    for n in (1, 5, 63):
+        indices = np.flatnonzero(np.arange(d) % 64 < n)
+        assert find_chunk(indices, d) == ((6, n) if d >= 128 else None)
+        assert find_chunk(indices[1:], d) is None
+    assert find_chunk(np.arange(d), d) is None
+    assert find_chunk(np.empty(0, np.int64), d) is None
+
+
+def test_chunks_of_top_k() -> None:
+    """What `topk(chunk=, k=)` sends takes less than a random set of as many in each chunk."""
+    compressor = parse("topk(chunk=128, k=9) >> int2(64)")
+    layout = Layout(("w",), ((128, 64),), ("float32",))
+    spread = np.outer(np.exp(np.sin(np.arange(128))), np.exp(np.cos(np.arange(64))))
+    noise = np.random.default_rng(4).standard_normal(layout.d)
+    payload = compressor.compress((spread.reshape(-1) * noise).astype(np.float32), 1, layout)
+    message = encode(payload, layout)
+    header, rows = read_header(message), dict(header_rows(read_header(message)))
+    assert (header.version, header.where, header.kind) == (3, Where.CHUNKED, Kind.PER_LEVEL)
+    assert 8 * header.index_bytes / header.k < entropy_bound(128, 9)
+    assert rows["coordinates"].endswith("listed, as many in each chunk")
+    assert rows["values"] == "levels of 8 bits, with a scale for each magnitude, coded"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sent"),
+    [
+        ("lowrank(2) >> bf16", "factors of matrices", [128, 10, 154, 50]),
+        ("eden(2)", "of the rotated vector", [540, 10, 1410, 50]),
+    ],
+)
+def test_values_in_another_basis_are_explained(text: str, words: str, sent: list[int]) -> None:
+    payload = next(block(text, NET).clients())
+    message = encode(payload, NET)
+    assert dict(header_rows(read_header(message)))["coordinates"].endswith(words)
+    assert section_rows(message)[1][3] == "the basis"
+    assert [row[0] for row in tensor_rows(payload, NET)] == list(NET.names)
+    counts = [int(row[2].replace(",", "")) for row in tensor_rows(payload, NET)]
+    assert counts == sent
 
 
 @given(sets())
@@ -241,6 +308,20 @@ def test_sets_of_error_feedback_cost_less(run: str, share: float, length: int) -
     assert np.mean([len(message) for message in messages]) <= length
 
 
+def test_chunks_of_a_transformer() -> None:
+    """A client of a small GPT sends 2-bit values in rounds 2, 5 and 10: at most 8.7 bits each."""
+    layout = Layout.from_text((RECORDED / "gpt" / "layout.json").read_text())
+    files = sorted((RECORDED / "gpt").glob("*.cfa"))
+    assert len(files) == 3
+    for file in files:
+        message = file.read_bytes()
+        header, payload = read_header(message), decode(message, layout=layout)
+        assert encode(payload, layout, round=header.round) == message
+        assert (header.where, header.kind) == (Where.CHUNKED, Kind.PER_LEVEL)
+        assert 8 * len(message) / header.k <= 8.7
+        assert 8 * header.index_bytes / header.k < 0.96 * entropy_bound(4096, 64)
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     """The coders run without the interpreter's lock."""
     clients = list(block("topk(0.9) >> bf16", NET).clients()) * 20
@@ -260,13 +341,13 @@ def test_needs_no_torch() -> None:
 
 
 CODE_ALL = """
-from cfedavg.wire import coder, decode, encode, format, indices, sets, values
-from tests.golden_cases import cases, whole_float_cases
+from cfedavg.wire import chunks, coder, coordinates, decode, encode, format, indices, levels, sets, values
+from tests.golden_cases import cases, version_3_cases, whole_float_cases
 
-for _, layout, payload in (*cases(), *whole_float_cases()):
+for _, layout, payload in (*cases(), *whole_float_cases(), *version_3_cases()):
     for code_floats in (False, True):
         decode(encode(payload, layout, code_floats=code_floats), layout=layout)
-for module in (coder, format, indices, sets, values):
+for module in (chunks, coder, coordinates, format, indices, levels, sets, values):
     for name, each in vars(module).items():
         assert not getattr(getattr(each, "stats", None), "cache_misses", {}), f"{name} was compiled anew"
 """

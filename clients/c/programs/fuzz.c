@@ -12,7 +12,7 @@
 #include "../bytes.h"
 #include "../cfedavg.h"
 
-#define MOST_FILES 100
+#define MOST_FILES 200
 #define MOST_BYTES 65536
 #define ROOM 4096 /* bytes that a mutant may have more than its golden message */
 
@@ -120,6 +120,13 @@ static void encode_again(const cfedavg_payload *payload, const cfedavg_header *h
     }
     cfedavg_free_payload(&other);
     free(again);
+    if (payload->where == CFEDAVG_ROTATED || payload->where == CFEDAVG_FACTORED) {
+        error = cfedavg_expand(golden->layout, payload, &other);
+        if (error || other.k != payload->d) {
+            fail(cfedavg_explain(error), "expand what was decoded");
+        }
+        cfedavg_free_payload(&other);
+    }
 }
 
 static void check_golden(Fuzzer *fuzzer)

@@ -20,8 +20,8 @@ from rich.progress import (
 from cfedavg.callbacks.callback import Callback, Start
 from cfedavg.callbacks.notebook import NotebookLines, in_notebook
 from cfedavg.core.run_files import Record
-from cfedavg.core.totals import Totals
-from cfedavg.core.units import format_bytes
+from cfedavg.core.totals import Totals, find_metric
+from cfedavg.core.units import format_bytes, is_share, spell_out
 
 PLAIN_EVERY = 2.0  # seconds between plain lines
 TITLE = 36  # characters of a run's title, so that a line fits into 80 columns
@@ -46,7 +46,7 @@ def make_progress(console: Console) -> Progress | NotebookLines | None:
 
 
 class Display(Callback):
-    """A callback that shows accuracy, bytes, SNR, the ratio of residual to update, and the time left.
+    """A callback that shows the metric, bytes, SNR, the ratio of residual to update, and the time left.
 
     Inside `with`, the run has a line in `board`; without a board, it has the only line of a board of its own.
     """
@@ -54,7 +54,7 @@ class Display(Callback):
     def __init__(self, console: Console, rounds: int, title: str, board: Board | None = None) -> None:
         self.rounds, self.title = rounds, title
         self.board = board or Board(console)
-        self._totals, self._metric = Totals(), ""
+        self._totals, self._metric, self._tested = Totals(), "", False
 
     def __enter__(self) -> Self:
         self._bar = self.board.add(self.title, self.rounds)
@@ -78,8 +78,9 @@ class Display(Callback):
 
     def on_row(self, row: Record) -> bool | None:
         self._totals.add(row)
-        if "test_accuracy" in row:  # not in every row: the last known accuracy stays visible
-            self._metric = f"accuracy {row['test_accuracy']:.2%}"
+        name = find_metric(row)
+        if name and (name.startswith("test_") or not self._tested):  # not in every row: the last one stays
+            self._metric, self._tested = _format_metric(name, row[name]), name.startswith("test_")
         done = row["round"] + 1
         room = self.board.room(self.title, self.rounds)
         line = self._metric if self.board.several else self._describe(row, room)
@@ -96,7 +97,7 @@ class Display(Callback):
 
     def _name(self) -> str:
         """Return the beginning of a line: the run's title, if several runs share the board."""
-        return f"{self.title}: " if self.board.several else ""
+        return f"{_shorten(self.title)}: " if self.board.several else ""
 
     def _describe(self, row: Record, room: int) -> str:
         """Return the state of the run in at most `room` characters; the most important comes first."""
@@ -112,6 +113,17 @@ class Display(Callback):
             if text and len(line) + len(gap) + len(text) <= room:
                 line += gap + text
         return line
+
+
+def _shorten(title: str) -> str:
+    """Return the title of a run, or its end if it is long."""
+    return title if len(title) <= TITLE else f"…{title[1 - TITLE :]}"
+
+
+def _format_metric(name: str, value: float) -> str:
+    """Return a metric for a line, such as `accuracy 97.53%`."""
+    text = f"{value:.2%}" if is_share(name) else f"{value:.3g}"
+    return f"{spell_out(name.removeprefix('test_'))} {text}"
 
 
 class Board:
@@ -158,14 +170,13 @@ class Board:
         return self.console.width - shown - 4 - 1  # four gaps, and a column that some terminals need
 
     def add(self, title: str, rounds: int) -> TaskID:
-        """Add a line for a run, and return its number; of a long title, show the end."""
+        """Add a line for a run, and return its number."""
         self.shown += 1
         self.several |= self.shown > 1
         if not self._progress:
             return TaskID(0)
         self._show_held()
-        short = title if len(title) <= TITLE else f"…{title[1 - TITLE :]}"
-        return self._progress.add_task(short, total=rounds, line="")
+        return self._progress.add_task(_shorten(title), total=rounds, line="")
 
     def remove(self, bar: TaskID) -> None:
         """Remove a run's line; the last line stays on the screen."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cfedavg.callbacks.callback import Callback, Start
-from cfedavg.core.errors import InputError
+from cfedavg.core.errors import InputError, show
 from cfedavg.core.files import read_input, write_atomic
 from cfedavg.core.run_files import Record
 from cfedavg.core.totals import Totals, numbers_of
@@ -44,6 +44,8 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: str | Path | None = None) -> None:
         super().__init__()
+        if not isinstance(folder, str | Path | None):
+            raise InputError(f"TensorBoard: `folder` must be the path of a folder, got {show(folder)}")
         self._folder, self._writer = folder, import_extra("tensorboard", "torch.utils.tensorboard")
 
     def on_begin(self, start: Start) -> None:
@@ -69,15 +71,15 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """Logs a run to Weights & Biases; the arguments are those of `wandb.init`.
+    """Logs a run to Weights & Biases, in this project; other arguments are those of `wandb.init`.
 
     The id of the W&B run lies in the run's folder, so that a resumed run continues it. Set the environment
     variable WANDB_MODE=offline to log without a network.
     """
 
-    def __init__(self, **init: Any) -> None:
+    def __init__(self, project: str = "cfedavg", **init: Any) -> None:
         super().__init__()
-        self._init, self._wandb = {"project": "cfedavg", **init}, import_extra("wandb", "wandb")
+        self._init, self._wandb = {"project": project, **init}, import_extra("wandb", "wandb")
 
     def on_begin(self, start: Start) -> None:
         super().on_begin(start)
@@ -89,9 +91,12 @@ class Wandb(Tracker):
                 how |= {"id": read_input(kept).decode(), "resume": "allow"}
         try:
             self.logged = self._wandb.init(**how | self._init)
+        except TypeError as error:  # an argument that wandb.init does not have
+            raise InputError(f"`callbacks`: Wandb has a wrong argument: {error}") from None
         except self._wandb.Error as error:
+            why = str(error).rstrip(".")
             raise InputError(
-                f"Weights & Biases cannot start: {error}; set WANDB_MODE=offline to log without it"
+                f"Weights & Biases cannot start: {why}; set WANDB_MODE=offline to log without it"
             ) from None
         if start.folder:
             write_atomic(kept, self.logged.id.encode())

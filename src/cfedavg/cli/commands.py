@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cfedavg.cli.console import fail, first_rank_only
+from cfedavg.cli.console import fail, first_rank_only, list_options
 from cfedavg.cli.inspect import data, inspect_message, parts
 from cfedavg.cli.sweep import sweep
 from cfedavg.cli.training import federation, report, run
@@ -49,15 +49,38 @@ app.add_typer(federation, name="federate")
 
 
 def _describe(error: Any) -> str:
-    """Return the sentence of click's error; if an option of another name was meant, say which."""
-    name, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
-    if type(error).__name__ == "NoSuchOption" and context:
-        known = [str(parameter.name) for parameter in context.command.params]
-        plain = name.lstrip("-").replace("-", "_")
-        if found := find_name(RETIRED.get(plain, name), known):
-            return f"no such option: {name}; write `{found}`"
-    message = str(error.format_message())
-    return f"{message} Write cfedavg --version." if "'version'" in message else message
+    """Return the sentence of click's error, and what to write instead."""
+    message, context = str(error.format_message()), getattr(error, "ctx", None)
+    if not context:
+        return message
+    if type(error).__name__ == "NoSuchOption":
+        return f"no such option: {error.option_name}; {_advise_option(error.option_name, context)}"
+    if message.startswith("No such command"):
+        name = message.split("'")[1]
+        hint = "cfedavg --version" if name == "version" else "one of " + ", ".join(context.command.commands)
+        return f"no such command: {name}; write {hint}"
+    if message.startswith("Got unexpected extra argument"):
+        words = message.partition("(")[2].rstrip(")")
+        return f"unexpected argument: {words}; `{_typed(context)} --help` lists the options"
+    return message
+
+
+def _typed(context: Any) -> str:
+    """Return the command of a context as a user types it, such as `cfedavg federate up`."""
+    return f"{_typed(context.parent)} {context.info_name}" if context.parent else "cfedavg"
+
+
+def _advise_option(name: str, context: Any) -> str:
+    """Return what to write instead of the unknown option `name` of a command."""
+    known = [str(parameter.name) for parameter in context.command.params]
+    plain = name.lstrip("-").replace("-", "_")
+    if plain in list_options() and not find_name(plain, known, near=False):
+        return f"`{_typed(context)}` does not have this option of another command"
+    if name[1:2] != "-":
+        return "options begin with two dashes, as in --rounds 5"
+    if found := find_name(RETIRED.get(plain, name), known):
+        return f"write `{found}`"
+    return f"`{_typed(context)} --help` lists the options"
 
 
 def run_command() -> int:

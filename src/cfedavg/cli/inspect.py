@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -38,7 +39,7 @@ def data(
     """Load a data set, divide it among clients, and plot how many samples (of each class) a client has."""
     from cfedavg.data.columns import Columns
     from cfedavg.data.loading import load_any
-    from cfedavg.data.tasks import check_clients_given, deal
+    from cfedavg.data.tasks import check_given, deal
     from cfedavg.report import plot_partition, plot_sizes
 
     config = Config().replace(**given)
@@ -46,7 +47,7 @@ def data(
     if picture.suffix != ".png":
         raise InputError(f"`out` must be a folder or end in .png, got {out}")
     loaded, owners = load_any(config.dataset, config.data_dir, Columns.of(config))
-    check_clients_given(config, owners)
+    check_given(config, loaded, owners)
     partition = deal(config, loaded, owners)
     sizes, tests = ([len(rows) for rows in part] for part in (partition.train, partition.test))
     classes, title = getattr(loaded, "classes", 0), f"{loaded.name}: who has what"
@@ -190,12 +191,12 @@ def parts(
 def _compressors(d: int) -> Table:
     """Return a table of compressors: the guaranteed SNR (gamma), and the size of a message.
 
-    The size is measured on Gaussian noise of at most 2^20 numbers and scaled to `d` numbers.
+    The size is measured on Gaussian noise of at most 2^20 numbers and scaled to the values of a model of `d`
+    numbers, most of which are one square matrix. It is that of a late round, after any warm-up.
     """
     import torch
 
     from cfedavg.compress import EXAMPLES, parse
-    from cfedavg.core.layout import Layout
     from cfedavg.core.units import format_bytes
     from cfedavg.wire import measure
 
@@ -203,15 +204,27 @@ def _compressors(d: int) -> Table:
         f"{flag('compressor')} (up) and {flag('compressor_down')}: selector >> quantiser, for d = {d:,}; "
         "E|C(p) - p|² <= |p|²/gamma"
     )
-    table = _new_table(title, "what it does", "gamma", "bytes of a message, up or down (estimate)")
+    table = _new_table(title, "what it does", "gamma", "message (estimate)")
     p = torch.randn(min(d, 2**20), generator=torch.Generator().manual_seed(0))
+    small, layout = _nearly_square(len(p)), _nearly_square(d)
     for text in EXAMPLES:
         compressor = parse(text)
-        words = "a composition" if ">>" in text else _first_line(compressor.stages[-1])
-        (size,) = measure(compressor.compress(p, 0).numpy(), Layout.flat(len(p)))
-        gamma = f"{compressor.gamma(Layout.flat(d)):.6g}"
-        table.add_row(text, words, gamma, format_bytes(size * d / len(p)))
+        words = "a composition" if ">>" in text else compressor.stages[-1].summary
+        (size,) = measure(compressor.compress(p, 0, small, t=2**31).numpy(), small)
+        growth = compressor.selector.most(layout) / compressor.selector.most(small)
+        words_of_size = (
+            "as the bound needs" if compressor.selector.needs_update else format_bytes(size * growth)
+        )
+        table.add_row(text, words, f"{compressor.gamma(layout):.6g}", words_of_size)
     return table
+
+
+def _nearly_square(d: int) -> Layout:
+    """Return the layout of a model of d numbers: a square matrix and a vector."""
+    from cfedavg.core.layout import Layout
+
+    side = math.isqrt(d)
+    return Layout(("matrix", "vector"), ((side, side), (d - side**2,)), ("float32", "float32"))
 
 
 def _feedbacks(d: int) -> Table:
@@ -229,16 +242,18 @@ def _feedbacks(d: int) -> Table:
 def _local_optimisers(d: int) -> Table:
     import torch
 
-    from cfedavg.optimise.local import LOCAL_OPTIMISERS, parse_local_optimiser
+    from cfedavg.optimise.local import LOCAL_OPTIMISERS, LONGEST, parse_local_optimiser
 
-    title = f"{flag('local_optimiser')}: any clip or prox >> one optimiser; its rate is {flag('eta_local')}"
-    table, parameter = _new_table(title, "what it does", "remembers for a round"), torch.zeros(2)
+    rate = f"its rate is {flag('eta_local')}"
+    title = f"{flag('local_optimiser')}: any clip, prox or scaffold >> one optimiser; {rate}"
+    table, parameter = _new_table(title, "what it does", "remembers for a round", "for good"), torch.zeros(2)
     for text in LOCAL_OPTIMISERS.examples():
         optimiser = parse_local_optimiser(text)
         state = optimiser.init([parameter]).values()
         models = sum(each[0].shape == parameter.shape for each in state) + optimiser.needs_start
-        words = _first_line(LOCAL_OPTIMISERS.entries[text.split("(")[0]])
-        table.add_row(text, words, _count(models, "model", " a client"))
+        first = LOCAL_OPTIMISERS.parse_chain(text, longest=LONGEST)[0]
+        lasting = "c_i of each client, c of the server" if optimiser.needs_correction else "nothing"
+        table.add_row(text, _first_line(first), _count(models, "model", " a client"), lasting)
     return table
 
 
@@ -270,7 +285,7 @@ def _count(n: int, noun: str, whose: str = "") -> str:
 
 def _new_table(title: str, *columns: str) -> Table:
     """Return an empty table; its first column `write` is for the text that names a part."""
-    return Table(Column("write", no_wrap=True), *columns, title=title)
+    return Table(Column("write", max_width=24), *columns, title=title, box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _first_line(thing: Any) -> str:

@@ -91,8 +91,9 @@ def sweep(
     made = _grid(grid, vary or [], config, given, trust)
     chosen = Sweep([made], out or Path(), tuple(range(seeds)) if seeds else None, only or ("*",), console.say)
     if draw:
-        idle = {"resume": resume, "minutes": minutes < math.inf, "rounds": "rounds" in given}
-        _draw(chosen, idle | {"together": together > 0}, out, formats or ("png",))
+        idle = {"resume": resume, "minutes": minutes < math.inf, "together": together > 0}
+        cuts = grid is not None and "rounds" in given  # without a file, --rounds belongs to the settings
+        _draw(chosen, idle | {"rounds": cuts}, out, formats or ("png",))
         return
     show = _track(Board(console.OptionConsole()), track or [])
     chosen = dataclasses.replace(chosen, out=console.choose_folder(out, resume, "sweep-%Y%m%d-%H%M%S"))

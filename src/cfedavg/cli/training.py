@@ -120,14 +120,14 @@ def report(
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("runs/report"),
     formats: Formats = None,
     over: Annotated[
-        str, typer.Option(help="x axis of losses and norms: rounds, total_bytes or simulated_seconds")
+        str, typer.Option(help="x axis of losses and norms: rounds, total_bytes or time")
     ] = "rounds",
     width: Annotated[
         float | None,
         typer.Option(help="width of PDF and SVG figures, in inches", show_default="3.4, a column of a paper"),
     ] = None,
 ) -> None:
-    """Compare runs in pictures and a page: accuracy (by rounds, bytes and simulated time), loss, norms."""
+    """Compare runs in pictures and a page: accuracy (by rounds, bytes and time), loss, norms."""
     from cfedavg.report import write_report
 
     made = write_report(runs, out, formats=formats or ("png",), over=over, width=width)
@@ -139,7 +139,7 @@ def _narrow(lines: list[list[str]]) -> Table:
     """Return a report's table for a terminal: fewer columns than on the page, so that labels have room."""
     left_out = {"rounds", "best", "seeds"}
     if any(name.startswith("time to ") for name in lines[0]):
-        left_out |= {"simulated time", "first downloads"}
+        left_out |= {"time", "first downloads"}
     shown = [i for i, name in enumerate(lines[0]) if name not in left_out]
     header, *rows = ([line[i] for i in shown] for line in lines)
     table = Table(Column(header[0], overflow="fold"), box=SIMPLE_HEAD, pad_edge=False)

@@ -6,41 +6,37 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from cfedavg.compress.compressor import (
-    FLOATS,
-    Compressor,
-    Quantiser,
-    Selection,
-    Selector,
-    Stage,
-    client_of_value,
-    decompress,
-    minus,
-    plus,
-    values_of,
-)
-from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Sign
-from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Threshold, TopK
+from cfedavg.compress.blocks import client_of_value
+from cfedavg.compress.compressor import FLOATS, Compressor, Quantiser, Selection, Selector, Stage
+from cfedavg.compress.dense import decompress, minus, plus, rows_of, sent_values, values_of
+from cfedavg.compress.eden import Eden
+from cfedavg.compress.lowrank import LowRank
+from cfedavg.compress.quantisers import BF16, FP32, QSGD, IntBlocks, Sign, TwoLevels
+from cfedavg.compress.selectors import Everything, Proportional, RandomDropping, Threshold
+from cfedavg.compress.topk import TopK
 from cfedavg.core.errors import InputError
 from cfedavg.core.parts import Registry
 
 __all__ = [
-    "BF16", "EXAMPLES", "FLOATS", "FP32", "QSGD", "QUANTISERS", "SELECTORS", "Compressor", "Everything",
-    "IntBlocks", "Proportional", "Quantiser", "RandomDropping", "Selection", "Selector", "Sign", "Stage",
-    "Threshold", "TopK", "client_of_value", "decompress", "minus", "parse", "plus", "values_of",
+    "BF16", "EXAMPLES", "FLOATS", "FP32", "QSGD", "QUANTISERS", "SELECTORS", "Compressor", "Eden",
+    "Everything", "IntBlocks", "LowRank", "Proportional", "Quantiser", "RandomDropping", "Selection",
+    "Selector", "Sign", "Stage", "Threshold", "TopK", "TwoLevels", "client_of_value", "decompress", "minus",
+    "parse", "plus", "rows_of", "sent_values", "values_of",
 ]  # fmt: skip
 
-SELECTORS: dict[str, Any] = {c.name: c for c in (Everything, TopK, RandomDropping, Threshold, Proportional)}
-QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, Sign, QSGD)}
-QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(2, 9)}
+_SELECTORS = (Everything, TopK, RandomDropping, Threshold, Proportional, LowRank, Eden)
+SELECTORS: dict[str, Any] = {c.name: c for c in _SELECTORS}
+QUANTISERS: dict[str, Any] = {c.name: c for c in (FP32, BF16, TwoLevels, Sign, QSGD)}
+QUANTISERS |= {f"int{bits}": partial(IntBlocks, bits) for bits in range(3, 9)}
 
 # At least one example of each compressor, for `cfedavg parts` and the docs.
 EXAMPLES = (
     "none", "topk(0.99)", "topk(snr=1.05)", "topk(0.99, per_tensor=true)",
-    "topk(0.97, least=10000)", "rd(0.9)", "threshold(0.9)",
-    "proportional(0.99)", "fp32", "bf16", "int8(256)", "int4(64)", "sign", "qsgd(16)",
+    "topk(0.97, least=10000)", "topk(0.99, warmup=10)", "topk(chunk=4096, k=64)", "topk(hold=5)", "rd(0.9)",
+    "threshold(0.9)", "proportional(0.99)", "lowrank(2)", "eden(1)", "eden(1, unbiased=false)",
+    "fp32", "bf16", "int8(256)", "int4(64)", "int2(256)", "sign", "qsgd(16)",
     "topk(0.99) >> bf16", "topk(0.99) >> int8(256)", "topk(0.99) >> sign", "topk(0.99) >> qsgd(16)",
-    "topk(0.97, least=10000) >> int3(256)",
+    "topk(0.97, least=10000) >> int3(256)", "topk(chunk=4096, k=64) >> int2(256)", "lowrank(2) >> bf16",
 )  # fmt: skip
 
 
@@ -62,10 +58,19 @@ def parse(
         stages.insert(0, Everything())
     match stages:
         case [Selector() as selector]:
-            return Compressor(selector)
+            made = Compressor(selector)
         case [Selector() as selector, Quantiser() as quantiser]:
-            return Compressor(selector, quantiser)
-    raise InputError(
-        f"`{field}`: {text!r} must be a selector, a quantiser, or selector >> quantiser, as in "
-        "topk(0.99) >> bf16"
-    )
+            try:
+                made = Compressor(selector, quantiser)
+            except InputError as error:
+                raise InputError(f"`{field}`: {error}") from None
+        case _:
+            raise InputError(
+                f"`{field}`: {text!r} must be a selector, a quantiser, or selector >> quantiser, as in "
+                "topk(0.99) >> bf16"
+            )
+    if field == "compressor_down" and made.selector.needs_update:
+        raise InputError(
+            f"`{field}`: {made.selector} bounds what is left by a client's update, and a broadcast has none"
+        )
+    return made

@@ -3,10 +3,12 @@
     TopK(0.99) >> BF16()          parse("topk(0.99) >> bf16")
 
 Definition 1 of the paper: a compressor C has the SNR gamma >= 1 if E|C(p) - p|^2 <= |p|^2 / gamma for
-all p. Every selector here is a projection: it keeps a value as it is, or drops the value. So the dropped
-values are orthogonal to the error of the quantiser, and the SNRs of selector and quantiser compose:
+all p. A selector of coordinates is a projection: it keeps a value as it is, or drops the value. So the
+dropped values are orthogonal to the error of the quantiser, and the SNRs of selector and quantiser compose:
 
     1/gamma = 1/gamma_s + 1/gamma_q - 1/(gamma_s * gamma_q).
+
+`lowrank` and `eden` send coordinates in another basis. They allow only quantisers for which this holds too.
 
 Selector and quantiser work on a block of n clients at once: p has shape (n, d), a vector of length d for each
 client, as a NumPy array or a torch tensor. Sums are in float64 and in a fixed order. So the result is the
@@ -17,29 +19,46 @@ docs/compressors.md shows how to write your own selector or quantiser.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
+from cfedavg.compress.blocks import offsets_of
 from cfedavg.core import arrays
 from cfedavg.core import keys as keyed
-from cfedavg.core.arrays import Array, arange, cast, dtype_of, module_of, place, zeros
+from cfedavg.core.arrays import Array, dtype_of, module_of, place
+from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.errors import InputError, NotFinite
 from cfedavg.core.keys import Purpose
 from cfedavg.core.layout import Layout
-from cfedavg.core.parts import Part, Written
+from cfedavg.core.parts import Part, Written, describe
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
 
 FLOATS = {"float32": "fp32", "float64": "fp64"}  # the dtype of an array, as a payload names it
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class Stage(Part):
     """The base class of selectors and quantisers, the two stages of a compressor."""
 
     chosen_by: ClassVar[tuple[str, ...]] = ("compressor", "compressor_down")
+    rounds_values: ClassVar[bool] = False  # whether the stage changes float32 values that it keeps
+
+    @property
+    def summary(self) -> str:
+        """What the stage does, in a sentence."""
+        return (self.__doc__ or "").strip().split("\n")[0]
+
+    def __rrshift__(self, before: object) -> NoReturn:  # of a text or a class
+        raise _order_error(before, self)
+
+
+def _order_error(first: object, second: object) -> InputError:
+    """Return the error that `first >> second` is no compressor."""
+    return InputError(
+        "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
+        f"{describe(first)} >> {describe(second)}"
+    )
 
 
 class Selection(NamedTuple):
@@ -47,12 +66,20 @@ class Selection(NamedTuple):
 
     offsets: Array
     indices: Array | None
-    values: Array
+    values: Array | Levels  # Levels if the selector quantises too; no quantiser may then follow
     mask: Mask | None = None
+    basis: Rotation | Factors | None = None
 
 
 class Selector(Stage):
     """The base class of selectors, which choose coordinates. A subclass must define `keep` and `gamma`."""
+
+    quantisers: ClassVar[tuple[str, ...] | None] = None  # names of those that may follow; None: all
+
+    @property
+    def needs_update(self) -> bool:
+        """Whether the choice depends on the size of the update, as in topk(hold=5)."""
+        return False
 
     def keep(self, p: Array, keys: Array, layout: Layout, t: int) -> Array:
         """Return booleans of the shape of p, true at the coordinates that are kept in round t.
@@ -67,14 +94,20 @@ class Selector(Stage):
         raise NotImplementedError
 
     def most(self, layout: Layout) -> int:
-        """Return the largest number of coordinates that one client can keep."""
+        """Return the largest number of values that one client can send."""
         return layout.d
 
-    def select(self, p: Array, keys: Array, layout: Layout, t: int) -> Selection:
-        """Return the coordinates and values of p that `keep` chooses; raise NotFinite if p has NaN or Inf."""
+    def denser(self, times: float) -> Selector:
+        """Return the selector that sends `times` as many values, at most all; self if it cannot."""
+        return self
+
+    def select(self, p: Array, keys: Array, layout: Layout, t: int, g2: Array | None = None) -> Selection:
+        """Return the coordinates and values of p that `keep` chooses; raise NotFinite if p has NaN or Inf.
+
+        `g2` holds the squared norms of the updates; it is given only if `needs_update`.
+        """
         check_finite(p)
-        keep = self.keep(p, keys, layout, t)
-        return Selection(offsets_of(keep.sum(-1)), arrays.columns(keep), p[keep])
+        return select_where(p, self.keep(p, keys, layout, t))
 
     def __rshift__(self, quantiser: Quantiser) -> Compressor:
         return Compressor(self, quantiser)
@@ -83,7 +116,7 @@ class Selector(Stage):
 class Quantiser(Stage):
     """The base class of quantisers, which encode values. A subclass must define `quantise` and `gamma`."""
 
-    rounds_values: ClassVar[bool] = True  # whether quantising changes float32 values
+    rounds_values: ClassVar[bool] = True
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         """Return the values of a block of clients, encoded.
@@ -97,9 +130,7 @@ class Quantiser(Stage):
         raise NotImplementedError
 
     def __rshift__(self, following: object) -> NoReturn:
-        raise InputError(
-            f"a selector must stand before a quantiser, as in TopK(0.99) >> BF16(), got {self} >> {following}"
-        )
+        raise _order_error(self, following)
 
 
 @dataclass(frozen=True)
@@ -113,9 +144,12 @@ class Compressor(Written):
     def __post_init__(self) -> None:
         is_quantiser = self.quantiser is None or isinstance(self.quantiser, Quantiser)
         if not (isinstance(self.selector, Selector) and is_quantiser):
+            raise _order_error(self.selector, self.quantiser)
+        allowed = self.selector.quantisers
+        if self.quantiser is not None and allowed is not None and self.quantiser.name not in allowed:
             raise InputError(
-                "a compressor must be selector >> quantiser, as in TopK(0.99) >> BF16(), got "
-                f"{self.selector} >> {self.quantiser}"
+                f"{self.selector} must be followed by {' or '.join(allowed) or 'no quantiser'}, "
+                f"got {self.selector} >> {self.quantiser}"
             )
 
     def __str__(self) -> str:
@@ -124,11 +158,14 @@ class Compressor(Written):
     def to_text(self, field: str) -> str:
         return " >> ".join(stage.to_text(field) for stage in self.stages)
 
-    def compress(self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0) -> Payload:
+    def compress(
+        self, p: Array, key: int | Array, layout: Layout | None = None, t: int = 0, g2: Array | None = None
+    ) -> Payload:
         """Return C(p), the payload of p in round t.
 
         p has shape (d,) for one client with one key, or (n, d) for a block of n clients with n keys. Random
-        draws depend on the key. Without a layout, a vector counts as one tensor.
+        draws depend on the key. Without a layout, a vector counts as one tensor. `g2` holds the squared norms
+        of the clients' updates, which `topk(hold=5)` needs; without it, p counts as the update.
         """
         block = p[None] if p.ndim == 1 else p
         keys = np.array([keyed.signed(key)]) if isinstance(key, int) else key.reshape(-1)
@@ -138,17 +175,20 @@ class Compressor(Written):
             )
         keys = place(keys, p) if isinstance(keys, np.ndarray) else keys.to(p.device)
         layout = layout or Layout.flat(block.shape[1])
-        offsets, indices, kept, mask = self.selector.select(
-            block, keyed.derive(keys, Purpose.SELECT), layout, t
-        )
-        values: Floats | Levels
+        given = {"g2": g2} if self.selector.needs_update else {}
+        found = self.selector.select(block, keyed.derive(keys, Purpose.SELECT), layout, t, **given)
+        values = self._encode(found, keyed.derive(keys, Purpose.ROUND))
+        return Payload(block.shape[1], found.offsets, found.indices, values, found.mask, found.basis)
+
+    def _encode(self, found: Selection, keys: Array) -> Floats | Levels:
+        """Return the values that the selector found, as a payload holds them."""
+        if isinstance(found.values, Levels):
+            return found.values
         if self.quantiser is not None:
-            values = self.quantiser.quantise(kept, offsets, keyed.derive(keys, Purpose.ROUND))
-        elif dtype_of(p) in FLOATS:
-            values = Floats(kept, FLOATS[dtype_of(p)])
-        else:
-            raise InputError(f"`p` of dtype {p.dtype} needs a quantiser, as in {self} >> bf16")
-        return Payload(block.shape[1], offsets, indices, values, mask)
+            return self.quantiser.quantise(found.values, found.offsets, keys)
+        if (dtype := dtype_of(found.values)) not in FLOATS:
+            raise InputError(f"`p` of dtype {found.values.dtype} needs a quantiser, as in {self} >> bf16")
+        return Floats(found.values, FLOATS[dtype])
 
     def gamma(self, layout: Layout) -> float:
         """Return the SNR that selector and quantiser together guarantee, if no value underflows."""
@@ -158,10 +198,21 @@ class Compressor(Written):
             lost = lost + rounding - lost * rounding
         return 1 / lost if lost else math.inf
 
+    def denser(self, times: float) -> Compressor:
+        """Return the compressor that sends `times` as many coordinates, at most all of them.
+
+        It is equal to this one if its selector cannot send more.
+
+        >>> from cfedavg.compress import parse
+        >>> str(parse("topk(0.99) >> bf16").denser(4)), str(parse("sign").denser(4))
+        ('topk(0.96) >> bf16', 'none >> sign')
+        """
+        return self if times == 1 else replace(self, selector=self.selector.denser(times))
+
     @property
     def rounds_values(self) -> bool:
-        """Whether there is a quantiser that changes float32 values by rounding them."""
-        return self.quantiser is not None and self.quantiser.rounds_values
+        """Whether a stage changes float32 values by rounding them."""
+        return any(stage.rounds_values for stage in self.stages)
 
     @property
     def stages(self) -> list[Stage]:
@@ -169,45 +220,9 @@ class Compressor(Written):
         return [self.selector] if self.quantiser is None else [self.selector, self.quantiser]
 
 
-def values_of(payload: Payload) -> Array:
-    """Return a payload's values in floating point, as the receiver decodes them."""
-    values = payload.values
-    if isinstance(values, Floats):
-        return arrays.from_bf16(values.data) if values.dtype == "bf16" else values.data
-    scales = Blocks(payload.offsets, values.block).spread(values.scales)
-    with np.errstate(over="ignore"):  # the largest float32 number is closer than Inf
-        return (cast(values.levels, "float32") * scales).clip(-LARGEST, LARGEST)
-
-
-def decompress(payload: Payload) -> Array:
-    """Return a payload of n clients as dense vectors of shape (n, d), with 0 for what was not sent.
-
-    >>> from cfedavg.compress import parse
-    >>> decompress(parse("topk(0.5)").compress(np.array([1.0, -2.0]), key=0)).tolist()
-    [[0.0, -2.0]]
-    """
-    values = values_of(payload)
-    if payload.indices is None:
-        return values.reshape(len(payload), payload.d)
-    dense = zeros((len(payload), payload.d), values)
-    dense[client_of_value(payload.offsets), payload.indices] = values
-    return dense
-
-
-def plus(p: Array, payload: Payload, sign: int = 1) -> Array:
-    """Return p + sign * payload, where p is one client's vector or a block with a row for each client."""
-    values = sign * arrays.cast_like(values_of(payload), p)
-    if payload.indices is None:
-        return p + values.reshape(p.shape)
-    total = arrays.copy(p)
-    at = payload.indices if p.ndim == 1 else payload.indices + payload.d * client_of_value(payload.offsets)
-    total.reshape(-1)[at] += values
-    return total
-
-
-def minus(p: Array, payload: Payload) -> Array:
-    """Return p - payload, where p is one client's vector or a block with a row for each client."""
-    return plus(p, payload, -1)
+def select_where(p: Array, keep: Array) -> Selection:
+    """Return the selection of the coordinates at which the booleans `keep` are true."""
+    return Selection(offsets_of(keep.sum(-1)), arrays.columns(keep), p[keep])
 
 
 def check_finite(p: Array) -> None:
@@ -216,67 +231,3 @@ def check_finite(p: Array) -> None:
     if math.prod(p.shape) and not all(map(math.isfinite, arrays.extremes(p))):
         rows = module_of(p).isfinite(p).all(-1).tolist()
         raise NotFinite([row for row, finite in enumerate(rows) if not finite])
-
-
-def offsets_of(counts: Array) -> Array:
-    """Return the offset of each client's first value, then the total; `counts` are the values per client."""
-    return module_of(counts).concatenate([zeros(1, counts), counts.cumsum(0)])
-
-
-def client_of_value(offsets: Array) -> Array:
-    """Return for each value the row of its client, given the offset of each client's first value."""
-    return arrays.repeat(offsets[1:] - offsets[:-1])
-
-
-class Blocks:
-    """Blocks: up to `block` consecutive values of a client, which share a scale.
-
-    The values of all clients lie in one 1-D array, client after client. If `block` is 0, each client has one
-    block. If all clients have equally many values, as without a selector, the array is reshaped to a matrix;
-    otherwise the place of each value is computed.
-    """
-
-    def __init__(self, offsets: Array, block: int) -> None:
-        self.offsets, self.counts = offsets, offsets[1:] - offsets[:-1]
-        least, most = (int(self.counts.min()), int(self.counts.max())) if len(self.counts) else (0, 1)
-        most = max(1, most)
-        self.width = min(block or most, most)
-        self.per_client = (self.counts + self.width - 1) // self.width
-        self.total = int(self.per_client.sum())
-        self.each = most if least == most else None  # the values of each client, if all have equally many
-
-    def pack(self, values: Array) -> Array:
-        """Return the values as a matrix with a row for each block; zeros fill up a short block."""
-        if self.each is not None:
-            rows = values.reshape(-1, self.each)
-            if missing := -self.each % self.width:
-                rows = module_of(rows).concatenate([rows, zeros((len(rows), missing), rows)], -1)
-            return rows.reshape(self.total, self.width)
-        matrix, (_, position, block) = zeros((self.total, self.width), values), self._places
-        matrix[block, position % self.width] = values
-        return matrix
-
-    def spread(self, of_block: Array) -> Array:
-        """Return a 1-D array with an entry for each value: the entry of `of_block` for the value's block."""
-        if self.each is not None:
-            rows = of_block.reshape(len(self.counts), -1, 1)
-            shape = (*rows.shape[:2], self.width)
-            spread = module_of(rows).broadcast_to(rows, shape).reshape(len(rows), -1)
-            return spread[:, : self.each].reshape(-1)
-        return of_block[self._places[2]]
-
-    def draws(self, keys: Array) -> Array:
-        """Return a pseudo-random number in [0, 1) for each value, drawn from the key of its client."""
-        if self.each is not None:
-            drawn = keyed.bits53(keys[:, None], arange(self.each, keys)).reshape(-1)
-        else:
-            client, position, _ = self._places
-            drawn = keyed.bits53(keys[client], position)
-        return cast(drawn, "float64") / 2.0**53
-
-    @cached_property
-    def _places(self) -> tuple[Array, Array, Array]:
-        """For each value: its client, its position among the client's values, and its block (3 arrays)."""
-        client = client_of_value(self.offsets)
-        position = arange(len(client), client) - self.offsets[client]
-        return client, position, offsets_of(self.per_client)[client] + position // self.width

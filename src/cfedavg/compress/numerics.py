@@ -32,6 +32,11 @@ def normalise_rows(magnitude: Array) -> Array:
     return cast(magnitude, "float64") / xp.where(top > 0, top, 1.0)
 
 
+def squared_norms(p: Array) -> Array:
+    """Return the squared norm of each row, with the same bits on every device."""
+    return row_sums(module_of(p).square(cast(p, "float64")))
+
+
 def row_sums(values: Array) -> Array:
     """Return the sums over the last axis, with the same bits on every device.
 

@@ -9,9 +9,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from cfedavg.compress.compressor import LARGEST, Blocks, Quantiser
-from cfedavg.compress.numerics import normalise_rows, row_sums
-from cfedavg.core.arrays import LARGEST_BF16, Array, cast, dtype_of, module_of, sqrt, to_bf16
+from cfedavg.compress.blocks import Blocks
+from cfedavg.compress.compressor import Quantiser
+from cfedavg.compress.numerics import normalise_rows, prefix_sums, row_sums
+from cfedavg.core.arrays import (
+    LARGEST_BF16,
+    Array,
+    arange,
+    by_tiles,
+    cast,
+    module_of,
+    sort_rows,
+    sqrt,
+    to_bf16,
+    to_single,
+)
 from cfedavg.core.parts import argument
 from cfedavg.core.payload import Floats, Levels
 
@@ -34,7 +46,7 @@ class FP32(Quantiser):
     rounds_values: ClassVar[bool] = False
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
-        return Floats(_single(values), "fp32")
+        return Floats(to_single(values), "fp32")
 
     def gamma(self, n: int) -> float:
         return 2.0**48
@@ -53,7 +65,7 @@ class BF16(Quantiser):
 
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         # The largest float32 numbers would round to infinity; they become the largest bf16 number instead.
-        return Floats(to_bf16(_single(values).clip(-LARGEST_BF16, LARGEST_BF16)), "bf16")
+        return Floats(to_bf16(to_single(values).clip(-LARGEST_BF16, LARGEST_BF16)), "bf16")
 
     def gamma(self, n: int) -> float:
         return 2.0**16
@@ -73,7 +85,7 @@ class IntBlocks(Quantiser):
     [[1.0, -1.0, 3.0]]
     """
 
-    bits: int = argument("from 2 to 8", lambda bits: 2 <= bits <= 8, integer=True)
+    bits: int = argument("from 3 to 8", lambda bits: 3 <= bits <= 8, integer=True)
     block: int = _block()
 
     def __str__(self) -> str:
@@ -86,7 +98,7 @@ class IntBlocks(Quantiser):
     def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
         grid = Blocks(offsets, self.block)
         exact, xp = cast(values, "float64"), module_of(values)
-        scales = _single(xp.amax(abs(grid.pack(exact)), axis=-1) / self.top)
+        scales = to_single(xp.amax(abs(grid.pack(exact)), axis=-1) / self.top)
         steps = _ratio(exact, grid.spread(cast(scales, "float64")))
         levels = steps.round().clip(-self.top, self.top)
         return Levels(cast(levels, "int8"), scales, self.block, self.top)
@@ -94,6 +106,45 @@ class IntBlocks(Quantiser):
     def gamma(self, n: int) -> float:
         others = min(n, self.block) - 1
         return 1 + 4 * self.top**2 / others if others > 0 else ONE_SCALE
+
+
+@dataclass(frozen=True)
+class TwoLevels(Quantiser):
+    """The sign of each value times the better of two magnitudes for each block of `block` values: 2 bits.
+
+    The two magnitudes have the least squared error: the block is sorted by magnitude and cut in two, and the
+    means of both parts are sent. Of all cuts, the best is taken.
+
+    Let a_1 >= a_2 >= ... be the magnitudes of n values, and T the largest of (a_1 + ... + a_k)^2 / k. The
+    error is at most |a|^2 - T. As a_1 + ... + a_k <= sqrt(T k), majorisation gives |a|^2 <= T (1 + s), where
+    1 + s = 1 + ln((4 n - 1) / 3) / 4 >= sum_i (sqrt(i) - sqrt(i - 1))^2. So gamma = 1 + 1 / s.
+
+    >>> from cfedavg.compress import Everything, decompress
+    >>> compressor = Everything() >> TwoLevels()  # as a text: int2
+    >>> decompress(compressor.compress(np.array([1.0, -2.0, 8.0, -9.0, 7.0]), key=0)).tolist()
+    [[1.5, -1.5, 8.0, -8.0, 8.0]]
+    """
+
+    name: ClassVar[str] = "int2"
+    block: int = _block()
+
+    def __str__(self) -> str:
+        return f"int2({self.block})"
+
+    def quantise(self, values: Array, offsets: Array, keys: Array) -> Floats | Levels:
+        grid, xp = Blocks(offsets, self.block), module_of(values)
+        magnitude = abs(cast(values, "float64"))
+        scales = to_single(by_tiles(two_means, grid.pack(magnitude), grid.lengths()[:, None]))
+        middle = cast(scales, "float64").sum(-1) / 2
+        levels = xp.where(magnitude > grid.spread(middle), 2, 1)
+        levels = cast(xp.where(values < 0, -levels, levels), "int8")
+        return Levels(levels, scales.reshape(-1), self.block, 2, per_level=True)
+
+    def gamma(self, n: int) -> float:
+        n = min(n, self.block)
+        if n <= 2:
+            return ONE_SCALE
+        return 1 + 4 / math.log((4 * n - 1) / 3)
 
 
 @dataclass(frozen=True)
@@ -113,7 +164,7 @@ class Sign(Quantiser):
         grid = Blocks(offsets, 0)
         scales = row_sums(grid.pack(abs(cast(values, "float64")))) / grid.counts[grid.counts > 0]
         levels = module_of(values).where(values < 0, -1, 1)
-        return Levels(cast(levels, "int8"), _single(scales), 0, 1)
+        return Levels(cast(levels, "int8"), to_single(scales), 0, 1)
 
     def gamma(self, n: int) -> float:
         return n / (n - 1) if n > 1 else ONE_SCALE
@@ -147,7 +198,7 @@ class QSGD(Quantiser):
         fraction = ratio - xp.floor(ratio)
         beta_s2 = self.s**2 + row_sums(grid.pack(fraction * (1 - fraction)))
         levels = cast(xp.where(values < 0, -levels, levels), "int8" if self.s <= 127 else "int16")
-        return Levels(levels, _single(self.s * norm / beta_s2), self.block, self.s)
+        return Levels(levels, to_single(self.s * norm / beta_s2), self.block, self.s)
 
     def gamma(self, n: int) -> float:
         n = min(n, self.block)
@@ -160,6 +211,19 @@ def _ratio(values: Array, scales: Array) -> Array:
         return module_of(values).nan_to_num(values / scales, nan=0.0)
 
 
-def _single(values: Array) -> Array:
-    """Return the values in float32; a value out of range becomes the largest float32 number, not Inf."""
-    return cast(values.clip(-LARGEST, LARGEST) if dtype_of(values) == "float64" else values, "float32")
+def two_means(blocks: Array, n: Array) -> Array:
+    """Return the means of the smaller and the larger magnitudes of each row, for the least squared error.
+
+    Row i holds n[i, 0] magnitudes and then zeros. The squared error of a cut is that of the whole row less
+    S^2 / n for each of the two groups, where S is the sum of its n magnitudes.
+    """
+    xp, place = module_of(blocks), arange(blocks.shape[1], blocks)
+    descending = xp.flip(sort_rows(normalise_rows(blocks)), (-1,))  # zeros at the end change no sum
+    above = prefix_sums(descending)
+    below = (above[:, -1:] - above).clip(min=0)
+    gain = xp.square(above) / (place + 1) + xp.square(below) / (n - place - 1).clip(min=1)
+    cut = xp.where(place < n, gain, -1.0).argmax(axis=-1)[:, None]
+    high = row_sums(xp.where(place <= cut, descending, 0.0)) / (cut + 1)[:, 0]
+    low = row_sums(xp.where(place > cut, descending, 0.0)) / (n - cut - 1).clip(min=1)[:, 0]
+    low = xp.where((cut + 1 < n)[:, 0], low, high)  # one group, such as a single number
+    return xp.stack([low, high], -1) * cast(xp.amax(blocks, axis=-1), "float64")[:, None]

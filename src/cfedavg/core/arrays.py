@@ -8,7 +8,7 @@ not import torch, so a client without torch can use it; whoever passes a tensor 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy as np
 from cfedavg.core.kernels import is_plain, kernel
 
 Array = Any  # a numpy.ndarray or a torch.Tensor
+TILE = 2**16  # numbers that are computed with at once on a CPU, so that they stay in its cache
 ROWS = 4096  # rows of 8 numbers that are squared at once
+LARGEST = float(np.finfo(np.float32).max)
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 
 
@@ -47,9 +49,9 @@ def cast_like(array: Array, like: Array) -> Array:
     return cast(array, dtype_of(like))
 
 
-def place(array: np.ndarray, like: Array) -> Array:
-    """Return a NumPy array in the library and on the device of `like`."""
-    if module_of(like) is np:
+def place(array: Array, like: Array) -> Array:
+    """Return a NumPy array in the library and on the device of `like`; return a tensor as it is."""
+    if module_of(like) is np or module_of(array) is not np:
         return array
     return sys.modules["torch"].from_numpy(array).to(like.device)
 
@@ -89,6 +91,16 @@ def sqrt(array: Array) -> Array:
     return place(np.sqrt(array.numpy()), array)
 
 
+def power_below(array: Array) -> Array:
+    """Return the largest power of two that is not above each positive float64 number.
+
+    >>> power_below(np.array([1.0, 7.5, 0.3])).tolist()
+    [1.0, 4.0, 0.25]
+    """
+    xp = module_of(array)
+    return (array.view(xp.int64) & (0x7FF << 52)).view(xp.float64)
+
+
 def sort_rows(array: Array) -> Array:
     """Return the array with its last axis sorted in increasing order."""
     return np.sort(array, -1) if module_of(array) is np else array.sort(-1).values
@@ -123,12 +135,27 @@ def repeat(counts: Array) -> Array:
     return sys.modules["torch"].repeat_interleave(counts)
 
 
+def by_tiles(function: Callable[..., Array], *matrices: Array) -> Array:
+    """Return `function(*matrices)`, which maps rows to rows; NumPy's in parts that stay in a CPU's cache."""
+    n, width = matrices[0].shape[:2]
+    step = max(1, TILE // max(1, width))
+    if module_of(matrices[0]) is not np or n <= step:
+        return function(*matrices)
+    parts = [function(*(each[i : i + step] for each in matrices)) for i in range(0, n, step)]
+    return np.concatenate(parts)
+
+
 def extremes(array: Array) -> tuple[float, float]:
     """Return the smallest and the largest number of an array; both are NaN if the array contains NaN."""
     if module_of(array) is np:
         return float(array.min()), float(array.max())
     least, largest = module_of(array).stack(array.aminmax()).tolist()
     return least, largest
+
+
+def to_single(values: Array) -> Array:
+    """Return the values in float32; a value out of range becomes the largest float32 number, not Inf."""
+    return cast(values.clip(-LARGEST, LARGEST) if dtype_of(values) == "float64" else values, "float32")
 
 
 def to_bf16(values: Array) -> Array:
@@ -141,6 +168,18 @@ def to_bf16(values: Array) -> Array:
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16).view(np.int16)
     return cast(values, "bfloat16").view(module_of(values).int16)
+
+
+def to_bf16_at_random(values: Array, draws: Array) -> Array:
+    """Round float32 numbers up or down to bf16 so that the mean is kept; return bit patterns as int16.
+
+    `draws` holds a random integer from 0 to 2^16 - 1 for each number. It is added to the 16 bits that bf16
+    drops: a carry rounds the number up, with the right probability. A bf16 number stays as it is.
+    """
+    xp = module_of(values)
+    values = values.clip(-LARGEST_BF16, LARGEST_BF16)  # a larger number could be rounded up only to infinity
+    pattern = np.ascontiguousarray(values) if xp is np else values.contiguous()
+    return cast(pattern.view(xp.int32) + cast(draws, "int32") >> 16, "int16")
 
 
 def from_bf16(bits: Array) -> Array:

@@ -17,12 +17,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from cfedavg.core.errors import InputError
+from cfedavg.core.errors import InputError, show
 from cfedavg.core.files import read_input
 from cfedavg.core.links import parse_links, renew_links
-from cfedavg.core.names import advise
+from cfedavg.core.names import QUOTE, advise
 from cfedavg.core.parts import Range
-from cfedavg.core.values import ClientValues, ModelText, OptionalPartText, PartText, convert
+from cfedavg.core.values import ClientValues, ModelText, OptionalPartText, OptionalPathText, PartText, convert
 
 DATA, MODEL, LOCAL, ROUND, SENT, LINK, RUN = (
     "Data", "Model", "Local work", "Rounds", "What is sent", "Simulated time", "Run",
@@ -115,7 +115,7 @@ class Config:
         "embedded, mnist, fashion_mnist, cifar10, or owner/name@revision of the Hugging Face hub",
         server="always",
     )  # fmt: skip
-    data_dir: str | None = option(
+    data_dir: OptionalPathText = option(
         None, DATA, "read images, texts or a table from this folder or file, not from the hub",
         may_change=True, in_task=True,
     )  # fmt: skip
@@ -204,8 +204,10 @@ class Config:
         low=0, below=1, federated=False,
     )  # fmt: skip
     update: str = option(
-        "auto", ROUND, "sum: g = x_K - x; mean: g = (x_K - x)/K_i; auto: sum if all K_i are equal, else mean",
-        choices=("auto", "sum", "mean"), server="always",
+        "auto", ROUND,
+        "sum: g = x_K - x; mean: g = (x_K - x)/K_i; fednova: (x_K - x)/length of the steps; auto: sum if all "
+        "K_i are equal, else mean",
+        choices=("auto", "sum", "mean", "fednova"), server="always",
     )  # fmt: skip
     server_optimiser: PartText = option(
         "sgd", ROUND, "sgd, momentum(0.9), nesterov, adam, adagrad or yogi; see `cfedavg parts`",
@@ -235,8 +237,13 @@ class Config:
         is_part=True, server="always",
     )  # fmt: skip
     feedback: PartText = option(
-        "ef", SENT, "error feedback, which remembers what was not sent: ef, ef(decay=0.95), ef21, none",
+        "ef", SENT, "error feedback, which remembers what was not sent: ef, sapef(0.5), ef21, cafe, none",
         is_part=True, server="always",
+    )  # fmt: skip
+    guard: str = option(
+        "warn", SENT,
+        "if residuals grow too large: warn says so; adapt also doubles what is sent, until they are bounded",
+        choices=("off", "warn", "adapt"), server="always",
     )  # fmt: skip
 
     steps_per_second: ClientValues = option(
@@ -287,7 +294,7 @@ class Config:
         def __new__(cls, *values: object, **fields: object) -> Config:
             """Refuse values without a name and unknown names in one sentence."""
             if values:
-                raise InputError(f"Config takes named fields, as in Config(rounds=5), got {values[0]!r:.80}")
+                raise InputError(f"Config takes named fields, as in Config(rounds=5), got {show(values[0])}")
             for name in fields.keys() - OPTIONS.keys():
                 raise InputError(f"`{name}` is not a field of Config; {advise_field(name)}")
             return super().__new__(cls)
@@ -398,12 +405,13 @@ class Config:
         cls, table: Mapping[str, Any], where: str = "the configuration", *, trust: bool = False
     ) -> Config:
         """Return the configuration with the values in `table`; `where` and `trust` are as in `from_toml`."""
-        for name in table:
+        for name, value in table.items():
             if new := RETIRED.get(name):
-                line = f'{new} = "{renew(table)[new]}"'
-                raise InputError(f"{where}: {name} is no longer an option; write {line}")
+                raise InputError(f"{where}: {name} is no longer an option; write {_translate(table, new)}")
+            if name not in OPTIONS and isinstance(value, dict):
+                raise InputError(f"{where} must have no tables, got [{name}]; write its keys without a table")
             if name not in OPTIONS:
-                raise InputError(f"{where} has an unknown key {name!r}; {advise_field(name)}")
+                raise InputError(f"{where} has an unknown key {name!r}; {advise_field(str(name), QUOTE)}")
         if not trust:
             refuse_code(table, where, "pass trust=True if you trust it")
         try:
@@ -414,8 +422,10 @@ class Config:
 
 def parse_toml(text: str | bytes, where: str) -> dict[str, Any]:
     """Return a TOML text as a dict; raise InputError, which names the text by `where`, if it is not valid."""
+    if not isinstance(text, str | bytes):
+        raise InputError(f"{where} must be a text in TOML syntax, got {show(text)}")
     try:
-        return tomllib.loads(text if isinstance(text, str) else text.decode())
+        return tomllib.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits
         raise InputError(f"{where} is not valid TOML: {error}") from None
     except RecursionError:
@@ -426,13 +436,16 @@ FIELD_TYPES: dict[str, Any] = get_type_hints(Config)
 OPTIONS: dict[str, Option] = {item.name: item.metadata["option"] for item in dataclasses.fields(Config)}
 
 
-def advise_field(name: str) -> str:
-    """Return what to write instead of `name`, which is no field of Config."""
+def advise_field(name: str, mark: str = "`") -> str:
+    """Return what to write instead of `name`, which is no field of Config.
+
+    A field's name stands between two `mark`s; the command turns a name between backticks into an option.
+    """
     if new := RETIRED.get(name):
-        return f"write `{new}`"
-    if name in ("task", "out", "resume", "callbacks", "progress", "draw", "messages"):
-        return f"give it to run(config, {name}=...)"
-    return advise(name, OPTIONS)
+        return f"write {mark}{new}{mark}"
+    if instead := ARGUMENTS.get(name):
+        return f"give {instead}"
+    return advise(name, OPTIONS, mark)
 
 
 def fields_where(holds: Callable[[Option], bool]) -> tuple[str, ...]:
@@ -487,11 +500,25 @@ def toml_value(value: Any) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
+# What is given to a run beside its configuration.
+ARGUMENTS = {name: f"it to run(config, {name}=...)" for name in ("task", "callbacks", "progress", "draw")} | {
+    name: f"`{name}` to the run, as in run(config, {name}=...)" for name in ("out", "resume", "messages")
+}
+ARGUMENTS["track"] = "`track` to the run, as in run(config, callbacks=[...])"
+
 # Options of version 0.5 that no longer exist, and the fields that replace them.
 RETIRED = {
     "error_feedback": "feedback", "momentum": "local_optimiser", "weight_decay": "local_optimiser",
     "uplink": "link", "downlink": "link", "latency": "link",
 }  # fmt: skip
+
+
+def _translate(table: Mapping[str, Any], new: str) -> str:
+    """Return the line of TOML for the field `new` that says what retired options in `table` said."""
+    try:
+        return f'{new} = "{renew(table)[new]}"'
+    except InputError:  # a value that was no valid one then either
+        return f"`{new}`"
 
 
 def renew(table: Mapping[str, Any]) -> dict[str, Any]:

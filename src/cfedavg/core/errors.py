@@ -1,5 +1,9 @@
 """Errors that a user can act on. The command prints the message without a traceback and exits with code 2."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class InputError(ValueError):
     """Wrong input. The message names the field, the rule, the value, and what to do."""
@@ -38,6 +42,26 @@ class Diverged(InputError):
             "lower `eta_local` (or `eta`), or check the data"
         )
         self.t, self.clients = t, clients
+
+
+def show(value: object, most: int = 80) -> str:
+    """Return a value as one line of at most `most` characters, for an error.
+
+    >>> show([1, "a\\nb"]), show("x" * 100, 9)
+    ("[1, 'a\\\\nb']", "'xxxxxxx…")
+    """
+    line = " ".join(repr(value).split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def list_names(names: Sequence[str], most: int = 12) -> str:
+    """Return names as a text that lists at most `most` of them.
+
+    >>> list_names(["a", "b", "c", "d"], 2)
+    'a, b and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def summarise_error(error: Exception) -> str:

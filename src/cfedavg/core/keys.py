@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+
+from cfedavg.core.arrays import cast, place
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -47,6 +50,8 @@ class Purpose(IntEnum):
     BROADCAST = 15
     LINK = 16
     WAIT = 17
+    CONTROL = 18
+    CONTROL_BROADCAST = 19
 
 
 def signed(word: int) -> int:
@@ -106,6 +111,25 @@ def derive(words: Any, purpose: Purpose) -> Any:
 def bits53(word: Any, coordinates: Any) -> Any:
     """Return a random integer from 0 to 2**53 - 1 for each coordinate: the upper 53 bits of `bits`."""
     return (bits(word, coordinates) >> 11) & ((1 << 53) - 1)
+
+
+def normals(word: Any, coordinates: Any) -> Any:
+    """Return a number for each coordinate, nearly from the standard normal distribution.
+
+    A draw lies between two of 4,097 quantiles; all numbers between two quantiles are equally likely. So the
+    numbers are the same in NumPy and torch, whose logarithms differ in the last bit. The variance is 1.002.
+    """
+    draws, table = bits53(word, coordinates), place(_quantiles(), coordinates)
+    cell, below = draws >> 41, table[draws >> 41]
+    share = cast(draws - (cell << 41), "float64") / 2.0**41
+    return below + share * (table[cell + 1] - below)
+
+
+@cache
+def _quantiles() -> np.ndarray:
+    normal = NormalDist()
+    shares = [1 / 16384, *(i / 4096 for i in range(1, 4096)), 1 - 1 / 16384]
+    return np.array([normal.inv_cdf(share) for share in shares])
 
 
 def uniform(word: int, n: int) -> np.ndarray:

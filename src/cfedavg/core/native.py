@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 LIBRARY = Path(__file__).with_name("_native.so")
-KERNELS = 1  # the number in clients/c/kernels.h; a library with another one is not used
+KERNELS = 2  # the number in clients/c/kernels.h; a library with another one is not used
 _NO_MEMORY = 3  # a fault of the index decoder in C; the lower ones are those of wire/sets.py
 _FORMATS = {"float32": 0, "int8": 1, "int16": 2}
 Array = np.ndarray
@@ -37,10 +37,14 @@ class _I64(ctypes.c_int64):
 _TYPES: dict[str, tuple[Any, ...]] = {
     "encode_indices": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _I64, _ARRAY, _I64),
     "decode_indices": (_INT, _ARRAY, _I64, _ARRAY, _I64, _I64, _ARRAY, _I64, _ARRAY),
+    "encode_chunks": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _I64, _ARRAY, _I64, _I64, _I64),
+    "decode_chunks": (_INT, _ARRAY, _I64, _ARRAY, _I64, _I64, _ARRAY, _I64, _ARRAY),
     "are_increasing": (_INT, _ARRAY, _I64, _I64),
     "list_ones": (None, _ARRAY, _I64, _ARRAY, _I64),
     "encode_numbers": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
     "decode_numbers": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
+    "encode_levels": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _I64),
+    "decode_levels": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _I64),
     "find_bound": (_RESULT, _ARRAY, _INT, _I64, _I64, _I64, _I64, _INT),
     "collect": (_RESULT, _ARRAY, _INT, _I64, _DOUBLE, _ARRAY),
     "pick": (_RESULT, _ARRAY, _INT, _ARRAY, _I64, _INT, _ARRAY, _I64),
@@ -99,10 +103,16 @@ def _checked(number: int) -> int:
 
 
 def _encode_indices(library: Any, words: Array, indices: Array, d: int, shapes: Array) -> int:
+    return _encode_places(library.cfedavg_encode_indices, words, indices, d, shapes)
+
+
+def _encode_chunks(library: Any, words: Array, indices: Array, d: int, shapes: Array, s: int, n: int) -> int:
+    return _encode_places(library.cfedavg_encode_chunks, words, indices, d, shapes, s, n)
+
+
+def _encode_places(encode: Any, words: Array, indices: Array, d: int, shapes: Array, *chunk: int) -> int:
     words, indices, shapes = _filled(words, np.uint32), _read(indices, np.int64), _read(shapes, np.int64)
-    n = library.cfedavg_encode_indices(
-        _at(words), len(words), _at(indices), len(indices), d, _at(shapes), len(shapes)
-    )
+    n = encode(_at(words), len(words), _at(indices), len(indices), d, _at(shapes), len(shapes), *chunk)
     return _fitting(n, words)
 
 
@@ -114,9 +124,17 @@ def _fitting(n: int, words: Array) -> int:
 
 
 def _decode_indices(library: Any, words: Array, indices: Array, d: int, shapes: Array) -> tuple[int, int]:
+    return _decode_places(library.cfedavg_decode_indices, words, indices, d, shapes)
+
+
+def _decode_chunks(library: Any, words: Array, indices: Array, d: int, shapes: Array) -> tuple[int, int]:
+    return _decode_places(library.cfedavg_decode_chunks, words, indices, d, shapes)
+
+
+def _decode_places(decode: Any, words: Array, indices: Array, d: int, shapes: Array) -> tuple[int, int]:
     words, indices, shapes = _read(words, np.uint32), _filled(indices, np.int64), _read(shapes, np.int64)
     read = ctypes.c_int64()
-    fault: int = library.cfedavg_decode_indices(
+    fault: int = decode(
         _at(words), len(words), _at(indices), len(indices), d, _at(shapes), len(shapes), ctypes.byref(read)
     )
     return _checked(-1 if fault == _NO_MEMORY else fault), read.value
@@ -155,6 +173,25 @@ def _code_numbers(
     n: int = code(
         _at(words), len(words), _at(numbers), len(numbers), _at(indices) if len(indices) else None,
         _at(row_ends), len(row_ends), zero_has_sign, largest,
+    )  # fmt: skip
+    return n
+
+
+def _encode_levels(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
+    words, numbers = _filled(words, np.uint32), _read(numbers, np.uint16)
+    return _fitting(_code_levels(library.cfedavg_encode_levels, words, numbers, *rest), words)
+
+
+def _decode_levels(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
+    words, numbers = _read(words, np.uint32), _filled(numbers, np.uint16)
+    return _checked(_code_levels(library.cfedavg_decode_levels, words, numbers, *rest))
+
+
+def _code_levels(code: Any, words: Array, numbers: Array, indices: Array, shapes: Array, top: int) -> int:
+    indices, shapes = _read(indices, np.int64), _read(shapes, np.int64)
+    n: int = code(
+        _at(words), len(words), _at(numbers), len(numbers), _at(indices) if len(indices) else None,
+        _at(shapes), len(shapes), top,
     )  # fmt: skip
     return n
 
@@ -202,10 +239,14 @@ def _add(
 _CALLS: dict[str, Callable[..., Any]] = {
     "encode_indices": _encode_indices,
     "decode_indices": _decode_indices,
+    "encode_chunks": _encode_chunks,
+    "decode_chunks": _decode_chunks,
     "are_increasing": _are_increasing,
     "list_ones": _list_ones,
     "encode_numbers": _encode_numbers,
     "decode_numbers": _decode_numbers,
+    "encode_levels": _encode_levels,
+    "decode_levels": _decode_levels,
     "find_bound": _find_bound,
     "collect": _collect,
     "pick": _pick,

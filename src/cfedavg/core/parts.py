@@ -25,7 +25,8 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from cfedavg.core.errors import InputError
+from cfedavg.core.errors import InputError, show
+from cfedavg.core.names import NamedArguments
 
 P = TypeVar("P", bound="Part")
 
@@ -40,7 +41,7 @@ class Written:
         raise NotImplementedError
 
 
-class Part(Written):
+class Part(Written, NamedArguments):
     """The base class of exchangeable pieces of the algorithm. `str(part)` is the text that makes the part."""
 
     name: ClassVar[str] = ""
@@ -96,6 +97,11 @@ class Part(Written):
             f"`{field}`: the arguments of {path} must be numbers, texts or lists of them, so that a text "
             "can make the object again"
         )
+
+
+def describe(value: object) -> str:
+    """Return the text of a part, and the repr of any other object, for an error."""
+    return str(value) if isinstance(value, Written) else show(value, 40)
 
 
 @dataclass(frozen=True)
@@ -167,13 +173,13 @@ def check_argument(
     """
     is_number = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
     if not (is_number and holds(value)):
-        raise InputError(f"{name} must be {'a whole number ' * integer}{rule}, got {value!r:.40}")
+        raise InputError(f"{name} must be {'a whole number ' * integer}{rule}, got {show(value, 40)}")
 
 
 def check_truth(name: str, value: object) -> None:
     """Raise InputError if `value`, the argument `name` of a part, is not a bool."""
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be true or false, got {value!r:.40}")
+        raise InputError(f"{name} must be true or false, got {show(value, 40)}")
 
 
 _CALL = re.compile(r"^\s*([A-Za-z_][\w.]*(?::\w+)?)\s*(?:\((.*)\))?\s*$", re.DOTALL)
@@ -183,6 +189,8 @@ _LONGEST = 1000  # the most characters of a text; a far longer text would exhaus
 
 
 def _check_length(text: str, field: str) -> None:
+    if not isinstance(text, str):
+        raise InputError(f"`{field}` must be text, got {show(text)}")
     if len(text) > _LONGEST:
         raise InputError(f"`{field}`: the text must have at most {_LONGEST:,} characters, got {len(text):,}")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cfedavg.core.arrays import Array, to_numpy
+from cfedavg.core.bases import Factors, Rotation
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,20 @@ class Levels:
 
     Value j of a client is level[j] * scale[j // block], of this client's levels and scales. If `block` is 0,
     a client has one scale for all its values. A level is an integer from -top to top.
+
+    With `per_level`, each block has `top` scales, one for each magnitude 1 to top, and value j of a client is
+    sign(level[j]) * scale[j // block, |level[j]| - 1]. A level is then never 0.
     """
 
     levels: Array  # int8 or int16
-    scales: Array  # float32; a client that sends k values has ceil(k / block) scales
+    scales: Array  # float32, `count_scales(k)` of them for a client that sends k values
     block: int
     top: int
+    per_level: bool = False
+
+    def count_scales(self, k: int) -> int:
+        """Return the number of scales of a client that sends k values."""
+        return blocks(k, self.block) * (self.top if self.per_level else 1)
 
     def map(self, convert: Callable[[Array], Array]) -> Levels:
         """Return the values with the function `convert` applied to both arrays."""
@@ -65,19 +74,21 @@ class Payload:
     indices: Array | None  # int64
     values: Floats | Levels
     mask: Mask | None = None
+    basis: Rotation | Factors | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def counts(self) -> list[int]:
-        """Return the number of coordinates that each client sends."""
+        """Return the number of values that each client sends."""
         return [end - start for start, end in pairwise(self.offsets.tolist())]
 
     def map(self, convert: Callable[[Array], Array]) -> Payload:
         """Return the payload with the function `convert` applied to every array."""
         mask = replace(self.mask, keys=convert(self.mask.keys)) if self.mask else None
         indices = None if self.indices is None else convert(self.indices)
-        return Payload(self.d, convert(self.offsets), indices, self.values.map(convert), mask)
+        basis = self.basis and self.basis.map(convert)
+        return Payload(self.d, convert(self.offsets), indices, self.values.map(convert), mask, basis)
 
     def numpy(self) -> Payload:
         """Return the payload with NumPy arrays in main memory, as the wire format needs them."""
@@ -85,22 +96,23 @@ class Payload:
 
     def clients(self) -> Iterator[Payload]:
         """Yield one payload for each client of the block."""
-        block_start = 0
+        scales_start = 0
         for c, (start, end) in enumerate(pairwise(self.offsets.tolist())):
             values: Floats | Levels
             if isinstance(self.values, Floats):
                 values = replace(self.values, data=self.values.data[start:end])
             else:
-                block_end = block_start + blocks(end - start, self.values.block)
-                scales = self.values.scales[block_start:block_end]
+                scales_end = scales_start + self.values.count_scales(end - start)
+                scales = self.values.scales[scales_start:scales_end]
                 values = replace(self.values, levels=self.values.levels[start:end], scales=scales)
-                block_start = block_end
+                scales_start = scales_end
             yield Payload(
                 self.d,
                 self.offsets[c : c + 2] - start,
                 None if self.indices is None else self.indices[start:end],
                 values,
                 replace(self.mask, keys=self.mask.keys[c : c + 1]) if self.mask else None,
+                self.basis and self.basis.of_client(c),
             )
 
 

@@ -74,6 +74,7 @@ def summarise(replies: Sequence[Reply], abstained: int, d: int, mean_g2: float) 
         "model_sizes_sent": sent / (d * len(steps)),
         "delta_norm2": delta_norm2,
         "delta_norm": math.fsum(math.sqrt(r.g2) for r in replies) / n if n else None,
+        "left_norm": math.fsum(math.sqrt(r.noise2) for r in replies) / n if n else None,
         "alpha": finite(delta_norm2 / mean_g2) if delta_norm2 and mean_g2 else None,
         "snr_min": finite(min(snr, default=math.inf)),
         "snr_mean": finite(math.fsum(each / n for each in snr) if n else math.inf),

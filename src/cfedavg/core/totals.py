@@ -40,6 +40,17 @@ class Totals:
         return f"sent {up} up and {down} down, {total} in total{downloads}"
 
 
+def find_metric(row: Record) -> str | None:
+    """Return the name of the metric of a row that tells most: of the test if there is one, not the loss.
+
+    >>> find_metric({"train_loss": 2.0, "test_loss": 1.5, "test_mse": 0.5})
+    'test_mse'
+    """
+    own = [name for name in row if name.startswith("test_") and name != "test_loss"]
+    order = ("test_accuracy", *own, "test_loss", "train_loss")
+    return next((name for name in order if row.get(name) is not None), None)
+
+
 def numbers_of(row: Record) -> dict[str, float]:
     """Return the numbers of a row of metrics by name, without the round; a dict becomes names with dots.
 

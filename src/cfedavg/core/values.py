@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cfedavg.core.errors import InputError
+from cfedavg.core.errors import InputError, show
 from cfedavg.core.parts import Written
 
+# For each field that takes a part: a text and an object.
+_EXAMPLES = {
+    "compressor": "'topk(0.99)' or TopK(0.99)",
+    "compressor_down": "'topk(0.99)' or TopK(0.99)",
+    "feedback": "'ef' or ErrorFeedback()",
+    "local_optimiser": "'sgd(momentum=0.9)' or SGD(momentum=0.9)",
+    "server_optimiser": "'adam(0.01)' or Adam(0.01)",
+    "schedule": "'corollary3' or Corollary3()",
+    "partition": "'niid_dirichlet(0.5)' or NiidDirichlet(0.5)",
+}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 if TYPE_CHECKING:
@@ -31,6 +42,12 @@ if TYPE_CHECKING:
         def __get__(self, instance: object, owner: type) -> str | None: ...
         def __set__(self, instance: object, value: str | Written | None) -> None: ...
 
+    class OptionalPathText:
+        """The type of a field that holds a text, and takes a text, a path or None."""
+
+        def __get__(self, instance: object, owner: type) -> str | None: ...
+        def __set__(self, instance: object, value: str | os.PathLike[str] | None) -> None: ...
+
     class ModelText:
         """The type of the field `model`: a text, which may also be given as a function of a module."""
 
@@ -46,7 +63,8 @@ if TYPE_CHECKING:
         ) -> None: ...
 
 else:
-    PartText, ModelText, OptionalPartText, ClientValues = str, str, str | None, str | None
+    PartText, ModelText = str, str
+    OptionalPartText, OptionalPathText, ClientValues = str | None, str | None, str | None
 
 
 def convert(name: str, value: Any, kinds: tuple[type, ...], *, is_part: bool, per_client: bool) -> Any:
@@ -56,6 +74,8 @@ def convert(name: str, value: Any, kinds: tuple[type, ...], *, is_part: bool, pe
     """
     if value is None and type(None) in kinds:
         return None
+    if name == "data_dir" and isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if is_part and not isinstance(value, str):
         value = _write_part(name, value)
     elif per_client and not isinstance(value, str):
@@ -68,10 +88,10 @@ def convert(name: str, value: Any, kinds: tuple[type, ...], *, is_part: bool, pe
     elif int in kinds and _is_number(value) and hasattr(value, "__index__"):
         value = int(value)  # NumPy has integers of its own
     if isinstance(value, str) and not value.isprintable():
-        raise InputError(f"`{name}` must be printable text, got {value!r:.80}")
+        raise InputError(f"`{name}` must be printable text, got {show(value)}")
     if type(value) not in kinds:
         wanted = " or ".join(text for kind, text in _WORDS.items() if kind in kinds)
-        raise InputError(f"`{name}` must be {wanted}, got {value!r:.80}")
+        raise InputError(f"`{name}` must be {wanted}, got {show(value)}")
     return value
 
 
@@ -99,7 +119,7 @@ def _write_part(name: str, value: Any) -> str:
         )
     if name == "model":
         return _name_factory(value)
-    raise InputError(f"`{name}` must be text or an object of a part, such as TopK(0.99), got {value!r:.80}")
+    raise InputError(f"`{name}` must be text or an object, such as {_EXAMPLES[name]}, got {show(value)}")
 
 
 def _name_factory(value: Any) -> str:
@@ -108,7 +128,7 @@ def _name_factory(value: Any) -> str:
     if not callable(value) or not path.isidentifier():
         raise InputError(
             "`model` must be text or a function (shape, classes) of a module (for a model that you have "
-            f"built, write Task(model, clients)), got {value!r:.80}"
+            f"built, write Task(model, clients)), got {show(value)}"
         )
     if getattr(importlib.import_module(str(module)), path, None) is not value:
         raise InputError(
@@ -128,17 +148,17 @@ def _write_range(name: str, value: Any) -> str:
         return f"{value[0]}..{value[-1]}" if len(value) > 1 else str(value[0])
     if _is_number(value):
         return _write_number(value)
-    is_list = isinstance(value, list | tuple) or len(_size(value)) == 1
-    if not is_list or not all(map(_is_number, value)):
+    numbers = value.tolist() if len(_size(value)) == 1 else value  # of an array or a tensor
+    if not isinstance(numbers, list | tuple) or not all(map(_is_number, numbers)):
         raise InputError(
-            f"`{name}` must be a number, a text, a range or a list of numbers, got {value!r:.80}"
+            f"`{name}` must be a number, a text, a range or a list of numbers, got {show(value)}"
         )
-    if len(value) < 2:
+    if len(numbers) < 2:
         raise InputError(
             f"`{name}` must be one number, or a list with a number for each of 2 or more clients, "
-            f"got {value!r}"
+            f"got {show(value)}"
         )
-    return ",".join(map(_write_number, value))
+    return ",".join(map(_write_number, numbers))
 
 
 def _write_number(value: Any) -> str:

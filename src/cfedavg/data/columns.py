@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cfedavg.core.config import Config
-from cfedavg.core.errors import InputError
+from cfedavg.core.errors import InputError, list_names
 from cfedavg.core.keys import Purpose, key, permutation
 from cfedavg.data.images import is_image
 
@@ -75,14 +75,14 @@ def choose_kind(schema: Any, columns: Columns, where: str) -> tuple[Kind, str]:
     what = "several columns that may be meant" if texts or labels else "no column named text, label or target"
     raise InputError(
         f"{where} has {what}: set `text_column` to train on a text, or `label_column` to predict a column; "
-        f"it has {', '.join(names)}"
+        f"it has {list_names(names)}"
     )
 
 
 def check_column(names: Sequence[str], name: str, field: str, where: str) -> str:
     """Return `name`; raise InputError if the data set has no such column."""
     if name not in names:
-        raise InputError(f"`{field}`: {source(where)} has no column {name!r}; it has {', '.join(names)}")
+        raise InputError(f"`{field}`: {source(where)} has no column {name!r}; it has {list_names(names)}")
     return name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def read_tables(files: Files, where: str, only: Sequence[str] | None = None) -> 
     for split in SPLITS:
         parts = [_read_table(path, where, only) for path in files[split]]
         for path, part in zip(files[split], parts, strict=True):
+            if twice := [name for name, n in Counter(part.column_names).items() if n > 1]:
+                raise InputError(f"{where}: {path.name} has several columns named {twice[0]!r}")
             if part.column_names != parts[0].column_names:
                 raise InputError(f"{where}: {path.name} has other columns than {files[split][0].name}")
         try:
@@ -122,6 +125,22 @@ def read_tables(files: Files, where: str, only: Sequence[str] | None = None) -> 
     return found
 
 
+def _clean(table: Any, path: Path, where: str) -> Any:
+    """Return a table of a CSV file whose empty texts are missing values, as empty numbers are."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for i, column in enumerate(table.schema):
+        if pa.types.is_binary(column.type):
+            raise InputError(
+                f"{where}: the column {column.name!r} of {path.name} is not in UTF-8; convert the file"
+            )
+        if pa.types.is_string(column.type):
+            texts = table.column(i)
+            table = table.set_column(i, column, pc.if_else(pc.equal(texts, ""), None, texts))
+    return table
+
+
 def _read_table(path: Path, where: str, only: Sequence[str] | None) -> Any:
     """Return a file's rows as an Arrow table. A .txt file has a row per line, with columns file and text."""
     import pyarrow as pa
@@ -134,7 +153,7 @@ def _read_table(path: Path, where: str, only: Sequence[str] | None) -> Any:
         if path.suffix == ".parquet":
             return pa.parquet.read_table(path, columns=only)
         if path.suffix == ".csv":
-            return pa.csv.read_csv(path)
+            return _clean(pa.csv.read_csv(path), path, where)
         if path.suffix == ".jsonl":
             return pa.json.read_json(path)
         lines = read_file(path).decode().splitlines()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfedavg.core.errors import InputError, summarise_error
+from cfedavg.core.errors import InputError, list_names, summarise_error
 from cfedavg.data.columns import LABELS
 
 Convert = Callable[[Any], Any]
@@ -76,7 +76,7 @@ def from_dataset(
     for field, name in [("labels", label), *(("inputs", each) for each in chosen)]:
         if name not in names:
             raise InputError(
-                f"from_dataset: `{field}`: there is no column {name!r}; there are {', '.join(names)}"
+                f"from_dataset: `{field}`: there is no column {name!r}; there are {list_names(names)}"
             )
     columns = [_read(dataset, name) for name in chosen]
     return (columns[0] if len(columns) == 1 else _stack(columns, chosen)), _read(dataset, label)
@@ -85,7 +85,7 @@ def from_dataset(
 def _only(candidates: Sequence[str], field: str, names: Sequence[str]) -> str:
     """Return the only candidate for a column."""
     if len(candidates) != 1:
-        raise InputError(f"from_dataset: set `{field}` to the column to use; there are {', '.join(names)}")
+        raise InputError(f"from_dataset: set `{field}` to the column to use; there are {list_names(names)}")
     return candidates[0]
 
 

@@ -41,6 +41,11 @@ def load_any(
             return load(dataset, data_dir, label=columns.label), _owners_of_images(dataset, data_dir, columns)
     tables = read_tables(files, where)
     kind, column = choose_kind(tables["train"].schema, columns, where)
+    if dataset in HUB:
+        raise InputError(
+            f"{where} must hold images for {dataset}, got a {kind}; "
+            "give another folder, or leave out `dataset`"
+        )
     tables, owners = hold_out(tables, find_owners(tables, columns, where), kind)
     name = dataset
     if data_dir is not None and dataset == "embedded":

@@ -82,6 +82,7 @@ class FlowerDirichlet(Split):
 
     name: ClassVar[str] = "flower_dirichlet"
     examples: ClassVar[tuple[str, ...]] = ("flower_dirichlet(0.5)",)
+    full_at_mean: ClassVar[bool] = False  # whether a client with just the mean number of samples is full
     alpha: float = _positive()
     least: int = _least()
     balanced: bool = False
@@ -97,9 +98,9 @@ class FlowerDirichlet(Split):
             shares = np.exp(log_dirichlet(m, len(sizes), self.alpha, seed, first))
             counts = np.zeros((m, len(sizes)), np.int64)
             for c, size in enumerate(sizes):
-                room = counts.sum(1) < sizes.sum() / m
-                weights = np.where(room, shares[c], 0.0) if self.balanced else shares[c]
-                counts[:, c] = cut(int(size), weights if weights.sum() else shares[c])
+                room = sizes.sum() / m - counts.sum(1)
+                weights = np.where(room > 0 if self.full_at_mean else room >= 0, shares[c], 0.0)
+                counts[:, c] = cut(int(size), weights if self.balanced and weights.sum() else shares[c])
             if counts.sum(1).min() >= self.least:
                 return counts
         raise too_small(self, self.least, m)
@@ -115,6 +116,7 @@ class NiidDirichlet(FlowerDirichlet):
 
     name: ClassVar[str] = "niid_dirichlet"
     examples: ClassVar[tuple[str, ...]] = ("niid_dirichlet(0.5)",)
+    full_at_mean: ClassVar[bool] = True
     balanced: bool = True
 
 

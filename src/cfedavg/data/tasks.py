@@ -140,7 +140,7 @@ def build_task(config: Config, loaded: DataSet | None = None) -> Task:
         raise InputError(f"`dataset` is {config.dataset!r}: {hint}")
     loaded = loaded or DataSet(config.dataset, config.data_dir, Columns.of(config))
     data = loaded.data
-    check_clients_given(config, loaded.owners)
+    check_given(config, data, loaded.owners)
     partition = deal(config, data, loaded.owners)
     model = build_model(config.model, loaded.shape, loaded.outputs, config.seed, loaded.kind)
     judges: dict[str, Any] = {}
@@ -159,8 +159,11 @@ def build_task(config: Config, loaded: DataSet | None = None) -> Task:
     )
 
 
-def check_clients_given(config: Config, owners: Owners | None) -> None:
-    """Raise InputError if `clients` is given and differs from the number of clients of `client_column`."""
+def check_given(config: Config, data: AnyData, owners: Owners | None) -> None:
+    """Raise InputError if `clients`, `sequence_length` or `tokens` is given and does not suit the data."""
+    for name in ("sequence_length", "tokens") if not isinstance(data, TextData) else ():
+        if getattr(config, name) is not None:
+            raise InputError(f"`{name}` is for texts, and {data.name} holds none; leave it out")
     if owners is not None and config.clients not in (Config.clients, len(owners.names)):
         raise InputError(
             f"`clients` must be left out with `client_column`, which gives {len(owners.names):,} clients, "

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cfedavg.channel import Copies, Downlink, choose_download, may_be_shorter
-from cfedavg.compress import values_of
+from cfedavg.compress import sent_values, values_of
 from cfedavg.core.arrays import LARGEST_BF16, Array, from_bf16, to_bf16
 from cfedavg.core.kernels import Int, helper, is_plain, kernel
 from cfedavg.core.keys import Purpose, key
@@ -109,7 +109,7 @@ class ModelReplica:
         for message in chain.messages:
             payload = decode(message, layout=self.layout)
             at = slice(None) if payload.indices is None else payload.indices
-            changed[at] |= values_of(payload) != 0  # adding 0 changes nothing, since a copy holds no -0
+            changed[at] |= sent_values(payload) != 0  # adding 0 changes nothing, since a copy holds no -0
         at = np.flatnonzero(changed)
         if not may_be_shorter(len(at), self.layout.d):
             return None
@@ -199,10 +199,9 @@ def _add_listed(w: np.ndarray, payloads: Sequence[Payload]) -> np.ndarray:
 def _split(payload: Payload) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Return the payload's coordinates, its numbers, the scale of each block, and the length of a block."""
     at, values = np.asarray(payload.indices), payload.values
-    if isinstance(values, Levels):
+    if isinstance(values, Levels) and not values.per_level:
         return at, values.levels, values.scales, values.block or max(1, len(at))
-    numbers = from_bf16(values.data) if values.dtype == "bf16" else np.asarray(values.data, np.float32)
-    return at, numbers, _ONE, max(1, len(at))
+    return at, np.asarray(values_of(payload), np.float32), _ONE, max(1, len(at))
 
 
 @kernel

@@ -23,7 +23,7 @@ from flwr.common.logger import log
 from cfedavg.algorithm import local_update
 from cfedavg.channel import Channel, TooLarge
 from cfedavg.compress import Stage, parse
-from cfedavg.core.arrays import Array, norm2
+from cfedavg.core.arrays import Array, cast_like, norm2
 from cfedavg.core.errors import Busy, InputError, NotFinite
 from cfedavg.core.parts import Part
 from cfedavg.federate import client as machine
@@ -40,6 +40,7 @@ from cfedavg.flower.requests import Order, make_record, read_body, read_order
 from cfedavg.wire import WireError
 
 STEPS = "local-steps"  # the metric by which a client app reports its number of local steps
+LENGTH = "step-length"  # and FedNova's normaliser of these steps, if it is not their number
 MOST_METRICS = MOST_FACTS - 1024  # the most bytes of an app's metrics; other facts need the rest
 
 
@@ -51,7 +52,8 @@ def compressed(
     Messages from other strategies than CFedAvg pass unchanged. The node keeps its residual in the folder
     `state-dir` of its --node-config, else in $CFEDAVG_STATE. If neither is set, the residual is in Flower's
     own folder, and that of a simulated client in the server's folder. The app may report its number of local
-    steps as the metric `local-steps`; `update="mean"` on the server needs this metric.
+    steps as the metric `local-steps`; `update` "mean" and "fednova" need this metric. With "fednova", an app
+    whose optimiser has momentum also reports the normaliser of its steps, as `step-length`.
 
     The server names the compressor and the feedback. For safety, the mod never imports code that a server
     names. If the server uses classes of your own, list them: `mods=[partial(compressed, own=[MySelector])]`.
@@ -143,15 +145,17 @@ class _Exchange:
         if isinstance(action, NeedWhole):
             raise _Refusal(replies.NEED_WHOLE, "the broadcast does not fit this node's model copy")
 
-    def _give_model(self, client: Client | None) -> Array:
+    def _give_model(self, client: Client | None, feedback: Feedback | None = None) -> Array:
         """Put the model's arrays into the request, and remove the server's order, as the app expects.
 
-        Return the vector x of the compressed arrays.
+        Return the vector x of the compressed arrays. If the app trains, `feedback` may move x.
         """
         if client is None or client.copy is None or not self.order.copy:
             x = np.frombuffer(self.body.broadcast, np.float32)
         else:
             x = self.replica.model(client.copy.w)
+        if client is not None and feedback is not None:
+            x = cast_like(feedback.start(x, client.memory, None), x)
         uncompressed = self.form.unpack(self.body.uncompressed, short=self.replica.rounds_values)
         content = self.message.content
         content[self.order.arrays] = make_record(self.form.join(x, uncompressed))
@@ -194,7 +198,7 @@ class _Exchange:
         self._check(action)
         if isinstance(action, Resend):
             return self._pack_reply(client, action.message)
-        x = self._give_model(client)
+        x = self._give_model(client, self.uplink.channel.feedback)
         trained = run_app()
         return trained if trained.has_error() else self._send(client, x, trained)
 
@@ -217,7 +221,7 @@ class _Exchange:
         name, arrays = self._read_model(trained)
         facts = self._read_facts(trained)
         x_K, uncompressed = self.form.split(arrays)
-        g = local_update(x, x_K, facts["K"], self.order.update)
+        g = local_update(x, x_K, None if self.order.update == "sum" else facts.get("divisor", facts["K"]))
         sender = replace(
             self.uplink,
             max_norm=self.order.max_norm,
@@ -259,13 +263,18 @@ class _Exchange:
         merged: dict[str, Any] = {key: value for record in records.values() for key, value in record.items()}
         loss = next((merged[key] for key in ("train_loss", "train-loss", "loss") if key in merged), None)
         K, size = read_number(merged.get(STEPS)), len(json.dumps(records))
-        if self.order.update == "mean" and not (K or 0) > 0:
-            why = f"update = 'mean' needs the metric {STEPS!r}, the number of local steps, above 0"
+        if self.order.update != "sum" and not (K or 0) > 0:
+            update = self.order.update
+            why = f"update = {update!r} needs the metric {STEPS!r}, the number of local steps, above 0"
             raise _Refusal(replies.BAD_METRICS, why)
         if size > MOST_METRICS:
             why = f"the metrics of the client app take {size:,} bytes: at most {MOST_METRICS:,} are allowed"
             raise _Refusal(replies.BAD_METRICS, why)
-        return {"metrics": records, "K": K, "loss": read_number(loss)}
+        facts = {"metrics": records, "K": K, "loss": read_number(loss)}
+        length = read_number(merged.get(LENGTH))
+        if self.order.update == "fednova" and (length or 0) > 0:
+            facts["divisor"] = length
+        return facts
 
     def _make_answer(self, client: Client, g: Array, sender: Uplink) -> tuple[Client, bytes]:
         """Return the client's next state, and the message with the update and the residual.

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from cfedavg.compress import Compressor, parse
 from cfedavg.core.config import Config
-from cfedavg.core.errors import InputError
+from cfedavg.core.errors import InputError, show
 from cfedavg.core.keys import Purpose, key, permutation
+from cfedavg.core.names import QUOTE, NamedArguments, advise, find_name
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
 
@@ -53,7 +54,7 @@ class Missing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RoundPolicy:
+class RoundPolicy(NamedArguments):
     """The rules of a round: which nodes it asks, when it ends, and whether it changes the model.
 
     `participation`: the share of the online nodes whose replies a round needs. `over_selection`: the share
@@ -190,7 +191,7 @@ class Parts:
     compressor_down: Compressor
     feedback: Feedback
     server_optimiser: ServerOptimiser
-    update: str  # "sum" or "mean": line 10 or line 11 of Algorithm 1
+    update: str  # "sum" or "mean", line 10 or line 11 of Algorithm 1, or "fednova"
     seed: int  # of all random draws
 
     @classmethod
@@ -217,24 +218,46 @@ def check_values(
     policy: RoundPolicy, max_norm: float | None, eta: Rate | None, uncompressed: Sequence[str]
 ) -> None:
     """Raise InputError if one of these options, which `Config` does not check, has a wrong value."""
-    is_norm = max_norm is None or (isinstance(max_norm, Real) and max_norm > 0)
-    is_rate = eta is None or callable(eta) or (isinstance(eta, Real) and 0 < eta <= 1e300)
-    one = f"a list of patterns, such as [{uncompressed!r}], got {uncompressed!r}"
+    is_norm = max_norm is None or (_is_real(max_norm) and max_norm > 0)
+    is_rate = eta is None or callable(eta) or (_is_real(eta) and 0 < eta <= 1e300)
+    are_texts = isinstance(uncompressed, list | tuple) and all(isinstance(each, str) for each in uncompressed)
     _check_rules({
-        f"`policy` must be a RoundPolicy, got {policy!r}": isinstance(policy, RoundPolicy),
-        f"`max_norm` must be a number above 0, which may be infinite, got {max_norm!r}": is_norm,
-        f"`eta` must be a number above 0, or a function of the round, got {eta!r}": is_rate,
-        f"`uncompressed` must be {one}": not isinstance(uncompressed, str),
+        f"`policy` must be a RoundPolicy, got {show(policy)}": isinstance(policy, RoundPolicy),
+        f"`max_norm` must be a number above 0, which may be infinite, got {show(max_norm)}": is_norm,
+        f"`eta` must be a number above 0, or a function of the round, got {show(eta)}": is_rate,
+        f"`uncompressed` must be a list of patterns, such as ['bn.*'], got {show(uncompressed)}": are_texts,
     })  # fmt: skip
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise InputError if an argument of CFedAvg is not in `known`; say where it belongs."""
+    for name in given:
+        if name in known:
+            continue
+        if field := find_name(name, list(_RANGES), near=False):
+            raise InputError(f"CFedAvg has no argument {name!r}; write policy=RoundPolicy({field}=...)")
+        raise InputError(f"CFedAvg has no argument {name!r}; {advise(name, known, QUOTE)}")
+
+
+def choose_rate(eta: Rate, t: int) -> float:
+    """Return the global rate of round t; raise InputError if the user's function returns no such number."""
+    rate: Any = eta(t) if callable(eta) else eta
+    if not (_is_real(rate) and 0 <= rate <= 1e300):
+        raise InputError(f"`eta` must return a finite number of 0 or more, got {show(rate)} in round {t}")
+    return float(rate)  # of NumPy's numbers, some would make x float64
 
 
 def check_start(*, resume: bool, from_backup: bool, out: str | Path | None) -> None:
     """Raise InputError if `resume`, `from_backup` or `out` is wrong."""
     has_out = out is not None
     _check_rules({
-        f"`out` must be the path of a folder, got {out!r}": isinstance(out, str | Path | None),
-        f"`resume` must be true or false, got {resume!r}": isinstance(resume, bool),
-        f"`from_backup` must be true or false, got {from_backup!r}": isinstance(from_backup, bool),
+        f"`out` must be the path of a folder, got {show(out)}": isinstance(out, str | Path | None),
+        f"`resume` must be true or false, got {show(resume)}": isinstance(resume, bool),
+        f"`from_backup` must be true or false, got {show(from_backup)}": isinstance(from_backup, bool),
         "`resume` needs `out`, the folder of the federation to continue": has_out or not resume,
         "`from_backup` continues a federation, so it needs `resume`": resume or not from_backup,
     })  # fmt: skip
@@ -252,15 +275,16 @@ def check_parts(
     odd = " and ".join(f"`{name}`" for name, is_usual in usual.items() if not is_usual)
     samples = any(getattr(policy, name) != getattr(RoundPolicy, name) for name in _SAMPLING)
     _check_rules({
-        "`update` must be 'sum', or 'mean' if clients report local-steps, got 'auto'": parts.update != "auto",
+        "`update` must be 'sum', or 'mean' or 'fednova' if clients report local-steps, got 'auto'":
+            parts.update != "auto",
         f"{odd} must not be given when CFedAvg wraps a strategy, which averages and steps itself. "
         "Remove the options or the strategy.": not (wraps and odd),
         "`participation`, `over_selection` and `min_nodes` of the policy have no effect when CFedAvg wraps a "
         "strategy, which samples the nodes itself. Remove these fields.": not (wraps and samples),
         f"`update` must be 'sum' when CFedAvg wraps a strategy, got {parts.update!r}":
             not wraps or parts.update == "sum",
-        f"`feedback` must not change the broadcast model in a federation, got {feedback}. "
-        "Use ef, ef21 or none.": not (feedback.broadcasts or feedback.moves_start),
+        f"`feedback` must not broadcast a vector beside the model in a federation, got {feedback}. "
+        "Use ef, sapef, ef21 or none.": not feedback.broadcasts,
         f"`feedback` must keep no memory on the server when CFedAvg wraps a strategy, got {feedback}. "
         "Use ef or none.": not (wraps and feedback.keeps_server_memory),
         f"`from_backup` must not be given with the feedback {feedback}: the clients remember updates that "

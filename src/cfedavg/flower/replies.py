@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
-from cfedavg.compress import Compressor, values_of
+from cfedavg.compress import Compressor, sent_values
 from cfedavg.core.arrays import cast, norm2
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Reply
@@ -55,7 +55,7 @@ _INSTALL = "the node has an older version of cfedavg than the server: install th
 
 _MOST = 1e100  # above any loss or squared norm of float32 numbers
 # The numbers that a client reports about its round, and the smallest and largest value of each.
-_BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53)}
+_BOUNDS = {"loss": (-_MOST, _MOST), "K": (0.0, 2.0**53), "divisor": (0.0, 2.0**53)}
 _BOUNDS |= dict.fromkeys(("g2", "p2", "noise2", "memory2"), (0.0, _MOST))
 SAMPLES = "num-examples"  # the metric by which a client reports how many examples it has
 MOST_NAME = 100  # the most characters of a metric's name
@@ -131,6 +131,11 @@ class TakenReply:
     @property
     def K(self) -> float | None:
         return self.facts["K"]
+
+    @property
+    def divisor(self) -> float | None:
+        """The number by which the client divided its update, if `update` is not "sum"."""
+        return self.facts["divisor"] or self.K
 
     @property
     def memory2(self) -> float | None:
@@ -222,7 +227,7 @@ class ReplyValidator:
     def _check_numbers(self, payload: Payload, uncompressed: bytes) -> float:
         """Return the payload's norm; raise Rejected if a number is too large or not finite."""
         with np.errstate(over="ignore"):
-            values = cast(values_of(payload), "float32")  # as the server adds them: a float64 may overflow
+            values = cast(sent_values(payload), "float32")  # as the server adds them: a float64 may overflow
         if not np.isfinite(values).all() or not self.form.is_finite(uncompressed):
             raise Rejected("not finite", "the update holds NaN or Inf")
         if (norm := math.sqrt(norm2(values))) > self.max_norm:

@@ -262,7 +262,7 @@ class Dispatcher:
             mark=[*mark.stamp, mark.incarnation, mark.digest] if mark else [],
             form=self.form.text,
             arrays=_find_model(now.wanted[node.id], now.arrays),
-            compressor=str(self.parts.compressor),
+            compressor=str(now.compressor),
             feedback=str(self.parts.feedback),
             update=self.parts.update,
             seed=self.parts.seed,

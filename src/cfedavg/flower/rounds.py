@@ -16,6 +16,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.common.logger import log
 
+from cfedavg.compress import Compressor
 from cfedavg.core.run_files import Record, summarise
 from cfedavg.federate.protocol import Version
 from cfedavg.federate.replica import Broadcaster, ModelReplica, PackedBroadcast
@@ -93,6 +94,7 @@ class Round:
     loads: Loads
     began: float
     max_norm: float
+    compressor: Compressor  # of the updates
     before: Claims = field(default_factory=Claims)  # of earlier rounds
     needed: int = 0
     nodes: dict[int, Node] = field(default_factory=dict)  # the nodes asked, by Flower's id
@@ -110,12 +112,13 @@ class Round:
 
     @property
     def claims(self) -> Claims:
-        """The local steps and examples that clients claim, in the order of `in_order`.
+        """The local steps (or their lengths) and examples that clients claim, in the order of `in_order`.
 
         Claims are capped, so that no single client decides the model.
         """
         taken = self.in_order
-        steps, samples = [each.K or 0.0 for each in taken], [each.samples or 0.0 for each in taken]
+        steps = [each.divisor or 0.0 for each in taken]
+        samples = [each.samples or 0.0 for each in taken]
         return Claims(steps, samples).cap(self.before)
 
     def make_void(self, why: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,8 +22,9 @@ from cfedavg.algorithm import Aggregator, ServerMemory
 from cfedavg.channel import Downlink, make_downlink
 from cfedavg.core.arrays import norm2
 from cfedavg.core.config import APP, Config
-from cfedavg.core.errors import InputError
-from cfedavg.core.files import make_new_folder
+from cfedavg.core.errors import InputError, show
+from cfedavg.core.files import check_no_file, make_new_folder
+from cfedavg.core.names import list_arguments
 from cfedavg.core.parts import Written
 from cfedavg.core.run_files import Record, ResidualNorms
 from cfedavg.federate.replica import ModelReplica, advance
@@ -38,6 +39,7 @@ from cfedavg.flower.replies import CAUSES, TOO_LARGE, ReplyValidator, explain_no
 from cfedavg.flower.requests import Dispatcher, make_record
 from cfedavg.flower.rounds import Loads, Round, ServerAge, make_columns
 from cfedavg.flower.wrapped_strategy import WrappedStrategy, name_strategy
+from cfedavg.guard import Guard
 
 EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
 Averaged = tuple[NDArray[np.float32], bytes, ServerMemory]  # x, the uncompressed arrays, the memory
@@ -50,8 +52,8 @@ class CFedAvg(Strategy):
     None, CFedAvg averages with `weighting` "uniform" or "samples", and `server_optimiser` steps with the
     global rate `eta`: a number, or a function of the round (from 0). The default is the optimiser's own rate.
 
-    `compressor`, `compressor_down`, `feedback`, `update`, `server_optimiser`, `seed`: as in a simulation, as
-    texts or objects. The server tells the clients what they need, so the mod needs no options.
+    `compressor`, `compressor_down`, `feedback`, `guard`, `update`, `server_optimiser`, `seed`: as in a
+    simulation, as texts or objects. The server tells the clients what they need, so the mod needs no options.
     `uncompressed`: patterns for the names of arrays that are sent uncompressed.
 
     With a `compressor_down`, every client keeps a model copy, which can differ from the server's exact
@@ -69,6 +71,13 @@ class CFedAvg(Strategy):
     is an older copy of the federation's folder, and the clients have taken part in later rounds.
     """
 
+    if not TYPE_CHECKING:  # type checkers know the arguments
+
+        def __new__(cls, *values: object, **named: object) -> Self:
+            """Refuse an argument that CFedAvg does not have, in one sentence with a hint."""
+            options.check_names(named, list_arguments(cls) or list(named))
+            return super().__new__(cls)
+
     def __init__(
         self,
         inner: Strategy | None = None,
@@ -76,6 +85,7 @@ class CFedAvg(Strategy):
         compressor: str | Written = Config.compressor,
         compressor_down: str | Written = Config.compressor_down,
         feedback: str | Written = "ef",
+        guard: str = Config.guard,
         update: str = "sum",
         server_optimiser: str | Written = "sgd",
         eta: Rate | None = None,
@@ -93,12 +103,19 @@ class CFedAvg(Strategy):
         self.policy = RoundPolicy() if policy is None else policy
         self.resume, self.from_backup, self.weighting = resume, from_backup, weighting
         if inner is not None and not isinstance(inner, Strategy):
-            raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {inner!r}")
+            raise InputError(f"`inner` must be a strategy of Flower's, such as FedAvg(), got {show(inner)}")
+        if config is not None and not isinstance(config, Config):
+            raise InputError(f"`config` must be a Config, got {show(config)}")
         options.check_values(self.policy, max_norm, eta, uncompressed)
         options.check_start(resume=resume, from_backup=from_backup, out=out)
         self.out = Path(out or time.strftime("runs/flower-%Y%m%d-%H%M%S"))
         given: dict[str, Any] = {"compressor": compressor, "compressor_down": compressor_down}
-        given |= {"feedback": feedback, "update": update, "server_optimiser": server_optimiser}
+        given |= {
+            "feedback": feedback,
+            "guard": guard,
+            "update": update,
+            "server_optimiser": server_optimiser,
+        }
         given |= {"weighting": weighting, "seed": seed, "participation": float(self.policy.participation)}
         if config is None:  # for a user's own app
             by = f"{APP[:-1]}, averaged by {name_strategy(inner)})" if inner else APP
@@ -131,10 +148,10 @@ class CFedAvg(Strategy):
     ) -> Result:
         """Do all rounds up to `num_rounds`; return the result. `timeout`: a round's deadline in seconds."""
         policy = self.policy.with_deadline(timeout)
+        _check_start(initial_arrays, num_rounds, evaluate_fn)
+        check_no_file(self.out, "`out`")
         arrays = {name: array.numpy() for name, array in initial_arrays.items()}
         form = self._make_form(arrays)
-        if not isinstance(num_rounds, int) or num_rounds < 1:
-            raise InputError(f"`num_rounds` must be an integer of at least 1, got {num_rounds!r}")
         self.out = self.out if self._has_out else make_new_folder(self.out)
         self.summary()
         fixed = FixedOptions.of(name_strategy(self.inner) if self.inner else None, self.parts)
@@ -159,7 +176,10 @@ class CFedAvg(Strategy):
                 raise InputError(f"`initial_arrays` must be finite, but {name!r} holds NaN or Inf")
             if array.dtype == np.float32 and np.abs(array).max(initial=0) > LARGEST:
                 raise InputError(f"`initial_arrays`: {name!r} must not hold a number above {LARGEST:g}")
-        form = Form.of(arrays, self.uncompressed)
+        try:
+            form = Form.of(arrays, self.uncompressed)
+        except InputError as error:
+            raise InputError(f"`initial_arrays`: {error}") from None
         if form.count_bytes() > 4 * form.layout.d:
             log(WARNING, "most of the model is sent uncompressed: only float32 arrays are compressed")
         return form
@@ -184,6 +204,21 @@ class CFedAvg(Strategy):
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse_wrapping
 
 
+def _check_start(initial_arrays: object, num_rounds: object, evaluate_fn: object) -> None:
+    """Raise InputError if one of these arguments of `CFedAvg.start` is wrong."""
+    if not isinstance(initial_arrays, ArrayRecord):
+        raise InputError(
+            "`initial_arrays` must be an ArrayRecord, such as ArrayRecord(model.state_dict()), "
+            f"got {show(initial_arrays)}"
+        )
+    if not isinstance(num_rounds, int) or isinstance(num_rounds, bool) or num_rounds < 1:
+        raise InputError(f"`num_rounds` must be an integer of at least 1, got {show(num_rounds)}")
+    if evaluate_fn is not None and not callable(evaluate_fn):
+        raise InputError(
+            f"`evaluate_fn` must be a function of the round and the arrays, got {show(evaluate_fn)}"
+        )
+
+
 @dataclass
 class Session:
     """A run of the server from a given state to the last round. The state is stored after every round."""
@@ -203,6 +238,9 @@ class Session:
         self.form, self.result, self.age = folder.form, Result(), ServerAge()
         notes = {who: known.note for who, known in self.state.clients.items()}
         self.numbers = Numbers({who: note.number for who, note in notes.items()}, self.state.lent)
+        self.guard = Guard(self.strategy.config.guard, self.parts.feedback)
+        for row in folder.rows:
+            self.guard.watch(row)
         self.residuals = ResidualNorms().add(note.residual2 for note in notes.values())
         nodes, where = OnlineNodes(self.grid, self.numbers), str(folder.out.resolve())
         model = folder.form, folder.replica, folder.federation
@@ -222,6 +260,8 @@ class Session:
             self._do_round()
             row = rounds.describe_row(self.folder.rows[-1])
             log(INFO, "round %d/%d: %s", self.state.server.t, num_rounds, row)
+            if sentence := self.guard.report(self.folder.rows[-1], self.parts.compressor):
+                log(WARNING, sentence)
         self.folder.close(self.state)
         self.result.arrays = self._arrays(self.folder.held_model(self.state))
         return self.result
@@ -236,6 +276,8 @@ class Session:
         found = self.evaluate_fn(server_round, self._arrays(self.folder.held_model(self.state)))
         if found is None:
             return {}
+        if not isinstance(found, MetricRecord):
+            raise InputError(f"`evaluate_fn` must return a MetricRecord or None, got {show(found)}")
         self.result.evaluate_metrics_serverapp[server_round] = found
         return make_columns(found, "test_", "client_")
 
@@ -244,7 +286,8 @@ class Session:
         # The bound is computed from stored state before any request, so a restart finds the same bound.
         bound = bound_norm(state.norms) if bound is None else bound
         arrays, loads = self._arrays(state.server.x), Loads(self.form, self.folder.replica, state)
-        now = Round(state.server.t + 1, arrays, loads, time.monotonic(), bound, state.claims)
+        compressor = self.parts.compressor.denser(2 ** self.guard.doublings(state.server.t))
+        now = Round(state.server.t + 1, arrays, loads, time.monotonic(), bound, compressor, state.claims)
         requests = self._make_requests(now)
         self.dispatcher.collect(now, requests, self.state, self._make_validator(now))
         self._leave_out(now)
@@ -286,7 +329,7 @@ class Session:
         if self.strategy.max_norm != math.inf:  # integers as large as the model's own are allowed
             most = max(options.LARGEST_NORM, self.form.largest(self.state.uncompressed, "iu"))
         by_samples = self.strategy.weighting == "samples"
-        return ReplyValidator(self.form, self.parts.compressor, now.max_norm, most, by_samples)
+        return ReplyValidator(self.form, now.compressor, now.max_norm, most, by_samples)
 
     def _leave_out(self, now: Round) -> None:
         """Reject accepted replies that are much larger than the others, or that `inner` cannot average."""
@@ -308,19 +351,15 @@ class Session:
         if not any(weights):
             now.make_void("no client has an example, so weighting = 'samples' gives no mean")
             return None
-        optimiser, eta = self.parts.server_optimiser, self.strategy.eta
-        rate = eta(t) if callable(eta) else eta
-        # With `update` "mean", K is the mean number by which clients divided their updates.
-        steps = [each or 1.0 for each in claims.steps] if self.parts.update == "mean" else [1.0]
-        K = sum(steps) / len(steps)
+        rate, scale = self._choose_rate(t, claims.steps, weights)
         with np.errstate(over="ignore", invalid="ignore"):  # the result is checked below
             x, memory = self.strategy.aggregator.step(
                 state.server.x,
                 state.memory,
                 ((each.payload, [weight]) for each, weight in zip(taken, weights, strict=True)),
                 everyone=float(len(self.numbers)),
-                eta=optimiser.default_rate(K) if rate is None else float(rate),  # so x stays float32
-                scale=optimiser.scale(K),
+                eta=rate,
+                scale=scale,
                 t=t,
             )
         uncompressed = self.form.average([each.uncompressed for each in taken], weights)
@@ -331,6 +370,20 @@ class Session:
             now.make_void(why)
             return None
         return x, uncompressed, memory
+
+    def _choose_rate(
+        self, t: int, divisors: Sequence[float], weights: Sequence[float]
+    ) -> tuple[float, float]:
+        """Return the server's rate in round t, and the factor of the mean update.
+
+        They make up for the numbers by which clients divided their updates.
+        """
+        optimiser, eta, steps = self.parts.server_optimiser, self.strategy.eta, [d or 1.0 for d in divisors]
+        K = sum(steps) / len(steps) if self.parts.update == "mean" else 1.0
+        scale = optimiser.scale(K)
+        if self.parts.update == "fednova":
+            scale = sum(w * d for w, d in zip(weights, steps, strict=True)) / sum(weights)
+        return optimiser.default_rate(K) if eta is None else options.choose_rate(eta, t), scale
 
     def _end(self, now: Round) -> None:
         """Set `self.state` to the state after the round. The caller stores it with the rows of metrics."""

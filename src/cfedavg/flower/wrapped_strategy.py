@@ -125,7 +125,7 @@ class WrappedStrategy:
     ) -> Record:
         """Let clients that the strategy chooses evaluate `arrays`; return the metrics as columns of a row."""
         loads = Loads(self.form, dispatcher.replica, state)
-        asked = Round(now.server_round, arrays, loads, now.began, now.max_norm)
+        asked = Round(now.server_round, arrays, loads, now.began, now.max_norm, now.compressor)
         wanted = self.inner.configure_evaluate(now.server_round, arrays, config, dispatcher.grid)
         messages = dispatcher.pack(asked, wanted, state)
         replies = list(dispatcher.exchange(asked, messages, state))

@@ -26,9 +26,9 @@ from cfedavg.core.run_files import CONFIG, FEDERATION, METRICS, check_same, read
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.options import RoundPolicy
 from cfedavg.launch.app import TRUST, run_config_of
+from cfedavg.launch.app.plan import make_plan
 from cfedavg.launch.processes import HOST, Ports, Processes
 from cfedavg.launch.services import ONGOING, AppRun, RunFailed, SuperLink, SuperNode, format_toml
-from cfedavg.simulate.plan import Plan
 
 COMPONENTS = {"serverapp": "cfedavg.launch.app.server:app", "clientapp": "cfedavg.launch.app.client:app"}
 POLL = 0.5  # seconds between two reads of the metrics that the ServerApp writes
@@ -231,7 +231,7 @@ def _is_done(config: Config, out: Path, resume: bool) -> bool:
 def _describe(config: Config) -> str:
     """Return a description of the run; also check the options, and download the data once for all nodes."""
     task = build_task(config)
-    plan, layout = Plan(config, task), Layout.of(task.model)
+    plan, layout = make_plan(config, task), Layout.of(task.model)
     if config.deadline is None:
         return plan.in_words(layout)
     steps = f"{config.clients} nodes, local steps for {config.deadline:g} s"

@@ -1,7 +1,8 @@
 """Optimisers: a client's step from a gradient, and the server's step from the mean update.
 
 The server's are `ServerSGD`, `Momentum`, `Nesterov`, `Adam`, `Yogi` and `Adagrad`. The clients' are `SGD` and
-`AdamW`, with `Clip` and `Prox` before them; these need torch, so they are imported when they are first used.
+`AdamW`, with `Clip`, `Prox` and `Scaffold` before them; these need torch, so they are imported when they are
+first used.
 """
 
 from importlib import import_module
@@ -19,11 +20,11 @@ from cfedavg.optimise.server import (
 )
 
 if TYPE_CHECKING:
-    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox
+    from cfedavg.optimise.local import SGD, AdamW, Clip, GradientChange, LocalOptimiser, Prox, Scaffold
 
 __all__ = [
     "SERVER_OPTIMISERS", "SGD", "Adagrad", "Adam", "AdamW", "Clip", "GradientChange", "LocalOptimiser",
-    "Momentum", "Nesterov", "Prox", "ServerOptimiser", "ServerSGD", "Yogi",
+    "Momentum", "Nesterov", "Prox", "Scaffold", "ServerOptimiser", "ServerSGD", "Yogi",
 ]  # fmt: skip
 
 

@@ -119,8 +119,8 @@ def write_report(
     """Compare the runs in the folders `paths`, and write the report to the folder `out`.
 
     The files are `report.html`, `report.png` with all panels, and each panel in each of `formats`: png, pdf,
-    svg or csv. `over` is the x axis of losses and norms: rounds, total_bytes or simulated_seconds. `width` is
-    that of a PDF or SVG in inches; the default is a column of a paper.
+    svg or csv. `over` is the x axis of losses and norms: rounds, total_bytes or time. `width` is that of a
+    PDF or SVG in inches; the default is a column of a paper.
     """
     import_drawing()
     from cfedavg.report import exports, figures, page, panels

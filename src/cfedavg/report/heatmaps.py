@@ -128,11 +128,11 @@ def _draw_counts(figure: Figure, axes: Axes, counts: NDArray[Any], clients: int)
         norm=PowerNorm(0.5, vmin=1.0, vmax=most),  # the square root keeps small counts visible
     )  # fmt: skip
     axes.set_ylabel("class", rotation=0, ha="right", va="center", **LABEL)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=min(classes, 12), integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=min(classes, 12), integer=True, min_n_ticks=1))
     order = "client" if clients <= _MOST_CLIENTS else f"{clients} clients, ordered by their largest classes"
     mean = f"; a column is the mean of about {clients / columns:.0f}" if clients > columns else ""
     axes.set_xlabel(order + mean, **LABEL)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=min(clients, 20), integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=min(clients, 20), integer=True, min_n_ticks=1))
     _hide_frame(axes)
     if clients > _MOST_CLIENTS:
         axes.set_xticks([])  # sorted clients have no numbers

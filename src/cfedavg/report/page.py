@@ -162,6 +162,8 @@ def _table_note(rows: Sequence[Row]) -> str:
     notes = ["The metric comes from the last evaluation. Bytes count all clients and rounds, up and down."]
     if any(row.first_download_bytes is not None for row in rows):
         notes.append("First downloads are a part of down: a new client downloads the whole model.")
+    if any(row.time is not None for row in rows):
+        notes.append("Time is simulated; that of a federation is real.")
     if any(len(row.seeds) > 1 for row in rows):
         notes.append("With several seeds: mean ± sample standard deviation; bytes and times are means.")
     bases = {row.against for row in rows}
@@ -204,7 +206,7 @@ def _nodes(federations: Sequence[tuple[Run, bytes]]) -> str:
         items = "".join(f"<li>{escape(each)}</li>" for each in reasons)
         why = f"<p>What is not in the model, and why:</p><ul>{items}</ul>" if reasons else ""
         parts += (
-            f'<figure><div class="card">{_image(png, "what became of each request")}</div></figure>'
+            f'<figure><div class="card wide">{_image(png, "what became of each request")}</div></figure>'
             f"{_table(lines, [''] * (len(lines) - 1))}{why}"
             '<p class="muted">Age: the rounds since an update of the node went into the model. '
             "Incarnation: how often the node came with a new or an older state.</p>"

@@ -50,6 +50,7 @@ _AMOUNTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "client_bytes": ("bytes that a client has sent so far", format_bytes),
     "model_sizes_sent": ("model sizes that a client has sent so far", "{:g}".format),
 }
+_TIME_NAMES = {"simulated_seconds": "simulated time", "time": "time"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Panel:
     empty: str = "nothing recorded"  # the text if there are no lines
 
 
-AXES = ("rounds", "total_bytes", "simulated_seconds")  # what x may be in a report
+AXES = ("rounds", "total_bytes", "time")  # what x may be in a report
 
 Lines = Sequence[tuple[Group, Pen]]  # what is drawn in a panel
 Curves = Sequence[Curve]
@@ -103,8 +104,8 @@ _OUTCOMES = (
         "What each round of communication buys: the sooner a line bends, the fewer rounds it needs.",
     ),
     (
-        "metric-time", "simulated time", "simulated_seconds",
-        "What each second of the simulated clients and links buys: at the same height, "
+        "metric-time", "time", "time",
+        "What each second buys, simulated or, in a federation, real: at the same height, "
         "the line further left is faster (the axis is logarithmic where runs differ much).",
     ),
 )  # fmt: skip
@@ -149,7 +150,8 @@ def choose_panels(
 ) -> list[Panel]:
     """Return the panels for which at least one group has numbers, without series that have no numbers.
 
-    `over` is the x axis of the panels that explain the metric, such as losses and norms: one of `AXES`.
+    `over` is the x axis of the panels that explain the metric, such as losses and norms: one of `AXES`. If no
+    run is a federation, the axis of a panel over time says that time is simulated.
 
     With `main`, return the 4 main panels instead; a main panel without numbers is drawn empty.
     """
@@ -167,6 +169,8 @@ def choose_panels(
         title = f"{spell_out(name)} over rounds"
         clients = Panel("clients-metric", title, (Series(name, ""),), caption, percent=is_share(name))
         panels.insert(4, clients)
+    if not any(run.nodes for run in runs):
+        panels = [replace(panel, x="simulated_seconds") if panel.x == "time" else panel for panel in panels]
 
     def has_numbers(series: Series, x: str) -> bool:
         return any(len(make_curve(group, x, series.key).x) for group in groups)
@@ -253,15 +257,16 @@ def _set_x(axes: Axes, x: str, drawn: Curves) -> None:
             axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=STEPS))
             _format_ticks(axes.xaxis, text)
     elif low > 0 and is_far:
-        name = "simulated time so far"
+        name = f"{_TIME_NAMES[x]} so far"
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.FixedLocator([t for t in _TIMES if 0.8 * low < t < 1.25 * high]))
         axes.xaxis.set_minor_locator(ticker.NullLocator())
         _format_ticks(axes.xaxis, format_time)
     else:
         size, unit = time_unit(high)
-        name = f"simulated time so far ({unit})"
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7, steps=STEPS))
+        name = f"{_TIME_NAMES[x]} so far ({unit})"
+        ticks = ticker.MaxNLocator(nbins=7, steps=STEPS).tick_values(low / size, high / size)
+        axes.xaxis.set_major_locator(ticker.FixedLocator([size * tick for tick in ticks]))
         _format_ticks(axes.xaxis, lambda value: f"{value / size:g}")
     axes.set_xlabel(name, **LABEL)
 

@@ -23,8 +23,8 @@ NODES = "nodes.jsonl"
 # The columns that pictures and tables need as numbers; a row may hold others of any type.
 _NUMBERS = {
     "train_loss", "uplink_bytes", "downlink_bytes", "total_bytes", "first_download_bytes", "delta_norm2",
-    "error_norm2", "alpha", "snr_min", "simulated_seconds", "client_accuracy_min", "client_accuracy_mean",
-    "up_bytes", "K", "residual_norm", "age", "incarnation",
+    "error_norm2", "alpha", "snr_min", "seconds", "simulated_seconds", "client_accuracy_min",
+    "client_accuracy_mean", "up_bytes", "K", "residual_norm", "age", "incarnation",
 }  # fmt: skip
 _LARGEST = 1e100  # larger numbers may overflow when they are added or drawn
 
@@ -98,7 +98,12 @@ def _list_points(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
 
 
 def get_column(run: Run, key: str) -> NDArray[np.float64]:
-    """Return a column of the metrics, a value for each row; NaN if the value is missing, null or infinite."""
+    """Return a column of the metrics, a value for each row; NaN if the value is missing, null or infinite.
+
+    The column `time` holds the simulated seconds of each round; in a federation the real ones.
+    """
+    if key == "time":
+        key = "seconds" if run.nodes else "simulated_seconds"
     values = np.array([row.get(key) for row in run.rows], dtype=np.float64)
     return np.where(np.isfinite(values), values, np.nan)
 

@@ -18,7 +18,7 @@ from cfedavg.core.units import format_bytes, format_factor
 from cfedavg.report.runs import Curve, Group, Run, choose_metric, get_column, make_curve
 
 _UNKNOWN, _AGAINST = "–", "vs. baseline"
-_TOTALS = ("total_bytes", "uplink_bytes", "downlink_bytes", "first_download_bytes", "simulated_seconds")
+_TOTALS = ("total_bytes", "uplink_bytes", "downlink_bytes", "first_download_bytes", "time")
 
 # Labels
 _LONGEST = 44  # characters of a part of a label
@@ -177,9 +177,9 @@ class Row:
     first_download_bytes: float | None  # a part of downlink_bytes
     ratio: float | None  # total bytes of `against` / total bytes of this row
     against: str
-    simulated_seconds: float | None
+    time: float | None  # simulated seconds; real seconds of a federation
     goal: float | None  # the highest whole percent of the metric that all rows reach; None if time is unknown
-    seconds_to_goal: float | None  # simulated seconds until the mean over the seeds reaches the goal
+    seconds_to_goal: float | None  # seconds until the mean over the seeds reaches the goal
     seeds: tuple[int, ...]
 
 
@@ -190,7 +190,7 @@ def summary(runs: Sequence[Run]) -> list[Row]:
 
 def summarise(groups: Sequence[Group], metric: str) -> list[Row]:
     """Return the rows of the summary table, one for each group."""
-    curves = [make_curve(group, "simulated_seconds", metric) for group in groups]
+    curves = [make_curve(group, "time", metric) for group in groups]
     goal = _choose_goal(curves) if units.is_share(metric) else None
     return [
         _summarise_group(group, find_baseline(group, groups), metric, goal, curve)
@@ -300,7 +300,7 @@ def _format_row(row: Row) -> dict[str, str]:
         "first downloads": show(row.first_download_bytes, format_bytes),
         "rounds": str(high) if low == high else f"{low}–{high}",
         "best": show(row.best, metric),
-        "simulated time": show(row.simulated_seconds, units.format_time),
+        "time": show(row.time, units.format_time),
         f"time to {row.goal or 0:.0%}": show(row.seconds_to_goal, units.format_time),
         "seeds": f"n = {len(row.seeds)} ({seeds})",
     }

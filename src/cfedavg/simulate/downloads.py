@@ -51,6 +51,17 @@ class Downloads:
         """Return the record before the first round: no client holds a model copy."""
         return cls(cast(0 * w, "int32"))
 
+    def send(
+        self, downlink: Downlink, x: Array, w: Array, key: int, t: int, replied: Iterable[int]
+    ) -> tuple[Array, Downloads]:
+        """Broadcast x to clients that hold w; return their next w, and the record after round `t`.
+
+        Raise NotFinite if x - w overflows.
+        """
+        payload, w_next = downlink.send(x, w, key, t)
+        length, most = measure(payload.numpy(), downlink.layout)[0], downlink.size(w)
+        return w_next, self.after(t, w, w_next, length, replied, most)
+
     def after(
         self, t: int, w: Array, w_next: Array, length: int, replied: Iterable[int], most: int
     ) -> Downloads:

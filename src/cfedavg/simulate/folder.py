@@ -68,7 +68,7 @@ class Folder:
             state, rows = self._restore(config, identity, start)
         # The code above changes no file, so a refused resume leaves the folder unchanged.
         sweep(self.residuals, state.residuals)
-        residuals = start.residuals.adopt(state.residuals, start.x.shape)
+        residuals = start.residuals.adopt(state.residuals, start.residuals.shape(start.x))
         write_atomic(self.path / run_files.CONFIG, config.to_toml().encode())
         self.rewrite(rows)
         if state.t:

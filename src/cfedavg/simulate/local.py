@@ -19,7 +19,7 @@ from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, permutation, signed
 from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import Record
-from cfedavg.optimise.local import SGD, LocalOptimiser
+from cfedavg.optimise.local import SGD, Fixed, LocalOptimiser, Tensors
 from cfedavg.optimise.local import State as OptimiserState
 from cfedavg.task import Batch, Loss, Samples, Task, accuracy, check_number, cross_entropy, wrap_errors
 
@@ -67,11 +67,15 @@ class Vectors:
         x = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         return x, torch.cat([x.new_zeros(0), *(b.detach().reshape(-1).to(x.dtype) for b in self._buffers)])
 
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Return views of vector x: a tensor for each parameter."""
+        return [x[at].view_as(p) for p, at in zip(self._parameters, self.layout.slices(), strict=True)]
+
     @torch.no_grad()
     def write(self, x: Tensor, b: Tensor) -> None:
         """Write the vectors (x, b) into the model."""
-        for target, part in zip(self._parameters, self.layout.slices(), strict=True):
-            target.copy_(x[part].view_as(target))
+        for target, values in zip(self._parameters, self.split(x), strict=True):
+            target.copy_(values)
         for buffer, part in zip(self._buffers, self.buffer_layout.slices(), strict=True):
             values = b[part].view_as(buffer)
             buffer.copy_(values if buffer.is_floating_point() else values.round())
@@ -168,20 +172,21 @@ def local_steps(
     optimiser: LocalOptimiser,
     eta_L: float,
     enough: Callable[[int], bool],
+    correction: Tensors = (),
 ) -> LocalWork:
     """Run lines 6 to 9 of Algorithm 1: step the model in place until `enough(k)` is true after step k.
 
     The number of steps need not be known beforehand: `enough` may count steps (`after(10)`) or read a clock
-    (`clock(30.0)`).
+    (`clock(30.0)`). `correction` is c - c_i, a tensor for each trainable parameter; without it, c = c_i.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    start = [p.detach().clone() for p in parameters] if optimiser.needs_start else []
+    fixed = Fixed.begin(optimiser, parameters, correction)
     with torch.no_grad():
         state = optimiser.init(parameters)
     total, K = parameters[0].new_zeros(()), 0
     model.train()
     for batch in batches:
-        minibatch_loss, state = local_step(model, parameters, loss, batch, optimiser, state, eta_L, start)
+        minibatch_loss, state = local_step(model, parameters, loss, batch, optimiser, state, eta_L, fixed)
         total += minibatch_loss
         K += 1
         if enough(K):
@@ -197,17 +202,17 @@ def local_step(
     optimiser: LocalOptimiser,
     state: OptimiserState,
     eta_L: float,
-    start: list[Tensor],
+    fixed: Fixed,
 ) -> tuple[Tensor, OptimiserState]:
     """Run lines 7 and 8 of Algorithm 1: step the model in place; return the loss and the new optimiser state.
 
-    `parameters` are the model's trainable parameters; `start` holds their values at the start of the round.
+    `parameters` are the model's trainable parameters; `fixed` is what stays the same in all steps.
     """
     for p in parameters:
         p.grad = None
     minibatch_loss = loss(model, batch)
     minibatch_loss.backward()  # type: ignore[no-untyped-call]
-    return minibatch_loss.detach(), _descend(parameters, optimiser, state, eta_L, start)
+    return minibatch_loss.detach(), _descend(parameters, optimiser, state, eta_L, fixed)
 
 
 @torch.no_grad()
@@ -216,7 +221,7 @@ def _descend(
     optimiser: LocalOptimiser,
     state: OptimiserState,
     eta_L: float,
-    start: list[Tensor],
+    fixed: Fixed,
 ) -> OptimiserState:
     """Step the parameters that have a gradient, not the others; return the new optimiser state."""
     # An embedding's gradient may be sparse.
@@ -234,8 +239,7 @@ def _descend(
             p.add_(g, alpha=-eta_L)
         return state
     before = {name: [each[i] for i in grads] for name, each in state.items()}
-    origin = [start[i] for i in grads] if start else []
-    following, after = optimiser.step(used, list(grads.values()), before, eta_L, origin)
+    following, after = optimiser.step(used, list(grads.values()), before, eta_L, fixed.part(list(grads)))
     for p, new in zip(used, following, strict=True):
         p.copy_(new)
     found = {name: list(each) for name, each in state.items()}

@@ -8,6 +8,7 @@ from functools import lru_cache
 from cfedavg.algorithm import Aggregator
 from cfedavg.channel import Channel, Downlink, make_downlink
 from cfedavg.compress import Compressor, parse
+from cfedavg.control import ControlVariates
 from cfedavg.core.config import PER_CLIENT, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.keys import Purpose, key, sample, uniform
@@ -15,7 +16,7 @@ from cfedavg.core.layout import Layout
 from cfedavg.core.run_files import Record, finite
 from cfedavg.feedback import FEEDBACKS, Feedback
 from cfedavg.optimise import SERVER_OPTIMISERS, ServerOptimiser
-from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser
+from cfedavg.optimise.local import LocalOptimiser, parse_local_optimiser, step_lengths
 from cfedavg.schedule import Rates, Steps, resolve_rates
 from cfedavg.simulate.links import draw_speeds
 from cfedavg.task import Task
@@ -50,33 +51,51 @@ class Plan:
         self.aggregator = Aggregator(self.feedback, server)
         self._sample = lru_cache(4)(self._draw_clients)  # engines ask for a round's clients more than once
         self._check()
+        self._check_memories()
         self.link = draw_speeds(config, self.m)
         self.steps = Steps(config, self.samples, self.link.speed)
         self.rates: Rates = resolve_rates(config, self.steps, self.clients_per_round)
         self.everyone = sum(self.weight(i) for i in range(self.m))
 
     def _check(self) -> None:
-        """Raise InputError if a per-client list has the wrong length, or if residuals must not be rounded."""
+        """Raise InputError if a per-client list has the wrong length."""
         for name in PER_CLIENT:
             values = self.config.per_client(name)
             if values is not None and values.each and len(values.each) != self.m:
                 raise InputError(
                     f"`{name}` must have one value for each of {self.m} clients, got {len(values.each)}"
                 )
-        if self.feedback.mirrors_clients and self.config.residual_precision != "full":
+
+    def _check_memories(self) -> None:
+        """Raise InputError if parts do not fit what clients remember with them."""
+        feedback, optimiser = self.feedback, self.local_optimiser
+        if optimiser.needs_correction and not optimiser.sums_gradients:
             raise InputError(
-                f"`residual_precision` must be full with the feedback {self.feedback}, "
-                f"got {self.config.residual_precision}: the server keeps the sum of the clients' memories, "
-                "so no client may round its memory"
+                f"`local_optimiser` must end with sgd without momentum after scaffold, got {optimiser}: a "
+                "client's control variate is the mean gradient that its local steps show"
+            )
+        mirror = f"the feedback {feedback}" if feedback.mirrors_clients else ""
+        mirror = f"the local optimiser {optimiser}" if optimiser.needs_correction else mirror
+        if mirror and self.config.residual_precision != "full":
+            raise InputError(
+                f"`residual_precision` must be full with {mirror}, got {self.config.residual_precision}: the "
+                "server keeps the sum of the clients' memories, so no client may round its memory"
             )
 
-    def channel(self, layout: Layout) -> Channel:
-        """Return the channel from the clients to the server, for vectors of this layout."""
-        return Channel(self.compressor, self.feedback, layout)
+    def channel(self, layout: Layout, doublings: int = 0) -> Channel:
+        """Return the channel from the clients to the server, for vectors of this layout.
+
+        `doublings` is how often the guard has doubled the number of coordinates.
+        """
+        return Channel(self.compressor.denser(2**doublings), self.feedback, layout)
 
     def downlink(self, layout: Layout) -> Downlink | None:
         """Return the channel from server to clients; None if the server broadcasts the whole model."""
         return make_downlink(self.compressor_down, layout)
+
+    def control(self, layout: Layout) -> ControlVariates | None:
+        """Return the control variates of vectors of this layout; None if the local optimiser uses none."""
+        return ControlVariates(self.compressor, layout) if self.local_optimiser.needs_correction else None
 
     def in_words(self, layout: Layout) -> str:
         """Return a sentence that describes the run, with the rates that follow from options and defaults."""
@@ -112,17 +131,37 @@ class Plan:
         rate = self.config.drop_rate
         return bool(rate and uniform(key(self.config.seed, t, client, Purpose.LOSS), 1)[0] < rate)
 
+    def divisor(self, t: int, K: int) -> float | None:
+        """Return the number by which a client divides its update after K steps in round t; None: by none."""
+        if self.rates.update == "sum":
+            return None
+        return float(K) if self.rates.update == "mean" else self._step_length(t, K)
+
+    def _step_length(self, t: int, K: int) -> float:
+        most = 1 << (K - 1).bit_length()  # so that few different tables are made
+        return step_lengths(self.local_optimiser, self.rates.eta_local(t), most)[K - 1]
+
+    def scale(self, t: int, clients: list[int]) -> float:
+        """Return the factor of the mean update of round t, to which the replies of `clients` arrived.
+
+        With FedNova it is the weighted mean of the numbers by which these clients divided their updates.
+        """
+        total = sum(self.weight(i) for i in clients)
+        if self.rates.update != "fednova" or not total:
+            return self.rates.scale
+        return sum(self.weight(i) * self._step_length(t, self.steps.at(t, i)) for i in clients) / total
+
     def weight(self, client: int) -> float:
         """Return the client's weight in the average."""
         return float(self.samples[client]) if self.config.weighting == "samples" else 1.0
 
-    def key(self, t: int, client: int) -> int:
-        """Return the random key with which the client compresses its update in round `t`."""
-        return key(self.config.seed, t, client, Purpose.SELECT)
+    def key(self, t: int, client: int, purpose: Purpose = Purpose.SELECT) -> int:
+        """Return the random key with which the client compresses its update or c_i in round `t`."""
+        return key(self.config.seed, t, client, purpose)
 
-    def broadcast_key(self, t: int) -> int:
-        """Return the random key with which the server compresses the broadcast that ends round `t`."""
-        return key(self.config.seed, t, 0, Purpose.BROADCAST)
+    def broadcast_key(self, t: int, purpose: Purpose = Purpose.BROADCAST) -> int:
+        """Return the random key with which the server compresses x or c for the broadcast after round `t`."""
+        return key(self.config.seed, t, 0, purpose)
 
     def keeps_iterate(self, t: int, eta_sum: float) -> bool:
         """Return whether reservoir sampling takes x_t as the random iterate z of Theorem 2.

@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from torch import Tensor
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import exists, is_temporary, sync
 from cfedavg.core.tensors import UNREADABLE, checksum, free_memory, read_tensors, save_tensors
-from cfedavg.simulate.residuals import InMemory, Residuals, Write
+from cfedavg.simulate.residuals import InMemory, MemoryRow, Residuals, Write
 from cfedavg.simulate.tables import Table
 
 _NAME = re.compile(r"\d+-\d+\.safetensors")  # 000123-000007.safetensors: client 123, version 7
@@ -68,7 +68,7 @@ class OnDisk(Residuals):
         return e
 
     def adopt(self, other: Residuals, shape: torch.Size) -> Self:
-        return other if isinstance(other, type(self)) else super().adopt(other, shape)
+        return replace(other, row=self.row) if isinstance(other, type(self)) else super().adopt(other, shape)
 
     def _store(self, new: Mapping[int, Tensor], write: Write | None) -> dict[str, Any]:
         before = {client: self.versions.get(client, 0) for client in new}
@@ -159,7 +159,9 @@ def _delete(paths: Iterable[Path]) -> None:
 
 
 @contextmanager
-def open_store(where: str, size: int, device: torch.device, folder: Path | None) -> Iterator[Residuals]:
+def open_store(
+    where: str, size: int, device: torch.device, folder: Path | None, row: MemoryRow | None = None
+) -> Iterator[Residuals]:
     """Yield an empty store on the `device`, in `memory` of the host, or on `disk`, as `where` says.
 
     All residuals together have `size` bytes. For `auto`, take the first of the three places where this is at
@@ -171,9 +173,9 @@ def open_store(where: str, size: int, device: torch.device, folder: Path | None)
         fitting = (name for name, place in places.items() if size <= free_memory(place) / _SHARE)
         where = next(fitting, "disk")
     if where in places:
-        yield InMemory(device=places[where])
+        yield InMemory(device=places[where], row=row)
     elif folder:
-        yield OnDisk(folder)
+        yield OnDisk(folder, row=row)
     else:
         with tempfile.TemporaryDirectory(prefix="cfedavg-residuals-") as path:
-            yield OnDisk(Path(path))
+            yield OnDisk(Path(path), row=row)

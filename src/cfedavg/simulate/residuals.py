@@ -1,5 +1,7 @@
 """Stores of the clients' residuals e_i: their base class, and the store in the memory of device or host.
 
+With control variates, a store keeps a client's c_i behind the residual, in the same vector (see `MemoryRow`).
+
 `update` returns a new store. The old store stays valid until the new store is updated in turn. So an
 interrupted round can start again from the old store. Threads may still be writing the residuals of a new
 store (see `Mover`); whoever needs such a residual waits for its thread.
@@ -12,17 +14,45 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfedavg.core.arrays import norms2
+from cfedavg.core.arrays import norms2, to_bf16_at_random, to_single
 from cfedavg.core.keys import bits
 from cfedavg.simulate.tables import Norms, Table
 
 Put = Callable[[int, Tensor], None]  # puts a client's residual where the store keeps it
+
+
+class MemoryRow(NamedTuple):
+    """What a store keeps of a client in one vector: the residual, and behind it the control variate c_i.
+
+    The two numbers are their lengths; 0 means that clients do not keep it.
+
+    >>> MemoryRow(2, 1).split(torch.tensor([[1, 2, 3]]))
+    (tensor([[1, 2]]), tensor([[3]]))
+    """
+
+    residual: int
+    control: int = 0
+
+    @property
+    def length(self) -> int:
+        """The length of the vector."""
+        return self.residual + self.control
+
+    def split(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return residual and c_i of one vector or of some, a row for each; None for what is not kept."""
+        residual, control = rows[..., : self.residual], rows[..., self.residual :]
+        return residual if self.residual else None, control if self.control else None
+
+    def join(self, residual: Tensor | None, control: Tensor | None) -> Tensor | None:
+        """Return the vector or vectors from which `split` makes these two."""
+        kept = [each for each in (residual, control) if each is not None]
+        return torch.cat(kept, -1) if len(kept) > 1 else next(iter(kept), None)
 
 
 class Writes:
@@ -54,6 +84,7 @@ class Residuals(ABC):
 
     norms2: Norms = field(default_factory=Norms, kw_only=True)  # |e_i|^2 if i took part
     writes: Writes | None = field(default=None, kw_only=True)  # that may not have ended
+    row: MemoryRow | None = field(default=None, kw_only=True)  # None: the whole vector is the residual
 
     def __post_init__(self) -> None:
         for name, table in self._tables().items():
@@ -99,7 +130,8 @@ class Residuals(ABC):
 
         With `write`, threads write them while this store and the new one are used.
         """
-        return self._updated(new, dict(zip(new, norms2(new.values()), strict=True)), write)
+        residuals = new.values() if self.row is None else [e[: self.row.residual] for e in new.values()]
+        return self._updated(new, dict(zip(new, norms2(residuals), strict=True)), write)
 
     def _updated(self, new: Mapping[int, Tensor], norms: Mapping[int, float], write: Write | None) -> Self:
         return replace(self, norms2=self.norms2.update(norms), **self._store(new, write))
@@ -107,6 +139,10 @@ class Residuals(ABC):
     @abstractmethod
     def _store(self, new: Mapping[int, Tensor], write: Write | None) -> dict[str, Any]:
         """Store the residuals in `new`; return the fields in which the next store differs, beside norms."""
+
+    def shape(self, x: Tensor) -> torch.Size:
+        """Return the shape of a client's vector for the model x."""
+        return x.shape if self.row is None else torch.Size([self.row.length])
 
     def adopt(self, other: Residuals, shape: torch.Size) -> Self:
         """Return a store of the kind and in the place of this one, with the residuals of `other`."""
@@ -207,12 +243,8 @@ def stochastic_bf16(e: Tensor, keys: Tensor) -> Tensor:
     """Round residuals to bf16, up or down at random so that the mean stays `e`.
 
     `e` is one vector with one key, or a matrix with one key for each row. float64 is rounded to float32
-    first. Rounding to the nearest would lose every update below 2^-9 of the residual. The function adds 16
-    random bits to the 16 bits that bf16 drops. A carry rounds the value up, with the right probability. A
-    value that is already bf16 stays unchanged.
+    first. Rounding to the nearest would lose every update below 2^-9 of the residual.
     """
-    top = torch.finfo(torch.bfloat16).max  # a larger value could be rounded up only to infinity
-    pattern = e.clamp(-top, top).float().contiguous().view(torch.int32)
     draws = bits(keys[..., None], torch.arange(e.shape[-1], device=e.device)) >> 48 & 0xFFFF
-    rounded: Tensor = (pattern + draws.int() >> 16).to(torch.int16)
+    rounded: Tensor = to_bf16_at_random(to_single(e), draws)
     return rounded.view(torch.bfloat16)

@@ -12,13 +12,11 @@ from torch import nn
 from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.run_files import Record
-from cfedavg.core.totals import Totals, numbers_of
+from cfedavg.core.totals import Totals, find_metric, numbers_of
 from cfedavg.core.units import format_metric, format_time, spell_out
 
 if TYPE_CHECKING:
     import pandas
-
-SHOWN = ("test_accuracy", "test_loss", "train_loss")  # the first of these that a run has stands in its repr
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,13 +65,10 @@ class Result:
         return "\n".join([*lines, f"  written to {self.path}"] if self.path else lines)
 
     def _describe_metric(self) -> str:
-        """Return the last value of the first metric of SHOWN that the run has, or of another test metric."""
-        own = [name for row in self.rows for name in row if name.startswith("test_")]
-        for name in (*SHOWN[:1], *own, *SHOWN[1:]):
-            values = [row[name] for row in self.rows if row.get(name) is not None]
-            if values:
-                return f"{spell_out(name)} {format_metric(name, values[-1])} "
-        return ""
+        """Return the last value of the metric that tells most; not all rows have those of the test."""
+        last = {name: value for row in self.rows for name, value in row.items() if value is not None}
+        name = find_metric(last)
+        return f"{spell_out(name)} {format_metric(name, last[name])} " if name else ""
 
     def frame(self) -> pandas.DataFrame:
         """Return the rows as a pandas table, indexed by round, with the bytes sent up to each round.

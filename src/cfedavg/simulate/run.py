@@ -15,11 +15,12 @@ from cfedavg.callbacks import Callback, CallbackList, Start
 from cfedavg.callbacks.callback import check_callbacks
 from cfedavg.callbacks.notebook import in_notebook
 from cfedavg.core.config import Config
-from cfedavg.core.errors import Diverged, InputError
+from cfedavg.core.errors import Diverged, InputError, show
 from cfedavg.core.files import check_no_file
 from cfedavg.core.interrupts import mute_stops
 from cfedavg.core.run_files import Record
 from cfedavg.core.units import format_bytes
+from cfedavg.guard import Guard
 from cfedavg.report import check_drawing, import_drawing, write_run_pictures
 from cfedavg.simulate.engines import Partners, RankLost, Ranks, choose_engine
 from cfedavg.simulate.folder import Folder
@@ -64,12 +65,12 @@ def run(
     >>> len(result.rows), result.final["clients"]
     (2, 4)
     """
-    _check_arguments(config, task, out, resume)
+    _check_arguments(config, task, out, resume, messages)
     if out is not None and draw:
         check_drawing()
     check_callbacks(callbacks)
     if progress not in (None, True, False):
-        raise InputError(f"run: `progress` must be True, False or None, got {progress!r:.40}")
+        raise InputError(f"run: `progress` must be True, False or None, got {show(progress)}")
     own = task is not None
     config, task = _prepare(config, task)
     messages = Path(messages) if messages else None
@@ -146,14 +147,19 @@ def run_beside(
         return (yield from loop.steps(folder, resume=resume))
 
 
-def _check_arguments(config: object, task: object, out: object, resume: bool) -> None:
+def _check_arguments(
+    config: object, task: object, out: object, resume: object, messages: object = None
+) -> None:
     if not isinstance(config, Config):
         hint = ": write Config(**...)" if isinstance(config, dict) else ""
         raise InputError(f"run: `config` must be a Config, got {type(config).__name__}{hint}")
     if task is not None and not isinstance(task, Task):
         raise InputError(f"run: `task` must be a Task, got {type(task).__name__}")
-    if out is not None and not isinstance(out, str | Path):
-        raise InputError(f"run: `out` must be the path of a folder, got {type(out).__name__}")
+    for name, folder in (("out", out), ("messages", messages)):
+        if folder is not None and not isinstance(folder, str | Path):
+            raise InputError(f"run: `{name}` must be the path of a folder, got {show(folder)}")
+    if not isinstance(resume, bool):
+        raise InputError(f"run: `resume` must be True or False, got {show(resume)}")
     if resume and out is None:
         raise InputError("run: `resume` needs `out`, the folder of the run to continue")
     if config.deadline is not None and config.steps_per_second is None:  # a federation measures time
@@ -174,6 +180,7 @@ class Loop:
     ) -> None:
         self.config, self.callbacks, self.note = config, callbacks, task.note
         self.plan = Plan(config, task)
+        self.guard = Guard(config.guard, self.plan.feedback)
         self.rows: list[Record] = []
         self._pending: list[Callable[[], Record]] = []  # functions that give the rows not yet written
         self._engines: list[str] = []  # sentences about the engine that are not yet in engine.txt
@@ -207,14 +214,17 @@ class Loop:
     def _train(self, folder: Folder | None, resume: bool) -> Steps[State]:
         """Run all remaining rounds and return the last state."""
         start = self.engine.start()
-        where = self.config.residuals if self.plan.feedback.keeps_client_memory else "device"
-        each = len(start.x) * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
+        row = self.engine.row
+        where = self.config.residuals if row.length else "device"
+        each = row.length * (2 if self.config.residual_precision == "bf16" else start.x.element_size())
         path = folder.residuals if folder else None
-        with open_store(where, self.plan.m * each, start.x.device, path) as residuals:
+        with open_store(where, self.plan.m * each, start.x.device, path, row) as residuals:
             try:
                 state = replace(start, residuals=residuals)
                 if folder:
                     state, self.rows = folder.begin(self.config, self.engine.identity, state, resume=resume)
+                    for known in self.rows:
+                        self.guard.watch(known)
                     self._folder, self._done = folder, state.t
                     if state.t < self.config.rounds:
                         self._write_engines()
@@ -256,6 +266,7 @@ class Loop:
         try:
             while state.t < self.config.rounds and not self._stopped:
                 self._done = state.t
+                state = replace(state, doublings=self.guard.doublings(state.t))
                 yield partial(self.engine.request, state)
                 state_next, finish = self.engine.round(state)
                 tested = self._evaluate(state_next)
@@ -314,6 +325,8 @@ class Loop:
             if self._folder:
                 self._folder.append(row)
             self._stopped |= bool(self.callbacks.on_row(row))
+            if sentence := self.guard.report(row, self.plan.compressor):
+                self.callbacks.on_message(sentence)
 
     def _save(self, state: State, *, beside: bool = False) -> None:
         """Save a checkpoint; with `beside`, a thread writes it while the next rounds run."""

@@ -29,7 +29,18 @@ from cfedavg.simulate.tables import Norms, Table
 
 FORMAT = "cfedavg checkpoint 2"
 SERVER = "server."  # prefix of the names of the server's memory vectors
+CONTROL = "control."  # prefix of the names of what the server keeps for the control variates
 _STORED = ("e.", "residuals.")  # prefixes of the names of residuals, which may not live on the device
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the server keeps for the control variates (see `cfedavg.control`)."""
+
+    # What clients get: the mean of all c_i; with a compressed broadcast, the clients' copy of this mean.
+    c: Tensor
+    total: Tensor  # the sum of all c_i
+    downloads: Downloads | None = None  # with a compressed broadcast: the record of each client's copy
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ class State:
     # With a compressed broadcast: the clients' model copy, and the record of each client's downloads.
     w: Tensor | None = None
     downloads: Downloads | None = None
+    doublings: int = 0  # how often the guard has doubled what clients send; the rows of metrics tell it
+    control: Control | None = None
 
     @property
     def broadcast(self) -> Tensor:
@@ -82,11 +95,21 @@ def _as_tensors(state: State) -> dict[str, Tensor]:
     if state.z is not None:
         found["z.x"], found["z.b"] = state.z
     if state.w is not None and state.downloads is not None:
-        found |= {"w": state.w, "downloads.changed": state.downloads.changed}
-        found["downloads.length"] = _integers(state.downloads.lengths)
-        found["downloads.client"] = _integers(state.downloads.held.keys())
-        found["downloads.version"] = _integers(state.downloads.held.values())
+        found |= {"w": state.w, **_tables_of(state.downloads)}
+    if control := state.control:
+        tables = {} if control.downloads is None else _tables_of(control.downloads)
+        both = {"c": control.c, "total": control.total, **tables}
+        found |= {CONTROL + name: tensor for name, tensor in both.items()}
     return found
+
+
+def _tables_of(downloads: Downloads) -> dict[str, Tensor]:
+    return {
+        "downloads.changed": downloads.changed,
+        "downloads.length": _integers(downloads.lengths),
+        "downloads.client": _integers(downloads.held.keys()),
+        "downloads.version": _integers(downloads.held.values()),
+    }
 
 
 def _integers(numbers: Iterable[int]) -> Tensor:
@@ -114,7 +137,8 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
                 "`compressor_down` must be the same as in that run"
             )
         expected = _as_tensors(replace(like, residuals=InMemory()))
-        if about["identity"] != identity or not _fits(tensors, expected):
+        row = like.residuals.shape(like.x)
+        if about["identity"] != identity or not _fits(tensors, expected, row):
             raise InputError(
                 f"cannot resume: {path} holds another model: names, shapes, dtypes or frozen values differ; "
                 "use the model of that run, or start again in another folder"
@@ -135,15 +159,22 @@ def load(path: Path, identity: int, like: State, folder: Path, clients: int) -> 
         ) from None
 
 
-def _fits(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    """Return whether every vector has its expected length and dtype; a residual may also be bf16."""
+def _fits(tensors: dict[str, Tensor], expected: dict[str, Tensor], row: torch.Size) -> bool:
+    """Return whether every vector has its expected length and dtype; a residual may also be bf16.
+
+    `row` is the shape of what a client keeps.
+    """
     x, b = expected["x"], expected["b"]
     for name, tensor in tensors.items():
-        if name.startswith(("residuals.", "downloads.")) and name != "downloads.changed":
-            continue  # a table, whose length varies
-        wanted = b if name == "z.b" else expected.get(name, x)
-        dtypes = {wanted.dtype, torch.bfloat16} if name.startswith("e.") else {wanted.dtype}
-        if tensor.shape != wanted.shape or tensor.dtype not in dtypes:
+        table = name.removeprefix(CONTROL)
+        if table.startswith(("residuals.", "downloads.")) and table != "downloads.changed":
+            continue  # its length varies
+        if name.startswith("e."):
+            shape, dtypes = row, {x.dtype, torch.bfloat16}
+        else:
+            wanted = b if name == "z.b" else expected.get(name, x)
+            shape, dtypes = wanted.shape, {wanted.dtype}
+        if tensor.shape != shape or tensor.dtype not in dtypes:
             return False
     return True
 
@@ -173,8 +204,11 @@ def _rules(
     right = norm2.isfinite() & (norm2 >= 0) & (version > 0) & (version < 2**53)
     rule = "residuals.norm2 must be finite and at least 0, residuals.version 1 to 2^53 - 1"
     yield bool(right.all()), rule
-    if "w" in names:
-        yield from _download_rules(t, tensors, m)
+    for name in names & {"w", CONTROL + "c", CONTROL + "total"}:
+        yield bool(tensors[name].isfinite().all()), f"{name} holds NaN or Inf"
+    for prefix in ("", CONTROL):
+        if prefix + "downloads.changed" in names:
+            yield from _download_rules(t, _below(prefix, tensors), m)
     names |= {"residuals.version"} if "residuals.version" in tensors else {f"e.{i}" for i in numbers}
     names |= {"z.x", "z.b"} if "z.x" in tensors else set()
     odd = min(tensors.keys() ^ names, default=None)
@@ -183,7 +217,6 @@ def _rules(
 
 def _download_rules(t: int, tensors: dict[str, Tensor], m: int) -> Iterator[tuple[bool, str]]:
     """Yield, as `_rules` does, the rules on the record of downloads after t rounds with m clients."""
-    yield bool(tensors["w"].isfinite().all()), "w holds NaN or Inf"
     clients, versions = tensors["downloads.client"], tensors["downloads.version"]
     lengths, changed = tensors["downloads.length"], tensors["downloads.changed"]
     typed = {each.dtype for each in (clients, versions, lengths)} == {torch.int64}
@@ -211,21 +244,15 @@ def _increase_below(numbers: list[int], m: int) -> bool:
 def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, folder: Path) -> State:
     """Return the state in a checkpoint for which all rules hold."""
 
-    def table(keys: str, values: str) -> dict[int, Any]:
-        return dict(zip(tensors[keys].tolist(), tensors[values].tolist(), strict=True))
-
     vectors = {name: each.to(device) for name, each in tensors.items() if not name.startswith(_STORED)}
-    norms2, downloads = table("residuals.client", "residuals.norm2"), None
+    norms2 = _table(tensors, "residuals.client", "residuals.norm2")
     residuals: Residuals
     if "residuals.version" in tensors:
-        versions = table("residuals.client", "residuals.version")
+        versions = _table(tensors, "residuals.client", "residuals.version")
         residuals = OnDisk(folder, versions, norms2=Norms(norms2))
     else:
         residuals = InMemory({client: tensors[f"e.{client}"] for client in norms2}, norms2=Norms(norms2))
-    if "w" in vectors:
-        lengths, held = tensors["downloads.length"].tolist(), table("downloads.client", "downloads.version")
-        downloads = Downloads(vectors["downloads.changed"], tuple(lengths), Table(held))
-    server = {name.removeprefix(SERVER): each for name, each in vectors.items() if name.startswith(SERVER)}
+    control = _below(CONTROL, vectors)
     return State(
         about["t"],
         vectors["x"],
@@ -233,7 +260,25 @@ def _state(about: dict[str, Any], tensors: dict[str, Tensor], device: torch.devi
         residuals,
         z=(vectors["z.x"], vectors["z.b"]) if "z.x" in vectors else None,
         eta_sum=float.fromhex(about["eta_sum"]),
-        memory=ServerMemory.from_vectors(server),
+        memory=ServerMemory.from_vectors(_below(SERVER, vectors)),
         w=vectors.get("w"),
-        downloads=downloads,
+        downloads=_downloads(vectors),
+        control=Control(control["c"], control["total"], _downloads(control)) if control else None,
     )
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+
+
+def _table(tensors: dict[str, Tensor], keys: str, values: str) -> dict[int, Any]:
+    return dict(zip(tensors[keys].tolist(), tensors[values].tolist(), strict=True))
+
+
+def _downloads(tensors: dict[str, Tensor]) -> Downloads | None:
+    """Return the record of downloads that `_tables_of` made these tensors of; None without such tensors."""
+    if "downloads.changed" not in tensors:
+        return None
+    held = _table(tensors, "downloads.client", "downloads.version")
+    return Downloads(tensors["downloads.changed"], tuple(tensors["downloads.length"].tolist()), Table(held))

@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from cfedavg.core.config import Config
+from cfedavg.core.config import PARTS, Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import write_atomic
 from cfedavg.core.interrupts import defer_stops, leave, watch_second_stop
@@ -52,7 +53,8 @@ T = TypeVar("T")
 def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
     """Return the number of processes of a run: `workers` if set, else one for each core if that is faster.
 
-    A task made in Python (`own`) stays in the process that made the task, unless `workers` is set.
+    A task made in Python (`own`), or a class of the user's script, stays in the process that made it, unless
+    `workers` is set.
     """
     if config.workers > 1 and config.engine == "reference":
         raise InputError(
@@ -65,6 +67,7 @@ def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
     if config.workers:
         return config.workers
     cores = min(count_cores(), plan.clients_per_round, MOST)
+    own |= bool(_list_script_names(config))
     alone = own or cores < 2 or sys.platform == "win32" or config.engine in ("reference", "batched")
     if alone or choose_device(config.device).type != "cpu":
         return 1
@@ -72,6 +75,12 @@ def choose_size(config: Config, plan: Plan, task: Task, *, own: bool) -> int:
         return 1
     steps = plan.steps.mean * plan.clients_per_round * config.rounds
     return cores if _seconds_a_step(config, task) * steps > WORTH else 1
+
+
+def _list_script_names(config: Config) -> list[str]:
+    """Return the names of the classes and functions of the user's script that a configuration names."""
+    texts = (str(getattr(config, field)) for field in PARTS)
+    return [name for text in texts for name in re.findall(r"\b__main__:(\w+)", text)]
 
 
 def _seconds_a_step(config: Config, task: Task) -> float:
@@ -157,8 +166,9 @@ def start_workers(
         stack.push(lambda error, *_: _end(processes, 5.0 if error is None else 0.0))
         stack.enter_context(watch_second_stop(lambda _: _kill(processes)))
         # A worker must not run the user's script again: a script that calls `run` at its top level would
-        # start processes without end. A worker needs the script only to read a task made there.
-        script = sys.modules["__main__"] if own else ModuleType("__main__")
+        # start processes without end. A worker needs the script only for a task or a class made there.
+        needs_script = own or _list_script_names(config)
+        script = sys.modules["__main__"] if needs_script else ModuleType("__main__")
         for rank in range(1, size):
             with _entry(sys.modules, "__main__", script):
                 _start(processes, rank, size, folder, job)
@@ -241,8 +251,9 @@ def _await(processes: list[BaseProcess], folder: Path) -> None:
         if any(process.exitcode is not None for process in processes):
             if (problem := folder / "problem").exists():
                 raise InputError(
-                    f"`workers`: another process cannot read the task ({problem.read_bytes().decode()}): "
-                    "define the task's classes and functions in a module that can be imported"
+                    "`workers`: another process cannot read the task or the configuration "
+                    f"({problem.read_bytes().decode()}): define their classes and functions in a module that "
+                    "can be imported"
                 )
             raise RankLost("a process of the run did not start")
         time.sleep(0.01)
@@ -264,6 +275,8 @@ def _work(parent: int, rank: int, size: int, folder: Path, job: bytes) -> None:
     torch.set_num_threads(1)
     try:
         config, task, messages = pickle.loads(job)
+        for name in _list_script_names(config):
+            getattr(sys.modules["__main__"], name)
     except Exception as error:
         write_atomic(folder / "problem", str(error).encode())
         os._exit(FOLLOWED)

@@ -116,6 +116,8 @@ class Study:
 def config_settings(config: Config) -> Settings:
     """Return the fields of `config` that a cell stores: `precision`, and those that decide the result."""
     left_out = MACHINE - {"precision"}
+    if config.guard != "adapt":  # it changes nothing, and cells of older versions have no such field
+        left_out |= {"guard"}
     table = dataclasses.asdict(config).items()
     return {name: value for name, value in table if value is not None and name not in left_out}
 

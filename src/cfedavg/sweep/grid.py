@@ -24,7 +24,7 @@ from cfedavg.core.config import (
 )
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import read_file
-from cfedavg.core.names import advise
+from cfedavg.core.names import QUOTE, advise
 from cfedavg.core.units import is_share, spell_out
 from cfedavg.report.figures import Figure, Frame, draw_grid
 from cfedavg.report.panels import COLOURS, PLAIN, Lines, Panel, Pen, Series
@@ -304,7 +304,7 @@ def _check_keys(table: Mapping[str, Any], where: str, rules: _Rules) -> None:
     """Refuse an unknown key, and a value that breaks its key's rule."""
     for key, value in table.items():
         if key not in rules:
-            remedy = advise_field(key) if rules is _FIELDS else advise(key, rules)
+            remedy = advise_field(key, QUOTE) if rules is _FIELDS else advise(key, rules, QUOTE)
             raise InputError(f"{where} has an unknown key {key!r}; {remedy}")
         is_right, rule = rules[key]
         if not is_right(value):
@@ -337,7 +337,7 @@ def _cross(lines: list[Line], vary: Sequence[str]) -> tuple[list[Line], tuple[in
             raise InputError(f"`vary` must be field=value|value, such as seed=0|1|2, got {text!r}")
         for name in fields:
             if name not in OPTIONS:
-                raise InputError(f"`vary`: {name!r} is not a field; {advise_field(name)}")
+                raise InputError(f"`vary`: {name!r} is not a field; {advise_field(name, QUOTE)}")
         for name in fields:
             if name in seen:
                 raise InputError(f"`vary` must name {name} once, got {name} twice; join its values with |")

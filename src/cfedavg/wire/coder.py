@@ -40,6 +40,9 @@ ZERO = uint64(0)
 START = int64(0), ZERO, WORD64  # the `coder` of an encoder that has written nothing
 COUNT_CONTEXTS = 48
 
+MAGNITUDE = 15  # bits of the magnitude of a coded number; its sign is the bit above them
+MASK = (1 << MAGNITUDE) - 1
+
 BITS = 16
 TOTAL = 1 << BITS
 SEEN = 32  # a symbol adds this to its count each time it is coded; counts begin at 1

@@ -10,13 +10,21 @@ from dataclasses import replace
 
 import numpy as np
 
+from cfedavg.core.bases import Rotation
 from cfedavg.core.kernels import WAY, Int, can_cache, helper, is_compiled
 from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
-from cfedavg.core.payload import Floats, Levels, Mask, Payload, blocks
+from cfedavg.core.payload import Floats, Levels, Mask, Payload
 from cfedavg.wire import frame
+from cfedavg.wire.coordinates import (
+    Matrices,
+    check_basis,
+    pack_coordinates,
+    unpack_basis,
+    unpack_coordinates,
+)  # fmt: skip
 from cfedavg.wire.frame import Coding, Where, WireError
-from cfedavg.wire.indices import Matrices, are_increasing, pack_coordinates, unpack_coordinates
+from cfedavg.wire.indices import are_increasing
 from cfedavg.wire.values import kind_of, pack_values, unpack_values
 
 # For each dtype of Floats: the NumPy dtype of the array that holds them.
@@ -35,8 +43,9 @@ def encode(
     """Encode the payload of one client as a message. The payload must hold NumPy arrays (see Payload.numpy).
 
     `code_floats` matters only if all coordinates are sent, as fp32 or fp64 values. If it is true, the values
-    are entropy-coded when that makes the message shorter. A message with such coded values has format
-    version 2; every other message has version 1. `client`, `sequence` and `round` go into the header.
+    are entropy-coded when that makes the message shorter. Such a message has format version 2. A payload with
+    a basis, with scales for each level or with as many coordinates in each chunk may get version 3; every
+    other message has version 1. `client`, `sequence` and `round` go into the header.
 
     >>> import torch
     >>> from cfedavg import parse
@@ -45,8 +54,8 @@ def encode(
     >>> decode(message, layout=Layout.flat(2)).indices
     array([1])
     """
-    coding, sections = _pack_sections(payload, layout, code_floats)
-    what = where_of(payload), kind_of(payload.values), coding
+    where, coding, sections = _pack_sections(payload, layout, code_floats)
+    what = where, kind_of(payload.values), coding
     numbers = layout.schema_hash, payload.d, payload.counts()[0], client, sequence, round
     body = b"".join([frame.Header(*what, *numbers, *map(len, sections)).pack(), *sections])
     return body + frame.CHECKSUM.pack(zlib.crc32(body))
@@ -57,7 +66,7 @@ def measure(payload: Payload, layout: Layout, code_floats: bool = False) -> list
     if not code_floats and (length := plain_length(payload)) is not None and payload.d == layout.d:
         return [length] * len(payload)
     one_by_one = (_pack_sections(client, layout, code_floats) for client in payload.clients())
-    return [frame.LEAST + sum(map(len, sections)) for _, sections in one_by_one]
+    return [frame.LEAST + sum(map(len, sections)) for *_, sections in one_by_one]
 
 
 def plain_length(payload: Payload) -> int | None:
@@ -72,7 +81,9 @@ def plain_length(payload: Payload) -> int | None:
 
 
 def where_of(payload: Payload) -> Where:
-    """Return how a message says which coordinates the payload sends: all, drawn from a key, or listed."""
+    """Return which coordinates the payload sends; LISTED also stands for coordinates in chunks."""
+    if payload.basis is not None:
+        return Where.ROTATED if isinstance(payload.basis, Rotation) else Where.FACTORED
     if payload.indices is None:
         return Where.ALL
     return Where.LISTED if payload.mask is None else Where.DRAWN
@@ -80,20 +91,22 @@ def where_of(payload: Payload) -> Where:
 
 def _pack_sections(
     payload: Payload, layout: Layout, code_floats: bool
-) -> tuple[Coding, tuple[bytes, bytes, bytes]]:
-    """Return how the values are coded, and three sections: coordinates, coded values, copied values."""
+) -> tuple[Where, Coding, tuple[bytes, bytes, bytes]]:
+    """Return which coordinates are sent, how the values are coded, and the three sections."""
     if len(payload) != 1:
         raise WireError(
             f"a message must hold the payload of one client, got {len(payload)}: use `Payload.clients`"
         )
     if payload.d != layout.d:
         raise WireError(f"the payload must have {layout.d} coordinates, as the layout has, got {payload.d}")
-    payload, matrices = _check_payload(payload), Matrices.of(layout)
-    coding, coded, copied = pack_values(payload, where_of(payload), matrices.row_ends, code_floats)
-    return coding, (pack_coordinates(payload, matrices), coded, copied)
+    payload, matrices = _check_payload(payload, layout), Matrices.of(layout)
+    rows = matrices if payload.basis is None else Matrices.one_row(payload.counts()[0])
+    coding, coded, copied = pack_values(payload, where_of(payload), rows, code_floats)
+    where, coordinates = pack_coordinates(payload, matrices)
+    return where, coding, (coordinates, coded, copied)
 
 
-def _check_payload(payload: Payload) -> Payload:
+def _check_payload(payload: Payload, layout: Layout) -> Payload:
     """Return the payload with int64 indices; raise WireError if an array has a wrong dtype, length or order.
 
     The coders rely on this check. It does not check that the payload's mask draws exactly these indices.
@@ -104,13 +117,19 @@ def _check_payload(payload: Payload) -> Payload:
         _check_array(values.data, f"Floats of dtype {values.dtype!r}", rule)
         lengths = {len(values.data)}
     else:
-        _check_array(values.levels, "Levels", "int8 or int16")
+        _check_array(values.levels, "Levels", "int8" if values.per_level else "int8 or int16")
         _check_array(values.scales, "scales", "float32")
-        lengths, scales = {len(values.levels)}, blocks(k, values.block)
+        lengths, scales = {len(values.levels)}, values.count_scales(k)
         if len(values.scales) != scales:
             rule = f"{k} levels in blocks of {values.block} need {scales} scales"
             raise WireError(f"{rule}, got {len(values.scales)}")
-    lengths.add(payload.d if indices is None else len(indices))
+    if payload.basis is not None:
+        check_basis(payload.basis, layout, k)
+        if indices is not None or payload.mask is not None:
+            raise WireError("a payload in another basis must have neither indices nor a mask")
+        lengths.add(k)
+    else:
+        lengths.add(payload.d if indices is None else len(indices))
     if lengths != {k}:
         raise WireError(f"the payload must have {k} indices and {k} values, got lengths {sorted(lengths)}")
     if indices is None:
@@ -142,10 +161,10 @@ def decode(
 ) -> Payload:
     """Return the payload of a message. If the message is wrong, raise WireError and no other error.
 
-    `kmax` is the largest number of values that is accepted (default: the number of the layout's coordinates).
+    `kmax` is the largest number of values that is accepted (default: as many as a vector of the layout has).
     One byte of a message can hold up to 11,354 values, so a short message can need much memory: give `kmax`
     if you know it. A message with more values is refused before memory is allocated for them. `max_bytes` is
-    the longest message that is accepted (default: longer than any payload of this layout needs). If `client`
+    the longest message that is accepted (default: longer than any useful payload of this layout). If `client`
     or `sequence` is given, the message's header must hold the same number.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
@@ -156,12 +175,14 @@ def decode(
         raise WireError(f"the message is of client {header.client}, not of client {client}")
     if sequence is not None and header.sequence != sequence:
         raise WireError(f"the message has sequence number {header.sequence}, {sequence} was expected")
-    frame.check_header(header, layout, layout.d if kmax is None else kmax)
+    frame.check_header(header, layout, kmax)
     coordinates, coded, copied = frame.split_message(data, header)
-    matrices = Matrices.of(layout)
+    matrices, offsets = Matrices.of(layout), np.array([0, header.k])
     indices, mask = unpack_coordinates(coordinates, header, matrices)
-    values = unpack_values(coded, copied, header, indices, matrices.row_ends)
-    return Payload(header.d, np.array([0, header.k]), indices, values, mask)
+    basis = unpack_basis(coordinates, header, layout)
+    rows = matrices if basis is None else Matrices.one_row(header.k)
+    values = unpack_values(coded, copied, header, indices, rows)
+    return Payload(header.d, offsets, indices, values, mask, basis)
 
 
 @helper
@@ -182,15 +203,16 @@ def compile_coders() -> None:
     """
     if WAY != "numba":
         return
-    layout = Layout(("matrix", "vector"), ((20, 20), (100,)), ("float32", "float32"))
+    layout = Layout(("matrix", "vector"), ((20, 20), (112,)), ("float32", "float32"))
     d, indices = layout.d, np.arange(0, layout.d, 5)
+    in_chunks = np.flatnonzero(np.arange(d) % 64 < 3)
     mask = Mask(np.zeros(1, np.int64), 2**53 // 5)
     drawn = draw_coordinates(0, mask.keep, d)
-    for where, which in ((None, None), (indices, None), (drawn, mask)):
+    for where, which in ((None, None), (indices, None), (in_chunks, None), (drawn, mask)):
         k = d if where is None else len(where)
         values: list[Floats | Levels] = [Floats(np.ones(k, dtype), name) for name, dtype in ARRAYS.items()]
-        for dtype in (np.int8, np.int16):
-            values.append(Levels(np.ones(k, dtype), np.ones(1, np.float32), 0, 1))
+        for dtype, per_level in ((np.int8, False), (np.int16, False), (np.int8, True)):
+            values.append(Levels(np.ones(k, dtype), np.ones(1, np.float32), 0, 1, per_level))
         for each in values:
             payload = Payload(d, np.array([0, k]), where, each, which)
             decode(encode(payload, layout, code_floats=True), layout=layout)

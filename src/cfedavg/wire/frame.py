@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cfedavg.core.bases import Factors
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Payload, blocks
 
@@ -21,8 +22,16 @@ _STRUCT = struct.Struct("<4sBBBBQQQQQIQQQ")
 SIZE = _STRUCT.size  # bytes of a header
 LEAST = SIZE + CHECKSUM.size  # bytes of a message whose sections are empty
 KEY_AND_KEEP = struct.Struct("<qQ")  # the section of coordinates that are drawn from a key
+KEY_AND_BLOCK = struct.Struct("<qI")  # the section of coordinates of a rotated vector
+RANK = struct.Struct("<I")  # the section of coordinates that are factors of matrices
 SCALES = struct.Struct("<IH")  # `block` and `top`, which precede the scales of levels
 VALUES_PER_BYTE = 11_354  # at most: a value takes at least one coded bit of probability 65504/65536
+# For each version: the largest `where`, `kind` and `coding` in its headers.
+KNOWN = {1: (2, 4, 1), 2: (2, 4, 1), 3: (5, 5, 1)}
+PURPOSES = {
+    2: "CODED FP32 or FP64 values of ALL coordinates",
+    3: "PER_LEVEL values, or for ROTATED, FACTORED or CHUNKED coordinates",
+}
 Rows = Sequence[tuple[str, ...]]
 
 
@@ -31,11 +40,19 @@ class WireError(ValueError):
 
 
 class Where(IntEnum):
-    """How a message says which coordinates it sends: all of them, drawn from a key, or listed."""
+    """Which coordinates a message sends: all, drawn from a key, listed, or in another basis."""
 
     ALL = 0
     DRAWN = 1
     LISTED = 2
+    ROTATED = 3
+    FACTORED = 4
+    CHUNKED = 5  # listed, as many in each chunk
+
+    @property
+    def is_basis(self) -> bool:
+        """Whether the values are coordinates in another basis, which section 1 describes."""
+        return self in (Where.ROTATED, Where.FACTORED)
 
 
 class Kind(IntEnum):
@@ -46,6 +63,7 @@ class Kind(IntEnum):
     BF16 = 2
     INT8 = 3
     INT16 = 4
+    PER_LEVEL = 5  # levels of 8 bits; a block has a scale for each magnitude
 
     @property
     def is_float(self) -> bool:
@@ -53,8 +71,12 @@ class Kind(IntEnum):
         return self <= Kind.BF16
 
 
+# The bytes of section 1, where they do not depend on the coordinates.
+FIXED = {
+    Where.ALL: 0, Where.DRAWN: KEY_AND_KEEP.size, Where.ROTATED: KEY_AND_BLOCK.size, Where.FACTORED: RANK.size
+}  # fmt: skip
 DTYPES: dict[Kind, np.dtype[Any]] = dict(
-    zip(Kind, map(np.dtype, ("<f4", "<f8", "<i2", "<i1", "<i2")), strict=True)
+    zip(Kind, map(np.dtype, ("<f4", "<f8", "<i2", "<i1", "<i2", "<i1")), strict=True)
 )
 
 
@@ -88,7 +110,9 @@ class Header(NamedTuple):
 
     @property
     def version(self) -> int:
-        """Return the format version: 2 if all coordinates are sent as coded fp32 or fp64 values, else 1."""
+        """Return the lowest format version that has this where, kind and coding."""
+        if self.where >= Where.ROTATED or self.kind is Kind.PER_LEVEL:
+            return 3
         return 2 if self.coding is Coding.CODED and may_be_plain(self.where, self.kind) else 1
 
     def pack(self) -> bytes:
@@ -115,30 +139,33 @@ def read_header(data: bytes) -> Header:
             f"not a message: it must have a header of {SIZE} bytes that begins with {MAGIC.decode()}"
         )
     _, version, where, kind, coding, *numbers = _STRUCT.unpack_from(data)
-    if version not in (1, 2):
-        raise WireError(f"the message is of version {version}, but this program reads only 1 and 2")
-    for names, value in ((Where, where), (Kind, kind), (Coding, coding)):
-        if value >= len(names):
-            name = names.__name__.lower()
-            rule = f"version {version} has only 0 to {len(names) - 1}"
-            raise WireError(f"the header says {name} = {value}, but {rule}")
+    if version not in KNOWN:
+        raise WireError(f"the message is of version {version}, but this program reads only 1 to {max(KNOWN)}")
+    for name, value, most in zip(
+        ("where", "kind", "coding"), (where, kind, coding), KNOWN[version], strict=True
+    ):
+        if value > most:
+            raise WireError(f"the header says {name} = {value}, but version {version} has only 0 to {most}")
     header = Header(Where(where), Kind(kind), Coding(coding), *numbers)
     if header.version == version:
         return header
     what = f"{header.coding.name} {header.kind.name} values of {header.where.name} coordinates"
-    if version == 1:
-        raise WireError(f"{what} need version 2, but the message is of version 1")
-    raise WireError(f"version 2 is for CODED FP32 or FP64 values of ALL coordinates, not for {what}")
+    if header.version > version:
+        raise WireError(f"{what} need version {header.version}, but the message is of version {version}")
+    raise WireError(f"version {version} is for {PURPOSES[version]}, not for {what}")
 
 
-def check_header(header: Header, layout: Layout, kmax: int) -> None:
+def check_header(header: Header, layout: Layout, kmax: int | None) -> None:
     """Raise WireError unless the header fits this layout, has at most `kmax` values, and is consistent."""
     if header.schema != layout.schema_hash or header.d != layout.d:
         raise WireError(
             "the message is for another model: names, shapes, dtypes or order of its tensors differ"
         )
-    if header.k > min(kmax, header.d):
-        raise WireError(f"the message must hold at most {min(kmax, header.d)} values, got k = {header.k}")
+    # A rotation fills the vector with zeros up to less than twice its length.
+    most = 2 * header.d if header.where is Where.ROTATED else header.d
+    most = most if kmax is None else min(kmax, most)
+    if header.k > most:
+        raise WireError(f"the message must hold at most {most} values, got k = {header.k}")
     if header.where is Where.ALL and header.k != header.d:
         raise WireError(f"a message of all coordinates must hold {header.d} values, got k = {header.k}")
     if header.coding is Coding.PLAIN and not may_be_plain(header.where, header.kind):
@@ -166,7 +193,7 @@ def split_message(data: bytes, header: Header) -> tuple[memoryview, memoryview, 
 def check_lengths(header: Header, copied: memoryview) -> None:
     """Raise WireError unless the length of each section fits the number of values in the header."""
     k, indices, values = header.k, header.index_bytes, header.value_bytes
-    needed = {Where.ALL: 0, Where.DRAWN: KEY_AND_KEEP.size}.get(header.where, indices)
+    needed = FIXED.get(header.where, indices)
     if indices != needed:
         raise WireError(f"the section of the indices must have {needed} bytes, got {indices}")
     coded = k if header.coding is Coding.CODED else 0
@@ -175,7 +202,8 @@ def check_lengths(header: Header, copied: memoryview) -> None:
     elif len(copied) < SCALES.size:
         needed = SCALES.size
     else:
-        needed = SCALES.size + 4 * blocks(k, SCALES.unpack_from(copied)[0])
+        block, top = SCALES.unpack_from(copied)
+        needed = SCALES.size + 4 * blocks(k, block) * (top if header.kind is Kind.PER_LEVEL else 1)
     if len(copied) != needed:
         raise WireError(
             f"the section of copied values must have {needed} bytes for k = {k}, got {len(copied)}"
@@ -186,11 +214,13 @@ def check_lengths(header: Header, copied: memoryview) -> None:
 
 def header_rows(header: Header) -> Rows:
     """Return a table of the header for people to read, with rows (field, value)."""
-    where = ("all coordinates", "drawn from a key", "listed")[header.where]
-    bits = 8 * DTYPES[header.kind].itemsize
+    words = ("all coordinates", "drawn from a key", "listed", "of the rotated vector", "factors of matrices",
+             "listed, as many in each chunk")  # fmt: skip
+    where, bits = words[header.where], 8 * DTYPES[header.kind].itemsize
     values = f"{bits}-bit floats" if header.kind.is_float else f"levels of {bits} bits, with scales"
-    if header.kind is Kind.BF16:
-        values = "bf16"
+    values = {Kind.BF16: "bf16", Kind.PER_LEVEL: "levels of 8 bits, with a scale for each magnitude"}.get(
+        header.kind, values
+    )
     return [
         ("version", f"{header.version}"),
         ("sender", f"client {header.client}, message {header.sequence}, round {header.round}"),
@@ -219,10 +249,12 @@ def section_rows(data: bytes) -> Rows:
     header = read_header(data)
     coordinates, coded, copied = map(len, split_message(data, header))
     k, bound, remark = max(header.k, 1), entropy_bound(header.d, header.k), ""
-    if header.where is Where.LISTED and bound:
+    if header.where in (Where.LISTED, Where.CHUNKED) and bound:
         remark = f"{8 * coordinates / k / bound:.3f} of the entropy bound, {bound:.2f}"
     if header.where is Where.DRAWN:
         remark = f"a key; the entropy bound is {bound:.2f}"
+    if header.where.is_basis:
+        remark = "the basis"
     dense = 4 * header.d
     rows = [
         ("header and checksum", LEAST, ""),
@@ -235,13 +267,19 @@ def section_rows(data: bytes) -> Rows:
 
 
 def tensor_rows(payload: Payload, layout: Layout) -> Rows:
-    """Return a table with a row for each tensor: name, shape, number and share of its sent coordinates."""
-    rows = []
-    for name, shape, part in zip(layout.names, layout.shapes, layout.slices(), strict=True):
+    """Return a table with a row for each tensor: name, shape, number and share of the values sent for it.
+
+    A rotation mixes all coordinates: each tensor then counts as sent.
+    """
+    rows, counts = [], payload.basis.counts() if isinstance(payload.basis, Factors) else None
+    parts = zip(layout.names, layout.shapes, layout.slices(), strict=True)
+    for i, (name, shape, part) in enumerate(parts):
         sent = size = part.stop - part.start
         if payload.indices is not None:
             start, stop = np.searchsorted(payload.indices, [part.start, part.stop])
             sent = int(stop - start)
+        elif counts is not None:
+            sent = counts[i]
         share = sent / max(size, 1)
         rows.append((name, " x ".join(map(str, shape)) or "number", f"{sent:,}", f"{share:.2%}"))
     return rows

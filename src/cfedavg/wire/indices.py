@@ -1,7 +1,4 @@
-"""The section of a message that says which coordinates are sent.
-
-The section is empty if all coordinates are sent. It holds a key if a key draws the coordinates. Else it holds
-a coded list. docs/wire.md specifies the format.
+"""The coder of coordinates that may lie anywhere. docs/wire.md specifies the format.
 
 An update of a neural network is close to an outer product: some units (rows of a weight matrix) and some
 inputs (columns) have many large entries, others none. So the coder sees each tensor as a matrix, sorts its
@@ -13,87 +10,18 @@ of its sent coordinates and their gaps. If bands cost more bits than they save, 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import NamedTuple
-
-import numpy as np
 
 from cfedavg.core.kernels import WORD64, Int, helper, int64, integers, kernel, table, uint64, zero_words
-from cfedavg.core.keys import draw_into
-from cfedavg.core.layout import Layout
-from cfedavg.core.payload import Mask, Payload
 from cfedavg.wire import coder as rc
 from cfedavg.wire import sets
 from cfedavg.wire.coder import Array, Coder
-from cfedavg.wire.frame import KEY_AND_KEEP, Header, Where, WireError
-from cfedavg.wire.sets import BANDS, BEYOND, BY_COLUMNS, BY_ROWS, FINE, OTHER_NUMBER
+from cfedavg.wire.sets import BANDS, BY_COLUMNS, BY_ROWS, FINE, OTHER_NUMBER
 
 # Multiply a power of two by this number, modulo 2^64: the top six bits of the product are different for each
 # of the 64 powers. BIT_AT maps these six bits to the exponent.
 ONE, SIX_BITS = uint64(1), uint64(58)
 DE_BRUIJN = uint64(0x03F79D71B4CB0A89)
 BIT_AT = table(sorted(range(64), key=lambda bit: (int(DE_BRUIJN) << bit & (2**64 - 1)) >> 58))
-
-
-class Matrices(NamedTuple):
-    """The tensors of a layout as matrices, in the form that the coders need.
-
-    `shapes` holds three integers for each tensor: its number of rows, its number of columns, and its depth.
-    The depth is the number of coordinates where a row and a column meet. A 1-D tensor has one row and one
-    column. `row_ends` holds, for each row of each tensor, the index in the flat vector at which the row ends.
-    """
-
-    shapes: Array
-    row_ends: Array
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def of(layout: Layout) -> Matrices:
-        """Return the matrices of a layout's tensors; raise WireError if one is too large."""
-        shapes = [shape if len(shape) > 1 else (1, 1, *shape) for shape in layout.shapes if math.prod(shape)]
-        each = [(rows, columns, math.prod(depth)) for rows, columns, *depth in shapes]
-        views = np.array(each, np.int64).reshape(-1, 3)
-        if (views[:, :2] >= 2**31).any():
-            raise WireError(f"a tensor must have fewer than 2^31 rows and columns, got {views[:, :2].max()}")
-        return Matrices(views, np.cumsum(np.repeat(views[:, 1] * views[:, 2], views[:, 0])))
-
-
-def pack_coordinates(payload: Payload, matrices: Matrices) -> bytes:
-    """Return the section that says which coordinates the payload sends, as bytes."""
-    if payload.indices is None:
-        return b""
-    if payload.mask is not None:
-        return KEY_AND_KEEP.pack(int(payload.mask.keys[0]), payload.mask.keep)
-    k, shapes = len(payload.indices), matrices.shapes
-    # A gap takes at most a symbol of 16 bits, on average a quarter of a symbol more, and the mean gap's bits.
-    gaps = k * (24 + (payload.d // max(k, 1)).bit_length()) // 32
-    bands_and_counts = int(512 * len(shapes) + 2 * shapes[:, :2].sum())
-    words = np.empty(gaps + bands_and_counts + 64, np.uint32)
-    return rc.to_bytes(words, encode_indices(words, payload.indices, payload.d, shapes))
-
-
-def unpack_coordinates(
-    section: memoryview, header: Header, matrices: Matrices
-) -> tuple[Array | None, Mask | None]:
-    """Return the indices of the sent coordinates, and the mask.
-
-    The indices are None if all coordinates are sent. The mask is None unless the indices come from a key.
-    """
-    if header.where is Where.ALL:
-        return None, None
-    indices = np.empty(header.k, np.int64)
-    if header.where is Where.DRAWN:
-        key, keep = KEY_AND_KEEP.unpack(section)
-        if keep > 2**53 or draw_into(key, keep, header.d, indices) != header.k:
-            raise WireError(f"the key of the message does not draw k = {header.k} coordinates")
-        return indices, Mask(np.array([key]), keep)
-    fault, words = decode_indices(rc.to_words(section), indices, header.d, matrices.shapes)
-    if fault == BEYOND:
-        raise WireError(f"an index lies beyond the last coordinate, {header.d - 1}")
-    if fault == OTHER_NUMBER:
-        raise WireError(f"the message lists more or fewer indices than k = {header.k}")
-    rc.check_end(section, words, "indices")
-    return indices, None
 
 
 @kernel

@@ -18,15 +18,18 @@ import numpy as np
 from cfedavg.core.kernels import Int, helper, int64, integers, kernel
 from cfedavg.core.payload import Floats, Levels, Payload
 from cfedavg.wire import coder as rc
-from cfedavg.wire.coder import Array
+from cfedavg.wire.coder import MAGNITUDE, MASK, Array
+from cfedavg.wire.coordinates import Matrices
 from cfedavg.wire.frame import DTYPES, SCALES, Coding, Header, Kind, Where, WireError, may_be_plain
+from cfedavg.wire.levels import decode_levels, encode_levels
 
 # The upper 16 bits of the largest finite float, or the largest level.
-LARGEST = {Kind.FP32: 0x7F7F, Kind.FP64: 0x7FEF, Kind.BF16: 0x7F7F, Kind.INT8: 127, Kind.INT16: 32767}
+LARGEST = {
+    Kind.FP32: 0x7F7F, Kind.FP64: 0x7FEF, Kind.BF16: 0x7F7F, Kind.INT8: 127, Kind.INT16: 32767,
+    Kind.PER_LEVEL: 127,
+}  # fmt: skip
 EVERYWHERE = np.empty(0, np.int64)  # stands for the indices of all coordinates
 
-MAGNITUDE = 15  # bits of a magnitude; the sign is the bit above them
-MASK = (1 << MAGNITUDE) - 1
 LEADING = 8  # a symbol has at most this many bits
 JUMPS = 7  # the decoder's table `jump` has 2^JUMPS entries
 
@@ -35,21 +38,24 @@ def kind_of(values: Floats | Levels) -> Kind:
     """Return the number format of the values, as the header names it."""
     if isinstance(values, Floats):
         return Kind[values.dtype.upper()]
+    if values.per_level:
+        return Kind.PER_LEVEL
     return Kind.INT8 if values.levels.itemsize == 1 else Kind.INT16  # NumPy and torch name dtypes differently
 
 
 def pack_values(
-    payload: Payload, where: Where, row_ends: Array, code_floats: bool
+    payload: Payload, where: Where, matrices: Matrices, code_floats: bool
 ) -> tuple[Coding, bytes, bytes]:
     """Return how the values are coded, the section of coded values, and the section of copied values."""
     values, kind = payload.values, kind_of(payload.values)
     if isinstance(values, Levels):
         numbers, copied = _split_levels(values, kind)
-        return Coding.CODED, _encode(numbers, kind, payload.indices, row_ends), copied
+        return Coding.CODED, _encode(numbers, kind, payload.indices, matrices, values.top), copied
     data, plain = np.ascontiguousarray(values.data, DTYPES[kind]), may_be_plain(where, kind)
     if not plain or code_floats:
         parts = data.view("<u2").reshape(len(data), data.itemsize // 2)
-        coded = _encode(np.ascontiguousarray(parts[:, -1]), kind, payload.indices, row_ends)
+        upper = np.ascontiguousarray(parts[:, -1])
+        coded = _encode(upper, kind, payload.indices, matrices, LARGEST[kind])
         copied = parts[:, :-1].tobytes()
         if not plain or len(coded) + len(copied) < data.nbytes:
             return Coding.CODED, coded, copied
@@ -67,13 +73,16 @@ def _split_levels(values: Levels, kind: Kind) -> tuple[Array, bytes]:
     magnitudes = np.abs(values.levels.astype(np.int32))
     if len(magnitudes) and magnitudes.max() > values.top:
         raise WireError(f"a level exceeds the largest magnitude, `top` = {values.top}")
+    if values.per_level and not magnitudes.all():
+        raise WireError("a level is 0, but each level must have one of the scales of its block")
     numbers = (magnitudes | (values.levels < 0).astype(np.int32) << MAGNITUDE).astype(np.uint16)
     return numbers, SCALES.pack(values.block, values.top) + values.scales.astype("<f4").tobytes()
 
 
 def _check_top(top: int, kind: Kind) -> None:
-    if not 0 <= top <= LARGEST[kind]:
-        raise WireError(f"`top` must be from 0 to {LARGEST[kind]} for {kind.name} levels, got {top}")
+    least = 1 if kind is Kind.PER_LEVEL else 0
+    if not least <= top <= LARGEST[kind]:
+        raise WireError(f"`top` must be from {least} to {LARGEST[kind]} for {kind.name} levels, got {top}")
 
 
 def _check_finite(numbers: Array, name: str) -> None:
@@ -81,20 +90,24 @@ def _check_finite(numbers: Array, name: str) -> None:
         raise WireError(f"a {name} is not a finite number")
 
 
-def _encode(numbers: Array, kind: Kind, indices: Array | None, row_ends: Array) -> bytes:
+def _encode(numbers: Array, kind: Kind, indices: Array | None, matrices: Matrices, largest: int) -> bytes:
     if not len(numbers):
         return b""
-    # A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign.
-    words = np.empty(len(numbers) * 5 // 4 + 64, np.uint32)
     where = EVERYWHERE if indices is None else indices
-    n = encode_numbers(words, numbers, where, row_ends, kind.is_float, LARGEST[kind])
+    if kind is Kind.PER_LEVEL:  # a sign and each bit of a magnitude take at most 11 bits
+        words = np.empty(len(numbers) * (1 + (largest - 1).bit_length()) * 11 // 32 + 64, np.uint32)
+        n = encode_levels(words, numbers, where, matrices.shapes, largest)
+    else:
+        # A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign.
+        words = np.empty(len(numbers) * 5 // 4 + 64, np.uint32)
+        n = encode_numbers(words, numbers, where, matrices.row_ends, kind.is_float, largest)
     if n == 0:
         raise WireError("a value is not a finite number")
     return rc.to_bytes(words, n)
 
 
 def unpack_values(
-    coded: memoryview, copied: memoryview, header: Header, indices: Array | None, row_ends: Array
+    coded: memoryview, copied: memoryview, header: Header, indices: Array | None, matrices: Matrices
 ) -> Floats | Levels:
     """Return the values of a message. The sections must come from `split_message`, which checks lengths."""
     kind = header.kind
@@ -103,26 +116,33 @@ def unpack_values(
         _check_top(top, kind)
         scales = np.frombuffer(copied, "<f4", offset=SCALES.size).astype(np.float32)
         _check_finite(scales, "scale")
-        numbers = _decode(coded, header, indices, row_ends, top)
+        numbers = _decode(coded, header, indices, matrices, top)
         signs = 1 - 2 * (numbers >> MAGNITUDE).astype(np.int16)
-        return Levels(((numbers & MASK).astype(np.int16) * signs).astype(DTYPES[kind]), scales, block, top)
+        levels = ((numbers & MASK).astype(np.int16) * signs).astype(DTYPES[kind])
+        return Levels(levels, scales, block, top, per_level=kind is Kind.PER_LEVEL)
     if header.coding is Coding.PLAIN:
         data = np.frombuffer(copied, DTYPES[kind]).copy()
         _check_finite(data, "value")
     else:
         parts = np.empty((header.k, DTYPES[kind].itemsize // 2), "<u2")
         parts[:, :-1] = np.frombuffer(copied, "<u2").reshape(header.k, parts.shape[1] - 1)
-        parts[:, -1] = _decode(coded, header, indices, row_ends, LARGEST[kind])
+        parts[:, -1] = _decode(coded, header, indices, matrices, LARGEST[kind])
         data = parts.reshape(-1).view(DTYPES[kind])
     return Floats(data, kind.name.lower())
 
 
-def _decode(coded: memoryview, header: Header, indices: Array | None, row_ends: Array, largest: int) -> Array:
+def _decode(
+    coded: memoryview, header: Header, indices: Array | None, matrices: Matrices, largest: int
+) -> Array:
     numbers, is_float = np.empty(header.k, np.uint16), header.kind.is_float
     if not header.k:
         return numbers
     where = EVERYWHERE if indices is None else indices
-    words = decode_numbers(rc.to_words(coded), numbers, where, row_ends, is_float, largest)
+    if header.kind is Kind.PER_LEVEL:
+        words = decode_levels(rc.to_words(coded), numbers, where, matrices.shapes, largest)
+    else:
+        ends = matrices.row_ends
+        words = decode_numbers(rc.to_words(coded), numbers, where, ends, is_float, largest)
     if words == 0:
         too_large = f"a level exceeds the largest magnitude, `top` = {largest}"
         raise WireError("a value is not a finite number" if is_float else too_large)

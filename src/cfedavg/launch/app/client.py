@@ -11,10 +11,10 @@ from cfedavg.compress import parse
 from cfedavg.core.errors import InputError
 from cfedavg.data.tasks import build_task
 from cfedavg.feedback import FEEDBACKS
-from cfedavg.flower.mod import STEPS, compressed
+from cfedavg.flower.mod import LENGTH, STEPS, compressed
 from cfedavg.launch.app import config_of
+from cfedavg.launch.app.plan import make_plan
 from cfedavg.simulate.local import after, batches, clock, local_steps, reproducible, seed_generators
-from cfedavg.simulate.plan import Plan
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def train(message: Message, context: Context) -> Message:
     """Do the local steps (Algorithm 1, lines 5 to 9) on part `partition-id` of the data."""
     config = config_of(context.run_config)
     task, client = build_task(config), _read_part(context, config.clients)
-    plan = Plan(config, task)
+    plan = make_plan(config, task)
     t = int(str(message.content.config_records["config"]["server-round"])) - 1  # Flower counts from 1
     task.model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     enough = after(plan.steps.at(t, client)) if config.deadline is None else clock(config.deadline)
@@ -51,6 +51,8 @@ def train(message: Message, context: Context) -> Message:
     metrics = MetricRecord(
         {"train_loss": float(work.loss), STEPS: work.K, "num-examples": len(task.clients[client])}
     )
+    if plan.rates.update == "fednova" and work.K:
+        metrics[LENGTH] = float(plan.divisor(t, work.K) or work.K)
     arrays = ArrayRecord(task.model.state_dict())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 

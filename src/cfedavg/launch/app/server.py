@@ -12,8 +12,8 @@ from flwr.serverapp import Grid, ServerApp
 from cfedavg.data.tasks import build_task
 from cfedavg.flower.strategy import CFedAvg
 from cfedavg.launch.app import config_of, policy_of
+from cfedavg.launch.app.plan import make_plan
 from cfedavg.simulate.local import evaluate, reproducible
-from cfedavg.simulate.plan import Plan
 from cfedavg.task import Task
 
 app = ServerApp()
@@ -25,15 +25,16 @@ def main(grid: Grid, context: Context) -> None:
     given: Mapping[str, Any] = context.run_config
     config = config_of(given)
     task = build_task(config)
-    rates = Plan(config, task).rates
+    rates = make_plan(config, task).rates
     by_clock = config.deadline is not None  # then K differs between clients: see line 11 of Algorithm 1
     only_federated = ("resume", "max-norm", "from-backup")
     strategy = CFedAvg(
         compressor=config.compressor,
         compressor_down=config.compressor_down,
         feedback=config.feedback,
+        guard=config.guard,
         server_optimiser=config.server_optimiser,
-        update="mean" if by_clock else rates.update,
+        update="mean" if by_clock and config.update != "fednova" else rates.update,
         eta=config.eta if by_clock else rates.eta,
         weighting=config.weighting,
         seed=config.seed,

@@ -17,6 +17,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from cfedavg.core.keys import signed
+from cfedavg.optimise.local import Fixed
 from cfedavg.simulate.engines.requests import Block, Request, Round, Row, Trained
 from cfedavg.simulate.engines.trainers import explain_one_sample, too_large
 from cfedavg.simulate.local import Vectors, seed_generators
@@ -160,8 +161,9 @@ class Batched:
         block, parts = self._place(rows), []
         stack = self._room(len(block.order))
         for request, places, mine in block.parts():
-            x_0 = request.start([block.timetable.clients[place] for place in places])
-            self._fill(stack, places, x_0, request.b)
+            clients = [block.timetable.clients[place] for place in places]
+            x_0, correction = request.start(clients), request.correction and request.correction(clients)
+            self._fill(stack, places, x_0, request.b, correction)
             if x_0.dim() > 1:
                 x_0 = x_0[torch.from_numpy(np.searchsorted(places, mine)).to(x_0.device)]
             parts.append((request, mine, x_0))
@@ -240,20 +242,25 @@ class Batched:
             active = torch.arange(turn.clients, device=self.device) < turn.active
         return stack.part(turn.clients), batch, valid, active, eta[: turn.clients]
 
-    def _fill(self, stack: Stack, places: np.ndarray, x_0: Tensor, b: Tensor) -> None:
-        """Write the starting points `x_0` and the buffers `b` into the clients at `places` of the stack."""
+    def _fill(
+        self, stack: Stack, places: np.ndarray, x_0: Tensor, b: Tensor, correction: Tensor | None
+    ) -> None:
+        """Write starting points, buffers and corrections into the clients at `places` of the stack."""
         at: Any = (
             slice(None) if len(places) == len(stack.losses) else torch.from_numpy(places).to(self.device)
         )
         for p, part in zip(stack.parameters, self.vectors.layout.slices(), strict=True):
             p[at] = x_0[..., part].reshape(-1, *p.shape[1:])
+        parts, there = self.vectors.layout.slices(), stack.fixed.correction
+        for mine, part in zip(there, parts, strict=bool(there)):
+            mine[at] = 0.0 if correction is None else correction[:, part].reshape(-1, *mine.shape[1:])
         self.vectors.write(x_0.reshape(-1, x_0.shape[-1])[0], b)
         for mine, buffer in zip(stack.buffers, self.vectors.model.buffers(), strict=True):
             mine[at] = buffer
 
     def _init(self, stack: Stack) -> None:
         """Put the rest of a stack, whose parameters are set, into its state before the first step."""
-        for mine, p in zip(stack.start, stack.parameters, strict=bool(stack.start)):
+        for mine, p in zip(stack.fixed.start, stack.parameters, strict=bool(stack.fixed.start)):
             mine.copy_(p)
         stack.losses.zero_()
         if stack.state:
@@ -279,9 +286,9 @@ class Batched:
             ]
             for name, each in self.step.optimiser.init([p.detach() for p in parameters]).items()
         }
-        start = [torch.empty_like(p) for p in stacked] if self.step.optimiser.needs_start else []
+        fixed = Fixed.begin(self.step.optimiser, stacked)
         buffers = [_make_room(buffer, n, last=False) for buffer in self.model.buffers()]
-        return Stack(stacked, state, start, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
+        return Stack(stacked, state, fixed, buffers, torch.zeros(n, device=self.device, dtype=self.dtype))
 
     def _flat(self, stack: Stack) -> tuple[Tensor, Tensor]:
         """Return the trained parameters x_K and the buffers b_K, each with one row for each client."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfedavg.algorithm import local_update
+from cfedavg.algorithm import Weighted, local_update
 from cfedavg.core.arrays import norm2, norms2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose
-from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply, ResidualNorms
 from cfedavg.simulate.cpu.replacements import FastLayers, join_layers
 from cfedavg.simulate.downloads import Count
 from cfedavg.simulate.engines.partners import busy_clients
+from cfedavg.simulate.engines.rank_round import Messages, RankRound
 from cfedavg.simulate.engines.ranks import RankCommands, Ranks, obey
 from cfedavg.simulate.engines.reference import Broadcast, Engine
-from cfedavg.simulate.engines.requests import Request, Start, Trained
+from cfedavg.simulate.engines.requests import Correction, Request, Start, Trained
 from cfedavg.simulate.engines.traffic import CountingThreads
 from cfedavg.simulate.engines.trainers import Sequential, Trainer
 from cfedavg.simulate.engines.trial import takes_channels_last
@@ -44,25 +44,8 @@ from cfedavg.simulate.vectorised.batches import read_all
 from cfedavg.task import Batch, Samples, Task
 
 THREADS = 4  # that count bytes
-Memories = Callable[[Sequence[int]], Tensor | None]  # gives clients' memories (residuals, for example)
-
-
-@dataclass
-class RankRound:
-    """One round of one rank's clients: what the clients sent, and their figures for the metrics."""
-
-    payloads: list[tuple[list[int], Payload]] = field(default_factory=list)  # each with its clients
-    buffers: list[Tensor] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)  # with 0 bytes; `counts` has the bytes
-    counts: list[Callable[[], list[int]] | list[int]] = field(default_factory=list)
-    g_sum: Tensor | None = None
-    norms: ResidualNorms = field(default_factory=ResidualNorms)  # of this rank's residuals
-    diverged: list[int] = field(default_factory=list)
-
-    def bytes(self) -> list[int]:
-        """Return the bytes that each client sent, in the order of `replies`; wait for threads that count."""
-        found = [each() if callable(each) else each for each in self.counts]
-        return [n for block in found for n in block]
+# Gives the residuals and the c_i of some clients, a row for each; None for what clients do not keep.
+Memories = Callable[[Sequence[int]], tuple[Tensor | None, Tensor | None]]
 
 
 class BlockEngine(Engine):
@@ -98,7 +81,7 @@ class BlockEngine(Engine):
         self._together = plan.m  # how many clients' updates are compressed at once
         self._read = read or partial(read_all, device=device, dtype=self.dtype)
         self._request: Request | None = None  # of the round that begins
-        self._memories: Memories = lambda some: None  # of the clients of that round
+        self._memories: Memories = lambda some: (None, None)  # of the clients of that round
 
     def round(self, state: State) -> tuple[State, Callable[[], Record]]:
         """Run a round on all ranks; return the new state and a function that gives the row of metrics.
@@ -124,12 +107,17 @@ class BlockEngine(Engine):
         if self._threads:
             self._threads.begin()
         clients = self.ranks.own(busy_clients(self.plan, state.t))
-        self._memories = lambda some: None
-        if self.plan.feedback.keeps_client_memory:
-            self._memories = self.mover.fetch(state.residuals, clients, state.x)
-        start = self._start(state, self._memories)
-        self._request = Request(self.plan, self.task, state.t, start, state.b, clients)
+        self._memories = self._fetch(state, clients)
+        start, correction = self._start(state, self._memories), self._correct(state, self._memories)
+        self._request = Request(self.plan, self.task, state.t, start, state.b, clients, correction)
         return self._request
+
+    def _fetch(self, state: State, clients: list[int]) -> Memories:
+        """Begin to read what these clients keep; return a function that gives it."""
+        if not self.row.length:
+            return lambda some: (None, None)
+        rows = self.mover.fetch(state.residuals, clients, state.x.new_zeros(self.row.length))
+        return lambda some: self.row.split(rows(some))
 
     def _clients(self, state: State) -> tuple[Residuals, RankRound]:
         """Run the round of this rank's clients; return this rank's new residuals and what clients sent."""
@@ -151,7 +139,7 @@ class BlockEngine(Engine):
                     self.trainer.shrink()
                 self._together = -(-n // 2) if n > 1 else plan.m
         residuals = state.residuals
-        if plan.feedback.keeps_client_memory and not mine.diverged:
+        if self.row.length and not mine.diverged:
             residuals = self.mover.update(residuals, kept)
         mine.norms = residuals.norms2.sums
         return residuals, mine
@@ -164,7 +152,13 @@ class BlockEngine(Engine):
         feedback, shared = self.plan.feedback, self._shared(state)
         if not feedback.moves_start:
             return lambda clients: state.broadcast
-        return lambda clients: feedback.start(state.broadcast, memories(clients), shared)
+        return lambda clients: feedback.start(state.broadcast, memories(clients)[0], shared)
+
+    def _correct(self, state: State, memories: Memories) -> Correction | None:
+        """Return a function that gives clients' c - c_i; None if there are no control variates."""
+        if state.control is None:
+            return None
+        return lambda clients: self.control.correct(state, memories(clients)[1])
 
     def _compress(
         self, state: State, memories: Memories, block: Trained, mine: RankRound
@@ -175,13 +169,14 @@ class BlockEngine(Engine):
         memory.
         """
         plan, t, clients = self.plan, state.t, block.clients
+        g = local_update(block.x_0, block.x_K, self._divisors(t, block))
         K = torch.tensor(block.K, device=self.device)[:, None]
-        g = local_update(block.x_0, block.x_K, K, plan.rates.update)
-        memory, loss = memories(clients), block.loss.tolist()
+        (e, c_i), loss = memories(clients), block.loss.tolist()
         bad = {i for i in range(len(clients)) if not math.isfinite(loss[i])}
         try:
-            words = self._keys(t, clients, Purpose.SELECT)
-            made = self.channel.send(g, memory, words, t, shared=self._shared(state))
+            words = partial(self._keys, t, clients)
+            made = self._channel(state).send(g, e, words(Purpose.SELECT), t, shared=self._shared(state))
+            control = self.control.send(state, c_i, block.x_0, block.x_K, K, words)
         except NotFinite as error:
             bad |= set(error.rows)
         if bad:
@@ -189,17 +184,19 @@ class BlockEngine(Engine):
             return {}
         g2, p2, noise2 = (norms2(each) for each in (g, made.p, made.left))
         lost, counts = [plan.lost(t, i) for i in clients], made.payload.counts()
-        kept: dict[int, Tensor] = {}
-        if memory is not None:
-            after: Tensor = made.memory
-            if any(lost):
-                rows = torch.tensor(lost, device=self.device)[:, None]
-                after = torch.where(rows, self.channel.feedback.restore(made.memory, made.payload), after)
+        if control is not None:
+            counts = [sum(both) for both in zip(counts, control.payload.counts(), strict=True)]
+        kept, after = dict[int, Tensor](), self._next_rows(made, control, lost)
+        if after is not None:
             stays = state.residuals.lives_on(self.device)
             kept = self._kept(t, clients, after, copies=stays)  # else the mover copies rows
         g_sum = g.double().sum(0) + (0 if mine.g_sum is None else mine.g_sum)
         # The lines below allocate little memory: if memory ran out, the block would be delivered twice.
-        self._deliver(t, block, made.payload, mine)
+        b_sent, counted = self.buffers_up.transmit(block.b_K), (self.ledger, self._threads)
+        mine.updates.add(t, clients, made.payload, *counted, travels=self.ranks.size > 1)
+        if control is not None:
+            mine.controls.add(t, clients, control.payload, *counted, travels=self.ranks.size > 1)
+        mine.buffers += list(b_sent)
         mine.g_sum = g_sum
         mine.replies += [
             Reply(client, block.K[i], loss[i], g2[i], p2[i], noise2[i], counts[i], 0, lost[i])
@@ -207,43 +204,32 @@ class BlockEngine(Engine):
         ]
         return kept
 
-    def _deliver(self, t: int, block: Trained, payload: Payload, mine: RankRound) -> None:
-        """Add the block's payloads to this rank's round `mine`; count their bytes here or in threads."""
-        known, travels = self.ledger.known_bytes(payload), self.ranks.size > 1
-        b_sent = self.buffers_up.transmit(block.b_K)
-        each: list[tuple[int, Payload]] = []
-        if travels or known is None:
-            each += zip(block.clients, payload.numpy().clients(), strict=True)
-        if known is not None:
-            mine.counts.append(known)
-        elif self._threads is None:
-            mine.counts.append(self._count(t, each))
-        else:
-            share = -(-len(each) // self._threads.size)
-            for start in range(0, len(each), share):
-                part = partial(self._count, t, each[start : start + share])
-                mine.counts.append(self._threads.submit(part))
-        mine.payloads += [([client], one) for client, one in each] if travels else [(block.clients, payload)]
-        mine.buffers += list(b_sent)
-
-    def _count(self, t: int, each: list[tuple[int, Payload]]) -> list[int]:
-        return [self.ledger.count(t, client, payload) for client, payload in each]
+    def _divisors(self, t: int, block: Trained) -> Tensor | None:
+        """Return the numbers by which clients divide their updates, with shape (n, 1); None: by none."""
+        found = [each for K in block.K if (each := self.plan.divisor(t, K)) is not None]
+        return torch.tensor(found, device=self.device, dtype=self.dtype)[:, None] if found else None
 
     def _aggregate(self, state: State, parts: Sequence[RankRound], residuals: Residuals) -> State:
         """Return the state after the round; the payloads of all ranks are added up in client order."""
         replies = [reply for part in parts for reply in part.replies]
         weight = {r.client: 0.0 if r.lost else self.plan.weight(r.client) for r in replies}
-        blocks = sorted((block for part in parts for block in part.payloads), key=lambda block: block[0])
-
-        def here(array: Tensor | np.ndarray) -> Tensor:
-            return array if isinstance(array, Tensor) else torch.from_numpy(array).to(state.x.device)
-
-        payloads = ((payload.map(here), [weight[i] for i in clients]) for clients, payload in blocks)
+        payloads = self._sort(weight, [part.updates for part in parts])
+        controls = self._sort(weight, [part.controls for part in parts])
         pairs = [pair for part in parts for pair in zip(part.replies, part.buffers, strict=True)]
         pairs = sorted((pair for pair in pairs if not pair[0].lost), key=lambda pair: pair[0].client)
         buffers = [(b, weight[reply.client]) for reply, b in pairs]
         arrived = [reply.client for reply, _ in pairs]
-        return self._next_state(state, payloads, buffers, arrived, residuals)
+        return self._next_state(state, payloads, controls, buffers, arrived, residuals)
+
+    def _sort(self, weight: Mapping[int, float], parts: Sequence[Messages]) -> Iterator[Weighted]:
+        """Yield the payloads of all ranks on this device, in client order, with the clients' weights."""
+
+        def here(array: Tensor | np.ndarray) -> Tensor:
+            return array if isinstance(array, Tensor) else torch.from_numpy(array).to(self.device)
+
+        blocks = sorted((block for part in parts for block in part.payloads), key=lambda block: block[0])
+        for clients, payload in blocks:
+            yield payload.map(here), [weight[i] for i in clients]
 
     def _record_ranks(
         self, parts: Sequence[RankRound], broadcast: Broadcast | None, counts: Mapping[int, Count]
@@ -328,8 +314,7 @@ class BlockEngine(Engine):
             return self._evaluate_share(state), state.residuals
         with self._setting():
             after, mine = self._clients(state)
-        mine.counts, mine.buffers = [mine.bytes()], [b.cpu().clone() for b in mine.buffers]
-        mine.g_sum = None if mine.g_sum is None else mine.g_sum.cpu()
+        mine.make_portable()
         return mine, after
 
 

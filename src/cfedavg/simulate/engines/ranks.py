@@ -172,10 +172,10 @@ class RankCommands:
         with self.ranks.uninterrupted():
             if self._waiting:  # a round was interrupted: receive and drop its results
                 self.collect(None)
-            self.ranks.share((command, state and state.t))
+            self.ranks.share((command, state and (state.t, state.doublings)))
             if command in ("round", "evaluate"):
                 assert state is not None
-                for tensor in _shared_tensors(state):
+                for tensor in _shared_tensors(state).values():
                     self.ranks.share_tensor(tensor)
             self._waiting = command in ("round", "evaluate", "residuals")
 
@@ -201,10 +201,11 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
     """
     residuals = dict[int, Residuals]()
     while True:
-        command, t = ranks.share()
+        command, when = ranks.share()
         if command == "stop":
             ranks.gather(None)
             return state
+        t, doublings = when
         if command == "begin":
             residuals = {t: ranks.scatter()}
         elif command == "residuals":
@@ -212,9 +213,11 @@ def obey(ranks: Ranks, state: State, compute: Callable[[str, State], tuple[Any, 
         elif command == "settle":
             residuals[t].settle()
         else:
-            x, b, *feedback = [ranks.share_tensor(tensor.clone()) for tensor in _shared_tensors(state)]
-            memory = ServerMemory(feedback[0] if feedback else None)
-            state = State(t, x, b, residuals.get(t, InMemory()), memory=memory)
+            known = {name: ranks.share_tensor(v.clone()) for name, v in _shared_tensors(state).items()}
+            memory = ServerMemory(known.get("feedback"))
+            control = state.control and dataclasses.replace(state.control, c=known["c"])
+            mine, vectors = residuals.get(t, InMemory()), (known["x"], known["b"])
+            state = State(t, *vectors, mine, memory=memory, control=control, doublings=doublings)
             try:
                 found, after = compute(command, state)
                 if command == "round":
@@ -234,9 +237,11 @@ def _when_written(residuals: Residuals) -> Residuals | Exception:
     return residuals
 
 
-def _shared_tensors(state: State) -> list[Tensor]:
-    """Return what every rank needs of a state: broadcast model, buffers, the feedback's server memory."""
-    return [state.broadcast, state.b] + ([] if state.memory.feedback is None else [state.memory.feedback])
+def _shared_tensors(state: State) -> dict[str, Tensor]:
+    """Return what every rank needs of a state: broadcast model, buffers, the feedback's server memory, c."""
+    found = {"x": state.broadcast, "b": state.b, "feedback": state.memory.feedback}
+    found["c"] = state.control and state.control.c
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _make_portable(error: Exception) -> Exception:

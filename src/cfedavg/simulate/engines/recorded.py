@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from cfedavg.core.errors import summarise_error
 from cfedavg.core.keys import signed
-from cfedavg.optimise.local import LocalOptimiser
+from cfedavg.optimise.local import Fixed, LocalOptimiser
 from cfedavg.simulate.engines.requests import Request, Trained
 from cfedavg.simulate.engines.trainers import explain_one_sample, too_large
 from cfedavg.simulate.engines.trial import plain_attributes
@@ -52,7 +52,7 @@ class ClientState:
         self.vectors, self.model, self.optimiser = vectors, vectors.model, optimiser
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.state = {name: [each.clone() for each in some] for name, some in self._first_state().items()}
-        self.start = [p.detach().clone() for p in self.parameters] if optimiser.needs_start else []
+        self.fixed = Fixed.begin(optimiser, self.parameters)
         self.total = self.parameters[0].new_zeros(())  # the sum of the losses of all steps so far
         self._buffers = [
             (module, name, buffer)
@@ -66,21 +66,23 @@ class ClientState:
         return self.optimiser.init(self.parameters)
 
     @torch.no_grad()
-    def begin(self, x: Tensor, b: Tensor) -> None:
-        """Begin the round of a client with parameters `x` and buffers `b`."""
+    def begin(self, x: Tensor, b: Tensor, correction: Tensor | None = None) -> None:
+        """Begin the round of a client with parameters `x` and buffers `b`; `correction` is c - c_i."""
         self.restore()
         self.model.train()
         self.vectors.write(x, b)
         for mine, first in zip(tree_leaves(self.state), tree_leaves(self._first_state()), strict=True):
             mine.copy_(first)
-        for mine, p in zip(self.start, self.parameters, strict=bool(self.start)):
-            mine.copy_(p)
+        given = () if correction is None else self.vectors.split(correction)
+        first = Fixed.begin(self.optimiser, self.parameters, given)
+        for mine, its in zip(tree_leaves(self.fixed), tree_leaves(first), strict=True):
+            mine.copy_(its)
         self.total.zero_()
 
     def step(self, loss: Loss, eta_L: float, batch: Batch) -> None:
         """Run one local step in place."""
         value, after = local_step(
-            self.model, self.parameters, loss, batch, self.optimiser, self.state, eta_L, self.start
+            self.model, self.parameters, loss, batch, self.optimiser, self.state, eta_L, self.fixed
         )
         with torch.no_grad():
             self.total += value
@@ -145,15 +147,15 @@ class Recorded:
     def train(self, request: Request) -> Iterator[Trained]:
         try:
             for client in request.clients:
-                x, trained = request.start([client]).reshape(-1), None
+                trained = None
                 try:
-                    trained = self._train(request.t, x, request.b, client)
+                    trained = self._train(request, client)
                 except torch.OutOfMemoryError:
                     if self.strict:
                         raise
                 if trained is None:  # the tensors of the failed attempt are free only now
                     self.shrink()
-                    trained = self._train(request.t, x, request.b, client)
+                    trained = self._train(request, client)
                 yield trained
         finally:
             self._forget()
@@ -175,12 +177,13 @@ class Recorded:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _train(self, t: int, x: Tensor, b: Tensor, client: int) -> Trained:
+    def _train(self, request: Request, client: int) -> Trained:
         """Train one client, as `train_client` does."""
+        t, x, correction = request.t, *request.begin(client)
         config, K = self.plan.config, self.plan.steps.at(t, client)
         loss = wrap_errors(self.task.loss, f"Task.loss fails on a batch of client {client}")
         step = partial(self.state.step, loss, self.plan.rates.eta_local(t))
-        self.state.begin(x, b)
+        self.state.begin(x, request.b, correction)
         seed_generators(self.device, config.seed, t, client)
         half = config.precision == "bf16"
         data = self._batches(t, client, K)

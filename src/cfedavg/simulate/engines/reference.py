@@ -20,15 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cfedavg.algorithm import local_update
+from cfedavg.algorithm import Weighted, local_update
+from cfedavg.channel import Channel, Outgoing
 from cfedavg.core.arrays import norm2
 from cfedavg.core.errors import Diverged, NotFinite
 from cfedavg.core.keys import Purpose, keys
 from cfedavg.core.payload import Payload
 from cfedavg.core.run_files import Record, Reply, ResidualNorms, finite, summarise
+from cfedavg.feedback import Feedback
 from cfedavg.simulate.downloads import Count, Download, Downloads, Start
+from cfedavg.simulate.engines.control import SimulatedControl
 from cfedavg.simulate.engines.requests import Request
-from cfedavg.simulate.engines.traffic import BufferChannel, Ledger, dense_bytes
+from cfedavg.simulate.engines.traffic import CONTROL, BufferChannel, Ledger, dense_bytes
 from cfedavg.simulate.engines.trainers import train_client
 from cfedavg.simulate.local import (
     PRECISIONS,
@@ -41,10 +44,9 @@ from cfedavg.simulate.local import (
     summarise_batches,
 )
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.residuals import Residuals, stochastic_bf16
+from cfedavg.simulate.residuals import InMemory, MemoryRow, Residuals, stochastic_bf16
 from cfedavg.simulate.state import State
 from cfedavg.task import Batch, Task
-from cfedavg.wire import measure
 
 Broadcast = tuple[Collection[int], float]  # clients that held a model copy before; |x - w|^2 afterwards
 
@@ -64,7 +66,10 @@ class Engine(ABC):
         self.layout = self.vectors.layout
         self.identity = self.vectors.identity()  # a checksum of the model, which a checkpoint must match
         self.ledger = Ledger(self.layout, messages, opened=rank > 0)
-        self.channel, self.downlink = plan.channel(self.layout), plan.downlink(self.layout)
+        self.downlink = plan.downlink(self.layout)
+        self.control, d = SimulatedControl(plan, self.layout, self.downlink), self.layout.d
+        kept = plan.feedback.keeps_client_memory, plan.local_optimiser.needs_correction
+        self.row = MemoryRow(*(d if each else 0 for each in kept))
         self.buffers_up = BufferChannel(self.vectors.buffer_layout, plan.compressor)
         self.buffers_down = BufferChannel(self.vectors.buffer_layout, plan.compressor_down)
         self._prepare: Callable[[Batch], Batch] = lambda batch: batch  # converts a batch for the model
@@ -72,7 +77,9 @@ class Engine(ABC):
     def start(self) -> State:
         """Return the state before the first round, made from the model's parameters and buffers."""
         x, b = self.vectors.read()
-        first = State(0, x, self.buffers_down.transmit(b), memory=self.plan.aggregator.init(x))
+        b, residuals = self.buffers_down.transmit(b), InMemory(row=self.row)
+        memory, control = self.plan.aggregator.init(x), self.control.start(x)
+        first = State(0, x, b, residuals, memory=memory, control=control)
         if self.downlink is None:
             return first
         w = self.downlink.make(x)
@@ -108,6 +115,10 @@ class Engine(ABC):
         """Return a copy of the user's model on the CPU, with parameters `x` and buffers `b`."""
         return model_of(self._blank, x, b)
 
+    def _channel(self, state: State) -> Channel:
+        """Return the channel of the round that starts from `state`."""
+        return self.plan.channel(self.layout, state.doublings)
+
     def _setting(self) -> AbstractContextManager[None]:
         return reproducible(self.device, self.plan.config.precision)
 
@@ -136,21 +147,22 @@ class Engine(ABC):
     def _next_state(
         self,
         state: State,
-        payloads: Iterable[tuple[Payload, Sequence[float]]],
+        payloads: Iterable[Weighted],
+        controls: Iterable[Weighted],
         buffers: Sequence[tuple[Tensor, float]],
         arrived: list[int],
         residuals: Residuals,
     ) -> State:
         """Run the server's part of a round: lines 17 to 19 of Algorithm 1 and the broadcast.
 
-        `payloads` and `buffers` come with the clients' weights in the average. `arrived` are the clients
-        whose replies arrived. Raise Diverged, with these clients, if the model or the server's memory is not
-        finite.
+        `payloads`, `controls` (changes of c_i) and `buffers` come with the clients' weights in the average.
+        `arrived` are the clients whose replies arrived. Raise Diverged, with these clients, if the model or
+        the server's memory is not finite.
         """
         plan, t = self.plan, state.t
         x, memory = plan.aggregator.step(
             state.x, state.memory, payloads, everyone=plan.everyone, eta=plan.rates.eta,
-            scale=plan.rates.scale, t=t,
+            scale=plan.scale(t, arrived), t=t,
         )  # fmt: skip
         if not bool(torch.isfinite(x).all()):
             raise Diverged(t, arrived, "the model made from the updates")
@@ -161,39 +173,57 @@ class Engine(ABC):
             eta_sum = state.eta_sum + plan.rates.eta_local(t)
             z = (state.x, state.b) if plan.keeps_iterate(t, eta_sum) else state.z
         b = self.buffers_down.transmit(_mean_buffers(buffers, state.b))
-        after = State(t + 1, x, b, residuals, z, eta_sum, memory)
-        if self.downlink is None:
+        control = self.control.receive(state, controls, arrived)
+        after = State(t + 1, x, b, residuals, z, eta_sum, memory, control=control)
+        if self.downlink is None or state.w is None or state.downloads is None:
             return after
-        assert state.w is not None
-        assert state.downloads is not None
+        key = plan.broadcast_key(t)
         try:
-            payload, w_next = self.downlink.send(x, state.w, plan.broadcast_key(t), t)
+            w, downloads = state.downloads.send(self.downlink, x, state.w, key, t, arrived)
         except NotFinite:  # x and w are finite, but x - w overflows
             raise Diverged(t, arrived, "the broadcast (the model minus the clients' copy)") from None
-        length, most = measure(payload.numpy(), self.layout)[0], self.downlink.size(state.w)
-        downloads = state.downloads.after(t, state.w, w_next, length, arrived, most)
-        return replace(after, w=w_next, downloads=downloads)
+        return replace(after, w=w, downloads=downloads)
+
+    def _next_rows(self, made: Outgoing, control: Outgoing | None, lost: list[bool]) -> Tensor | None:
+        """Return what the clients keep: residual and c_i; None if they keep neither.
+
+        The payloads of a lost reply go back into the client's memories.
+        """
+        e = _settle(self.plan.feedback, made, lost)
+        variates = self.control.variates
+        c_i = (
+            None if variates is None or control is None else _settle(variates.channel.feedback, control, lost)
+        )
+        return self.row.join(e, c_i)
 
     def _count_downloads(self, state: State, start: Start) -> dict[int, Count]:
         """Return, for each sampled client, a function that counts what the client downloads.
 
-        This is the model (or changes of it), the buffers, and the vector that the feedback broadcasts.
-        `start` starts a count, for example in a thread.
+        This is the model (or changes of it), the buffers, the vector that the feedback broadcasts, and c (or
+        changes of it). `start` starts a count, for example in a thread.
         """
-        shared, sampled = self._shared(state), self.plan.sampled(state.t)
+        shared, control, t = self._shared(state), state.control, state.t
         beside = self.buffers_down.bytes(state.b)
         beside += 0 if shared is None else dense_bytes(shared, self.layout)
-        if self.downlink is None:
-            whole = Download("whole", 0, dense_bytes(state.x, self.layout) + beside)
+        counts = self._count_vector(t, state.broadcast, state.downloads, start)
+        more = self._count_vector(t, control.c, control.downloads, start) if control else {}
+
+        def add(client: int) -> Download:
+            found, extra = counts[client](), more[client]().bytes if more else 0
+            return found._replace(bytes=found.bytes + extra + beside)
+
+        return {client: partial(add, client) for client in counts}
+
+    def _count_vector(self, t: int, w: Tensor, downloads: Downloads | None, start: Start) -> dict[int, Count]:
+        """Return, for each sampled client, a function that counts the download of the vector w.
+
+        `downloads` records which client holds which version; None if each gets the whole vector.
+        """
+        sampled = self.plan.sampled(t)
+        if self.downlink is None or downloads is None:
+            whole = Download("whole", 0, dense_bytes(w, self.layout))
             return dict.fromkeys(sampled, lambda: whole)
-        assert state.downloads is not None
-
-        def add(count: Count) -> Download:
-            found = count()
-            return found._replace(bytes=found.bytes + beside)
-
-        counts = state.downloads.count(state.t, sampled, state.w, self.downlink, start)
-        return {i: partial(add, count) for i, count in counts.items()}
+        return downloads.count(t, sampled, w, self.downlink, start)
 
     def _measure_broadcast(self, state: State, after: State) -> Broadcast | None:
         """Return the metrics' figures of a compressed broadcast; None if the whole model is broadcast."""
@@ -252,13 +282,23 @@ def _mean_buffers(buffers: Sequence[tuple[Tensor, float]], otherwise: Tensor) ->
     return total / sum(weight for _, weight in buffers)
 
 
+def _settle(feedback: Feedback, made: Outgoing, lost: list[bool]) -> Tensor | None:
+    """Return the clients' next memories; the payload of a lost reply goes back into its client's memory."""
+    memory: Tensor | None = made.memory
+    if memory is None or not any(lost):
+        return memory
+    rows = torch.tensor(lost, device=memory.device).reshape(*memory.shape[:-1], 1)
+    return torch.where(rows, feedback.restore(memory, made.payload), memory)
+
+
 class ClientRound(NamedTuple):
     """One client's round: what the client sent and kept, and its figures for the metrics."""
 
     payload: Payload
+    control: Payload | None  # the change of c_i
     b: Tensor
     g: Tensor
-    memory: Tensor | None  # the feedback's memory after the round
+    memory: Tensor | None  # what the client keeps after the round: residual and c_i
     reply: Reply
 
 
@@ -272,13 +312,15 @@ class ReferenceEngine(Engine):
         with self._setting():
             sent = self._clients(state, [i for i in plan.sampled(t) if plan.steps.at(t, i) > 0])
             residuals = state.residuals
-            if plan.feedback.keeps_client_memory:
+            if self.row.length:
                 memories = {each.reply.client: each.memory for each in sent if each.memory is not None}
                 residuals = residuals.update(self._kept(t, list(memories), memories.values()))
             arrived = {each.reply.client: each for each in sent if not each.reply.lost}
             payloads = [(each.payload, [plan.weight(i)]) for i, each in arrived.items()]
+            also = [(each.control, [plan.weight(i)]) for i, each in arrived.items()]
+            controls = [(control, weight) for control, weight in also if control is not None]
             buffers = [(each.b, plan.weight(i)) for i, each in arrived.items()]
-            state_next = self._next_state(state, payloads, buffers, list(arrived), residuals)
+            state_next = self._next_state(state, payloads, controls, buffers, list(arrived), residuals)
         counts, broadcast = self._count_downloads(state, cache), self._measure_broadcast(state, state_next)
         replies, mean_g2 = [each.reply for each in sent], _mean_norm2([each.g for each in sent])
         row = self._record(replies, mean_g2, residuals.norms2.sums, broadcast, counts)
@@ -302,20 +344,29 @@ class ReferenceEngine(Engine):
         If the reply is lost, its payload goes back into the client's memory.
         """
         plan, t, shared = self.plan, state.t, self._shared(state)
-        memory = state.residuals.get(client, state.x) if plan.feedback.keeps_client_memory else None
-        x_0 = plan.feedback.start(state.broadcast, memory, shared)
-        trained = train_client(plan, self.task, self.vectors, t, x_0, state.b, client)
+        e, c_i = self._memories(state, client)
+        x_0 = plan.feedback.start(state.broadcast, e, shared)
+        correction = self.control.correct(state, c_i)
+        trained = train_client(plan, self.task, self.vectors, t, x_0, state.b, client, correction=correction)
         (K,), x_K, loss = trained.K, trained.x_K[0], float(trained.loss)
-        g = local_update(x_0, x_K, K, plan.rates.update)
-        made = self.channel.send(g, memory, plan.key(t, client), t, shared=shared)
+        g = local_update(x_0, x_K, plan.divisor(t, K))
+        made = self._channel(state).send(g, e, plan.key(t, client), t, shared=shared)
+        control = self.control.send(state, c_i, x_0, x_K, K, partial(plan.key, t, client))
         if not math.isfinite(loss):
             raise NotFinite([client])
-        lost = plan.lost(t, client)
-        memory_next = self.channel.feedback.restore(made.memory, made.payload) if lost else made.memory
-        b_sent = self.buffers_up.transmit(trained.b_K[0])
+        lost, b_sent = plan.lost(t, client), self.buffers_up.transmit(trained.b_K[0])
+        memory = self._next_rows(made, control, [lost])
         up = self.ledger.count(t, client, made.payload) + self.buffers_up.bytes(b_sent)
-        sizes = norm2(g), norm2(made.p), norm2(made.left), sum(made.payload.counts())
-        return ClientRound(made.payload, b_sent, g, memory_next, Reply(client, K, loss, *sizes, up, lost))
+        sent = sum(made.payload.counts())
+        if control is not None:
+            up += self.ledger.count(t, client, control.payload, CONTROL)
+            sent += sum(control.payload.counts())
+        reply = Reply(client, K, loss, norm2(g), norm2(made.p), norm2(made.left), sent, up, lost)
+        return ClientRound(made.payload, control and control.payload, b_sent, g, memory, reply)
+
+    def _memories(self, state: State, client: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the client's residual and c_i; None for what clients do not keep."""
+        return self.row.split(state.residuals.get(client, state.x.new_zeros(self.row.length)))
 
 
 def _mean_norm2(g: list[Tensor]) -> float:

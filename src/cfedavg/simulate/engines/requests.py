@@ -15,6 +15,7 @@ from cfedavg.simulate.vectorised.batches import Timetable
 from cfedavg.task import Samples, Task
 
 Start = Callable[[list[int]], Tensor]  # gives starting points: one x (d,) for all clients, or a row for each
+Correction = Callable[[list[int]], Tensor | None]  # gives c - c_i, a row for each client; None means 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Trained:
 class Request:
     """The local work of a run's clients in round t. Client i takes K_i steps.
 
-    `start` gives starting points; `b` are the buffers that all clients start with.
+    `start` gives starting points; `b` are the buffers that all clients start with. `correction` is None if
+    clients keep no control variates.
     """
 
     plan: Plan
@@ -48,10 +50,16 @@ class Request:
     start: Start
     b: Tensor
     clients: list[int]
+    correction: Correction | None = None
 
     def rest(self, done: int) -> Request:
         """Return the request without its first `done` clients."""
         return replace(self, clients=self.clients[done:])
+
+    def begin(self, client: int) -> tuple[Tensor, Tensor | None]:
+        """Return a client's starting point, and its c - c_i or None."""
+        correction = self.correction and self.correction([client])
+        return self.start([client]).reshape(-1), None if correction is None else correction[0]
 
 
 class Row(NamedTuple):

@@ -20,6 +20,7 @@ from cfedavg.core.payload import Floats, Payload
 from cfedavg.wire import encode, measure, plain_length
 
 T = TypeVar("T")
+CONTROL = "-control"  # the kind of messages that carry changes of control variates
 
 
 class Ledger:
@@ -33,12 +34,15 @@ class Ledger:
         """Set up the counter; `opened` is True if another rank makes the folder."""
         self.layout, self.folder, self.opened = layout, folder, opened
 
-    def count(self, t: int, client: int, payload: Payload) -> int:
-        """Return how many bytes the message has in which the client sends `payload` in round `t`."""
+    def count(self, t: int, client: int, payload: Payload, kind: str = "") -> int:
+        """Return how many bytes the message has in which the client sends `payload` in round `t`.
+
+        `kind` is "" for updates, else it ends the name of the message's file.
+        """
         if self.folder is None:
             return measure(payload.numpy(), self.layout)[0]
         message = encode(payload.numpy(), self.layout, client=client, sequence=t, round=t)
-        write_atomic(self.folder / f"{t:05}-{client:05}.cfa", message)
+        write_atomic(self.folder / f"{t:05}-{client:05}{kind}.cfa", message)
         return len(message)
 
     def known_bytes(self, payload: Payload) -> list[int] | None:

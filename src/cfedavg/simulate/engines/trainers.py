@@ -64,11 +64,12 @@ def train_client(
     b: Tensor,
     client: int,
     prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    correction: Tensor | None = None,
 ) -> Trained:
     """Train one client from parameters `x` and buffers `b` (lines 5 to 9 of Algorithm 1).
 
-    The client trains in `vectors.model`, which is overwritten. `prepare` converts a batch for the model. An
-    error in the user's loss or data names the client.
+    The client trains in `vectors.model`, which is overwritten. `prepare` converts a batch for the model.
+    `correction` is c - c_i, with control variates. An error in the user's loss or data names the client.
     """
     config, like = plan.config, next(p for p in vectors.model.parameters() if p.requires_grad)
     vectors.write(x, b)
@@ -86,6 +87,7 @@ def train_client(
                 plan.local_optimiser,
                 plan.rates.eta_local(t),
                 after(plan.steps.at(t, client)),
+                () if correction is None else vectors.split(correction),
             )
     except ValueError as error:
         raise explain_one_sample(error, client) from error.__cause__
@@ -116,8 +118,8 @@ class Sequential:
     def train(self, request: Request) -> Iterator[Trained]:
         run = request.plan, self._quick(request.task), self.vectors, request.t
         for client in request.clients:
-            x = request.start([client]).reshape(-1)
-            yield train_client(*run, x, request.b, client, self.prepare)
+            x, correction = request.begin(client)
+            yield train_client(*run, x, request.b, client, self.prepare, correction)
 
     def _quick(self, task: Task) -> Task:
         """Return the task; with `fast`, its loss computes the model by our layers."""

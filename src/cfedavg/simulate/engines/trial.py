@@ -67,7 +67,7 @@ def try_task(task: Task, config: Config, device: torch.device) -> set[str]:
 def _without_gradient(task: Task, model: nn.Module, batch: Batch) -> set[str]:
     """Return the names of trainable parameters without gradient; raise InputError if none has a gradient."""
     check_labels(task, batch)
-    what = "Task.loss fails on a batch of Task.clients[0]"
+    what = "Task.loss(model, batch) fails on a batch of Task.clients[0]"
     try:
         value = wrap_errors(task.loss, what)(model, batch)
         check_loss(value)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,8 +137,28 @@ def compile_step(graph: GraphModule, inputs: Sequence[Like]) -> Any:
     fake = FakeTensorMode(shape_env=ShapeEnv())
     with fake:  # tensors without memory
         given: list[Any] = [each.make() for each in inputs]
-    with warnings.catch_warnings(action="ignore"), tracing(TracingContext(fake)):  # it warns about itself
+    quiet = warnings.catch_warnings(action="ignore")  # it warns about itself
+    with quiet, _operators_in_brief(), tracing(TracingContext(fake)):
         return standalone_compile(graph, given, dynamic_shapes="from_tracing_context", options=OPTIONS)
+
+
+@contextmanager
+def _operators_in_brief() -> Iterator[None]:
+    """Let torch's compiler describe an operator without its arguments.
+
+    Torch 2.11 describes each new operator for its log, also if nobody reads the log: with the arguments, all
+    that these are computed from, and so on. If operators of ours follow each other directly, as in ResNet-18,
+    each of them multiplies the length of this text.
+    """
+    from torch._inductor.exc import OperatorIssue
+
+    issue: Any = OperatorIssue
+    before = issue.__dict__["operator_str"]
+    issue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
+    try:
+        yield
+    finally:
+        issue.operator_str = before
 
 
 def save_step(compiled: Any, path: Path) -> None:

@@ -285,7 +285,9 @@ def recurrent(
             y, c = _scan(cell, given, parameters[per * k : per * (k + 1)], h_0[k], c_0[k])
             last.append((y[-1], c))
             outs.append(y.flip(0) if way else y)
-        x = torch.cat(outs, -1)  # a copy also of one output: the user may change it in place
+        # A copy also of one output: the user may change it in place. Torch's compiler takes torch.cat of one
+        # tensor for a copy with the tensor's strides, where torch gives contiguous ones.
+        x = torch.cat(outs, -1) if both else outs[0].clone(memory_format=torch.contiguous_format)
         if layer < layers - 1:
             x = F.dropout(x, dropout, training)
     out = x.transpose(0, 1) if batch_first else x

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cfedavg.optimise.local import LocalOptimiser
+from cfedavg.optimise.local import Fixed, LocalOptimiser
 from cfedavg.simulate.vectorised.replacements import Replacements
 from cfedavg.task import Batch, Loss
 
@@ -40,7 +40,7 @@ class Stack(NamedTuple):
 
     parameters: list[Tensor]
     state: dict[str, list[Tensor]]  # of the local optimiser; each list has a tensor for each parameter
-    start: list[Tensor]  # the parameters at the start of the round; empty if the optimiser needs none
+    fixed: Fixed  # what stays the same in all steps of a round
     buffers: list[Tensor]
     losses: Tensor  # for each client, the sum of the losses of all steps so far
 
@@ -118,7 +118,8 @@ class Step:
         step, params = self.optimiser.step, self._used(stack.parameters)
         state = {name: self._used(each) for name, each in stack.state.items()}
         with warnings.catch_warnings(action="ignore"):  # as above
-            following, after = vmap(step)(params, self._used(grads), state, eta, self._used(stack.start))
+            fixed = stack.fixed.part(self.used)
+            following, after = vmap(step)(params, self._used(grads), state, eta, fixed)
         pairs = [*zip(params, following, strict=True)]
         for name, each in state.items():
             pairs += zip(each, after[name], strict=True)
@@ -127,7 +128,7 @@ class Step:
 
     def _used(self, each: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors in `each` that belong to parameters that the loss uses."""
-        return [each[i] for i in self.used] if each else []
+        return [each[i] for i in self.used]
 
 
 def _detach(leaf: Any) -> Any:
