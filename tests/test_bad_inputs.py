@@ -84,7 +84,7 @@ PYTHON: dict[str, tuple[str, Callable[[], Any]]] = {
     "a number as key": ("unknown key 1", lambda: Config.from_dict({1: 2})),
     "a peer's name in a part": ("'rate'", lambda: Adam(lr=0.1)),
     "a rate in a local optimiser": ("`eta_local`", lambda: SGD(lr=0.1)),
-    "no such argument": ("'ratio'; known are comp", lambda: TopK(ratio=0.01)),
+    "no such argument": ("'ratio'; known are chunk, comp", lambda: TopK(ratio=0.01)),
     "a text before >>": ("got 'topk(0.9)' >> bf16", lambda: "topk(0.9)" >> BF16()),
     "a text behind >>": ("got topk(0.9) >> 'bf16'", lambda: TopK(0.9) >> "bf16"),
     "a class before >>": ("SGD()", lambda: Clip >> SGD()),

@@ -180,7 +180,7 @@ BAD = {
     "participation": (["--participation", "0"], "--participation must be above 0 and at most 1, got 0"),
     "participation nan": (["--participation", "nan"], "--participation must be a finite number below"),
     "minus infinity": (["--eta-local", "-inf"], "--eta-local must be a finite number below 1.8e308, got -"),
-    "update": (["--update", "median"], "--update must be auto, sum or mean, got 'median'"),
+    "update": (["--update", "median"], "--update must be auto, sum, mean or fednova, got 'median'"),
     "device": (["--device", "tpu9"], "--device tpu9 cannot be used here"),
     "engine": (["--engine", "warp"], "--engine must be auto, batched, sequential or reference, got 'warp'"),
     "model": (["--model", "gpt"], "--model must be cnn"),
