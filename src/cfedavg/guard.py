@@ -91,7 +91,7 @@ class Guard:
             f"and {grew} in {WINDOW} rounds: `compressor` {now} sends too little"
         )
         if now == then:
-            return f"{found}, and cannot send more; try another" if not before or not adapts else None
+            return None if before else f"{found}, and cannot send more; try another"
         if adapts:
             return f"{found}; from round {alarm.t + DELAY + 1} on it is {then}"
         return f"{found}; try {then}, or `guard` adapt, which sends more when it is needed"
