@@ -33,7 +33,7 @@ OPTIONS = {"config_patches": {"deterministic": True}}
 # Operators that are Triton kernels.
 KERNELS = (
     "convolve", "convolve_input_grad", "convolve_weight_grad",
-    "moments", "channel_sums", "normalise_relu", "normalise_grad",
+    "moments", "channel_sums", "normalise_relu", "normalise_grad", "recur", "recur_grad",
 )  # fmt: skip
 
 Call = tuple[str, list[Any]]  # an operator of ours and its arguments, with Like in the place of tensors

@@ -3,7 +3,8 @@
 vmap has no rule for torch's recurrent kernels. What a layer computes from its input alone is one product for
 all time steps. What depends on the step before runs in two torch operators, forward and backward, which loop
 over time and compute a time step of all clients together. For a compiler each operator is one call, so the
-compiled step stays short however long the sequences are.
+compiled step stays short however long the sequences are. On a GPU a time step is one Triton kernel, except in
+float64. Elsewhere it is plain torch code, and tests compare the kernels with it.
 
 T is the number of time steps, m of clients, B of samples, H of hidden numbers, G of a cell's gates.
 """
@@ -37,11 +38,6 @@ class Cell(NamedTuple):
 
 
 def _lstm(x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if x.is_cuda and not torch.is_grad_enabled():
-        flat = (each.reshape(-1, each.shape[-1]) for each in (x, hidden, c))
-        found = torch.ops.aten._thnn_fused_lstm_cell(*flat)
-        h_next, c_next, saved = (each.view(*h.shape[:-1], -1) for each in found)
-        return h_next, c_next, saved
     i, f, g, o = (x + hidden).chunk(4, -1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     c_next = f * c + i * g
@@ -49,11 +45,6 @@ def _lstm(x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tens
 
 
 def _lstm_grad(dh: Tensor, dc: Tensor, saved: Tensor, c: Tensor, c_next: Tensor) -> Four:
-    if dh.is_cuda:
-        flat = (each.reshape(-1, each.shape[-1]) for each in (dh, dc, c, c_next, saved))
-        found = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(*flat, False)
-        gates, before = (each.view(*dh.shape[:-1], -1) for each in found[:2])
-        return gates, gates, torch.zeros_like(dh), before
     i, f, g, o = saved.chunk(4, -1)
     bent = c_next.tanh()
     dc = dc + dh * o * (1 - bent * bent)
@@ -63,10 +54,6 @@ def _lstm_grad(dh: Tensor, dc: Tensor, saved: Tensor, c: Tensor, c_next: Tensor)
 
 
 def _gru(x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if x.is_cuda and not torch.is_grad_enabled():
-        flat = (each.reshape(-1, each.shape[-1]) for each in (x, hidden, h))
-        found = torch.ops.aten._thnn_fused_gru_cell(*flat)
-        return found[0].view_as(h), c, found[1].view(*h.shape[:-1], -1)
     (r, z, n), (hr, hz, hn) = x.chunk(3, -1), hidden.chunk(3, -1)
     r, z = (r + hr).sigmoid(), (z + hz).sigmoid()
     n = (n + r * hn).tanh()
@@ -74,11 +61,6 @@ def _gru(x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gru_grad(dh: Tensor, dc: Tensor, saved: Tensor, c: Tensor, c_next: Tensor) -> Four:
-    if dh.is_cuda:
-        flat = (each.reshape(-1, each.shape[-1]) for each in (dh, saved))
-        found = torch.ops.aten._thnn_fused_gru_cell_backward(*flat, False)
-        inputs, hidden, before = (each.view(*dh.shape[:-1], -1) for each in found[:3])
-        return inputs, hidden, before, dc
     r, z, n, h, hn = saved.chunk(5, -1)
     dn = dh * (1 - z) * (1 - n * n)
     dr, dz = dn * hn * r * (1 - r), dh * (h - n) * z * (1 - z)
@@ -124,13 +106,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.custom_op("cfedavg::recur", mutates_args=())
 def recur(
-    x: Tensor, weight: Tensor, bias: Tensor, h: Tensor, c: Tensor, cell: str
+    x: Tensor, weight: Tensor, bias: Tensor, h: Tensor, c: Tensor, cell: str, input_precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return h and c of all time steps, and the numbers that the gradient needs.
 
     `x`, of shape (T, m, B, G H), holds the gates' terms from the input. `weight` (m, G H, H) and `bias`
     (m, G H) compute the gates' terms from h. `h` and `c` (m, B, H) are the states before the first time step.
+    `input_precision` is Triton's name for the precision of products.
     """
+    if _has_kernel(x):
+        done: tuple[Tensor, Tensor, Tensor] = _kernels().recur(x, weight, bias, h, c, cell, input_precision)
+        return done
     step, transposed, found = CELLS[cell].forward, weight.transpose(1, 2), []
     with torch.no_grad():
         for each in x:
@@ -143,7 +129,7 @@ def recur(
 
 @recur.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor, h: Tensor, c: Tensor, cell: str
+    x: Tensor, weight: Tensor, bias: Tensor, h: Tensor, c: Tensor, cell: str, input_precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     saved = x.new_empty(len(x), *h.shape[:-1], CELLS[cell].saved * h.shape[-1])
     return x.new_empty(len(x), *h.shape), x.new_empty(len(x), *c.shape), saved
@@ -151,27 +137,48 @@ def _(
 
 @torch.library.custom_op("cfedavg::recur_grad", mutates_args=())
 def recur_grad(
-    dy: Tensor, dc: Tensor, weight: Tensor, saved: Tensor, c_0: Tensor, c: Tensor, cell: str
-) -> Four:
+    dy: Tensor, dc: Tensor, weight: Tensor, saved: Tensor, c_0: Tensor, c: Tensor, cell: str,
+    input_precision: str,
+) -> Four:  # fmt: skip
     """Return the gradients by the gates' terms from the input and from h, and by the first h and c.
 
-    `dy` is the gradient by h of all time steps, `dc` the gradient by the last c.
+    `dy` is the gradient by h of all time steps, `dc` the gradient by the last c. Where both terms have the
+    same gradient, which is in all cells but the GRU, the second tensor is empty.
     """
+    both = cell == "gru"
+    if _has_kernel(dy):
+        given = dy, dc, weight, saved, c_0, c, cell, input_precision
+        inputs, hidden, through, dc = _kernels().recur_grad(*given)
+        return inputs, hidden, through + _product((hidden if both else inputs)[0], weight), dc
     step, found = CELLS[cell].backward, []
     dh = torch.zeros_like(dy[0])
     for t in range(len(dy) - 1, -1, -1):
         before = c[t - 1] if t else c_0
         inputs, hidden, through, dc = step(dy[t] + dh, dc, saved[t], before, c[t])
         dh = through + _product(hidden, weight)
-        found.append((inputs, hidden))
+        found.append((inputs, hidden if both else hidden[..., :0]))
     inputs, hidden = (torch.stack(each[::-1]) for each in zip(*found, strict=True))
     return inputs, hidden, dh.clone(), dc.clone()
 
 
 @recur_grad.register_fake
-def _(dy: Tensor, dc: Tensor, weight: Tensor, saved: Tensor, c_0: Tensor, c: Tensor, cell: str) -> Four:
+def _(
+    dy: Tensor, dc: Tensor, weight: Tensor, saved: Tensor, c_0: Tensor, c: Tensor, cell: str,
+    input_precision: str,
+) -> Four:  # fmt: skip
     gates = dy.new_empty(*dy.shape[:-1], weight.shape[1])
-    return gates, torch.empty_like(gates), torch.empty_like(dy[0]), torch.empty_like(dc)
+    hidden = torch.empty_like(gates) if cell == "gru" else gates.new_empty(*dy.shape[:-1], 0)
+    return gates, hidden, torch.empty_like(dy[0]), torch.empty_like(dc)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.float32
+
+
+def _kernels() -> Any:
+    from cfedavg.simulate.vectorised import recurrent_kernels  # Triton comes with torch's CUDA builds only
+
+    return recurrent_kernels
 
 
 def _place(tensor: Tensor, dim: int | None, info: Any, to: int) -> Tensor:
@@ -193,15 +200,19 @@ class _Clients(torch.autograd.Function):
 
     @classmethod
     def forward(cls, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, cell = args
+        *tensors, cell, precision = args
         placed = [each.unsqueeze(at).contiguous() for each, at in zip(tensors, cls.inputs, strict=True)]
-        return tuple(each.squeeze(at) for each, at in zip(cls.block(*placed, cell), cls.outputs, strict=True))
+        found = cls.block(*placed, cell, precision)
+        return tuple(each.squeeze(at) for each, at in zip(found, cls.outputs, strict=True))
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:
-        *tensors, cell = args
-        rows = zip(tensors, in_dims[:-1], cls.inputs, strict=True)
-        return cls.block(*[_place(each, dim, info, to) for each, dim, to in rows], cell), (*cls.outputs,)
+        *tensors, cell, precision = args
+        placed = (
+            _place(each, dim, info, to)
+            for each, dim, to in zip(tensors, in_dims[:-2], cls.inputs, strict=True)
+        )
+        return cls.block(*placed, cell, precision), (*cls.outputs,)
 
 
 class Recurrence(_Clients):
@@ -216,7 +227,7 @@ class Recurrence(_Clients):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, weight, _, h_0, c_0, ctx.cell = inputs
+        _, weight, _, h_0, c_0, ctx.cell, ctx.precision = inputs
         y, _, c, saved = output
         ctx.mark_non_differentiable(c, saved)
         ctx.save_for_backward(weight, h_0, c_0, y, c, saved)
@@ -225,10 +236,10 @@ class Recurrence(_Clients):
     def backward(ctx: Any, dy: Tensor, dc: Tensor, *_: Any) -> Any:
         weight, h_0, c_0, y, c, saved = ctx.saved_tensors
         grad: Any = RecurrenceGrad.apply
-        inputs, hidden, dh_0, dc_0 = grad(dy, dc, weight, saved, c_0, c, ctx.cell)
+        inputs, hidden, dh_0, dc_0 = grad(dy, dc, weight, saved, c_0, c, ctx.cell, ctx.precision)
         before = torch.cat((h_0[None], y[:-1])).flatten(0, 1).to(weight.dtype)
-        gates = hidden.flatten(0, 1)
-        return inputs, gates.to(weight.dtype).T @ before, gates.sum(0), dh_0, dc_0, None
+        gates = (hidden if ctx.cell == "gru" else inputs).flatten(0, 1)
+        return inputs, gates.to(weight.dtype).T @ before, gates.sum(0), dh_0, dc_0, None, None
 
 
 class RecurrenceGrad(_Clients):
@@ -252,8 +263,10 @@ def _scan(cell: str, x: Tensor, parameters: Sequence[Tensor], h: Tensor, c: Tens
     b_ih, b_hh = biases or (None, w_hh.new_zeros(len(w_hh)))
     inputs = F.linear(x, w_ih, b_ih).to(wide)
     weight = w_hh.to(torch.get_autocast_dtype(x.device.type)) if half else w_hh
+    # Three TF32 products are as exact as float32.
+    precision = "ieee" if half else "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
     run: Any = Recurrence.apply
-    y, c_last, *_ = run(inputs, weight, b_hh, h.to(wide), c.to(wide), cell)
+    y, c_last, *_ = run(inputs, weight, b_hh, h.to(wide), c.to(wide), cell, precision)
     return y, c_last
 
 
