@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from cfedavg.simulate.vectorised import tma_kernels
 from cfedavg.simulate.vectorised.convolution import output_size
 
 
@@ -141,6 +142,8 @@ def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) ->
     m, N, _, _, C = x.shape
     h, v = output_size(shape)
     CO, rows = w.shape[-1], N * h * v
+    if tma_kernels.fits(x, CO, shape, grad=False):
+        return tma_kernels.convolve(x, w, shape)
     y = x.new_empty(m, N, h, v, CO)
     flat = C < 16
     tile = choose_tile(rows, CO, 32 if flat else C, x)
@@ -153,6 +156,8 @@ def input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], input_precision: str
     """Return dx from dy and w; dx and dy are the gradients of the loss with respect to x and y."""
     m, N, _, _, CO = dy.shape
     C, (SH, SW) = w.shape[3], shape[4:6]
+    if tma_kernels.fits(dy, C, shape, grad=True):
+        return tma_kernels.convolve(dy, w, shape, grad=True)
     dx = dy.new_empty(m, N, shape[0], shape[1], C)
     rows = N * triton.cdiv(shape[0], SH) * triton.cdiv(shape[1], SW)
     tile = choose_tile(rows, C, CO, dy)

@@ -186,7 +186,7 @@ def recur_grad(
     """
     B, H = dy.shape[2:]
     inputs = dy.new_empty(*dy.shape[:-1], weight.shape[1])
-    hidden = torch.empty_like(inputs) if cell == "gru" else inputs[..., :0]
+    hidden = torch.empty_like(inputs) if cell == "gru" else inputs.new_empty(*dy.shape[:-1], 0)
     terms = hidden if cell == "gru" else inputs
     through, dc, later = torch.zeros_like(dy[0]), dc.clone(), torch.zeros_like(inputs[0])
     grid, sizes = _divide(len(weight), B, H, cell, weight)
@@ -197,7 +197,7 @@ def recur_grad(
             **sizes, PRECISION=input_precision,
         )  # fmt: skip
         later = terms[t]
-    return inputs, hidden.contiguous(), through, dc
+    return inputs, hidden, through, dc
 
 
 def _divide(

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from cfedavg.simulate.vectorised import tma_kernels
 from cfedavg.simulate.vectorised.kernels import choose_tile, name_sizes
 
 PROGRAMS = 1056  # enough for a large GPU: eight programs for each of its 132 processors
@@ -129,6 +130,8 @@ def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: st
     """Return dw, the gradient of the loss with respect to w, from x and dy, in float32."""
     m, N, _, _, C = x.shape
     CO, rows, (KH, KW) = dy.shape[-1], N * dy.shape[2] * dy.shape[3], shape[2:4]
+    if tma_kernels.fits(x, CO, shape, grad=False):
+        return tma_kernels.weight_grad(x, dy, shape)
     flat = C < 32 or (shape[6] == shape[7] == 0 and C < 128)
     kernel, tile, taps = _weight_grad, choose_tile(KH * KW * C if flat else C, CO, rows, x), KH * KW
     # Narrow tiles read more than they compute: three taps then share what they read of dy.
