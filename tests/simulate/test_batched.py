@@ -700,7 +700,8 @@ SIZES = [  # m, N, C, CO, size, kernel, stride, padding, dilation
     ),  # boxes of several images; the last is not full
     (2, 3, 256, 64, (8, 8), (1, 1), (1, 1), (0, 0), (1, 1)),
     (2, 3, 64, 128, (10, 10), (3, 3), (1, 1), (0, 0), (1, 1)),  # the input's gradient does not fit
-    (1, 3, 256, 256, (24, 8), (5, 2), (1, 1), (2, 1), (1, 1)),  # neither does the output
+    (1, 3, 256, 256, (24, 8), (5, 2), (1, 1), (2, 1), (1, 1)),
+    (1, 5, 64, 64, (12, 8), (3, 3), (1, 1), (1, 1), (1, 1)),  # boxes of four rows of twelve
     (2, 70, 64, 64, (16, 16), (3, 3), (1, 1), (2, 2), (1, 1)),
 ]
 

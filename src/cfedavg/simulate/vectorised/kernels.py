@@ -142,7 +142,7 @@ def forward(x: Tensor, w: Tensor, shape: Sequence[int], input_precision: str) ->
     m, N, _, _, C = x.shape
     h, v = output_size(shape)
     CO, rows = w.shape[-1], N * h * v
-    if tma_kernels.fits(x, CO, shape, grad=False):
+    if tma_kernels.fits(x, CO, shape):
         return tma_kernels.convolve(x, w, shape)
     y = x.new_empty(m, N, h, v, CO)
     flat = C < 16

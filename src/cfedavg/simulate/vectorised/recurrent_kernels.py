@@ -206,8 +206,8 @@ def _divide(
     """Return the grid of a time step and the sizes of its tiles, chosen by timings on an H200."""
     half = weight.dtype == torch.bfloat16
     BM = max(16, min(64, triton.next_power_of_2(B)))
-    BN = max(16, min(32, triton.next_power_of_2(H)))
-    BK = max(16, min(128 if half else 64, triton.next_power_of_2(H)))
+    BN = max(16, min(64 if BM == 16 else 32, triton.next_power_of_2(H)))
+    BK = max(16, min(64 if half else 32, triton.next_power_of_2(H)))
     grid = triton.cdiv(B, BM) * triton.cdiv(H, BN), clients
     sizes: dict[str, int | str] = {"H": H, "G": GATES[cell], "CELL": cell, "BM": BM, "BN": BN, "BK": BK}
     return grid, sizes | {"num_warps": 4, "num_stages": 3}

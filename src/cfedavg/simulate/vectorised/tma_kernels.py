@@ -2,7 +2,7 @@
 
 Shapes and names are those of `kernels`. The accelerator (TMA) copies a box of pixels and channels to shared
 memory and writes zeros where the box leaves the image. So a program computes no addresses and no masks. A box
-of pixels is TN images x TH rows x whole rows of W pixels.
+of pixels is TN images x TH rows x whole rows of TW pixels, and lies in one piece in memory.
 
 The images are the second operand of each product: this operand can stay in shared memory as the box lies
 there, while the first would pass through registers.
@@ -61,10 +61,9 @@ def _convolve(
         box = images.load([client, n0, h0 + tap // KW - TOP, tap % KW - LEFT, c0]).reshape(BM, BK)
         if GRAD:
             w = weights.load([client, (KH * KW - 1 - tap) * CO + o0, c0]).reshape(BN, BK)
-            acc = tl.dot(w, box.T, acc)
         else:
-            w = weights.load([client, tap * C + c0, o0]).reshape(BK, BN)
-            acc = tl.dot(w.T, box.T, acc)
+            w = weights.load([client, tap * C + c0, o0]).reshape(BK, BN).T
+        acc = tl.dot(w, box.T, acc)
     r = tl.arange(0, BM)
     n = n0 + r // (TH * TW)
     row = ((client.to(tl.int64) * N + n) * OH + h0 + r // TW % TH) * OW + r % TW
@@ -117,16 +116,18 @@ def _weight_grad(
         tl.store(to + 2 * C * CO, right.T)
 
 
-def fits(images: Tensor, CO: int, shape: Sequence[int], *, grad: bool) -> bool:
-    """Return whether `convolve` (or, with `grad`, its input's gradient) can compute this convolution.
+def fits(images: Tensor, CO: int, shape: Sequence[int], *, grad: bool = False) -> bool:
+    """Return whether these kernels can compute a convolution or, with `grad`, its input's gradient.
 
     `images` are those that the product reads, `CO` the channels of the result.
     """
     if images.dtype != torch.bfloat16 or torch.cuda.get_device_capability(images.device)[0] != 9:
         return False
-    (OH, OW), C = (tuple(shape[:2]) if grad else output_size(shape)), images.shape[-1]
-    simple = tuple(shape[4:6]) == tuple(shape[8:10]) == (1, 1) and C % 64 == CO % 64 == 0
-    return simple and _fits(OH, OW)
+    OH, OW = shape[:2] if grad else output_size(shape)
+    TH = choose_box(OH, OW, 64).TH
+    whole = OW & (OW - 1) == 0 and 4 <= OW <= 64 and (TH == OH or TH * OW >= 32)
+    plain = tuple(shape[4:6]) == tuple(shape[8:10]) == (1, 1)
+    return whole and plain and images.shape[-1] % 64 == CO % 64 == 0
 
 
 def convolve(images: Tensor, weights: Tensor, shape: Sequence[int], *, grad: bool = False) -> Tensor:
@@ -137,15 +138,15 @@ def convolve(images: Tensor, weights: Tensor, shape: Sequence[int], *, grad: boo
     m, N, _, _, C = images.shape
     KH, KW, CO = *weights.shape[1:3], weights.shape[3 if grad else 4]
     (OH, OW), (PH, PW) = (shape[:2] if grad else output_size(shape)), shape[6:8]
-    BN = 64 if CO % 128 else 128
+    BN, BK = 64 if CO % 128 else 128, 64
     box = choose_box(OH, OW, 2 * BN)
     y = images.new_empty(m, N, OH, OW, CO)
     grid = triton.cdiv(N, box.TN) * (OH // box.TH) * (CO // BN), m
     _convolve[grid](
-        TensorDescriptor.from_tensor(images, [1, *box, 64]),
-        TensorDescriptor.from_tensor(weights.flatten(1, 3), [1, BN, 64] if grad else [1, 64, BN]),
-        y, N, OH, OW, C, CO, KH, KW, *((KH - 1 - PH, KW - 1 - PW) if grad else (PH, PW)), *box, BN, 64, grad,
-        num_warps=4 if BN == 64 else 8, num_stages=4 if BN == 64 else 3,
+        TensorDescriptor.from_tensor(images, [1, *box, BK]),
+        TensorDescriptor.from_tensor(weights.flatten(1, 3), [1, BN, BK] if grad else [1, BK, BN]),
+        y, N, OH, OW, C, CO, KH, KW, *((KH - 1 - PH, KW - 1 - PW) if grad else (PH, PW)), *box, BN, BK, grad,
+        num_warps=8 if BN == 128 else 4, num_stages=3 if BN == 128 else 4,
     )  # fmt: skip
     return y
 
@@ -170,7 +171,7 @@ def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def choose_box(OH: int, OW: int, pixels: int) -> Box:
-    """Return a box of so many pixels, made of whole rows."""
+    """Return a box of so many pixels, or of fewer if rows of one image do not make so many."""
     TH = min(OH & -OH, max(1, pixels // OW))  # a power of two that divides the height
     return Box(max(1, pixels // (OW * TH)) if TH == OH else 1, TH, OW)
 
@@ -183,8 +184,3 @@ def _choose_weight_tile(C: int, CO: int, KW: int) -> dict[str, Any]:
     if C % 256:
         return {"BM": 128, "BN": 128, "BK": 64, "THREE": False, "num_warps": 8, "num_stages": 4}
     return {"BM": 256, "BN": 128, "BK": 64, "THREE": False, "num_warps": 8, "num_stages": 3}
-
-
-def _fits(OH: int, OW: int) -> bool:
-    """Return whether whole rows fill boxes of 64 pixels: powers of two, from 4 x 4 pixels."""
-    return OW & (OW - 1) == 0 and 4 <= OW <= 64 and (OH % (64 // OW) == 0 or OH in (4, 8))

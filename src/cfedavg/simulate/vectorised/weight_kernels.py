@@ -130,7 +130,7 @@ def weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], input_precision: st
     """Return dw, the gradient of the loss with respect to w, from x and dy, in float32."""
     m, N, _, _, C = x.shape
     CO, rows, (KH, KW) = dy.shape[-1], N * dy.shape[2] * dy.shape[3], shape[2:4]
-    if tma_kernels.fits(x, CO, shape, grad=False):
+    if tma_kernels.fits(x, CO, shape):
         return tma_kernels.weight_grad(x, dy, shape)
     flat = C < 32 or (shape[6] == shape[7] == 0 and C < 128)
     kernel, tile, taps = _weight_grad, choose_tile(KH * KW * C if flat else C, CO, rows, x), KH * KW
