@@ -32,7 +32,7 @@ from cfedavg.channel import Channel
 from cfedavg.core.keys import Purpose, key, keys, signed
 from cfedavg.optimise.local import SGD, Fixed
 from cfedavg.simulate import engines
-from cfedavg.simulate.engines import blocks, choose_engine
+from cfedavg.simulate.engines import Partners, blocks, choose_engine
 from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
@@ -41,7 +41,7 @@ from cfedavg.simulate.vectorised import batches as batches_module
 from cfedavg.simulate.vectorised import recorder as recorder_module
 from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn
 from cfedavg.simulate.vectorised.convolution import IMAGES, OPERANDS, convolve, from_stored
-from cfedavg.simulate.vectorised.recorder import Recorder
+from cfedavg.simulate.vectorised.recorder import Recorder, _Inputs
 from cfedavg.simulate.vectorised.replacements import NoDropout, Replacements, masks_hold
 from cfedavg.simulate.vectorised.sizes import MOST, WORTH, busy_times, choose_sizes, fit, halve
 from cfedavg.simulate.vectorised.step import Stack, Step
@@ -192,6 +192,37 @@ def test_clients_that_differ_ask_for_one_kind_of_step_in_each_size(timetable: Ti
     turns = list(timetable.together(sizes))
     kinds = {(turn.clients, turn.width, turn.masked, turn.active is None) for turn in turns}
     assert len(kinds) <= len(sizes) * (2 if timetable.uniform else 1)
+
+
+@pytest.mark.parametrize("options", [{"local_epochs": 3}, {"local_steps": "1..9"}])
+def test_every_kind_of_step_is_prepared_before_the_first_round(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients have other numbers of samples and of steps; no round asks for a step of another kind."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [9, 200, 31, 40, 70, 12, 12, 90, 100, 55, 20, 3]
+    each = [
+        (torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes
+    ]
+    task = Task(nn.Linear(4, 3), each)
+    config = Config(rounds=3, batch_size=8, engine="batched", clients=len(each), **options)
+    plan, asked = Plan(config, task), [list[Any](), list[Any]()]
+    call = Recorder.__call__
+    monkeypatch.setattr(Recorder, "prepare", lambda self, *args: asked[0].append(_Inputs(*args).kind))
+    monkeypatch.setattr(
+        Recorder, "__call__", lambda self, *args: asked[1].append(_Inputs(*args).kind) or call(self, *args)
+    )
+    partners = Partners([(plan, task)])
+    engine = choose_engine(config, plan, task, partners=partners)
+    many, state = partners.trainer, engine.start()
+    assert many is not None
+    asked[1].clear()
+    many.prepare(partners.first_requests(*many.vectors.read()))
+    for _ in range(3):
+        state, _ = engine.round(state)
+    prepared, used = (set(map(repr, kinds)) for kinds in asked)
+    assert used <= prepared
+    assert 1 < len(prepared) == len(asked[0]) <= MOST
 
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
