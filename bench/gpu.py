@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-COMMAND = "from cfedavg.cli import main; main()"
+COMMAND = "from cfedavg.cli import command; command()"
 MNIST = {"dataset": "mnist", "clients": 100, "model": "cnn", "local_epochs": 10, "batch_size": 64}
 Line = dict[str, Any]
 
