@@ -186,10 +186,15 @@ def choose_download(
     `whole()` and `changes()` make the other two downloads. They are called only if the chain takes more than
     2 bits for each of the model's d numbers. `changes()` may return None. `size` gives a download's bytes.
     """
-    if chain is not None and 4 * size(chain) <= d:
+    if chain is not None and is_short(size(chain), d):
         return chain
     found = (chain, whole(), changes())
     return min((each for each in found if each is not None), key=size)
+
+
+def is_short(chain: int, d: int) -> bool:
+    """Return whether a chain of so many bytes is sent without a look at the other downloads."""
+    return 4 * chain <= d
 
 
 def may_be_shorter(changed: int, d: int) -> bool:

@@ -410,3 +410,23 @@ def test_a_rank_of_torchrun_leaves_without_the_interpreters_own_end(
     assert cfedavg("--version").code == 0
     assert cfedavg("run", "--rounds", "0").code == 2
     assert codes == [0, 2]
+
+
+ENDING = """
+import atexit, threading, time
+from cfedavg.cli import command
+atexit.register(print, "handled")
+threading.Thread(target=lambda: (time.sleep(1), print("waited"))).start()
+command()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["run", "--rounds", "0"], 2)])
+def test_the_command_waits_for_threads_and_handlers(arguments: list[str], code: int) -> None:
+    """It ends without Python's own end, which takes a second after torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout.endswith("waited\nhandled\n")
+    assert ("--rounds" in done.stderr) == (code == 2)

@@ -210,12 +210,12 @@ def test_no_process_starts_without_a_gpu_or_for_an_engine_that_compiles_nothing(
     monkeypatch.setattr(compiler, "_started", [])
     monkeypatch.setattr(compiler, "Compiler", lambda: started.append(1) or object())
     monkeypatch.setattr(compiler.os, "sched_getaffinity", lambda pid: range(16))
-    monkeypatch.setattr(compiler, "_sees_gpu", lambda: True)
+    monkeypatch.setattr(compiler, "sees_gpu", lambda: True)
     for device, engine in (("cpu", "auto"), ("cuda", "sequential"), ("auto", "reference")):
         compiler.start_compiler(device, engine)
-    monkeypatch.setattr(compiler, "_sees_gpu", lambda: False)
+    monkeypatch.setattr(compiler, "sees_gpu", lambda: False)
     compiler.start_compiler("auto", "auto")
     assert not started
-    monkeypatch.setattr(compiler, "_sees_gpu", lambda: True)
+    monkeypatch.setattr(compiler, "sees_gpu", lambda: True)
     compiler.start_compiler("auto", "auto")
     assert started

@@ -6,7 +6,7 @@ import copy
 import platform
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -32,17 +32,18 @@ from cfedavg.channel import Channel
 from cfedavg.core.keys import Purpose, key, keys, signed
 from cfedavg.optimise.local import SGD, Fixed
 from cfedavg.simulate import engines
-from cfedavg.simulate.engines import blocks, choose_engine
+from cfedavg.simulate.engines import Partners, blocks, choose_engine
 from cfedavg.simulate.engines.batched import Batched
 from cfedavg.simulate.local import after, batches, channels_last, local_steps
 from cfedavg.simulate.plan import Plan
 from cfedavg.simulate.vectorised import artifacts, convolution, layers, replacements
 from cfedavg.simulate.vectorised import batches as batches_module
 from cfedavg.simulate.vectorised import recorder as recorder_module
-from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
+from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn
 from cfedavg.simulate.vectorised.convolution import IMAGES, OPERANDS, convolve, from_stored
-from cfedavg.simulate.vectorised.recorder import Recorder
+from cfedavg.simulate.vectorised.recorder import Recorder, _Inputs
 from cfedavg.simulate.vectorised.replacements import NoDropout, Replacements, masks_hold
+from cfedavg.simulate.vectorised.sizes import MOST, WORTH, busy_times, choose_sizes, fit, halve
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.task import Tensors
 from tests.conftest import blobs
@@ -115,10 +116,15 @@ def taken(timetable: Timetable, turns: Iterator[Turn], length: int) -> list[list
     rows.length = length
     for turn in turns:
         at = rows.at(turn)
-        who = range(turn.active) if isinstance(turn.clients, int) else turn.clients
+        who: Any = turn.clients
+        if isinstance(turn.clients, int):
+            who = range(turn.clients if turn.active is None else turn.active)
+            if turn.active is not None:
+                assert rows.active(turn).tolist() == [c < turn.active for c in range(turn.clients)]
+        valid = rows.valid(turn).sum(1).tolist() if turn.masked else None
         assert at.shape == (turn.clients if isinstance(turn.clients, int) else len(turn.clients), turn.width)
         for place, client in enumerate(who):
-            size = turn.width if turn.sizes is None else int(turn.sizes[place])
+            size = turn.width if valid is None else valid[place]
             assert turn.k[place] == len(found[client])
             found[client].append(at[place, :size].tolist())
         assert all(row < timetable.samples[c] for c, r in zip(who, at.tolist(), strict=False) for row in r)
@@ -128,7 +134,8 @@ def taken(timetable: Timetable, turns: Iterator[Turn], length: int) -> list[list
 @given(timetables(), st.integers(1, 5), st.booleans())
 @settings(max_examples=120)
 def test_every_client_goes_through_its_own_batches(timetable: Timetable, length: int, together: bool) -> None:
-    turns = timetable.together() if together else timetable.apart()
+    sizes = halve(len(timetable.clients))
+    turns = timetable.together(sizes) if together else timetable.apart()
     found = taken(timetable, turns, length)
     for i, client in enumerate(timetable.clients):
         key = int(timetable.seeds[i]), int(timetable.rounds[i]), client
@@ -147,20 +154,75 @@ def test_rows_are_made_in_stretches_that_fit_into_memory(monkeypatch: pytest.Mon
     )
     small = timetable_of([0, 1], [2**21, 4], [9, 9], 4)
     rows = Rows(small, CPU)
-    for turn in small.together():
+    for turn in small.together([2]):
         rows.at(turn)
     assert made == [(0, 4), (4, 8), (8, 9)]
 
 
+@given(st.lists(st.lists(st.integers(0, 60), max_size=40), max_size=4), st.integers(1, 50))
+def test_sizes_of_blocks_are_few_and_save_steps(blocks: list[list[int]], floor: int) -> None:
+    times = busy_times(blocks)
+    assert times.sum() == sum(max(steps, default=0) for steps in blocks)
+    assert times @ np.arange(len(times)) == sum(map(sum, blocks))
+    sizes = choose_sizes(times, floor)
+    assert sizes[0] == len(times) - 1
+    assert sizes == tuple(sorted(set(sizes), reverse=True))
+    assert len(sizes) <= MOST
+
+    def cost(some: Sequence[int]) -> int:
+        return sum(int(n) * max(fit(a, some), floor) for a, n in enumerate(times))
+
+    for size in sizes[1:]:
+        assert cost([each for each in sizes if each != size]) > cost(sizes)
+    if sizes[0] > 0 and len(sizes) < MOST:  # no further size is worth a compilation
+        others = [cost(sorted({*sizes, a}, reverse=True)) for a in range(1, len(times))]
+        assert min(others) >= (1 - WORTH) * cost(sizes)
+
+
 @given(st.integers(1, 300), st.integers(1, 300))
-def test_few_sizes_of_blocks(active: int, n: int) -> None:
-    n = max(active, n)
-    found = round_up(active, n)
-    assert active <= found <= n
-    assert found < 2 * active
-    assert round_up(n, n) == n
-    sizes = {round_up(each, n) for each in range(1, n + 1)}
-    assert len(sizes) <= n.bit_length() + 1
+def test_a_block_that_begins_smaller_is_filled_up(busy: int, n: int) -> None:
+    n = max(busy, n)
+    assert busy <= fit(busy, halve(n)) < 2 * busy or n == busy
+    assert len(halve(n)) <= n.bit_length() + 1
+
+
+@given(timetables())
+def test_clients_that_differ_ask_for_one_kind_of_step_in_each_size(timetable: Timetable) -> None:
+    sizes = choose_sizes(busy_times([timetable.steps.tolist()]), 1)
+    turns = list(timetable.together(sizes))
+    kinds = {(turn.clients, turn.width, turn.masked, turn.active is None) for turn in turns}
+    assert len(kinds) <= len(sizes) * (2 if timetable.uniform else 1)
+
+
+@pytest.mark.parametrize("options", [{"local_epochs": 3}, {"local_steps": "1..9"}])
+def test_every_kind_of_step_is_prepared_before_the_first_round(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients have other numbers of samples and of steps; no round asks for a step of another kind."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [9, 200, 31, 40, 70, 12, 12, 90, 100, 55, 20, 3]
+    each = [
+        (torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes
+    ]
+    task = Task(nn.Linear(4, 3), each)
+    config = Config(rounds=3, batch_size=8, engine="batched", clients=len(each), **options)
+    plan, asked = Plan(config, task), [list[Any](), list[Any]()]
+    call = Recorder.__call__
+    monkeypatch.setattr(Recorder, "prepare", lambda self, *args: asked[0].append(_Inputs(*args).kind))
+    monkeypatch.setattr(
+        Recorder, "__call__", lambda self, *args: asked[1].append(_Inputs(*args).kind) or call(self, *args)
+    )
+    partners = Partners([(plan, task)])
+    engine = choose_engine(config, plan, task, partners=partners)
+    many, state = partners.trainer, engine.start()
+    assert many is not None
+    asked[1].clear()
+    many.prepare(partners.first_requests(*many.vectors.read()))
+    for _ in range(3):
+        state, _ = engine.round(state)
+    prepared, used = (set(map(repr, kinds)) for kinds in asked)
+    assert used <= prepared
+    assert 1 < len(prepared) == len(asked[0]) <= MOST
 
 
 WORDS = st.integers(-(2**63), 2**63 - 1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cfedavg import InputError
-from cfedavg.simulate import folder
+from cfedavg.simulate import folder, host_copies
 from cfedavg.simulate.engines import BlockEngine
+from cfedavg.simulate.host_copies import Copy, HostCopies
 from cfedavg.simulate.state import State, save
 from tests.conftest import blobs
 from tests.disk import Killed
@@ -36,9 +39,9 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds t of the checkpoints that threads have written."""
     found: list[int] = []
 
-    def noted(state: State, path: Path, about: dict[str, Any]) -> None:
+    def noted(state: State, path: Path, about: dict[str, Any], copy: Copy) -> None:
         assert threading.current_thread() is not threading.main_thread()
-        save(state, path, about)
+        save(state, path, about, copy)
         found.append(state.t)
 
     monkeypatch.setattr(folder, "save", noted)
@@ -99,10 +102,10 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
     """The last good checkpoint stays, and the run can go on from it."""
     config, fails = BASE.replace(checkpoint_every=2), True
 
-    def full(state: State, path: Path, about: dict[str, Any]) -> None:
+    def full(state: State, path: Path, about: dict[str, Any], copy: Copy) -> None:
         if state.t == 4 and fails:
             raise InputError("`out`: the disk is full")
-        save(state, path, about)
+        save(state, path, about, copy)
 
     run(config, blobs(), out=tmp_path / "whole")
     write_rows_later(monkeypatch)
@@ -112,3 +115,36 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
     fails = False
     run(config, blobs(), out=tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_tensors_of_the_host_are_copied_only_if_they_must() -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    copied = HostCopies().begin(torch.device("cpu"))({"here": matrix, "turned": matrix.T})
+    assert copied["here"] is matrix
+    assert copied["turned"].is_contiguous()
+    assert torch.equal(copied["turned"], matrix.T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("piece", [8, 1 << 23])
+def test_tensors_of_a_gpu_are_copied_as_the_queued_work_leaves_them(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copies, "_PIECE", piece)
+    device = torch.device("cuda")
+    big = torch.randn(4000, 4000, device=device)
+    slow = torch.linalg.matrix_power(big / 100, 64)  # still being computed when `begin` returns
+    given = {
+        "slow": slow[:3, :3], "bf16": torch.randn(5, device=device).bfloat16(),
+        "one": torch.tensor(3.0).cuda(), "none": torch.empty(0, device=device),
+        "bools": torch.tensor([True, False]).cuda(), "here": torch.ones(3),
+    }  # fmt: skip
+    copies = HostCopies()
+    for _ in range(2):
+        copy = copies.begin(device)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(copy, given).result()
+        for name, tensor in given.items():
+            assert not found[name].is_cuda
+            assert found[name].is_contiguous()
+            assert torch.equal(found[name], tensor.cpu())

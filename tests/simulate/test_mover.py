@@ -205,7 +205,7 @@ MOVED = BASE.replace(rounds=6, checkpoint_every=4)
 def late(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Let files be written and read late, by some milliseconds or not at all."""
     draw = random.Random(seed)
-    for name in ("_save", "_find"):
+    for name in ("_save", "_read"):
         real = getattr(OnDisk, name)
 
         def wait(*args: Any, real: Any = real) -> Any:
@@ -362,7 +362,7 @@ def test_no_thread_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr("cfedavg.core.tensors.save_file", full)
     elif ends == "damaged":
-        monkeypatch.setattr(OnDisk, "_find", lambda *args: 1 / 0)
+        monkeypatch.setattr(OnDisk, "_read", lambda *args: 1 / 0)
     with pytest.raises(errors[ends]) if ends in errors else nullcontext():
         run(config, blobs(), out=tmp_path / "r", callbacks=callbacks)
     assert any("ThreadPoolExecutor" in name for name in started)

@@ -201,6 +201,22 @@ def test_pickles_small(tmp_path: Path) -> None:
     assert same(pickle.loads(data).get(2, torch.zeros(100_000)), store.get(2, torch.zeros(100_000)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_a_file_is_read_into_given_memory(tmp_path: Path, dtype: torch.dtype, wanted: torch.dtype) -> None:
+    """Files are not mapped: they hold no memory of the process and can be deleted at once."""
+    e = torch.randn(1000).to(dtype)
+    store = OnDisk(tmp_path).update({3: e})
+    rows = torch.empty(3, 1000, dtype=wanted)
+    store.copy_to(3, rows[1])
+    assert same(rows[1], e.to(wanted))
+    found = store.stored(3, e.shape)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
+    store.path(3, 1).write_bytes(b"")
+    assert same(found, e)
+
+
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "missing", "other client", "old", "length"])
 def test_a_damaged_file_is_recognised(tmp_path: Path, damage: str) -> None:
     store = OnDisk(tmp_path).update({i: torch.randn(5) for i in range(2)})

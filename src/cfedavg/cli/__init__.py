@@ -17,10 +17,18 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from cfedavg.core.extras import explain
-from cfedavg.core.interrupts import handle_stops, leave
+from cfedavg.core.interrupts import end_process, handle_stops, leave
 from cfedavg.core.system import BROKEN_PIPE
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
+
+
+def command() -> None:
+    """Do what `main` does, in a process that is there for the command alone and ends with it."""
+    try:
+        main()
+    except SystemExit as stop:
+        end_process(int(stop.code or 0))
 
 
 def main() -> None:

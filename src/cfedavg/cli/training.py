@@ -17,6 +17,7 @@ from cfedavg.core.files import exists
 from cfedavg.core.run_files import CONFIG
 from cfedavg.data.decoder import start_decoder
 from cfedavg.launch.app import DEFAULT
+from cfedavg.simulate.driver import start_driver
 from cfedavg.simulate.vectorised.compiler import start_compiler
 
 federation = typer.Typer(
@@ -44,8 +45,9 @@ def run(
     """
     out = console.choose_folder(out, resume)
     options = console.config_from(config, out if resume else None, given, trust=trust)
-    # These processes work while this one imports torch, which takes seconds.
+    # These processes and a thread work while this one imports torch, which takes seconds.
     start_compiler(options.device, options.engine)
+    start_driver(options.device)
     start_decoder(options.dataset, options.data_dir)
     from cfedavg.callbacks import make_trackers
     from cfedavg.callbacks.progress import Board

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import re
 import reprlib
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from cfedavg.core.arrays import Array, dtype_of, module_of
-from cfedavg.core.files import check_regular, replace_file
+from cfedavg.core.files import check_regular, open_regular, replace_file
 from cfedavg.core.system import free_host_memory
 
 # The names of dtypes in a safetensors file, in the order in which safetensors writes them.
@@ -91,10 +93,7 @@ def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < start:
         raise ValueError("the file ends in its header")
-    table = json.loads(data[8:start].tobytes())
-    about = json.loads((table.pop("__metadata__", None) or {})["cfedavg"])
-    if not isinstance(about, dict):
-        raise ValueError("the metadata `cfedavg` of the file must be a JSON object")
+    table, about = _read_header(data[8:start].tobytes())
     data, tensors = data[start:], dict[str, Array]()
     for name, dtype, shape, place in _locate_tensors(table, len(data)):
         if library == "np":
@@ -104,6 +103,40 @@ def read_tensors(path: Path, library: str = "pt") -> tuple[dict[str, Any], dict[
 
             tensors[name] = torch.from_numpy(data[place]).view(getattr(torch, dtype)).reshape(shape)
     return tensors, about
+
+
+def read_one(path: Path, name: str, make: Callable[[str, list[int]], Array]) -> tuple[Array, dict[str, Any]]:
+    """Return the tensor `name`, the only one of a file, and the dict `about` that `save_tensors` wrote.
+
+    `make` gets the tensor's dtype and shape, and returns a tensor in main memory, into which it is read. If
+    the file is missing or damaged, an error of a type in UNREADABLE is raised. The file is not mapped: while
+    a thread maps or unmaps a file, no other thread can run Python code.
+    """
+    with open_regular(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        rest = os.fstat(file.fileno()).st_size - 8 - length
+        if rest < 0:
+            raise ValueError("the file ends in its header")
+        table, about = _read_header(file.read(length))
+        [(found, dtype, shape, _)] = _locate_tensors(table, rest)
+        if found != name:
+            raise ValueError(f"the tensor {name!r} is missing")
+        tensor = make(dtype, shape)
+        left = _bytes(tensor)
+        while left and (count := cast(io.BufferedReader, file).readinto(left)):
+            left = left[count:]
+        if left:
+            raise ValueError("the file ends in its tensor")
+    return tensor, about
+
+
+def _read_header(header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the table of tensors in the header of a file, and the dict `about`."""
+    table = json.loads(header)
+    about = json.loads((table.pop("__metadata__", None) or {})["cfedavg"])
+    if not isinstance(about, dict):
+        raise ValueError("the metadata `cfedavg` of the file must be a JSON object")
+    return table, about
 
 
 def _locate_tensors(table: dict[str, Any], length: int) -> Iterator[tuple[str, str, list[int], slice]]:

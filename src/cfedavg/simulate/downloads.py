@@ -15,12 +15,12 @@ addition is not associative, so the model copies would differ in their last bits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from cfedavg.channel import KEPT, Downlink, choose_download, may_be_shorter
-from cfedavg.core.arrays import Array, cast, columns, module_of
+from cfedavg.channel import KEPT, Downlink, choose_download, is_short, may_be_shorter
+from cfedavg.core.arrays import Array, cast, columns, module_of, to_numpy
 from cfedavg.core.payload import Payload
 from cfedavg.simulate.tables import Table
 from cfedavg.wire import measure
@@ -80,20 +80,33 @@ class Downloads:
     ) -> dict[int, Count]:
         """Return, for each client, a function that returns the client's download in round `t`.
 
-        `w` is the clients' model copy. `start` starts a count, for example in a thread.
+        `w` is the clients' model copy. `start` starts a count, for example in a thread. Threads use main
+        memory alone.
         """
-        whole = cache(lambda: Download("whole", 0, _length(downlink.pack(w), downlink)))
         versions = {client: self.held.get(client) for client in clients}
-        one = partial(self._download, t, w, downlink, whole)
-        counts = {held: start(partial(one, held)) for held in set(versions.values())}
+        chains = {held: self._chain(t, held) for held in set(versions.values())}
+        record = self
+        if not all(chain and is_short(chain.bytes, len(w)) for chain in chains.values()):
+            # Copied to the host once, and now: a thread would wait until the GPU has trained the next round.
+            record, w = replace(self, changed=to_numpy(self.changed)), to_numpy(w)
+        whole = cache(lambda: Download("whole", 0, _length(downlink.pack(w), downlink)))
+        one = partial(record._download, w, downlink, whole)
+        counts = {held: start(partial(one, held, chain)) for held, chain in chains.items()}
         return {client: counts[held] for client, held in versions.items()}
 
-    def _download(self, t: int, w: Array, downlink: Downlink, whole: Count, held: int | None) -> Download:
+    def _chain(self, t: int, held: int | None) -> Download | None:
+        """Return the chain of messages after version `held`; None if the server does not have all of them."""
         if held is None or t - held > len(self.lengths):
-            return whole()
+            return None
         missed = self.lengths[len(self.lengths) - (t - held) :]
+        return Download("chain", len(missed), sum(missed))
+
+    def _download(
+        self, w: Array, downlink: Downlink, whole: Count, held: int | None, chain: Download | None
+    ) -> Download:
+        if held is None or chain is None:
+            return whole()
         changed = partial(self._changed, held, w, downlink)
-        chain = Download("chain", len(missed), sum(missed))
         return choose_download(len(w), chain, whole, changed, lambda download: download.bytes)
 
     def _changed(self, held: int, w: Array, downlink: Downlink) -> Download | None:

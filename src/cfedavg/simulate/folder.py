@@ -20,6 +20,7 @@ from cfedavg.core.errors import CannotResume, InputError
 from cfedavg.core.files import exists, lock_folder, make_folder, read_file, sync, write_atomic
 from cfedavg.core.run_files import Record
 from cfedavg.core.tensors import save_tensors
+from cfedavg.simulate.host_copies import Copy, HostCopies
 from cfedavg.simulate.residual_files import sweep
 from cfedavg.simulate.residuals import InMemory
 from cfedavg.simulate.state import State, load, save
@@ -36,6 +37,7 @@ class Folder:
     def __init__(self, path: Path, writer: ThreadPoolExecutor) -> None:
         self._writer = writer
         self._saving: Future[None] | None = None
+        self._copies = HostCopies()
         self.path, self.residuals = path, path / run_files.RESIDUALS
         self._metrics, self._checkpoint = path / run_files.METRICS, path / run_files.CHECKPOINT
         self._rows, self._options, self._engines = 0, dict[str, Any](), ""
@@ -142,17 +144,17 @@ class Folder:
         if self._saving:
             self._saving.result()
         about = {"identity": identity, "rows": self._rows, "options": self._options}
-        self._saving = self._writer.submit(self._save, state, about)
+        self._saving = self._writer.submit(self._save, state, about, self._copies.begin(state.x.device))
         if not beside:
             self._saving.result()
 
-    def _save(self, state: State, about: dict[str, Any]) -> None:
+    def _save(self, state: State, about: dict[str, Any], copy: Copy) -> None:
         try:
             sync(self._metrics)
         except OSError as error:
             raise InputError(f"`out`: cannot write {self._metrics} ({error.strerror})") from None
         state.residuals.flush()
-        save(state, self._checkpoint, about)
+        save(state, self._checkpoint, about, copy)
         state.residuals.settle()
         if isinstance(state.residuals, InMemory):
             sweep(self.residuals, state.residuals)  # delete files if residuals were on disk before a resume

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.files import exists, is_temporary, sync
-from cfedavg.core.tensors import UNREADABLE, checksum, free_memory, read_tensors, save_tensors
-from cfedavg.simulate.residuals import InMemory, MemoryRow, Residuals, Write
+from cfedavg.core.tensors import UNREADABLE, checksum, free_memory, read_one, save_tensors
+from cfedavg.simulate.residuals import InMemory, MemoryRow, Residuals, Write, copy
 from cfedavg.simulate.tables import Table
 
 _NAME = re.compile(r"\d+-\d+\.safetensors")  # 000123-000007.safetensors: client 123, version 7
@@ -47,21 +47,37 @@ class OnDisk(Residuals):
     def lives_on(self, device: torch.device) -> bool:
         return False
 
-    def stored(self, client: int, shape: torch.Size) -> Tensor:
-        return super().stored(client, shape).clone()  # into memory, since the mapped file may be deleted
+    def copy_to(self, client: int, target: Tensor) -> None:
+        if self.writes:
+            self.writes.wait(client)
+        e = self._read(client, target.shape, target)
+        if e is not target:
+            copy(target, e)
 
     def _find(self, client: int, shape: torch.Size) -> Tensor:
+        return self._read(client, shape, None)
+
+    def _read(self, client: int, shape: torch.Size, target: Tensor | None) -> Tensor:
+        """Read a residual into `target` and return `target`; return a new tensor if its dtype differs."""
         version = self.versions[client]
         path = self.path(client, version)
+
+        def make(dtype: str, found: list[int]) -> Tensor:
+            if found != list(shape) or not getattr(torch, dtype).is_floating_point:
+                raise ValueError(
+                    f"the residual must hold floats of shape {list(shape)}, got {dtype}, {found}"
+                )
+            if target is not None and target.dtype == getattr(torch, dtype):
+                return target
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+
         try:
-            tensors, about = read_tensors(path)
-            if about.pop("checksum") != checksum(tensors, about):
+            e: Tensor
+            e, about = read_one(path, "e", make)
+            if about.pop("checksum") != checksum({"e": e}, about):
                 raise ValueError("the checksum is wrong")
-            e: Tensor = tensors["e"]
-            if about != {"client": client, "version": version} or e.shape != shape:
-                raise ValueError("the residual is of another client, version or model")
-            if not e.is_floating_point():
-                raise ValueError(f"the residual must hold floats, got {e.dtype}")
+            if about != {"client": client, "version": version}:
+                raise ValueError("the residual is of another client or version")
         except UNREADABLE as error:
             why = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
             raise InputError(f"the residual file {path} {why}; start the run again") from None

@@ -119,7 +119,7 @@ class Residuals(ABC):
 
     @abstractmethod
     def _find(self, client: int, shape: torch.Size) -> Tensor:
-        """Return the residual of a client, which no thread is writing; it may be a mapped file."""
+        """Return the residual of a client, which no thread is writing."""
 
     @abstractmethod
     def lives_on(self, device: torch.device) -> bool:

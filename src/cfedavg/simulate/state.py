@@ -23,6 +23,7 @@ from cfedavg.channel import KEPT
 from cfedavg.core.errors import CannotResume, InputError
 from cfedavg.core.tensors import UNREADABLE, checksum, read_tensors, save_tensors
 from cfedavg.simulate.downloads import Downloads
+from cfedavg.simulate.host_copies import Copy, copy_here
 from cfedavg.simulate.residual_files import OnDisk
 from cfedavg.simulate.residuals import InMemory, Residuals
 from cfedavg.simulate.tables import Norms, Table
@@ -69,13 +70,13 @@ class State:
         return self.x if self.w is None else self.w
 
 
-def save(state: State, path: Path, about: dict[str, Any]) -> None:
-    """Write a checkpoint atomically.
+def save(state: State, path: Path, about: dict[str, Any], copy: Copy = copy_here) -> None:
+    """Write a checkpoint atomically; `copy` copies its tensors to main memory.
 
     `about` holds what a resume checks: `identity` (see `Vectors.identity`); `rows`, a checksum of the rows of
     metrics; and `options`, the options that must not change.
     """
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in _as_tensors(state).items()}
+    tensors = copy(_as_tensors(state))
     about = {"format": FORMAT, "t": state.t, "eta_sum": state.eta_sum.hex(), **about}
     save_tensors(tensors, path, {**about, "checksum": checksum(tensors, about)})
 

@@ -143,12 +143,14 @@ def _first_choice(
 
     def make(ours: str | None) -> Batched:
         vectors = Vectors(copy.deepcopy(task.model).to(device, PRECISIONS[config.precision]))
-        return Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
+        made = Batched(plan, task, vectors, device, say, conv_precision=ours, unused=unused)
+        made.choose_sizes(_first_requests(made, partners, ranks))
+        return made
 
     many, ours = None, _conv_precision(config, device)
     if device.type == "cuda" and config.engine != "sequential":
         many = make(ours)
-        _begin_compiling(many, partners, ranks, config.precision)
+        _begin_compiling(many, _first_requests(many, partners, ranks), config.precision)
     choice = _choose_trainer(config, task, device, ranks.size, unused, many)
     if not choice.batched:
         return choice, None
@@ -184,10 +186,14 @@ def _conv_precision(config: Config, device: torch.device) -> str | None:
     return config.precision if device.type == "cuda" and config.precision != "float64" else None
 
 
-def _begin_compiling(many: Batched, partners: Partners, ranks: Ranks, precision: str) -> None:
-    """Let the compiler process compile the steps of `many`, while the trial runs in this process."""
+def _first_requests(many: Batched, partners: Partners, ranks: Ranks) -> list[Request]:
+    """Return the requests of round 0 of all runs, with the clients of this rank."""
     requests = partners.first_requests(*many.vectors.read())
-    requests = [replace(each, clients=ranks.own(each.clients)) for each in requests]
+    return [replace(each, clients=ranks.own(each.clients)) for each in requests]
+
+
+def _begin_compiling(many: Batched, requests: list[Request], precision: str) -> None:
+    """Let the compiler process compile the steps of `many`, while the trial runs in this process."""
     try:
         with restore_generators(many.device), reproducible(many.device, precision):
             if any(each.clients for each in requests) and running_compiler():

@@ -22,15 +22,18 @@ from cfedavg.simulate.engines.requests import Block, Request, Round, Row, Traine
 from cfedavg.simulate.engines.trainers import explain_one_sample, too_large
 from cfedavg.simulate.local import Vectors, seed_generators
 from cfedavg.simulate.plan import Plan
-from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn, round_up
+from cfedavg.simulate.vectorised.batches import Hosted, Pool, Resident, Rows, Timetable, Turn
 from cfedavg.simulate.vectorised.recorder import Recorder
 from cfedavg.simulate.vectorised.replacements import can_mask
+from cfedavg.simulate.vectorised.sizes import busy_times, choose_sizes, fit, halve
 from cfedavg.simulate.vectorised.step import Stack, Step
 from cfedavg.task import Batch, Task
 
 _PREPARED = 16  # kinds of steps that are compiled before the first round
 _CPU_BLOCK = 2**28  # bytes of weights that train at once on a CPU, where larger blocks gain nothing
+_GPU_FLOOR = 2**21  # a block of fewer weights takes as long for a step on a GPU
 
+Source = Resident | Hosted
 _StepArguments = tuple[Stack, Batch, Tensor | None, Tensor | None, Tensor]
 
 
@@ -73,6 +76,7 @@ class Batched:
         if device.type == "cpu":
             self._most = max(1, _CPU_BLOCK // (vectors.layout.d * self.dtype.itemsize))
         self.make_room(plan.clients_per_round)
+        self._sizes: tuple[int, ...] = ()  # to which blocks shrink; see `choose_sizes`
         self._round = Round([])
         self._stack: Stack | None = None
         self._masks: dict[int, bool] = {}  # batch width: whether rows of such a batch can be masked
@@ -80,6 +84,17 @@ class Batched:
     def make_room(self, clients: int) -> None:
         """Train blocks of so many clients from now on, or as many as fit; never fewer than before."""
         self.block = min(self._most, max(self.block, clients))
+
+    def choose_sizes(self, requests: Sequence[Request]) -> None:
+        """Choose the sizes to which blocks shrink, from the steps of round 0 of the runs.
+
+        A resumed run must choose the same sizes, so they do not depend on the round with which it goes on.
+        """
+        steps = [row.steps for row in Round(list(requests)).left]
+        self.make_room(len(steps))
+        blocks = [steps[i : i + self.block] for i in range(0, len(steps), self.block)]
+        floor = max(1, _GPU_FLOOR // self.vectors.layout.d) if self.device.type == "cuda" else 1
+        self._sizes = choose_sizes(busy_times(blocks), floor)[1:]
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Announce the next round of several runs: its clients train in the same blocks."""
@@ -149,12 +164,11 @@ class Batched:
         kinds: dict[Any, Turn] = {}
         for turn in self._turns(block):
             if isinstance(turn.clients, int):
-                kind = turn.clients, turn.width, turn.sizes is None, turn.active == turn.clients
+                kind = turn.clients, turn.width
                 kinds.setdefault(kind, turn)
         for turn in list(kinds.values())[:_PREPARED]:
             assert isinstance(turn.clients, int)
-            batch = source.gather(numbers.at(turn), turn.clients)
-            self.recorder.prepare(*self._arguments(stack, batch, turn, eta))
+            self.recorder.prepare(*self._arguments(stack, source, numbers, turn, eta))
 
     def _train(self, rows: list[Row]) -> list[tuple[Request, Trained]]:
         """Train a block of clients; return each request and the results of its clients in this block."""
@@ -185,7 +199,7 @@ class Batched:
         n, steps = len(rows), np.array([row.steps for row in rows])
         order = np.argsort(-steps, kind="stable")  # clients with few steps come last
         # Idle clients fill the block up, so that only few block sizes are compiled.
-        idle = np.zeros(round_up(n, self.block) - n, np.int64)
+        idle = np.zeros(fit(n, [*halve(self.block), *self._sizes]) - n, np.int64)
         order = np.append(order, idle)
         placed = [rows[i] for i in order]
         seeds = np.array([signed(row.request.plan.config.seed) for row in placed], np.int64)
@@ -199,7 +213,7 @@ class Batched:
         )
         return Block(rows, order, timetable)
 
-    def _data(self, block: Block) -> tuple[Resident | Hosted, Rows]:
+    def _data(self, block: Block) -> tuple[Source, Rows]:
         """Return the source of the block's samples, and the sample numbers of every batch."""
         return self.pool.block([row.samples for row in block.placed]), Rows(block.timetable, self.device)
 
@@ -210,36 +224,38 @@ class Batched:
 
     def _turns(self, block: Block) -> Iterator[Turn]:
         together = block.timetable.uniform or self._can_mask(block.rows)
-        return block.timetable.together() if together else block.timetable.apart()
+        n = len(block.order)
+        sizes = [n, *(size for size in self._sizes if size < n)]
+        return block.timetable.together(sizes) if together else block.timetable.apart()
 
     def _steps(self, stack: Stack, block: Block) -> None:
-        (source, rows), eta = self._data(block), self._rates(block)
+        (source, numbers), eta = self._data(block), self._rates(block)
         for turn in self._turns(block):
             try:
-                self._step(stack, source.gather(rows.at(turn), turn.clients), turn, eta)
+                self._step(stack, source, numbers, turn, eta)
             except ValueError as error:
                 first = 0 if isinstance(turn.clients, int) else int(turn.clients[0])
                 raise explain_one_sample(error, block.timetable.clients[first]) from None
 
-    def _step(self, stack: Stack, batch: Batch, turn: Turn, eta: Tensor) -> None:
+    def _step(self, stack: Stack, source: Source, numbers: Rows, turn: Turn, eta: Tensor) -> None:
         if isinstance(turn.clients, int):
-            self.recorder(*self._arguments(stack, batch, turn, eta))
+            self.recorder(*self._arguments(stack, source, numbers, turn, eta))
             return
         # Copied out of the block and back; sizes vary, so the step is not recorded.
+        batch = source.gather(numbers.at(turn), turn.clients)
         rows = torch.as_tensor(turn.clients, device=self.device)
         part = stack.at(rows)
         self.step(part, batch, None, None, eta[rows])
         stack.put(rows, part)
 
-    def _arguments(self, stack: Stack, batch: Batch, turn: Turn, eta: Tensor) -> _StepArguments:
+    def _arguments(
+        self, stack: Stack, source: Source, numbers: Rows, turn: Turn, eta: Tensor
+    ) -> _StepArguments:
         """Return the arguments of a step of the first clients of the block."""
         assert isinstance(turn.clients, int)
-        valid = active = None
-        if turn.sizes is not None:
-            sizes = torch.from_numpy(turn.sizes).to(self.device)
-            valid = torch.arange(turn.width, device=self.device) < sizes[:, None]
-        if turn.active < turn.clients:
-            active = torch.arange(turn.clients, device=self.device) < turn.active
+        valid = numbers.valid(turn) if turn.masked else None
+        active = None if turn.active is None else numbers.active(turn)
+        batch = source.gather(numbers.at(turn), turn.clients)
         return stack.part(turn.clients), batch, valid, active, eta[: turn.clients]
 
     def _fill(

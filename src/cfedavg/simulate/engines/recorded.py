@@ -207,7 +207,7 @@ class Recorded:
         size, steps, seed = (np.array([each]) for each in (len(samples), K, signed(config.seed)))
         table = Timetable([client], size, steps, config.batch_size, seed, np.array([t]))
         source, rows = self.pool.block([samples]), Rows(table, self.device)
-        for turn in table.together():
+        for turn in table.together([1]):
             yield tree_map(lambda leaf: leaf[0], source.gather(rows.at(turn), 1))
 
     def _step(self, batch: Batch, step: Callable[[Batch], None]) -> None:

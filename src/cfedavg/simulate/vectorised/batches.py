@@ -22,6 +22,7 @@ from cfedavg.core.errors import ShapesDiffer, summarise_error
 from cfedavg.core.keys import Purpose, bits, keys
 from cfedavg.core.tensors import free_memory
 from cfedavg.simulate.local import to_device
+from cfedavg.simulate.vectorised.sizes import fit
 from cfedavg.task import Batch, Samples
 
 _LAST = torch.iinfo(torch.int64).max
@@ -33,15 +34,16 @@ class Turn:
     """One step that some clients of the block take together, each on a batch of `width` rows.
 
     `clients` are places in the block; an integer n means the first n places. `k` holds the number of each
-    client's own step. `sizes` holds how many rows of each client's batch count; they are the first rows. If
-    `sizes` is None, all rows count.
+    client's own step. With `masked`, only the first rows of a client's batch may count (see `Rows.valid`),
+    else all rows count. `active` is the number of first clients that still have steps to do; the others are
+    idle. If `active` is None, no client is ever idle.
     """
 
     clients: np.ndarray | int
     k: np.ndarray
     width: int
-    sizes: np.ndarray | None
-    active: int  # how many of the first clients still have steps to do; the others are idle
+    masked: bool
+    active: int | None
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,20 @@ class Timetable:
         """Return whether all clients have equally many samples, and so short batches in the same steps."""
         return bool((self.samples == self.samples[0]).all())
 
-    def together(self) -> Iterator[Turn]:
-        """Yield turns in which all unfinished clients step; rows that do not count fill up short batches."""
-        for step in range(int(self.steps[0])):
-            active = int((self.steps > step).sum())
-            running = round_up(active, len(self.clients))
+    def together(self, sizes: Sequence[int]) -> Iterator[Turn]:
+        """Yield turns in which all unfinished clients step; rows that do not count fill up short batches.
+
+        The block shrinks to one of `sizes`. If clients differ, all turns of a size ask for the same kind of
+        step, also those in which all rows count or no client is idle: each kind is compiled.
+        """
+        busy = len(self.clients) - np.searchsorted(self.steps[::-1], np.arange(self.steps[0]), "right")
+        ragged = bool((self.steps != self.steps[0]).any())
+        most = min(self.batch_size, int(self.samples.max()))
+        for step, active in enumerate(busy.tolist()):
+            running = fit(active, sizes)
             k = np.full(running, step)
-            sizes = self.size(k, slice(running))
-            width = int(sizes[0]) if self.uniform else min(self.batch_size, int(self.samples.max()))
-            full = bool((sizes[:active] == width).all())
-            yield Turn(running, k, width, None if full else sizes, active)
+            width = int(self.size(k[:1], slice(1))[0]) if self.uniform else most
+            yield Turn(running, k, width, not self.uniform, active if ragged else None)
 
     def apart(self) -> Iterator[Turn]:
         """Yield turns of those clients whose next batches have the same size; the other clients wait."""
@@ -88,7 +94,7 @@ class Timetable:
             sizes = self.size(done[left], left)
             width = np.bincount(sizes).argmax()
             group = left[sizes == width]
-            yield Turn(group, done[group], int(width), None, len(group))
+            yield Turn(group, done[group], int(width), False, None)
             done[group] += 1
 
 
@@ -103,6 +109,10 @@ class Rows:
             1, min(2**24 // (n * timetable.batch_size), epochs * int(timetable.per_epoch.min()))
         )
         self.start, self.table = -1, torch.empty(0)
+        self._columns = torch.arange(timetable.batch_size, device=device)
+        self._samples, self._per_epoch, self._steps = map(
+            self._here, (timetable.samples, timetable.per_epoch, timetable.steps)
+        )
 
     def at(self, turn: Turn) -> Tensor:
         """Return a tensor of shape (clients, width): the sample numbers in each client's batch.
@@ -118,6 +128,18 @@ class Rows:
             here = (k >= start) & (k < start + self.length)
             found[here] = self._stretch(start)[k[here] - start, c[here], : turn.width]
         return found
+
+    def valid(self, turn: Turn) -> Tensor:
+        """Return which rows count in each batch of a turn; this waits for no device."""
+        assert isinstance(turn.clients, int)
+        samples, per_epoch = self._samples[: turn.clients], self._per_epoch[: turn.clients]
+        left = samples - int(turn.k[0]) % per_epoch * self.timetable.batch_size
+        return self._columns[: turn.width] < left[:, None]
+
+    def active(self, turn: Turn) -> Tensor:
+        """Return which of the first clients, those of a turn, are not idle."""
+        assert isinstance(turn.clients, int)
+        return self._steps[: turn.clients] > int(turn.k[0])
 
     def _stretch(self, k: int) -> Tensor:
         """Return the sample numbers of step `k` and of the steps that are computed together with it."""
@@ -136,7 +158,7 @@ class Rows:
         last = np.maximum(table.steps - 1, 0) // table.per_epoch
         first, final = (np.minimum(k // table.per_epoch, last) for k in (start, stop - 1))
         orders = self._orders(first, final)
-        samples, per_epoch = self._here(table.samples), self._here(table.per_epoch)
+        samples, per_epoch = self._samples, self._per_epoch
         k = torch.arange(start, stop, device=self.device)[:, None]
         epoch, batch = torch.minimum(k // per_epoch, self._here(last)), k % per_epoch
         width = torch.arange(min(table.batch_size, orders.shape[1]), device=self.device)
@@ -163,16 +185,6 @@ class Rows:
 
     def _here(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
-
-
-def round_up(active: int, n: int) -> int:
-    """Return the least of n, n/2, n/4, ... (each rounded up) that is at least `active`.
-
-    So blocks have few different sizes, and a step is compiled for few sizes.
-    """
-    while active <= -(-n // 2) < n:
-        n = -(-n // 2)
-    return n
 
 
 class Resident:

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from cfedavg.core.system import count_cores
+from cfedavg.simulate.driver import sees_gpu
 
 LENGTH = 8  # bytes of the number before a job, which gives the job's length
 IDLE = 120.0  # seconds without a job after which the process ends
@@ -96,15 +96,10 @@ def start_compiler(device: str, engine: str) -> None:
 
     Steps are compiled on a GPU only. On a machine with few cores, the process would slow the run down.
     """
-    compiles = device != "cpu" and engine in ("auto", "batched") and _sees_gpu()
+    compiles = device != "cpu" and engine in ("auto", "batched") and sees_gpu()
     if compiles and running_compiler() is None and count_cores() >= CORES:
         with suppress(OSError, TypeError):  # Python is embedded, or the system starts no process
             _started[:] = [Compiler()]
-
-
-def _sees_gpu() -> bool:
-    """Return whether the system seems to have an NVIDIA GPU, without the import of torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 def serve() -> None:
