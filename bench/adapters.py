@@ -34,7 +34,7 @@ BASE = (
     "aiohttp", "astropy", "celery", "dask", "django", "ipython", "mypy", "networkx", "nltk", "numpy", "pip",
     "pytest", "sympy", "transformers",
 )  # fmt: skip
-SIZES = {"small": (64, 2, 4), "medium": (384, 6, 6)}  # width, blocks, heads
+SIZES = {"small": (128, 4, 4), "medium": (384, 6, 6)}  # width, blocks, heads; small is for a CPU
 # Compressors up and down.
 SETTINGS = {
     "dense": ("none", "none"),
@@ -75,7 +75,7 @@ def pretrain(given: argparse.Namespace) -> None:
     text = torch.from_numpy(np.concatenate([texts[name] for name in BASE]).astype(np.int64)).to(given.device)
     model = make_model(given.size).to(given.device)
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95))
-    began, losses, step, batch = time.monotonic(), list[float](), 0, 64 if given.size != "small" else 16
+    began, losses, step, batch = time.monotonic(), list[float](), 0, 16 if given.size == "small" else 64
     while (share := (time.monotonic() - began) / (60 * given.minutes)) < 1:
         rate = 1e-3 * min(1.0, step / 200) * 0.5 * (1 + math.cos(math.pi * share))
         for group in optimiser.param_groups:
