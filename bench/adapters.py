@@ -39,8 +39,9 @@ SIZES = {"small": (128, 4, 4), "medium": (384, 6, 6)}  # width, blocks, heads; s
 SETTINGS = {
     "dense": ("none", "none"),
     "bf16": ("bf16", "bf16"),
-    "10%, 3 bits": ("topk(0.9) >> int3(256)", "topk(0.9) >> int3(256)"),
     "5%, 3 bits": ("topk(0.95) >> int3(256)", "topk(0.95) >> int3(256)"),
+    "10% up, 2% down, 3 bits": ("topk(0.9) >> int3(256)", "topk(0.98) >> int3(256)"),
+    "2%, 3 bits": ("topk(0.98) >> int3(256)", "topk(0.98) >> int3(256)"),
 }
 
 
