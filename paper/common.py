@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import statistics
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cfedavg import Callback, InputError
-from cfedavg.sweep import Study, Sweep
+from cfedavg.sweep import SealedCell, Study, Sweep
 
 NOT_RUN = "not run"
 TYPED = ("device", "precision", "data_dir")  # options of `run` that are fields of a run's configuration
@@ -29,15 +30,16 @@ class Voice(Callback):
             print(f"round {row['round'] + 1}: accuracy {row['test_accuracy']:.2%}", flush=True)
 
 
-def run_parser(seeds: int) -> argparse.ArgumentParser:
+def run_parser(seeds: int | None) -> argparse.ArgumentParser:
     """Return the parser of the options that every `run` has; `seeds` is the default of --seeds."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--seeds", type=int, default=seeds, help=f"run each cell with seeds 0, 1, ... ({seeds})"
-    )
+    parser.add_argument("--seeds", type=int, default=seeds, help="run each cell with seeds 0, 1, ...")
     parser.add_argument("--rounds", type=int, help="only the first rounds of each run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
     parser.add_argument("--resume", action="store_true", help="continue what an earlier call began")
+    parser.add_argument(
+        "--together", type=int, default=0, help="runs side by side; 0: as many as fill a GPU"
+    )
     parser.add_argument("--only", action="append", help="cells of these names; * stands for anything")
     for name in TYPED:
         parser.add_argument(f"--{name.replace('_', '-')}", help="as in `cfedavg run`")
@@ -59,15 +61,29 @@ def typed_options(given: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key in TYPED if (value := getattr(given, key))}
 
 
-def run_cells(studies: Sequence[Study], given: argparse.Namespace, words: Sequence[str]) -> None:
-    """Run the missing cells of the studies; `words` begin the command that the cells note."""
+def run_cells(
+    studies: Sequence[Study],
+    given: argparse.Namespace,
+    words: Sequence[str],
+    voice: type[Callback] = Voice,
+) -> bool:
+    """Run the missing cells of the studies; return whether all are done.
+
+    `words` begin the command that the cells note; `voice` is the class of each run's callback.
+    """
     sweep = Sweep(studies, given.out, None, given.only or ("*",))
     sweep.open(resume=given.resume)
-    command = [*words, "--scale", given.scale, "--seeds", str(given.seeds)]
-    command += ["--rounds", str(given.rounds)] if given.rounds else []
+    command = [*words, "--scale", given.scale]
+    for key in ("seeds", "rounds"):
+        command += [f"--{key}", str(value)] if (value := getattr(given, key)) else []
     for key, value in typed_options(given).items():
         command += ["--" + key.replace("_", "-"), "DIR" if key == "data_dir" else value]
-    sweep.run(command=shlex.join(command), minutes=given.minutes, show=lambda *_: nullcontext(Voice()))
+    return sweep.run(
+        command=shlex.join(command),
+        minutes=given.minutes,
+        show=lambda *_: nullcontext(voice()),
+        together=given.together,
+    )
 
 
 def judge_count(good: int, ran: int, planned: int, bar: int) -> str:
@@ -94,6 +110,12 @@ def show_mean(values: Sequence[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.2f}"
     return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+def best_so_far(cell: SealedCell) -> list[float]:
+    """Return the best test accuracy up to each round."""
+    known = (value or 0.0 for value in cell.values.get("test_accuracy", []))
+    return list(itertools.accumulate(known, max))
 
 
 def write_page(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cfedavg.sweep import SealedCell, write_markdown
-from paper.common import NOT_RUN, judge_count, show_mean
+from paper.common import NOT_RUN, best_so_far, judge_count, show_mean
 from paper.niid_bench.experiment import METHODS, cells_of, load, names, read
 
 POINTS, DEVIATIONS = 1.5, 2.0  # how far from the published mean a cell may be
@@ -84,8 +84,7 @@ def _best(
 
 def best_accuracy(cell: SealedCell) -> float:
     """Return the best test accuracy over the rounds, in percent; a run that diverged keeps what it reached."""
-    known = [value for value in cell.values.get("test_accuracy", []) if value is not None]
-    return 100 * max(known, default=0.0)
+    return 100 * max(best_so_far(cell), default=0.0)
 
 
 def verdict(table: list[Entry]) -> str:
