@@ -25,9 +25,10 @@ class Voice(Callback):
     def on_message(self, text: str) -> None:
         print(text, flush=True)
 
-    def on_row(self, row: dict[str, Any]) -> None:
+    def on_row(self, row: dict[str, Any]) -> bool | None:
         if "test_accuracy" in row:
             print(f"round {row['round'] + 1}: accuracy {row['test_accuracy']:.2%}", flush=True)
+        return None
 
 
 def run_parser(seeds: int | None) -> argparse.ArgumentParser:
@@ -37,9 +38,7 @@ def run_parser(seeds: int | None) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="only the first rounds of each run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
     parser.add_argument("--resume", action="store_true", help="continue what an earlier call began")
-    parser.add_argument(
-        "--together", type=int, default=0, help="runs side by side; 0: as many as fill a GPU"
-    )
+    parser.add_argument("--together", type=int, default=0, help="runs side by side; 0: as many as fill a GPU")
     parser.add_argument("--only", action="append", help="cells of these names; * stands for anything")
     for name in TYPED:
         parser.add_argument(f"--{name.replace('_', '-')}", help="as in `cfedavg run`")
@@ -49,11 +48,23 @@ def run_parser(seeds: int | None) -> argparse.ArgumentParser:
 def shared_parser(results: Path) -> argparse.ArgumentParser:
     """Return the parser of the options that all commands have; `results` is the default folder."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--scale", default="paper", help="smoke: minutes on a laptop; paper: as published"
-    )
+    parser.add_argument("--scale", default="paper", help="smoke: minutes on a laptop; paper: as published")
     parser.add_argument("--out", type=Path, default=results, help="folder of cells")
     return parser
+
+
+def parse_table(
+    words: list[str], module: str, doc: str | None, folder: Path, names: Sequence[str], seeds: int | None
+) -> argparse.Namespace:
+    """Return the parsed command line of a folder with the commands `run NAME...` and `draw`."""
+    parser = argparse.ArgumentParser(f"python -m {module}", description=doc)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = shared_parser(folder / "results")
+    adder = commands.add_parser("run", parents=[shared, run_parser(seeds)], help="run the missing cells")
+    adder.add_argument("names", nargs="+", metavar="NAME", help=", ".join(names))
+    drawer = commands.add_parser("draw", parents=[shared], help="write the page of the finished cells")
+    drawer.add_argument("--page", type=Path, default=folder / "table.md")
+    return parser.parse_args(words)
 
 
 def typed_options(given: argparse.Namespace) -> dict[str, Any]:

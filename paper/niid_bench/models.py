@@ -1,7 +1,7 @@
 """The network of NIID-Bench, for images with numbers from 0 to 1, as torchvision's ToTensor gives them.
 
-The package standardises images with the mean and the deviation of the training pixels. The published code does
-not, and with momentum the scale of the input matters, so the network undoes it first. For CIFAR-10 the
+The package standardises images with the mean and the deviation of the training pixels. The published code
+does not, and the scale of the input matters for SGD, so the network undoes it first. For CIFAR-10 the
 published code also shifts and mirrors training images at random.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Shape = tuple[int, ...]
-# The mean and the deviation of the training pixels / 255, by channel, which the package subtracts and divides by.
+# The mean and the deviation of the training pixels / 255, by channel, with which the package standardises.
 MNIST = ((0.1306605,), (0.3081078,))
 FASHION = ((0.2860053,), (0.3528134,))
 CIFAR = ((0.4912504, 0.4820903, 0.4465209), (0.2452316, 0.2427816, 0.2606288))
@@ -27,7 +27,9 @@ class Pixels(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        self.scales = tuple(zip(mean, std, strict=True))  # no tensors: a frozen tensor would be a part of a run
+        self.scales = tuple(
+            zip(mean, std, strict=True)
+        )  # no tensors: a frozen tensor would be a part of a run
 
     def forward(self, x: Tensor) -> Tensor:
         # Images of fewer channels than the data set's are those of a smoke run.
@@ -41,7 +43,7 @@ class Shift(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        down, right, flip = (_uniform(x).unbind(1))
+        down, right, flip = _uniform(x).unbind(1)
         rows = _mirrored(_moved(down, x.shape[2]), x.shape[2])
         columns = _mirrored(_moved(right, x.shape[3]), x.shape[3])
         columns = torch.where(flip[:, None] < 0.5, columns, columns.flip(1))

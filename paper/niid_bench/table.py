@@ -83,7 +83,7 @@ def _best(
 
 
 def best_accuracy(cell: SealedCell) -> float:
-    """Return the best test accuracy over the rounds, in percent; a run that diverged keeps what it reached."""
+    """Return the best test accuracy over the rounds, in percent, also of a run that diverged later."""
     return 100 * max(best_so_far(cell), default=0.0)
 
 
@@ -115,7 +115,11 @@ def _part(name: str, table: list[Entry]) -> str:
         label = plan["method"][entry.line]["name"] if entry.line else _method(entry.method)
         ours = show_mean(entry.ours) if entry.ours else "–"
         beside = "" if entry.counts or entry.verdict == NOT_RUN else ", no bar"
-        cells = [plan["partition"][entry.partition]["name"], label, "{:.2f} ± {:.2f}".format(*entry.published)]
+        cells = [
+            plan["partition"][entry.partition]["name"],
+            label,
+            "{:.2f} ± {:.2f}".format(*entry.published),
+        ]
         rows.append([*cells, ours, entry.verdict + beside])
     return f"## {plan['dataset'][name]['name']}\n\n{write_markdown(rows)}"
 
@@ -133,7 +137,6 @@ def _time(found: Mapping[str, SealedCell], hours: float) -> list[str]:
         minutes = sum(cell.made["seconds"] / cell.made.get("together", 1) for cell in mine) / 60
         if mine:
             hardware = ", ".join(sorted({cell.made["hardware"] for cell in mine}))
-            rows.append(
-                f"{name}: {minutes / len(seeds):.1f} minutes a seed for {len(mine) // len(seeds)} runs on {hardware}."
-            )
+            count, each = len(mine) // len(seeds), minutes / len(seeds)
+            rows.append(f"{name}: {each:.1f} minutes a seed for {count} runs on {hardware}.")
     return [*rows, f"The published table took {hours} hours a seed on 56 threads."]

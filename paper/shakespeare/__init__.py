@@ -1,1 +1,1 @@
-"""The rounds to 54% of McMahan et al. (2017) on Shakespeare, made again with the public API; then the bytes."""
+"""Rounds to 54% on Shakespeare (McMahan et al., 2017), made again with the public API; then bytes to 54%."""

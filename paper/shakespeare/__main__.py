@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfedavg import InputError
 from cfedavg.sweep import CELLS, SealedCell, is_beginning, read_cells
 from paper import common
 from paper.shakespeare import table
 from paper.shakespeare.experiment import NAMES, choose_rates, load, read
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 
 
 class UntilTarget(common.Voice):
@@ -30,7 +28,9 @@ def run(given: argparse.Namespace) -> None:
     """Run the missing cells of the grids; all but the search end at the target."""
     typed, words = common.typed_options(given), ["python", "-m", "paper.shakespeare", "run"]
     for name in given.names:
-        rates = None if name == "search" else choose_rates(cells_of_scale(given.out, given.scale), given.scale)
+        rates = (
+            None if name == "search" else choose_rates(cells_of_scale(given.out, given.scale), given.scale)
+        )
         grid = load(name, rates, given.scale, given.seeds, typed=typed, rounds=given.rounds)
         voice = common.Voice if name == "search" else UntilTarget
         if not common.run_cells([grid], given, [*words, name], voice):
@@ -38,9 +38,8 @@ def run(given: argparse.Namespace) -> None:
 
 
 def draw(given: argparse.Namespace) -> None:
-    """Write the page of the tables from the finished cells."""
-    if not (found := cells_of_scale(given.out, given.scale)):
-        raise InputError(f"{given.out} holds no cells of the scale {given.scale}; make some with `run`")
+    """Write the page from the finished cells; without cells it says that nothing was run."""
+    found = cells_of_scale(given.out, given.scale)
     common.write_page(given.page, table.page(found, given.scale))
     print(f"{len(found)} cells: {given.page}")
 
@@ -60,21 +59,9 @@ def cells_of_scale(out: Path, scale: str = "paper") -> dict[str, SealedCell]:
     }
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Return the parsed command line."""
-    parser = argparse.ArgumentParser("python -m paper.shakespeare", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    shared = common.shared_parser(RESULTS)
-    adder = commands.add_parser("run", parents=[shared, common.run_parser(None)], help="run the missing cells")
-    adder.add_argument("names", nargs="+", metavar="NAME", help=", ".join(NAMES))
-    drawer = commands.add_parser("draw", parents=[shared], help="write the page of the finished cells")
-    drawer.add_argument("--page", type=Path, default=HERE / "table.md")
-    return parser.parse_args(words)
-
-
 def main(words: list[str]) -> int:
     """Run the command and return its exit code; bad input prints one sentence and returns 2."""
-    given = parse(words)
+    given = common.parse_table(words, "paper.shakespeare", __doc__, HERE, NAMES, seeds=None)
     return common.exit_code(partial({"run": run, "draw": draw}[given.command], given))
 
 

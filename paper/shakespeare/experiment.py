@@ -92,4 +92,6 @@ def choose_rates(found: Mapping[str, SealedCell], scale: str = "paper") -> dict[
     """Return the rate with the best accuracy for each kind of local work whose search is complete."""
     every = len(read("grid")["search"]["rates"])
     scores = search_scores(found, scale)
-    return {work: max(each, key=lambda rate: each[rate]) for work, each in scores.items() if len(each) == every}
+    return {
+        work: max(each, key=lambda rate: each[rate]) for work, each in scores.items() if len(each) == every
+    }

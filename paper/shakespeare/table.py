@@ -65,9 +65,9 @@ def rows(found: Mapping[str, SealedCell], scale: str = "paper") -> list[Row]:
             rate, seeds, reached = rates.get(work, math.nan), plan[name]["seeds"], []
             planned = load(name, rates, scale).cells(range(seeds)) if len(rates) == len(plan["work"]) else {}
             for cell, settings in planned.items():
-                if f"-{work}-{rate:g}-{variant}-seed" in cell and cell in found:
-                    if found[cell].settings["rounds"] == settings["rounds"]:
-                        reached.append(reach(found[cell], target))
+                mine = f"-{work}-{rate:g}-{variant}-seed" in cell and cell in found
+                if mine and found[cell].settings["rounds"] == settings["rounds"]:
+                    reached.append(reach(found[cell], target))
             made.append(Row(work, variant, rate, seeds, tuple(reached)))
     return made
 
@@ -89,7 +89,7 @@ def judge_rounds(row: Row) -> str:
 
 
 def saving(row: Row, dense: Row) -> float:
-    """Return how many times fewer bytes in total a row needs than the runs without compression, same seeds."""
+    """Return how many times fewer bytes a row needs than the runs of the same seeds without compression."""
     plain = {each.seed: each.bytes for each in dense.reached}
     both = [(plain[each.seed], each.bytes) for each in row.reached if each.seed in plain]
     if not both or any(math.isinf(bytes) for _, bytes in both):
@@ -116,7 +116,11 @@ def judge_bytes(table: list[Row], work: str) -> str:
 def verdicts(found: Mapping[str, SealedCell], scale: str = "paper") -> dict[str, str]:
     """Return the verdict of each bar, by what it is about."""
     table, plan = rows(found, scale), read("grid")
-    about = {f"rounds, {plan['work'][row.work]['name']}": judge_rounds(row) for row in table if row.variant == "none"}
+    about = {
+        f"rounds, {plan['work'][row.work]['name']}": judge_rounds(row)
+        for row in table
+        if row.variant == "none"
+    }
     return about | {f"bytes, {each['name']}": judge_bytes(table, work) for work, each in plan["work"].items()}
 
 
@@ -150,7 +154,8 @@ def _runs(table: list[Row]) -> list[list[str]]:
             continue
         rounds = ", ".join(_or_never(each.rounds, f"{each.rounds:.1f}") for each in row.reached)
         sent = ", ".join(_or_never(each.bytes, format_bytes(each.bytes)) for each in row.reached)
-        times = "–" if row.variant == "none" else f"{saving(row, dense[row.work]):.1f}"
+        factor = 0.0 if row.variant == "none" else saving(row, dense[row.work])
+        times = f"{factor:.1f}" if factor else "–"
         lines.append([*names, f"{row.rate:g}", str(len(row.reached)), there, rounds, sent, times])
     return lines
 
@@ -169,7 +174,12 @@ def _search(found: Mapping[str, SealedCell], scale: str) -> list[str]:
         lines.append([each["name"], *(f"{mine[r]:.2%}" if r in mine else NOT_RUN for r in rates)])
         if (best := choose_rates(found, scale).get(work)) in (rates[0], rates[-1]):
             edges.append(f"{each['name']}: the best rate, {best:g}, is at the edge of the grid.")
-    return [f"One seed, {rounds} rounds; the rate with the best accuracy is taken.", "", write_markdown(lines), *edges]
+    return [
+        f"One seed, {rounds} rounds; the rate with the best accuracy is taken.",
+        "",
+        write_markdown(lines),
+        *edges,
+    ]
 
 
 def _time(found: Mapping[str, SealedCell]) -> list[str]:
