@@ -95,7 +95,7 @@ def test_the_best_rate_is_chosen() -> None:
 
 
 def whole(rounds: dict[str, int], sizes: dict[str, int], seeds: int = 3) -> dict[str, SealedCell]:
-    """Return all cells: a run reaches 54% in `rounds` (by local work) and sends `sizes` in each (by variant)."""
+    """Return all cells: a run reaches 54% in `rounds`, by local work; a round sends `sizes`, by variant."""
     found = search_cells(RATES)
     for grid, count in (("dense", seeds), ("compressed", 1)):
         for name, settings in experiment.load(grid, RATES).cells(range(count)).items():
