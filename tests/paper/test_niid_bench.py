@@ -151,6 +151,18 @@ def test_clients_train_together(model: str) -> None:
     assert np.isfinite(rows[0]["train_loss"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_a_gpu_trains_cells_side_by_side(method: str, tmp_path: Path) -> None:
+    words = ["--scale", "smoke", "--out", str(tmp_path), "--device", "cuda", "--precision", "bf16"]
+    only = [f"--only=cifar10-{partition}-{method}-seed*" for partition in ("iid", "labels2")]
+    assert niid.main(["run", "cifar10", *words, *only, "--together", "6"]) == 0
+    cells = read_cells(tmp_path / CELLS)
+    assert len(cells) == 6
+    assert max(cell.made["together"] for cell in cells.values()) == 6
+    assert all(cell.values["train_loss"][1] < cell.values["train_loss"][0] for cell in cells.values())
+
+
 # SCAFFOLD with momentum
 
 
