@@ -48,7 +48,11 @@ def run_parser(seeds: int | None) -> argparse.ArgumentParser:
 def shared_parser(results: Path) -> argparse.ArgumentParser:
     """Return the parser of the options that all commands have; `results` is the default folder."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--scale", default="paper", help="smoke: minutes on a laptop; paper: as published")
+    parser.add_argument(
+        "--scale",
+        default="paper",
+        help="smoke: minutes on a laptop; paper: as published; cfedavg has small, too",
+    )
     parser.add_argument("--out", type=Path, default=results, help="folder of cells")
     return parser
 
